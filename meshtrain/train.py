@@ -148,7 +148,7 @@ def train(
     profiler, faults = Profiler(config.metrics, folder, job.rank, job.device), FaultInjector(config.train.chaos, job)
     checkpoint.restore(state)
     goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
-    banner = [*banner_lines(spec, job, data, held_out, model), *profiler.about(checkpoint.step, spec.steps)]
+    banner = (*banner_lines(spec, job, data, held_out, model), *profiler.about(checkpoint.step, spec.steps))
     for line in (*banner, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
         job.say(line)
     status.begin(config, layout_text(job.layout) if job.rank == 0 else "", goodput)

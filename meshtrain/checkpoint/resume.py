@@ -74,6 +74,7 @@ class Resume:
                 self._candidates = with_retries(lambda: candidates(spec, restarted=job.again))
                 if not job.again:
                     self._require_fresh_storage()
+                self._claim_storage()
         if spec.local is not None and job.layout is not None:
             self._add_local(spec.local.offers(job.layout))
         self._take_first()
@@ -280,6 +281,17 @@ class Resume:
                 "which this one would replace: name a prefix of its own with checkpoint.upload=URL, or go on with "
                 "checkpoint.resume=latest"
             )
+
+    def _claim_storage(self) -> None:
+        """On rank 0. InputError: where this run is to upload to, there are checkpoints of another one."""
+        uploads, adopt = self._spec.uploads, self._job.again or self._spec.config.checkpoint.resume == "latest"
+        try:
+            if uploads is not None:
+                uploads.claim(self._spec.checkpoints, adopt=adopt)
+        except InputError:
+            raise
+        except Exception:  # each client has errors of its own; it is said where checkpoints are looked for or uploaded
+            return
 
     def _fetch_newer(self) -> None:
         """On rank 0: downloads the newest intact checkpoint from object storage, if it is newer than the first

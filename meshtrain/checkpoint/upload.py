@@ -7,6 +7,7 @@ uploads from the shared folder in a background thread; a failure is reported and
 import asyncio
 import hashlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -20,8 +21,10 @@ from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from meshtrain.checkpoint.retention import Retention, steps_to_keep
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, bytes_text
+from meshtrain.job.storage import write_whole
 
 ASIDE = f"{COMPLETE}.aside"  # replaces COMPLETE: it is damaged, or a run resumed from an earlier step
+RUN, RUN_HERE = "RUN", ".run"  # files that name the run whose checkpoints they are: in storage, in the run's folder
 AT_ONCE = 8  # files in transfer at once
 LAST_S = 300.0  # how long the end of a run waits for the last upload
 # Some clients wait forever for some answers. A call is given up after:
@@ -56,6 +59,26 @@ class Uploads:
     def steps(self) -> list[int]:
         """The steps of complete checkpoints in storage, ascending."""
         return [step for step in self._folders() if self._call("exists", self._path(step, COMPLETE))]
+
+    def claim(self, folder: Path, *, adopt: bool) -> None:
+        """InputError: storage has checkpoints of another run than that with this folder. `adopt`: those that it has are
+        the run's, if its folder is new."""
+        own, there = folder / RUN_HERE, self._run_there()
+        if not own.exists() and there is not None and adopt and not complete_steps(folder):
+            write_whole(own, there)
+        if not own.exists():
+            write_whole(own, secrets.token_hex(16))
+        if there not in (None, own.read_text()):
+            raise InputError(
+                f"checkpoint.upload: {self.url} holds {name_of(self.steps()[-1])} of another run than {folder}: name a "
+                f"prefix of its own with checkpoint.upload=URL; if they are of one run, remove {self.url}/{RUN}"
+            )
+
+    def _run_there(self) -> str | None:
+        """None: storage has no checkpoints, or none of a run that has said so."""
+        path = f"{self._root}/{RUN}"
+        has_one = self._call("exists", path) and self.steps()
+        return self._read(path, 1000).decode(errors="replace") if has_one else None
 
     def set_aside_later(self, step: int) -> None:
         """Sets aside checkpoints of later steps than the one this run resumes from: those steps will be repeated."""
@@ -123,6 +146,9 @@ class Uploads:
         here = complete_steps(folder)
         if not here:
             return
+        self.claim(folder, adopt=False)
+        if self._run_there() is None:
+            self._call("pipe_file", f"{self._root}/{RUN}", (folder / RUN_HERE).read_bytes())
         self.set_aside_later(here[-1])
         there = self.steps()
         for step in {*here, *there} - self._evaluations.keys() if self._keep.keep_best else ():

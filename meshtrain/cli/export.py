@@ -21,7 +21,14 @@ from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
-from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
+from meshtrain.huggingface.export import (
+    ExportFolder,
+    WeightFiles,
+    as_input_errors,
+    config_text,
+    plan_export,
+    tokenizer_files,
+)
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
@@ -166,21 +173,21 @@ def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], 
         raise InputError(f"the model {name} refuses the keys in the checkpoint's config: {error}") from error
 
 
-def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> str | None:
-    """The run's tokenizer.json, if it exists and is one: a checkpoint must not make this read any other file."""
+def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]:
+    """The run's tokenizer.json, if it exists and is one, and the files that belong to it: a checkpoint must not make
+    this read any other file."""
     name = _section(manifest, "data").get("tokenizer", "bytes")
     if name == "bytes":
-        return None
+        return {}
     problem = "it is none"
     try:
         path = Path(str(name)).expanduser()
         if path.suffix == ".json":
-            text = read_plain(path.resolve(), MAX_TOKENIZER).decode()
-            tokenizer = json.loads(text)
+            tokenizer = json.loads(read_plain(path.resolve(), MAX_TOKENIZER).decode())
             if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):
-                return text
+                return tokenizer_files(path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder, or a RecursionError
         problem = str(error)
     shown = "".join(character if character.isprintable() else "?" for character in str(name))
     say(f"tokenizer.json is not written: the run's tokenizer is {shown}, and {problem}")
-    return None
+    return {}

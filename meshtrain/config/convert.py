@@ -208,11 +208,12 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
         if problem:
             errors.append(ConfigError(node.at, f"{name}: {problem}"))
             return INVALID
-    if option in (int, float, str) and not limits.hold(value):
+    beyond = name.startswith("optimizer.") and isinstance(value, float) and not in_float32(value)
+    if option in (int, float, str) and (beyond or not limits.hold(value)):
         out = _did_you_mean(value, limits.names)
         if isinstance(value, float) and not math.isfinite(value):
             out = "give a finite number"
-        elif isinstance(value, float) and not in_float32(value):
+        elif beyond:
             out = "give a number that float32 can hold, 1e-45 to 3.4e38"
         _report_misfit(node, hint, name, errors, limits, out)
         return INVALID
@@ -220,7 +221,7 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
 
 
 def in_float32(value: float) -> bool:
-    """Whether a finite number is neither infinite nor zero in float32, in which torch computes with it."""
+    """Whether a finite number is neither infinite nor zero in float32, the dtype of weights and their averages."""
     try:
         return value == 0 or struct.unpack("<f", struct.pack("<f", value))[0] != 0
     except OverflowError:

@@ -63,6 +63,13 @@ def config_text(config: Mapping[str, Any] | None, dtype: torch.dtype) -> str | N
     return None if config is None else json.dumps({**config, "dtype": word, "torch_dtype": word}, indent=2) + "\n"
 
 
+def tokenizer_files(path: Path) -> dict[str, str]:
+    """A tokenizer.json, and what says its special tokens and how it writes conversations: texts by their names."""
+    beside = (path.with_name(name) for name in (weights.TOKENIZER_CONFIG, weights.CHAT_TEMPLATE))
+    texts = {file.name: file.read_bytes().decode() for file in beside if file.is_file()}
+    return {weights.TOKENIZER: path.read_bytes().decode(), **texts}
+
+
 class ExportFolder:
     """The target folder of an export. One process calls its methods; several may write files in `making`."""
 
@@ -84,15 +91,15 @@ class ExportFolder:
         self,
         files: Mapping[str, Sequence[Entry]],
         config: str | None,
-        tokenizer: str | None,
+        tokenizer: Mapping[str, str],
         adapter: str | None = None,
     ) -> None:
         """Writes the small files with these texts and renames the folder into place; deletes an earlier export last."""
         texts = {
             weights.CONFIG: config,
             weights.INDEX: weights.index(files) if len(files) > 1 else None,
-            weights.TOKENIZER: tokenizer,
             weights.ADAPTER_CONFIG: adapter,
+            **tokenizer,
         }
         for name, text in texts.items():
             if text is not None:

@@ -31,8 +31,8 @@ class Profiler:
             yield f"profiling steps {own[0]} to {own[-1]} of every rank into {self._trace.parent}"
         elif self._last > 0:
             yield (
-                f"metrics.profile names steps {self._first} to {self._last}, and this job begins with step "
-                f"{done + 1} and ends with step {steps}: nothing is profiled"
+                f"metrics.profile names steps {self._first} to {self._last}, and this job does steps {done + 1} to "
+                f"{steps}: nothing is profiled"
             )
         if self._remembering:
             yield f"recording the memory history of every rank into {self._history.parent}"

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import gather_placements
-from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
+from meshtrain.huggingface.export import (
+    ExportFolder,
+    WeightFiles,
+    as_input_errors,
+    config_text,
+    plan_export,
+    tokenizer_files,
+)
 from meshtrain.huggingface.load import DTYPES, named_tensors
 from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
 from meshtrain.huggingface.stored_names import StoredTensor, table_of
@@ -49,7 +56,7 @@ def export(
         folder: is created, or replaces an earlier export.
         dtype: of the floating tensors in the files.
         config: the contents of config.json, except for the dtype; None writes none.
-        tokenizer: a tokenizer.json to be copied beside the weights.
+        tokenizer: a tokenizer.json to be copied beside the weights, with the files that belong to it.
         file_bytes: the maximum size of one file, unless a tensor is larger.
         file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
 
@@ -77,8 +84,8 @@ def export(
                 raise problem
         with job.collective_check("finishing the export"), as_input_errors(place.target):
             if job.rank == 0:
-                text = None if tokenizer is None else Path(tokenizer).expanduser().read_bytes().decode()
-                place.finish(files, config_text(config, dtype), text)
+                texts = {} if tokenizer is None else tokenizer_files(Path(tokenizer).expanduser())
+                place.finish(files, config_text(config, dtype), texts)
     finally:
         if job.rank == 0:
             place.drop()

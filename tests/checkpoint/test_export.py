@@ -108,6 +108,9 @@ def test_the_same_bytes_as_a_run_writes(
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a run's folder the newest complete checkpoint; --dtype; a tokenizer; once more into the same folder."""
     (tmp_path / "mine.json").write_text('{"model": {"type": "BPE"}, "ä": 1}', encoding="utf-8")
+    beside = {"tokenizer_config.json": '{"eos_token": "</s>"}', "chat_template.jinja": "{{ messages }}"}
+    for name, text in beside.items():
+        (tmp_path / name).write_text(text)
     model = made()
     config = config_of(model, tokenizer=str(tmp_path / "mine.json"))
     run = tmp_path / "run"
@@ -124,8 +127,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         export_as_a_run_does(model, tmp_path / "wanted", dtype, tokenizer=tmp_path / "mine.json")
         assert files_in(tmp_path / "out") == files_in(tmp_path / "wanted")
         assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
+        assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
     assert "weights of step 100 in" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "out", "run", "wanted"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["mine.json", "out", "run", "wanted", *beside])
 
 
 USERS_OWN = """

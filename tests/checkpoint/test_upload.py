@@ -258,6 +258,27 @@ def test_a_run_that_begins_anew_replaces_no_other_run(run: Any, tmp_path: Path) 
     assert uploaded("memory://other") == [2, 4]
 
 
+def test_a_run_neither_takes_nor_replaces_checkpoints_of_another_one(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", steps=4) == {"status": 0}
+    assert run("other", steps=2, url="memory://other") == {"status": 0}
+    refused = run("other", "optimizer.lr=1e-3")
+    assert refused["status"] == 2
+    assert (
+        f"{URL} holds step_0000004 of another run than {tmp_path}/other/checkpoints: name a prefix" in refused["error"]
+    )
+    begun = f"checkpoint.resume={tmp_path}/run/checkpoints/step_0000002"
+    assert run("third", begun)["status"] == 2
+    assert uploaded() == [2, 4]
+    folder = tmp_path / "other" / "checkpoints"
+    storage = Uploads(URL, Retention())  # of two runs that begin at once the second finds it when it uploads
+    storage.offer(folder)
+    assert storage.wait()
+    assert "of another run" in str(storage.problem)
+    assert uploaded() == [2, 4]
+
+
 @pytest.mark.parametrize("scheme", ["file://", ""])
 def test_a_folder_is_storage_too(run: Any, tmp_path: Path, scheme: str) -> None:
     url = f"{scheme}{tmp_path}/store"
