@@ -165,7 +165,8 @@ class Parallel:
     """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` the rounding depends on
     the layout. null: as they are kept, in float32 or float64."""
     verify: bool = True
-    """With `tp` or `cp`: whether the split model is compared with the plain one before the first step."""
+    """With `tp` or `cp`: whether the split model is compared with the plain one before the first step. With several
+    data ranks, `cp` or `recompute`: whether a first forward that changes buffers of the model is refused."""
 
 
 @dataclass(frozen=True)

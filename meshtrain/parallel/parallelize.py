@@ -58,7 +58,7 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import verify, verify_context
+from meshtrain.parallel.verify import refuse_side_effects, verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Where layers that read the same input compute one product, in 16 bits, compiled and without FSDP, which gathers each
@@ -89,7 +89,9 @@ class ParallelOptions:
     reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
     used_outside: Collection[str] = ()  # blocks whose parameters others use: gathered and cast with the whole model
     shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); for `meshtrain.optim.Optimizer` alone
-    verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
+    # Before anything else the split model is compared with the plain one, and a first forward with side effects, which
+    # each rank or a second run of a block would have for itself, is refused; see `verify.py`.
+    verify: bool = True
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
     sample: Sequence[Tensor | None] | None = None
     waiting: Waiting = nullcontext  # a context manager entered wherever this rank waits for others, to measure it
@@ -292,6 +294,9 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
         sum_partial_gradients(model, mesh, sequence_parallel=options.sequence_parallel)
     if mesh.size("cp") > 1:
         _take_only_parts(model, attention, mesh, options)
+    if options.verify and (mesh.size(*LOSS_AXES) > 1 or options.recompute != "none"):
+        recomputed = [block for block in blocks if options.recompute != "none" and any(True for _ in block.children())]
+        refuse_side_effects(model, mesh, {module for block in recomputed for module in block.modules()})
     return model
 
 
