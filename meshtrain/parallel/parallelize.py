@@ -365,6 +365,12 @@ def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
                 f"the parameter {name} has no dim that dp_shard or cp could cut: give it one, torch.zeros(1), or use "
                 "dp_replicate"
             )
+        if fsdp and parameter.numel() == 0:
+            shape = tuple(parameter.shape)
+            raise AgreedError(
+                f"the parameter {name} of shape {shape} has no elements that dp_shard or cp could cut: leave it "
+                "out, or use dp_replicate"
+            )
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
