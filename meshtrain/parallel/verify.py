@@ -431,7 +431,7 @@ def _leaf(x: Any) -> Any:
 
 def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Module]) -> None:
     """The first forward in training then raises AgreedError (InputError in a pipeline, on the ranks of a stage) where
-    it changes what a checkpoint has of a model. A buffer that gets another shape is a cache that was filled.
+    it changes what a checkpoint has of a model. A buffer that was empty is a cache, which may be filled.
 
     Args:
         again: the modules whose forward runs again in the backward.
@@ -456,12 +456,12 @@ def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Modul
         for hook in hooks:
             hook.remove()
         after = dict(digests())
-        names = [name for name, (shape, _) in before.items() if name in after and after[name][0] == shape]
+        names = [name for name, (shape, _) in before.items() if name in after and 0 not in shape]
+        shapes = [[of[name][0] for name in names] for of in (before, after)]
         values = [torch.stack([of[name][1] for name in names]).tolist() if names else [] for of in (before, after)]
         before.clear()
-        problems = [
-            _refusal(name, several) for name, old, new in zip(names, *values, strict=True) if repr(old) != repr(new)
-        ]
+        pairs = zip(names, zip(shapes[0], values[0], strict=True), zip(shapes[1], values[1], strict=True), strict=True)
+        problems = [_refusal(name, several) for name, old, new in pairs if repr(old) != repr(new)]
         if mesh.size("pp") > 1:  # whose stages are not at the same forward
             if problems:
                 raise InputError(problems[0])

@@ -41,6 +41,7 @@ CHANGES: dict[str, Callable[[Changing], object]] = {
     "count": lambda layer: layer.count.add_(1),
     "unit": lambda layer: layer.unit.data.copy_(torch.tensor([1.0, 0.0])),
     "turns": lambda layer: setattr(layer, "turns", 1j + layer.turns),
+    "nan": lambda layer: setattr(layer, "nan", torch.cat([layer.nan, layer.nan])),
     "layer.bias": lambda layer: layer.layer.bias.data.zero_(),
 }
 HARMLESS: dict[str, Callable[[Changing], object]] = {
