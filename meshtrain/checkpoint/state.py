@@ -42,9 +42,15 @@ class LocalShard:
 
     @property
     def local(self) -> Tensor:
-        """The tensor that training uses, in the shape of the part."""
+        """The tensor that training uses, in the shape of the part. Raises InputError: a buffer changed shape."""
         tensor = local_part(self._live().detach())[0]
-        return tensor if tensor.dim() else tensor.view(1)
+        own, expected = tensor if tensor.dim() else tensor.view(1), shape_of(self.part)
+        if tuple(own.shape) != tuple(expected):
+            raise InputError(
+                f"{self.name} has the shape {tuple(own.shape)}, and had {tuple(expected)} when the run began: a "
+                "checkpoint has room for that. Let its forward keep the shape, or register it with persistent=False"
+            )
+        return own
 
 
 class State:

@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshtrain.errors import InputError
 from meshtrain.parallel.torch_private import KeepsBeforeWrites
 
 aten = torch.ops.aten
@@ -54,33 +52,6 @@ def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False)
         policy = _policy if recompute == "selective" else _routing_policy
         settings["context_fn"] = partial(_contexts, policy)
     return partial(checkpoint, forward, **settings)
-
-
-def refuse_writes(block: nn.Module, forward: Callable) -> Callable:
-    """A block's forward that is to run again. It raises InputError where it changes what it would start from."""
-    owners = [(name, module) for name, module in block.named_modules() if module._buffers]
-
-    def buffers() -> dict[str, Tensor | None]:
-        named = ((f"{name}.{key}".lstrip("."), x) for name, module in owners for key, x in module._buffers.items())
-        return {f"its buffer {name}": x for name, x in named}
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        inputs = {f"its input {i}": x for i, x in enumerate((*args, *kwargs.values()))}
-        states = {name: x for name, x in (inputs | buffers()).items() if isinstance(x, Tensor)}
-        versions = [x._version for x in states.values()]
-        result = forward(*args, **kwargs)
-        now = states | buffers()
-        for (name, x), version in zip(states.items(), versions, strict=True):
-            if x is not now[name] or x._version != version:
-                raise InputError(
-                    f"parallel.recompute: the forward of {type(block).__name__} changes {name}, and when it runs again "
-                    "in backward would start from that: use recompute: none, or leave it unchanged"
-                )
-        return result
-
-    return run
 
 
 def _contexts(policy: Callable) -> tuple[KeepsBeforeWrites, AbstractContextManager]:

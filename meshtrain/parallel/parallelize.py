@@ -18,7 +18,7 @@ from meshtrain.dropout import SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.activation_checkpoint import checkpoint_block, refuse_writes
+from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
 from meshtrain.parallel.context import ContextParallel, ShardedContext, misplaced_calls
@@ -64,7 +64,7 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import verify, verify_context
+from meshtrain.parallel.verify import refuse_side_effects, verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Devices where layers that share an input compute one product, in 16 bits, compiled and without FSDP, which gathers
@@ -95,7 +95,9 @@ class ParallelOptions:
     reduce_precision: str | None = None  # dtype of gradient sums over data ranks; None: the dtype of gradients
     used_outside: Collection[str] = ()  # blocks whose parameters are used outside: gathered and cast with the model
     shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); only for `meshtrain.optim.Optimizer`
-    verify: bool = True  # first compares the split model with the plain one; see `verify.py`
+    # First compares the split model with the plain one, and refuses a first forward with side effects, which each rank,
+    # or the recomputation of a block, would have for itself; see `verify.py`.
+    verify: bool = True
     # For that: the arguments of `model(*sample)`, a few short samples, equal on all ranks of `tp`; None: made up.
     sample: Sequence[Tensor | None] | None = None
     waiting: Waiting = nullcontext  # a context manager entered wherever this rank waits for others, to measure it
@@ -299,6 +301,9 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
         sum_partial_gradients(model, mesh, sequence_parallel=options.sequence_parallel)
     if mesh.size("cp") > 1:
         _take_only_parts(model, attention, mesh, options)
+    if options.verify and (mesh.size(*LOSS_AXES) > 1 or options.recompute != "none"):
+        recomputed = [block for block in blocks if options.recompute != "none" and any(True for _ in block.children())]
+        refuse_side_effects(model, mesh, {module for block in recomputed for module in block.modules()})
     return model
 
 
@@ -366,6 +371,12 @@ def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
             raise AgreedError(
                 f"the parameter {name} has no dim that dp_shard or cp could cut: give it one, torch.zeros(1), or use "
                 "dp_replicate"
+            )
+        if fsdp and parameter.numel() == 0:
+            shape = tuple(parameter.shape)
+            raise AgreedError(
+                f"the parameter {name} of shape {shape} has no elements that dp_shard or cp could cut: leave it "
+                "out, or use dp_replicate"
             )
 
 
@@ -441,7 +452,7 @@ def _wrap_blocks(
             whole = compile_block(block, checkpoint_block(run, recompute), one_graph=True)
             whole = cast_to_compute_dtype(block, whole, copies) if casts else whole
             around = while_one_graph(whole, around, type(block).__name__)
-        block.forward = refuse_writes(block, around) if has_layers and recompute != "none" else around
+        block.forward = around
         if casts or fused:
             block.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
     if casts and model not in blocks:

@@ -79,6 +79,11 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 _meta = torch.library.Library("aten", "IMPL", "Meta")  # registrations last as long as it does
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers that are part of its state."""
+    return {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+
+
 @cache
 def mend_attention_shapes() -> None:
     """Corrects a meta function: before 2.13 torch assumes that CPU attention in float64 saves a float32 logsumexp, so

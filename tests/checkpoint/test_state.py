@@ -118,6 +118,15 @@ def test_a_type_that_no_file_holds_is_refused() -> None:
 
 
 @pytest.mark.timeout(400)
+def test_a_buffer_that_has_grown_is_not_cut_to_the_shape_that_it_had() -> None:
+    model = Model()
+    state = State(model, optimizer_of(model), ALONE, alone())
+    model.mean = torch.zeros(5)
+    (held,) = (held for held in state.shards if held.name == "model.mean")
+    with pytest.raises(InputError, match=r"model\.mean has the shape \(5,\), and had \(3,\) when the run began"):
+        _ = held.local
+
+
 def test_parts_on_every_layout_of_4_ranks(tmp_path: Path) -> None:
     job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "state", timeout=300)
     assert_none_failed(job, 4, 1000)

@@ -66,6 +66,7 @@ def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
         ({"dp_replicate": 2}, "table is an embedding with max_norm, which goes by the tokens that a rank happens to"),
         ({"dp_replicate": 3}, "the parameter gain has a hook behind the accumulation of its gradient"),
         ({"dp_shard": 2}, "the parameter gain has no dim that dp_shard or cp could cut"),
+        ({"cp": 2}, r"the parameter gain of shape \(0, 4\) has no elements that dp_shard or cp could cut"),
         (
             {"tp": 2},
             "the parameter layer.weight has a hook on its gradient, which its parts on several ranks would not",
@@ -74,7 +75,7 @@ def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
 )
 def test_parameters_that_copies_or_parts_would_change_are_refused(layout: dict[str, int], said: str) -> None:
     model: Any = nn.Module()
-    model.gain, model.layer = nn.Parameter(torch.ones(())), nn.Linear(2, 2)
+    model.gain, model.layer = nn.Parameter(torch.ones((0, 4) if "cp" in layout else ())), nn.Linear(2, 2)
     model.table = nn.Embedding(4, 2, max_norm=1.0 if layout == {"dp_replicate": 2} else None)
     if layout == {"dp_replicate": 3}:
         model.gain.register_post_accumulate_grad_hook(lambda parameter: None)
