@@ -104,7 +104,11 @@ def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
 
 
 def ids_of(text: str, tokenizer: "Tokenizer", config: "Config") -> list[int]:
-    """Raises InputError: the text has an id that the model does not know."""
+    """Raises InputError: it is no text, or has an id that the model does not know."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{text[:40]!r} is not text in UTF-8: {error.reason}") from error
     ids = tokenizer.encode(text)
     largest, size = max(ids, default=-1), config.model.keys.get("vocab_size")
     if size is not None and largest >= size:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.errors import InputError, UnreadableError
+from meshtrain.job.storage import show_any_text
 from meshtrain.layout import LayoutError
 
 # name -> (module, what it does, an example)
@@ -97,6 +98,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: the command's own, as a rule 0; 2 the user's input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
+    show_any_text()
     atexit.register(gc.freeze)  # where torch was imported, Python would take a second to look through it at its end
     status = 0
     try:

@@ -1,5 +1,6 @@
 """Files that a run writes beside its work: it does not end because a disk does not take one of them."""
 
+import io
 import os
 import socket
 import sys
@@ -17,6 +18,12 @@ MOST_WAITING = 10_000  # lines that are kept until the disk takes them
 
 def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def show_any_text() -> None:
+    """From now on stdout has `?` for what its encoding lacks: a log in Latin-1 ends no run whose text is Cyrillic."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager
