@@ -266,7 +266,9 @@ class VocabParallelEmbedding(TensorParallelLayer):
         weight = to_local(self.weight)
         own = chunk_range(self.num_embeddings, self.axis_group.size, self.axis_group.index)
         ordered = tokens.transpose(0, -1) if self.sequence_parallel else tokens
-        mine = (ordered >= own.start) & (ordered < own.stop)
+        # An id that the vocabulary lacks belongs to the first or the last rank, whose lookup fails as a plain one does.
+        from_start, to_end = own.start == 0, own.stop == self.num_embeddings
+        mine = ((ordered >= own.start) | from_start) & ((ordered < own.stop) | to_end)
         if weight.shape[0] > 0:
             rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight)
         else:  # more ranks than parts: nothing to look up, but the others wait for this rank's addend
