@@ -39,6 +39,7 @@ from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
+from meshtrain.job.storage import show_any_text
 from meshtrain.job.watchdog.deadlines import process_group_timeout
 from meshtrain.job.watchdog.watchdog import Watchdog, watched
 from meshtrain.layout import DATA_AXES
@@ -71,6 +72,7 @@ AGENTS_S = 10.0  # time within which torchrun's agents on all nodes forward a si
 
 def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
     """Trains as the command line says; returns the exit status, or raises SystemExit with it."""
+    show_any_text()
     signals = signals or Signals.install()
     signals.modules_imported()
     try:

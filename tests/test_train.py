@@ -103,6 +103,23 @@ def test_prompts_that_are_longer_than_a_batch(tmp_path: Path) -> None:
     assert [row["loss"] is None for row in rows] == [count == 0 for count in targets]
 
 
+def test_a_log_that_lacks_characters_ends_no_run(tmp_path: Path) -> None:
+    """Of a folder's name at the start, and of the model's text at the end, before the export."""
+    text, output = tmp_path / "лиса.txt", tmp_path / "лиса"
+    text.write_text("лиса и собака " * 40)
+    overrides = [f"train.output={output}", f"train.export={tmp_path / 'export'}", f"data.path={text}"]
+    overrides += [
+        "data.source=text",
+        f"data.cache={tmp_path}",
+        "data.seq_len=16",
+        "train.steps=1",
+        "train.sample_tokens=4",
+    ]
+    done = run([sys.executable, *MAIN, QUICKSTART, *SMALL, *overrides], env={"PYTHONIOENCODING": "latin-1"}).check()
+    assert f"checkpoints every 100 steps in {tmp_path}/????" in done.out
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
 def test_usage_errors_are_input_errors() -> None:
     done = forked(1, *MAIN)
     assert done.status == 2

@@ -104,7 +104,11 @@ def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
 
 
 def ids_of(text: str, tokenizer: "Tokenizer", config: "Config") -> list[int]:
-    """The token ids of a text. Raises InputError: an id is outside the model's vocabulary."""
+    """The token ids of a text. Raises InputError: it is not UTF-8, or an id is outside the model's vocabulary."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{text[:40]!r} is not text in UTF-8: {error.reason}") from error
     ids = tokenizer.encode(text)
     largest, size = max(ids, default=-1), config.model.keys.get("vocab_size")
     if size is not None and largest >= size:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.errors import InputError, UnreadableError
+from meshtrain.job.storage import show_any_text
 from meshtrain.layout import LayoutError
 
 # name -> (module, what it does, an example)
@@ -101,6 +102,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: the command's own, usually 0; 2 if the user's input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
+    show_any_text()
     atexit.register(gc.freeze)  # if torch was imported, Python's last garbage collection would take a second
     status = 0
     try:

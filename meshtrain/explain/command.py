@@ -9,7 +9,6 @@ Exit status 0: no failure found; 1: found; 2: there is no such log. See docs/fai
 import argparse
 import json
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -35,9 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([cause.to_json() for cause in causes], indent=1))
     else:
-        text = explanation(causes, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST))
-        encoding = sys.stdout.encoding or "utf-8"  # which may lack characters of a log
-        print(text.encode(encoding, "replace").decode(encoding), end="")
+        print(explanation(causes, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)), end="")
     return 1 if causes else 0
 
 

@@ -1,5 +1,6 @@
 """File I/O of a run: side files whose disk errors do not end the run, durable writes, and reads with retries."""
 
+import io
 import os
 import socket
 import sys
@@ -17,6 +18,12 @@ MOST_WAITING = 10_000  # lines kept in memory until the disk accepts them
 
 def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def show_any_text() -> None:
+    """From now on stdout has `?` for what its encoding lacks: a log in Latin-1 ends no run whose text is Cyrillic."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from meshtrain.parallel.linear import ProductsLayer
 from meshtrain.parallel.linear.lora import move_adapter
 from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
 from meshtrain.parallel.sharding import chunk_range
-from meshtrain.parallel.torch_private import raise_unless, to_local
+from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_linear import ColumnParallelMatmul, RowParallelMatmul, flatten_tokens, unflatten_tokens
 from meshtrain.parallel.tp_plan import STYLES, Heads, Split, styled_parameters, unsupported_options
 
@@ -264,12 +264,11 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = to_local(self.weight)
-        # No rank has such a row, and all would add zeros.
-        known = ((tokens >= 0) & (tokens < self.num_embeddings)).all()
-        raise_unless(known, f"a token is outside of the embedding's rows, 0 to {self.num_embeddings - 1}")
         own = chunk_range(self.num_embeddings, self.axis_group.size, self.axis_group.index)
         ordered = tokens.transpose(0, -1) if self.sequence_parallel else tokens
-        mine = (ordered >= own.start) & (ordered < own.stop)
+        # An id that the vocabulary lacks belongs to the first or the last rank, whose lookup fails as a plain one does.
+        from_start, to_end = own.start == 0, own.stop == self.num_embeddings
+        mine = ((ordered >= own.start) | from_start) & ((ordered < own.stop) | to_end)
         if weight.shape[0] > 0:
             rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight)
         else:  # more ranks than parts: nothing to look up, but the other ranks wait for this rank's contribution

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from meshtrain.checkpoint.weights import load_weights
 from meshtrain.cli import main as cli
-from meshtrain.cli.checkpoint_model import tokenizer_of
+from meshtrain.cli.checkpoint_model import ids_of, tokenizer_of
 from meshtrain.cli.eval import windows
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
@@ -108,6 +108,12 @@ def test_perplexity_of_a_file(run: Path) -> None:
         assert scores["tokens"] == len(tokens) - 1
         assert scores["loss"] == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
         assert scores["bits_per_byte"] < scores["loss"] / 0.69
+
+
+def test_a_prompt_that_is_no_text_is_told() -> None:
+    """As Python gives bytes of a command line that are not UTF-8."""
+    with pytest.raises(InputError, match=r"'a\\udcff' is not text in UTF-8"):
+        ids_of("a\udcff", ByteTokenizer(), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def test_every_token_but_the_first_is_predicted_once() -> None:
