@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshtrain.loss import attach, real_tokens, tally
 from meshtrain.parallel.collectives import AxisGroup, operator
-from meshtrain.parallel.grouped import GatherRows, GroupedMatmul
+from meshtrain.parallel.linear.grouped import GatherRows, GroupedMatmul
 from meshtrain.parallel.linear.weight_grad import SupportsDeferral
 from meshtrain.parallel.torch_private import never_compiled, to_local
 

@@ -15,8 +15,7 @@ from meshtrain.layout import Layout
 from meshtrain.loss import GlobalCount, StepTerms, sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import sample_flops
-from meshtrain.parallel import grouped
-from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear import grouped, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
 from meshtrain.parallel.parallelize import parallelize
 from meshtrain.parallel.torch_private import backward_is_running, never_compiled

@@ -45,7 +45,6 @@ class Limits:
             return not self.names or value in self.names or (self.suffix is not None and value.endswith(self.suffix))
         return (
             math.isfinite(value)
-            and (isinstance(value, int) or in_float32(value))
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)

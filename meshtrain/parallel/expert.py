@@ -22,7 +22,7 @@ from meshtrain.errors import InputError
 from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AxisGroup, axis_group, axis_group_by_name, differentiable, operator
-from meshtrain.parallel.grouped import GatherRows
+from meshtrain.parallel.linear.grouped import GatherRows
 from meshtrain.parallel.sharding import chunk_lengths
 from meshtrain.parallel.tensor_parallel import shard_parameter
 from meshtrain.parallel.torch_private import backward_is_running

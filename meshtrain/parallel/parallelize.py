@@ -42,6 +42,7 @@ from meshtrain.parallel.mixed_precision import (
     message_dtype,
     state_parameters,
 )
+from meshtrain.parallel.side_effects import refuse_side_effects
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
 from meshtrain.parallel.torch_private import (
     allocate,
@@ -64,7 +65,7 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import refuse_side_effects, verify, verify_context
+from meshtrain.parallel.verify import verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Devices where layers that share an input compute one product, in 16 bits, compiled and without FSDP, which gathers
@@ -95,8 +96,8 @@ class ParallelOptions:
     reduce_precision: str | None = None  # dtype of gradient sums over data ranks; None: the dtype of gradients
     used_outside: Collection[str] = ()  # blocks whose parameters are used outside: gathered and cast with the model
     shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); only for `meshtrain.optim.Optimizer`
-    # First compares the split model with the plain one, and refuses a first forward with side effects, which each rank,
-    # or the recomputation of a block, would have for itself; see `verify.py`.
+    # First compares the split model with the plain one (`verify.py`), and refuses a first forward with side effects
+    # (`side_effects.py`).
     verify: bool = True
     # For that: the arguments of `model(*sample)`, a few short samples, equal on all ranks of `tp`; None: made up.
     sample: Sequence[Tensor | None] | None = None

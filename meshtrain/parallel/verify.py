@@ -5,8 +5,6 @@ Two copies, one of them split, run a forward and a backward of a short sample. V
 outputs of blocks; each block, and the code between blocks, has its own backward. Weights are random, because a norm of
 ones or a layer of zeros would hide an error. They exist for one block at a time; identical blocks are computed once.
 Neither the model nor the state of a random generator changes.
-
-`refuse_side_effects` checks the first forward itself.
 """
 
 import copy
@@ -16,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,15 +24,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import Dropout
-from meshtrain.errors import AgreedError, InputError
-from meshtrain.layout import LOSS_AXES
+from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel, misplaced_calls
 from meshtrain.parallel.grad_sync import tensors_of
 from meshtrain.parallel.mixed_precision import cast, master_dtype
 from meshtrain.parallel.sharding import Part, chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers, shard_parameter
-from meshtrain.parallel.torch_private import persistent_buffers, replace_parameters, to_local
+from meshtrain.parallel.torch_private import replace_parameters, to_local
 from meshtrain.parallel.tp_plan import REPLICATED
 
 TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 rounding, far below a missing addend
@@ -427,70 +423,3 @@ def _grad_of(x: Tensor) -> Tensor:
 
 def _leaf(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
-def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Module]) -> None:
-    """The first forward in training then raises AgreedError (InputError in a pipeline, on the ranks of a stage) where
-    it changes what a checkpoint has of a model. A buffer that was empty is a cache, which may be filled.
-
-    Args:
-        again: the modules whose forward runs again in the backward.
-    """
-    several = mesh.size(*LOSS_AXES) > 1
-    parameters = several and not mesh.uses_fsdp  # of gathered ones FSDP itself tells
-    before: dict[str, tuple[torch.Size, Tensor]] = {}
-
-    def digests() -> Iterator[tuple[str, tuple[torch.Size, Tensor]]]:
-        for module_name, module in model.named_modules():
-            own = persistent_buffers(module) if several or module in again else {}
-            own |= module._parameters if parameters else {}
-            yield from ((f"{module_name}.{name}".lstrip("."), _digest(x)) for name, x in own.items() if x is not None)
-
-    def begin(model: nn.Module, *unused: Any) -> None:
-        if model.training and torch.is_grad_enabled():
-            before.update(digests())
-
-    def end(model: nn.Module, *unused: Any) -> None:
-        if not before:
-            return
-        for hook in hooks:
-            hook.remove()
-        after = dict(digests())
-        names = [name for name, (shape, _) in before.items() if name in after and 0 not in shape]
-        shapes = [[of[name][0] for name in names] for of in (before, after)]
-        values = [torch.stack([of[name][1] for name in names]).tolist() if names else [] for of in (before, after)]
-        before.clear()
-        pairs = zip(names, zip(shapes[0], values[0], strict=True), zip(shapes[1], values[1], strict=True), strict=True)
-        problems = [_refusal(name, several) for name, old, new in pairs if repr(old) != repr(new)]
-        if mesh.size("pp") > 1:  # whose stages are not at the same forward
-            if problems:
-                raise InputError(problems[0])
-            return
-        every = [problems]
-        if mesh.world is not None:
-            every = [[] for _ in range(mesh.layout.world_size)]
-            dist.all_gather_object(every, problems[:1], group=mesh.world)
-        for problem in chain(*every):
-            raise AgreedError(problem)
-
-    hooks = (model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end))
-
-
-def _refusal(name: str, several: bool) -> str:
-    if several:
-        reason = "with several data ranks or cp each rank would have its own, and the loss would depend on the layout"
-        remedy = "sum what it is made of over the global batch (meshtrain.loss.tally), use one data rank and cp: 1"
-    else:
-        reason, remedy = "a block that is recomputed would change it twice", "use recompute: none"
-    return (
-        f"the model's forward changes {name} in training, and {reason}: {remedy}, or, if no result follows from it, "
-        "leave this check out by parallel.verify: false (verify=False)"
-    )
-
-
-def _digest(tensor: Tensor) -> tuple[torch.Size, Tensor]:
-    """Its shape, its sum and its norm: of values that are kept normalised one of the two stays as it is."""
-    x = to_local(tensor.detach())
-    x = torch.view_as_real(x) if x.is_complex() else x if x.is_floating_point() else x.double()
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
-    return x.shape, torch.stack([x.sum(dtype=torch.float64), norm])

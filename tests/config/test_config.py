@@ -417,7 +417,7 @@ def overridden(draw: st.DrawFn) -> list[str]:
         "optimizer.lr": st.floats(1, 1e6),
         "optimizer.clip_norm": st.none() | FLOATS,
         "optimizer.eps": FLOATS,
-        "optimizer.betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2),
+        "optimizer.betas": st.lists(st.floats(0, 0.875, width=32), min_size=2, max_size=2),
         "data.cache": st.none() | PATHS,
         "data.validation": PATHS | st.floats(0, 0.99),
         "parallel.compile": st.sampled_from(("auto", True, False)),
