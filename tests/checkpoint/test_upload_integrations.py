@@ -158,7 +158,8 @@ def test_a_server_that_refuses_or_does_not_answer(
 
     faster()
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(upload, "SILENCE_S", 5.0)  # of 100 the client waits for ever
+    for limit in ("ANSWER_S", "SILENCE_S"):
+        monkeypatch.setattr(upload, limit, 5.0)  # of 100 the client waits for ever
     url = f"{URL}_{how}"
     options = ("checkpoint.every=2", "data.workers=0", f"checkpoint.upload={url}")
     refusing.how = how
