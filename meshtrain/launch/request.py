@@ -30,7 +30,7 @@ OPTIONS = {
     "--spare-nodes": ("K", "keep K of the nodes idle, to replace lost ones"),
     "--container-image": ("IMAGE", "run the processes in this image; nodes need no torch"),
     "--container-mounts": ("A:B,...", "host folders to mount in it"),
-    "--container-runtime": ("NAME", "pyxis (default), apptainer, or another command and its arguments"),
+    "--container-runtime": ("NAME", "pyxis (default), apptainer, or a program with the same options"),
     "--gres": ("NAME", "request GPUs by this name: gpu, gpu:h100"),
     "--cpus-per-task": ("C", "cores per task, which is a node, or with --srun a GPU; default: 8 per GPU"),
     "--time": ("T", "time limit: 3:50:00, 2-12:00:00, or 240 (minutes)"),
