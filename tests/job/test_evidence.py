@@ -63,17 +63,15 @@ def program(folder: Path, name: str, script: str) -> None:
 def test_a_program_says_what_it_does_or_why_it_does_not(programs: Path) -> None:
     program(programs, "speaks", "echo all is well")
     program(programs, "fails", "echo not permitted >&2; exit 3")
-    program(programs, "hangs", "/bin/sleep 60 & wait")  # its child has its output
-    assert run_program(["speaks"], 5) == "all is well\n"
-    begun = time.monotonic()
-    for name, said in {
-        "fails": "fails has failed, with exit status 3: not permitted",
-        "hangs": "hangs did not end within 0.2 s",
-        "missing": "there is no missing on this host",
-    }.items():
+    program(programs, "hangs", "/bin/sleep 1000 & wait")  # its child has its output
+    assert run_program(["speaks"], 60) == "all is well\n"
+    for name, seconds, said in (
+        ("fails", 60, "fails has failed, with exit status 3: not permitted"),
+        ("hangs", 0.2, "hangs did not end within 0.2 s"),
+        ("missing", 60, "there is no missing on this host"),
+    ):
         with pytest.raises(ProgramError, match=f"^{said}$"):
-            run_program([name], 0.2)
-    assert time.monotonic() - begun < 5
+            run_program([name], seconds)
 
 
 def test_a_host_without_the_programs_has_a_line_for_each(
@@ -111,11 +109,9 @@ def test_a_recorder_says_whether_it_has_forgotten_something(
 
 def test_nothing_is_waited_for_longer_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "EVIDENCE_S", 0.3)
-    monkeypatch.setattr(evidence, "flight_recorder", lambda job: time.sleep(3))
+    monkeypatch.setattr(evidence, "flight_recorder", lambda job: time.sleep(1000))
     monkeypatch.setattr(evidence, "all_stacks", lambda: 1 / 0)
-    begun = time.monotonic()
     problems = collect(tmp_path, JOB, of_host=False)
-    assert time.monotonic() - begun < 2
     assert problems == [
         "rank-3.stacks: ZeroDivisionError('division by zero')",
         "rank-3.flight-recorder.json was not written within 0.3 s",
