@@ -91,7 +91,7 @@ class Network:
         command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         holder = subprocess.Popen([*dies, *command, "sh", "-c", script], stdin=subprocess.DEVNULL)
         self._holders.append(holder)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and holder.poll() is None:
             children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
             if children and Path(f"/proc/{children[0]}/comm").read_text().strip() == "sleep":

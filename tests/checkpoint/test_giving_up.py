@@ -149,7 +149,7 @@ def test_a_rank_that_is_stuck_when_ranks_have_diverged_is_given_up(
     thread.start()
     stuck._prepare_round.put([{}, []])
     assert stuck._prepare_round.receive()["apart"] == [[0, ["w"]]]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while first._gathering is not first._divergence_round and time.monotonic() < deadline:
         time.sleep(0.01)
     assert first.poll()

@@ -254,7 +254,7 @@ def test_another_takes_over_from_a_killed_preparer_and_cleans_up(tmp_path: Path)
     (left / "tokens.bin").write_bytes(b"half")
     heir = FORK.Process(target=take_part, args=(folder, log, lines, None))
     heir.start()
-    assert f"process {doomed.pid} on" in lines.get(timeout=10)[1]
+    assert f"process {doomed.pid} on" in lines.get(timeout=60)[1]
     os.kill(doomed.pid, signal.SIGKILL)
     heir.join(30)
     doomed.join(30)

@@ -159,7 +159,7 @@ def test_who_waits_for_the_verdict_waits_for_the_evidence(monkeypatch: pytest.Mo
     watch._learn(asked)  # as a rank hears of it that has asked, and is told besides
     assert watch.diagnosis is not None
     assert not watch._decided.is_set()
-    assert watch._decided.wait(5)
+    assert watch._decided.wait(60)
     assert written == [(tmp_path / "7", JOB)]
 
 

@@ -218,7 +218,7 @@ def test_who_meets_at_a_store_knows_whom_it_waits_for() -> None:
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (wait := waits_of(thread)) is None or wait.missing != (0, 2, 3):
         assert time.monotonic() < deadline, wait
         time.sleep(0.01)
@@ -231,8 +231,8 @@ def test_a_recorder_that_takes_too_long_or_fails_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     job = Job(Environment("none", 0, 1, 0, "a", None), torch.device("cpu"), None)
-    monkeypatch.setattr(introspect, "RECORDER_S", 0.1)
-    for state, printed in ((lambda _: time.sleep(2), False), (lambda _: 1 // 0, True)):
+    for state, seconds, printed in ((lambda _: time.sleep(1000), 0.1, False), (lambda _: 1 // 0, 60.0, True)):
+        monkeypatch.setattr(introspect, "RECORDER_S", seconds)
         monkeypatch.setattr(introspect, "flight_recorder_state", state)
         assert local_status(job, DeadlineClock(), None).begun == {}
         assert ("ZeroDivisionError" in capsys.readouterr().err) == printed
@@ -244,7 +244,7 @@ def test_a_thread_is_woken_by_signals_and_by_other_threads() -> None:
         assert not wakeup.wait(0.01)
         wakeup.install()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert wakeup.wait(5) == {signal.SIGUSR1}
+        assert wakeup.wait(60) == {signal.SIGUSR1}
         assert not wakeup.wait(0.01), "it wakes once"
         wakeup.wake()
         begun = time.monotonic()
@@ -283,7 +283,7 @@ def test_sigterm_is_the_watchdogs_only_as_long_as_nobody_takes_it(wakeup: Signal
     mine: list[int] = []
     assert wakeup.handle_sigterm()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert wakeup.wait(5) == {signal.SIGTERM}
+    assert wakeup.wait(60) == {signal.SIGTERM}
     signal.signal(signal.SIGTERM, users)
     assert not wakeup.handles_sigterm
     assert not wakeup.handle_sigterm()
@@ -329,11 +329,11 @@ def test_a_signal_that_the_program_handles_does_not_end_it(number: int, monkeypa
     monkeypatch.setattr(watch, "_inquire", lambda hangs, failed=False: led.append(failed))
     try:
         os.kill(os.getpid(), number)
-        watch._signals |= watch._wakeup.wait(5)
+        watch._signals |= watch._wakeup.wait(60)
         watch._look()
         assert (watch._failure, led, watch._asked_to_end) == (None, [False], False)
         os.kill(os.getpid(), signal.SIGTERM)
-        watch._signals |= watch._wakeup.wait(5)
+        watch._signals |= watch._wakeup.wait(60)
         watch._look()
         assert watch._failure is not None
         assert (watch._failure.text, led, watch._asked_to_end) == ("ended by SIGTERM", [False, True], True)
@@ -349,7 +349,7 @@ def test_a_handler_of_the_users_own_is_respected(monkeypatch: pytest.MonkeyPatch
     try:
         signal.signal(signal.SIGTERM, lambda number, _: mine.append(number))
         os.kill(os.getpid(), signal.SIGTERM)
-        watch._signals |= watch._wakeup.wait(5)
+        watch._signals |= watch._wakeup.wait(60)
         watch._look()
         assert (mine, watch._failure, watch._asked_to_end) == ([signal.SIGTERM], None, False)
         watch.close()

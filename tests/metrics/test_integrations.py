@@ -23,7 +23,7 @@ def test_prometheus_reads_the_file_and_the_page(tmp_path: Path) -> None:
     port = free_port()
     sink = Prometheus(run_of(tmp_path), port=port, every_s=0)
     sink.row(ROW | {"loss": float("nan"), "mean/a-b": float("inf")})
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         page = answer.read().decode()
     sink.close("done")
     for text in (page, (tmp_path / "metrics.prom").read_text()):

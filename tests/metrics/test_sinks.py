@@ -214,14 +214,14 @@ def test_prometheus_over_http_until_the_run_ends(tmp_path: Path) -> None:
     port = free_port()
     sink = Prometheus(run_of(tmp_path), port=port)
     sink.row(ROW)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         assert answer.read().decode() == sink.text()
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
     sink.close("done")
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
 
 
 def test_who_asks_prometheus_and_goes_leaves_the_terminal_alone(
@@ -229,10 +229,10 @@ def test_who_asks_prometheus_and_goes_leaves_the_terminal_alone(
 ) -> None:
     port = free_port()
     sink = Prometheus(run_of(tmp_path), port=port)
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"GET /met")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert answer.status == 200
     for thread in threading.enumerate():
         if "process_request_thread" in thread.name:

@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[PageServer]:
 
 
 def ask(server: PageServer, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request(method, path, headers={"Host": host})
     answer = connection.getresponse()
     assert "unsafe" not in answer.headers.get("Content-Security-Policy", "")
@@ -83,7 +83,7 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, server: PageServer, capsy
 def test_it_is_sent_compressed_and_says_nothing_of_a_page_that_goes_away(
     server: PageServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request("GET", "/runs", headers={"Accept-Encoding": "gzip, br"})
     answer = connection.getresponse()
     assert answer.headers["Content-Encoding"] == "gzip"
