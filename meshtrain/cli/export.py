@@ -112,7 +112,7 @@ def export(
                     for file, entries in files.items():
                         for entry in entries:
                             out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
-                place.finish(files, config_text(config, kind), tokenizer, about)
+                place.finish(files, config_text(config, kind, tokenizer), tokenizer, about)
             finally:
                 place.drop()
     sizes = [entry.nbytes for entries in files.values() for entry in entries]

@@ -57,10 +57,26 @@ def _kind(tensor: Entry, dtype: torch.dtype) -> str:
     return "F32" if wide else KINDS[dtype]
 
 
-def config_text(config: Mapping[str, Any] | None, dtype: torch.dtype) -> str | None:
-    """The text of config.json. transformers 5 reads `dtype`, older versions `torch_dtype`."""
+def config_text(config: Mapping[str, Any] | None, dtype: torch.dtype, tokenizer: Mapping[str, str]) -> str | None:
+    """The text of config.json; `tokenizer`: of `tokenizer_files`. transformers 5 reads `dtype`, older versions
+    `torch_dtype`."""
+    if config is None:
+        return None
     word = str(dtype).removeprefix("torch.")
-    return None if config is None else json.dumps({**config, "dtype": word, "torch_dtype": word}, indent=2) + "\n"
+    special = {key: token for key, token in special_tokens(tokenizer).items() if config.get(key, token) is None}
+    return json.dumps({**config, **special, "dtype": word, "torch_dtype": word}, indent=2) + "\n"
+
+
+def special_tokens(tokenizer: Mapping[str, str]) -> dict[str, int]:
+    """`bos_token_id` and `eos_token_id`, if tokenizer_config.json names these tokens and tokenizer.json lists them."""
+    try:
+        named, listed = (json.loads(tokenizer[name]) for name in (weights.TOKENIZER_CONFIG, weights.TOKENIZER))
+        ids = {token["content"]: token["id"] for token in listed["added_tokens"]}
+        tokens = {f"{kind}_id": named.get(kind) for kind in ("bos_token", "eos_token")}
+        contents = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
+        return {key: ids[content] for key, content in contents.items() if content in ids}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}  # not the files that transformers writes
 
 
 def tokenizer_files(path: Path) -> dict[str, str]:

@@ -85,7 +85,7 @@ def export(
         with job.collective_check("finishing the export"), as_input_errors(place.target):
             if job.rank == 0:
                 texts = {} if tokenizer is None else tokenizer_files(Path(tokenizer).expanduser())
-                place.finish(files, config_text(config, dtype), texts)
+                place.finish(files, config_text(config, dtype, texts), texts)
     finally:
         if job.rank == 0:
             place.drop()

@@ -19,6 +19,7 @@ from meshtrain.cli import main as cli
 from meshtrain.config.locate import bundled, model_file
 from meshtrain.errors import DamagedError, InputError
 from meshtrain.huggingface import safetensors as weights
+from meshtrain.huggingface.export import special_tokens
 from meshtrain.huggingface.load import named_tensors
 from meshtrain.job.environment import read_environment
 from meshtrain.job.process import Job
@@ -107,8 +108,10 @@ def test_the_same_bytes_as_a_run_writes(
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a run's folder the newest complete checkpoint; --dtype; a tokenizer; once more into the same folder."""
-    (tmp_path / "mine.json").write_text('{"model": {"type": "BPE"}, "ä": 1}', encoding="utf-8")
-    beside = {"tokenizer_config.json": '{"eos_token": "</s>"}', "chat_template.jinja": "{{ messages }}"}
+    listed = '"added_tokens": [{"id": 7, "content": "</s>"}, {"id": 3, "content": "<s>"}]'
+    (tmp_path / "mine.json").write_text(f'{{"model": {{"type": "BPE"}}, "ä": 1, {listed}}}', encoding="utf-8")
+    named = '{"eos_token": "</s>", "bos_token": {"content": "<s>"}, "pad_token": null}'
+    beside = {"tokenizer_config.json": named, "chat_template.jinja": "{{ messages }}"}
     for name, text in beside.items():
         (tmp_path / name).write_text(text)
     model = made()
@@ -128,8 +131,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert files_in(tmp_path / "out") == files_in(tmp_path / "wanted")
         assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
         assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
+        written = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert (written["bos_token_id"], written["eos_token_id"]) == (3, 7)
     assert "weights of step 100 in" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["mine.json", "out", "run", "wanted", *beside])
+
+
+@pytest.mark.parametrize("named", ["", "[]", "{}", '{"eos_token": "other"}', '{"eos_token": {}}', '{"eos_token": []}'])
+@pytest.mark.parametrize("listed", ['{"added_tokens": [{"id": 7, "content": "</s>"}]}', "{}", '{"added_tokens": 3}'])
+def test_special_tokens_that_are_not_known(named: str, listed: str) -> None:
+    assert special_tokens({"tokenizer.json": listed, "tokenizer_config.json": named}) == {}
 
 
 USERS_OWN = """
