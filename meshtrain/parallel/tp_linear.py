@@ -161,7 +161,8 @@ class ColumnParallelMatmul(torch.autograd.Function):
         nothing = None, None, None, None, None
         if torch.compiler.is_compiling():
             dx, *dws = ops.columns_backward(grads, x, weights, *ctx.settings, needs_dw)
-            return dx, *nothing, *(dws.pop(0) if need else None for need in needs_dw)
+            computed = iter(dws)  # torch 2.11 traces the list as a tuple
+            return dx, *nothing, *(next(computed) if need else None for need in needs_dw)
         group, sequence, keep, products = ctx.settings
         gather = sequence and not keep and any(needs_dw)
         hidden = any(needs_dw) and not (ctx.queue is not None and ctx.queue.is_recording)
