@@ -1,4 +1,4 @@
-"""Finds the files of a run: configs, models, hardware files, and a user's own Python files.
+"""Finds the files of a run: configs, models, hardware files, data, and a user's own Python files.
 
 Models are loaded by path, so that `models/` need not be an importable package. In the repository it is next to the
 package; an installed wheel has it inside the package, in `bundled/`.
@@ -40,6 +40,14 @@ def config_path(name: str) -> Path:
         f"there is no config {name} (looked at {path.absolute()}); meshtrain's own are: "
         + ", ".join(f"configs/{stem}.yaml" for stem in names("configs", ".yaml"))
     )
+
+
+def data_files(source: str, path: str) -> list[str]:
+    """The files that a path of a `data.source` names: for `megatron` the pair of its prefix, or of either file."""
+    if source != "megatron":
+        return [path]
+    prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
+    return [f"{prefix}.bin", f"{prefix}.idx"]
 
 
 def code() -> dict[str, str]:
