@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import InputError
+from meshtrain.metrics.picture import write_picture
 from meshtrain.pipeline.actions import Schedule, ScheduleError
 from meshtrain.pipeline.schedule import NAMES, build, read_csv
 from meshtrain.pipeline.simulate import Cost, simulate
@@ -49,9 +50,9 @@ def run(arguments: argparse.Namespace) -> None:
     if not all(record.timeline.makespan for record in records):
         raise InputError("all actions take no time, so there is nothing to draw: give costs above 0")
     if arguments.png is not None:
-        from meshtrain.cli.pipeline_picture import write_picture
+        from meshtrain.cli.pipeline_picture import picture
 
-        write_picture(records, arguments.png)
+        write_picture(arguments.png, lambda: picture(records), "schedule.png")
     if arguments.trace is not None:
         _write(arguments.trace, trace_json(records))
     if arguments.json:
