@@ -176,8 +176,7 @@ def _checkpoint_values(
     draft: ConfigDraft, place: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
     """The model keys of the run that wrote a checkpoint, checked like keys given in the config."""
-    written = open_manifest(checkpoint)[0].config.get("model")
-    section = written if isinstance(written, dict) else {}
+    section = open_manifest(checkpoint)[0].section("model")
     name, mine = section.get("name"), draft.values["model.name"]
     if name != mine and {name, mine} & set(locate.names("models", ".py")):  # a user's model file may have moved
         draft.report(place, f"model.weights: {checkpoint} holds the model {yaml_text(name)}, and model.name is {mine}")
