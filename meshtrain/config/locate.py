@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from meshtrain.errors import InputError
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -75,6 +77,16 @@ def model_file(name: str) -> ModuleType:
             "a model of your own is named by the path of its file, which ends in .py"
         )
     return python_file(Path(name))
+
+
+def users_file(key: str, path: str) -> ModuleType:
+    """The module of a user's file, which a key names. Raises InputError: there is none, or it raises something."""
+    try:
+        return python_file(Path(path))
+    except FileNotFoundError as error:
+        raise InputError(f"{key}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{key}: {path} cannot be used: {raised(error)}") from error
 
 
 def raised(error: BaseException) -> str:
