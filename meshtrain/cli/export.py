@@ -19,6 +19,7 @@ from meshtrain.checkpoint.directory import read_manifest, read_plain
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
+from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
 from meshtrain.huggingface.export import (
@@ -161,7 +162,7 @@ def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], 
     if not hasattr(module, "to_hugging_face"):
         say(f"config.json is not written: the model {name} has no Hugging Face form")
         return None
-    keys = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
+    keys = {key: value for key, value in section.items() if key not in OWN_MODEL_KEYS}
     try:
         return module.to_hugging_face(module.Config(**keys))
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:

@@ -46,6 +46,9 @@ class ModelSection:
     keys: dict[str, Any] = field(default_factory=dict)  # the model's Config: given, from preset or weights, or default
 
 
+OWN_MODEL_KEYS = ("name", "preset", "weights")  # the section's keys that are no field of the model's Config
+
+
 @dataclass(frozen=True)
 class Source:
     """One source of a mixture. Samples of the sources are mixed in exact shares: see [data](data.md#mixtures)."""
