@@ -23,7 +23,7 @@ from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
-from meshtrain.errors import InputError, bytes_text
+from meshtrain.errors import InputError, bytes_text, writing
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.metrics.picture import write_picture
@@ -356,21 +356,14 @@ def _measured(arguments: argparse.Namespace) -> None:
     if arguments.calibrate:
         text = calibrate.as_yaml(calibrate.calibrate(arguments.calibrate, start))
         if arguments.write is not None:
-            write_text(arguments.write, text)
+            with writing(arguments.write):
+                Path(arguments.write).write_text(text)
         print(text, end="")
         return
     run = calibrate.MeasuredRun.load(Path(arguments.against))
     prediction = Prediction(run.config, start, traced=True)
     lines = calibrate.against(run, start, prediction.memory.total / 2**30, prediction.sent)
     print(f"{arguments.against} beside what is foreseen of it", *(line.describe() for line in lines), sep="\n")
-
-
-def write_text(path: str, text: str) -> None:
-    """Writes a text file. Raises InputError: it cannot be written."""
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_hosts(text: str) -> tuple[int, ...]:
