@@ -55,7 +55,7 @@ def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Conf
         names, counts = job.hosts()
         assert config.resolved is not None  # it was loaded for this number of processes
         job.layout = config.resolved.on_hosts(counts, names)
-        set_numerics(config.train.precision, config.train.deterministic)
+        set_numerics(config.train.deterministic)
         mesh = build_mesh(job.layout, job.device.type)
         yield build_model(config, mesh, job.device), config, job, mesh
 

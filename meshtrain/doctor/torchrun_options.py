@@ -56,7 +56,7 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
         option(name, action="store_true")
 
 
-def read_place(arguments: argparse.Namespace, variables: Mapping[str, str], host: str) -> Place:
+def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Place:
     """The place of the node that was started with these options; they override a launcher's variables in the
     environment. Raises InputError: torchrun would not understand an option's value."""
     options: dict[str, str | None] = {}
