@@ -1,6 +1,7 @@
 """Errors that the user can fix, and how messages format lists, ranges and sizes. Pure."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,15 @@ class UnreadableError(OSError):
 
 class TrainingError(RuntimeError):
     """The run cannot continue, and every rank detects this in the same step. The process ends with exit status 1."""
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Turns an OSError into an InputError: the user has named a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def join_some(items: Sequence[str], most: int = 4) -> str:

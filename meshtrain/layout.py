@@ -274,6 +274,11 @@ class Layout:
             raise WorldSizeError(f"layout {changed} needs {changed.world_size} processes; there are {self.world_size}")
         return changed._with(hosts=self.hosts, runs=self.runs)
 
+    def resized(self, sizes: Mapping[str, int]) -> "Layout":
+        """A layout of other ranks, with as many of them for attention heads and experts. Raises LayoutError: these do
+        not fit."""
+        return Layout(sizes).with_context_heads(self.context_heads).with_experts(self.experts)
+
     def folds(self, ranks: int) -> bool:
         """Whether experts can be distributed over this number of ranks."""
         return _fold(self._named_factors, ranks) is not None

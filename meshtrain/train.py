@@ -109,7 +109,7 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
     if choice.compiles:
         keep_compiled_code(cache_folder(config.data.cache))
     watchdog.deadlines.compiles = choice.compiles
-    set_numerics(config.train.precision, config.train.deterministic)
+    set_numerics(config.train.deterministic)
     folder = RunFolder(Path(config.train.output).expanduser())
     wait_s = config.train.lock_timeout_s
     with folder.lock(job, wait_s), lock_checkpoints(config.checkpoint.path, folder, job, wait_s) as checkpoints:

@@ -282,7 +282,7 @@ def test_the_doctor_reads_the_same_job(name: str) -> None:
     """As the manifests say: with `command: [meshtrain, doctor]` the nodes are checked instead."""
     job = manifest(name)
     fewest, most, processes = nodes_of(job)
-    place = read_place(parse(" ".join(container_of(job)["args"])), operators_variables(job, node=1), "pod-1")
+    place = read_place(parse(" ".join(container_of(job)["args"])), operators_variables(job, node=1))
     endpoint = {"trainjob": "meshtrain-node-0-0.meshtrain:29500", "pytorchjob": "meshtrain-worker-0:23456"}[name]
     assert place.endpoint == endpoint
     assert (place.fewest, place.most, place.processes) == (fewest, most, str(processes))

@@ -29,10 +29,9 @@ from meshtrain.parallel.sharding import Part, is_empty, overlap, shape_of, withi
 THREADS = 4  # reading threads: neither disk reads nor checksums hold the GIL
 AHEAD = 4 * THREADS  # reads in flight; fewer than the files that stay open
 CHUNK = 32 * 2**20  # bytes per read
-NOT_LOCAL: Mapping[int, Path] = {}
 
 
-def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mapping[int, Path] = NOT_LOCAL) -> None:
+def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mapping[int, Path] | None = None) -> None:
     """Fills this rank's shares of the state from a checkpoint, bit for bit as saved. The other rows of its tensors come
     by `exchange`, once all ranks have read. `local`: folders of files on this host, by the rank that wrote them.
 

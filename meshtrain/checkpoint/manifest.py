@@ -62,6 +62,11 @@ class Manifest:
         """Bytes of all files with tensors."""
         return sum(file.size for file in self.files.values())
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the config; {} if there is none, as a manifest is not trusted."""
+        section = self.config.get(name)
+        return section if isinstance(section, Mapping) else {}
+
     def entries(self, rank: int) -> dict[str, Entry]:
         """The contents of a rank's file: the part it wrote of each tensor, by name."""
         parts = ((name, tensor, part_to_write(tensor, self.layout, rank)) for name, tensor in self.tensors.items())

@@ -1,7 +1,7 @@
 """The weights of a checkpoint alone: for a plain model, and for a run that starts from them on any layout."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -41,9 +41,9 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
         yield WeightSource(
             path,
             entries,
-            keys=lambda: manifest.config.get("model", {}),
+            keys=lambda: manifest.section("model"),
             read=lambda name, part: read_part(files, stored[name], part),
-            lora=train.get("lora") if isinstance(train := manifest.config.get("train"), Mapping) else None,
+            lora=manifest.section("train").get("lora"),
         )
 
 

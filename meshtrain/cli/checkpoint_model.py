@@ -6,10 +6,10 @@ A checkpoint may come from a stranger, so a model file that it names is not run:
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtrain.config import locate
 from meshtrain.config.checks import scales_dynamically
@@ -55,7 +55,7 @@ def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Conf
         names, counts = job.hosts()
         assert config.resolved is not None  # it was loaded for this number of processes
         job.layout = config.resolved.on_hosts(counts, names)
-        set_numerics(config.train.precision, config.train.deterministic)
+        set_numerics(config.train.deterministic)
         mesh = build_mesh(job.layout, job.device.type)
         yield build_model(config, mesh, job.device), config, job, mesh
 
@@ -66,9 +66,8 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     from meshtrain.config import Config
 
     checkpoint = require_checkpoint(options.checkpoint)
-    sections: Mapping[str, Any] = read_manifest(checkpoint)[0].config
-    model = sections.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else None
+    manifest, _ = read_manifest(checkpoint)
+    name = manifest.section("model").get("name")
     if options.model is None and name not in locate.names("models", ".py"):
         raise InputError(
             f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: --model FILE.py "
@@ -79,7 +78,7 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     overrides += [f"train.precision={options.precision}"] * (options.precision is not None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.yaml"
-        path.write_text(json.dumps(sections))  # JSON is YAML
+        path.write_text(json.dumps(manifest.config))  # JSON is YAML
         config = Config.load(str(path), overrides, world_size=world_size, device=device)
     if not hasattr(locate.model_file(config.model.name), "cp_plan"):
         raise InputError(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain.config import Config
-from meshtrain.data.prepare import TEXT, each_source, preparations
+from meshtrain.data.prepare import TEXT, preparations
 from meshtrain.data.tokens import verify
 from meshtrain.errors import InputError, plural
 
@@ -44,7 +44,7 @@ def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]
     config = Config.load(arguments.path, arguments.overrides)
     data, n_outputs = config.data, config.model.keys.get("vocab_size")
     paths: list[Path] = []
-    for own in each_source(data):
+    for own in data.each_source():
         if own.source == "tokens":
             paths += [Path(path).expanduser() for path in (own.path, own.validation) if isinstance(path, str)]
         elif data.sources and own.source not in TEXT:

@@ -8,7 +8,7 @@ config.json is written by one of meshtrain's own models, or by the file that `--
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from meshtrain.checkpoint.directory import read_manifest, read_plain
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
+from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
 from meshtrain.huggingface.export import (
@@ -94,7 +95,7 @@ def export(
                 f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
             )
         kind = compute_dtype(dtype or _precision(manifest))
-        lora, base = _section(manifest, "train").get("lora"), _section(manifest, "model").get("weights")
+        lora, base = manifest.section("train").get("lora"), manifest.section("model").get("weights")
         source = adapter_source(source) if adapter else merged_source(source, lora)
         about = adapter_config(source, lora, base) if adapter else None
         module = None if adapter else _module(manifest, model, say)
@@ -131,20 +132,15 @@ def _blocks(source: WeightSource, entry: Entry, name: str, piece: StoredTensor) 
 
 
 def _precision(manifest: Manifest) -> str:
-    precision = _section(manifest, "train").get("precision")
+    precision = manifest.section("train").get("precision")
     if precision not in PRECISIONS:
         raise InputError(f"the checkpoint's config has no train.precision that is known ({precision!r}): give --dtype")
     return precision
 
 
-def _section(manifest: Manifest, name: str) -> Mapping[str, Any]:
-    section = manifest.config.get(name)
-    return section if isinstance(section, Mapping) else {}
-
-
 def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> ModuleType | None:
     """The model's file; None, with a message, if no file is known that may be run."""
-    name = _section(manifest, "model").get("name") if model is None else model
+    name = manifest.section("model").get("name") if model is None else model
     if model is None and name not in locate.names("models", ".py"):
         say(
             f"config.json is not written, and tensors keep the names that they have in the model: the run's model is "
@@ -161,12 +157,12 @@ def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], 
     """The contents of config.json; None, with a message, if they are unknown."""
     if module is None:
         return None
-    section = _section(manifest, "model")
+    section = manifest.section("model")
     name = Path(str(module.__file__)).stem
     if not hasattr(module, "to_hugging_face"):
         say(f"config.json is not written: the model {name} has no Hugging Face form")
         return None
-    keys = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
+    keys = {key: value for key, value in section.items() if key not in OWN_MODEL_KEYS}
     try:
         return module.to_hugging_face(module.Config(**keys))
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -176,7 +172,7 @@ def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], 
 def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]:
     """The run's tokenizer.json, if it exists and is one, and the files that belong to it: a checkpoint must not make
     this read any other file."""
-    name = _section(manifest, "data").get("tokenizer", "bytes")
+    name = manifest.section("data").get("tokenizer", "bytes")
     if name == "bytes":
         return {}
     problem = "it is none"

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    host = collect(Place("local", "c10d", "localhost", 0, "none", 1, 1, 0, "auto", True), None, (), os.environ)
+    host = collect(Place.alone("auto"), None, (), os.environ)
     facts = describe(host)
     if arguments.json:
         print(json.dumps(facts, indent=2))

@@ -13,9 +13,9 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, writing
+from meshtrain.metrics.picture import write_picture
 from meshtrain.pipeline.actions import Schedule, ScheduleError
 from meshtrain.pipeline.schedule import NAMES, build, read_csv
 from meshtrain.pipeline.simulate import Cost, simulate
@@ -49,11 +49,12 @@ def run(arguments: argparse.Namespace) -> None:
     if not all(record.timeline.makespan for record in records):
         raise InputError("all actions take no time, so there is nothing to draw: give costs above 0")
     if arguments.png is not None:
-        from meshtrain.cli.pipeline_picture import write_picture
+        from meshtrain.cli.pipeline_picture import picture
 
-        write_picture(records, arguments.png)
+        write_picture(arguments.png, lambda: picture(records), "schedule.png")
     if arguments.trace is not None:
-        _write(arguments.trace, trace_json(records))
+        with writing(arguments.trace):
+            Path(arguments.trace).write_text(json.dumps(trace_json(records)))
     if arguments.json:
         timelines = [timeline_json(record.timeline, record.title, record.unit) for record in records]
         print(json.dumps(timelines if below else timelines[0]))
@@ -125,10 +126,3 @@ def _time(text: str) -> float:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _write(path: str, content: Any) -> None:
-    try:
-        Path(path).write_text(json.dumps(content))
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,14 +1,11 @@
 """Timelines as a picture, like those in a terminal, drawn with matplotlib (installed by the extra meshtrain[plot])."""
 
-import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli import pipeline_terminal as terminal
-from meshtrain.errors import InputError
 from meshtrain.pipeline.timeline_io import Record
 
 if TYPE_CHECKING:
@@ -24,16 +21,6 @@ NARROWEST, WIDEST = 8.0, 30.0  # of the picture
 TEXT, SMALL = 12.0, 10.0  # points
 LABELS = 5.0, 9.0  # points; the labels of boxes are as large as the shortest boxes allow
 DIGIT = 0.64 / 72  # width of a digit, per point
-
-
-def write_picture(records: Sequence[Record], path: str | Path) -> None:
-    """Writes `picture` into a file (png, svg or pdf). Raises InputError: no matplotlib, or it cannot be written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
-    try:
-        picture(records).savefig(path)
-    except (OSError, ValueError) as error:  # a ValueError: a file format that matplotlib does not know
-        raise InputError(f"cannot write a picture to {path} ({error}): give a name such as schedule.png") from None
 
 
 def picture(records: Sequence[Record]) -> "Figure":

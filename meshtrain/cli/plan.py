@@ -23,9 +23,10 @@ from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
-from meshtrain.errors import InputError, bytes_text
+from meshtrain.errors import InputError, bytes_text, writing
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.metrics.picture import write_picture
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
@@ -274,11 +275,12 @@ def run(arguments: argparse.Namespace) -> None:
     plan = make_plan(arguments.config, arguments.overrides, hosts)
     prediction, lines = (None, []) if arguments.parameters else _foreseen(plan, arguments.gpu)
     if arguments.png is not None and prediction is not None:
-        from meshtrain.foresight.draw import write_picture
+        from meshtrain.foresight.draw import picture
 
         title = f"{plan.name}: {plan.layout} on {describe_hosts(plan.layout)}"
         step, room = (prediction.step, prediction.hardware.device.room) if prediction.hardware else (None, None)
-        write_picture(arguments.png, title, prediction.memory.parts, room, step)
+        parts = prediction.memory.parts
+        write_picture(arguments.png, lambda: picture(title, parts, room, step), "plan.png")
         lines.append(f"picture: {arguments.png}")
     if arguments.json:
         print(json.dumps(plan_json(plan) | {"foresight": prediction.json() if prediction else {"unknown": lines}}))
@@ -334,12 +336,12 @@ def _begin_process() -> None:
 
 
 def _schedule(arguments: argparse.Namespace) -> None:
-    from meshtrain.cli.schedule import courses_of, draw_schedule, schedule_json, schedule_text
+    from meshtrain.cli.schedule import courses_of, picture, schedule_json, schedule_text
 
     config = Config.load(arguments.config, arguments.overrides)
     courses = courses_of(config)
     if arguments.png is not None:
-        draw_schedule(arguments.png, config, courses)
+        write_picture(arguments.png, lambda: picture(config, courses), "schedule.png")
     print(json.dumps(schedule_json(config, courses)) if arguments.json else schedule_text(config, courses))
 
 
@@ -354,21 +356,14 @@ def _measured(arguments: argparse.Namespace) -> None:
     if arguments.calibrate:
         text = calibrate.as_yaml(calibrate.calibrate(arguments.calibrate, start))
         if arguments.write is not None:
-            write_text(arguments.write, text)
+            with writing(arguments.write):
+                Path(arguments.write).write_text(text)
         print(text, end="")
         return
     run = calibrate.MeasuredRun.load(Path(arguments.against))
     prediction = Prediction(run.config, start, traced=True)
     lines = calibrate.against(run, start, prediction.memory.total / 2**30, prediction.sent)
     print(f"{arguments.against} beside what is foreseen of it", *(line.describe() for line in lines), sep="\n")
-
-
-def write_text(path: str, text: str) -> None:
-    """Writes a text file. Raises InputError: it cannot be written."""
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_hosts(text: str) -> tuple[int, ...]:

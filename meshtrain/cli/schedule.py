@@ -1,15 +1,16 @@
 """`meshtrain plan --schedule`: draws the learning rate, the batch size and the mixture over the steps of a run."""
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import Config
 from meshtrain.data.order import BatchSizes, changes_of, value_at
 from meshtrain.errors import InputError
 from meshtrain.optim.lr_schedule import learning_rate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH = 64  # characters of a line in a terminal
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -76,10 +77,8 @@ def schedule_json(config: Config, courses: Sequence[Course]) -> dict[str, Any]:
     }
 
 
-def draw_schedule(path: str | Path, config: Config, courses: Sequence[Course]) -> None:
-    """Writes a picture (png, svg or pdf) with a panel per course. Raises InputError: no matplotlib, or no such file."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
+def picture(config: Config, courses: Sequence[Course]) -> "Figure":
+    """A panel per course."""
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure and needs a display
 
     figure = Figure(figsize=(9, 0.6 + 1.6 * len(courses)), dpi=160, facecolor="white", layout="constrained")
@@ -91,7 +90,4 @@ def draw_schedule(path: str | Path, config: Config, courses: Sequence[Course]) -
         panel.set_ylim(0, 1.05 * max(course.values) or 1)
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("step")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # a ValueError: a file format that matplotlib does not know
-        raise InputError(f"cannot write a picture to {path} ({error}): give a name such as schedule.png") from None
+    return figure

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli.plan import processes, read_hosts
 from meshtrain.config import Config
-from meshtrain.errors import InputError, any_of, bytes_text
+from meshtrain.errors import InputError, any_of, bytes_text, writing
 from meshtrain.run.rank_table import columns, describe_hosts
 
 if TYPE_CHECKING:
@@ -139,9 +139,7 @@ def _write(path: str, configs: Sequence[Config]) -> None:
     """Writes the first config into a file, or all of them into a folder: `1.yaml`, ..."""
     folder = path.endswith("/") or Path(path).is_dir()
     files = [Path(path) / f"{i + 1}.yaml" for i in range(len(configs))] if folder else [Path(path)]
-    try:
+    with writing(path):
         files[0].parent.mkdir(parents=True, exist_ok=True)
         for file, config in zip(files, configs, strict=False):
             file.write_text(config.to_yaml())
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.directory import find_checkpoint
+from meshtrain.config import locate
 from meshtrain.config.convert import INVALID, seconds
 from meshtrain.config.errors import ConfigError, Place, nearest
 from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup, Source
@@ -20,7 +21,6 @@ from meshtrain.huggingface import safetensors as weights
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # sources that are tokenized
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
-_PAIR = (".bin", ".idx")  # suffixes of the source megatron
 _ROPE = ("model.rope_scaling", "model.rope_parameters")
 
 
@@ -387,17 +387,15 @@ def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
 
 
 def _report_missing(
-    draft: ConfigDraft, key: str, source: object = None, words: tuple[str, ...] = (), path: Any = None
+    draft: ConfigDraft, key: str, source: str = "", words: tuple[str, ...] = (), path: Any = None
 ) -> None:
     """Reports a path that does not exist; `source`: the kind of data source, if it is one. `words` and values that are
     not strings are no paths. `path` is used instead of the key's value."""
     name = path or draft.values.get(key)
     if not isinstance(name, str) or name in words:
         return
-    if source == "megatron" and name.endswith(_PAIR):
-        name = name[:-4]  # either file of the pair stands for both
-    for ending in _PAIR if source == "megatron" else ("",):
-        file = Path(name + ending).expanduser().absolute()
+    for part in locate.data_files(source, name):
+        file = Path(part).expanduser().absolute()
         if not file.exists():
             above = next((parent for parent in file.parents if parent.is_dir()), file.parent)
             hint = "" if above == file.parent else f"; the folder {above} is there, what follows is not"

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from meshtrain.config import locate
 from meshtrain.config.convert import NO_LIMITS, Key, Limits, describe_type, is_mapping, is_stepwise, keys_of
 from meshtrain.config.errors import yaml_text
-from meshtrain.config.schema import NAMES, SECTIONS, ModelSection
+from meshtrain.config.schema import NAMES, OWN_MODEL_KEYS, SECTIONS, ModelSection
 
 _AXES = {
     "pp": "Pipeline stages: each holds some of the blocks.",
@@ -205,7 +205,7 @@ def _documented(cls: type) -> dict[str, Key]:
 
 def _own_keys() -> dict[str, Key]:
     keys = _documented(ModelSection)
-    own = {name: keys[name] for name in ("name", "preset", "weights")}
+    own = {name: keys[name] for name in OWN_MODEL_KEYS}
     names = tuple(_models())
     return own | {"name": dataclasses.replace(own["name"], limits=Limits(names=names, suffix=".py"))}
 

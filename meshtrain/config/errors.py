@@ -71,7 +71,7 @@ def yaml_text(value: Any) -> str:
     return shorten(str(value)) if value != "" else '""'
 
 
-def shorten(text: str, most: int = 100) -> str:
-    """Text on one line, truncated to `most` characters."""
+def shorten(text: str) -> str:
+    """Text on one line, truncated to 100 characters."""
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= 100 else line[:97] + "..."

@@ -1,4 +1,4 @@
-"""Finds the files of a run: configs, models, hardware files, and a user's own Python files.
+"""Finds the files of a run: configs, models, hardware files, data, and a user's own Python files.
 
 Models are loaded by path, so that `models/` need not be an importable package. In the repository it is next to the
 package; an installed wheel has it inside the package, in `bundled/`.
@@ -10,6 +10,8 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+
+from meshtrain.errors import InputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -42,6 +44,14 @@ def config_path(name: str) -> Path:
     )
 
 
+def data_files(source: str, path: str) -> list[str]:
+    """The files that a path of a `data.source` names: for `megatron` the pair of its prefix, or of either file."""
+    if source != "megatron":
+        return [path]
+    prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
+    return [f"{prefix}.bin", f"{prefix}.idx"]
+
+
 def code() -> dict[str, str]:
     """The Python files of meshtrain and of its models -> a digest of each."""
     folders = {"meshtrain": _PACKAGE, "models": bundled("models")}
@@ -67,6 +77,16 @@ def model_file(name: str) -> ModuleType:
             "a model of your own is named by the path of its file, which ends in .py"
         )
     return python_file(Path(name))
+
+
+def users_file(key: str, path: str) -> ModuleType:
+    """The module of a user's file, which a key names. Raises InputError: there is none, or it raises something."""
+    try:
+        return python_file(Path(path))
+    except FileNotFoundError as error:
+        raise InputError(f"{key}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{key}: {path} cannot be used: {raised(error)}") from error
 
 
 def raised(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from meshtrain.config import locate
 from meshtrain.config.checks import ConfigDraft
 from meshtrain.config.convert import INVALID, Key, convert, describe_type, describe_unknown_key, keys_of, meant_key
 from meshtrain.config.errors import Place, nearest, yaml_text
+from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.config.yaml_reader import Node, describe, read_text
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
@@ -53,7 +54,7 @@ def model_keys(module: ModuleType) -> dict[str, Key]:
     if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
         raise TypeError("a model file has a dataclass `Config`, whose fields are the keys of the section model")
     keys = keys_of(cls)
-    taken = [key for key in ("name", "preset", "weights") if key in keys]
+    taken = [key for key in OWN_MODEL_KEYS if key in keys]
     if taken:
         raise TypeError(f"its Config has a field called {taken[0]}, which the section model has for itself: rename it")
     return keys
@@ -176,13 +177,12 @@ def _checkpoint_values(
     draft: ConfigDraft, place: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
     """The model keys of the run that wrote a checkpoint, checked like keys given in the config."""
-    written = open_manifest(checkpoint)[0].config.get("model")
-    section = written if isinstance(written, dict) else {}
+    section = open_manifest(checkpoint)[0].section("model")
     name, mine = section.get("name"), draft.values["model.name"]
     if name != mine and {name, mine} & set(locate.names("models", ".py")):  # a user's model file may have moved
         draft.report(place, f"model.weights: {checkpoint} holds the model {yaml_text(name)}, and model.name is {mine}")
         return {}
-    entries = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
+    entries = {key: value for key, value in section.items() if key not in OWN_MODEL_KEYS}
     origin = Place(0, 0, 0, f"{checkpoint / MANIFEST}: config")
     node = read_text(json.dumps(entries, ensure_ascii=False), lambda line, column: origin, draft.errors)
     return {} if node is None or node.broken else _read_given_keys(draft, node, module, keys, {})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.config import locate
 from meshtrain.config.checks import ConfigDraft
 from meshtrain.config.convert import INVALID
+from meshtrain.config.schema import OWN_MODEL_KEYS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,7 +98,7 @@ def spec_of(config: "Config") -> ModelSpec:
 def draft_model(draft: ConfigDraft) -> ModelSpec | None:
     """The model of a config that is being checked; None, with an error reported, if its keys are wrong."""
     values = draft.section("model")
-    name, *_ = (values.pop(key, INVALID) for key in ("name", "preset", "weights"))
+    name, *_ = (values.pop(key, INVALID) for key in OWN_MODEL_KEYS)
     if name is INVALID or INVALID in values.values():
         return None
     freeze, lora = draft.values.get("train.freeze"), draft.values.get("train.lora")

@@ -3,7 +3,7 @@
 The string below a field is its documentation, from which docs/configuration.md and configs/schema.json are generated.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshtrain.config.convert import key, seconds
@@ -44,6 +44,9 @@ class ModelSection:
     )
     """A Hugging Face directory or a checkpoint to start from. Keys not given here come from its config."""
     keys: dict[str, Any] = field(default_factory=dict)  # the model's Config: given, from preset or weights, or default
+
+
+OWN_MODEL_KEYS = ("name", "preset", "weights")  # the section's keys that are no field of the model's Config
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,16 @@ class Data:
     """Whether batches are read into pinned memory, from which GPUs copy faster."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
+
+    def each_source(self) -> "list[Data]":
+        """One section per source, as if it were alone; a validation set given by a path goes to the first one."""
+        alone = []
+        for i, own in enumerate(self.sources):
+            validation = 0.0 if i and isinstance(self.validation, str) else self.validation
+            alone.append(
+                replace(self, sources=(), source=own.source or self.source, path=own.path, validation=validation)
+            )
+        return alone or [self]
 
 
 @dataclass(frozen=True)

@@ -81,13 +81,7 @@ def open_custom(
     config: "Data", n_outputs: int | None, vocab_size: int | None = None
 ) -> tuple[CustomSamples, Samples | None]:
     """The training and validation sets of the file `data.source`. Raises InputError: it does not provide them."""
-    try:
-        module = locate.python_file(locate.Path(config.source))
-    except FileNotFoundError as error:
-        raise InputError(f"data.source: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise InputError(f"data.source {config.source} cannot be used: {locate.raised(error)}") from error
-    make = getattr(module, "dataset", None)
+    make = getattr(locate.users_file("data.source", config.source), "dataset", None)
     if not callable(make):
         raise InputError(f"{config.source} exports no function `dataset(config, split)`: see docs/data.md")
     samples: dict[str, CustomSamples | None] = {}

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtrain.config import locate
 from meshtrain.data.fingerprint import Files
-from meshtrain.data.tokens import PIECE, Corpus, MappedArray, Piece, check_size
+from meshtrain.data.tokens import PIECE, Corpus, MappedArray, Piece, check_size, read_blocks
 from meshtrain.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -73,9 +74,7 @@ class MegatronCorpus(Corpus):
 
 def open_megatron(prefix: str) -> Corpus:
     """Opens PREFIX.bin and PREFIX.idx; tokens stay in the file. Raises InputError: no such pair, or a damaged one."""
-    if prefix.endswith((".bin", ".idx")):
-        prefix = prefix[:-4]
-    index, data = Path(f"{prefix}.idx").expanduser(), Path(f"{prefix}.bin").expanduser()
+    data, index = (Path(file).expanduser() for file in locate.data_files("megatron", prefix))
     dtype, sequences, bounds, start = _read_header(index)
     lengths = MappedArray(index, "int32", sequences, start)
     offsets = MappedArray(index, "int64", sequences, start + 4 * sequences)
@@ -133,9 +132,8 @@ def _read_header(index: Path) -> tuple[str, int, int, int]:
 def _fingerprint(index: Path, data: Path, size: int) -> str:
     """SHA-256 of the whole .idx and both ends of the .bin, so that a corpus of terabytes need not be read in full."""
     digest = hashlib.sha256(f"megatron {size}".encode())
-    with open(index, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+    for block in read_blocks(index):
+        digest.update(block)
     with open(data, "rb") as file:
         digest.update(file.read(_HASHED_BYTES))
         file.seek(max(0, size - _HASHED_BYTES))

@@ -7,7 +7,7 @@ The token files depend on the texts and the tokenizer alone, not on who tokenize
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -95,20 +95,10 @@ class Preparation:
         write(folder, documents, vocab_size=self.tokenizer.vocab_size, empty=folder != self.folder, **names)
 
 
-def each_source(config: "Data") -> "list[Data]":
-    """One `data` section per source, as if it were alone; a validation set given by a path goes to the first one."""
-    alone = []
-    for i, own in enumerate(config.sources):
-        validation = 0.0 if i and isinstance(config.validation, str) else config.validation
-        source = own.source or config.source
-        alone.append(replace(config, sources=(), source=source, path=own.path, validation=validation))
-    return alone or [config]
-
-
 def preparations(config: "Data") -> Iterator[Preparation]:
     """Preparations of the training data, and of the validation set if it is a path. Raises InputError: invalid data."""
     if config.sources:
-        for own in each_source(config):
+        for own in config.each_source():
             if own.source in TEXT:
                 yield from preparations(own)
         return

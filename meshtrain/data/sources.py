@@ -17,7 +17,7 @@ from meshtrain.data.fingerprint import Files, data_path, sampled_digest
 from meshtrain.data.megatron import open_megatron
 from meshtrain.data.mixture import MixedSamples
 from meshtrain.data.packing import Stream, TokenSamples
-from meshtrain.data.prepare import TEXT, each_source, preparations
+from meshtrain.data.prepare import TEXT, preparations
 from meshtrain.data.split import Split, all_documents, bytes_per_target, split_at_end, split_by_hash, split_samples
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
 from meshtrain.data.tokens import Corpus, open_tokens
@@ -88,7 +88,7 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say, voc
 
 def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
     """The data of several sources; their held-out parts form one validation set."""
-    parts = [_open_language(own, n_outputs, say) for own in each_source(config)]
+    parts = [_open_language(own, n_outputs, say) for own in config.each_source()]
     named = list(zip([own.name for own in config.sources], parts, strict=True))
     tokenizers = {part.tokenizer.identity for part in parts if part.tokenizer is not None}
     if len(tokenizers) > 1:

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, overrides = (None, words) if words and "=" in words[0] else (words[0] if words else None, words[1:])
     if config is None and overrides:
         raise InputError(f"overrides {' '.join(overrides)} without a config: name the YAML file first")
-    place = read_place(arguments, os.environ, socket.gethostname())
+    place = read_place(arguments, os.environ)
     if not speaks_for_node(os.environ, place):
         return 0
     outcome = examine(DoctorRun(place, os.environ, config, tuple(overrides), arguments.wait))

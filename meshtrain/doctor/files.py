@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from meshtrain.config import Config
+from meshtrain.config import Config, locate
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.doctor.records import PathFacts
 from meshtrain.job.sockets import call_with_timeout
@@ -24,29 +24,24 @@ TOKEN = ".meshtrain-doctor-"
 
 def named_paths(config: Config) -> list[PathFacts]:
     """The paths that a job of this config reads and writes, absolute, with their config keys."""
-    data, schedule, model = config.data, config.pipeline.schedule, config.model
-    reads: dict[str, str | None] = {
+    data, schedule, model, train = config.data, config.pipeline.schedule, config.model, config.train
+    keys = [f"data.sources, {own.name}" for own in data.sources] or ["data.path"]
+    paths = [
+        (key, file, False)
+        for name, own in zip(keys, data.each_source(), strict=True)
+        for key, path in ((name, own.path), ("data.validation", own.validation))
+        if path and isinstance(path, str)
+        for file in locate.data_files(own.source, path)
+    ]
+    reads = {
         "data.source": data.source if data.source.endswith(".py") else None,
-        "data.path": data.path,
-        "data.validation": data.validation if isinstance(data.validation, str) else None,
         "data.tokenizer": None if data.tokenizer == "bytes" else data.tokenizer,
         "model.name": model.name if model.name.endswith(".py") else None,
         "model.weights": model.weights,
         "pipeline.schedule": schedule if schedule.endswith(".csv") else None,
     }
-    train = config.train
     writes = {"train.output": train.output, "checkpoint.path": config.checkpoint.path, "train.export": train.export}
-    paths = [(key, path, False) for key, path in reads.items() if path]
-    if data.source == "megatron" and data.path:
-        prefix = data.path.removesuffix(".bin").removesuffix(".idx")
-        paths = [row for row in paths if row[0] != "data.path"]
-        paths += [("data.path", prefix + ending, False) for ending in (".bin", ".idx")]
-    for own in data.sources:
-        if own.path:
-            prefix = own.path.removesuffix(".bin").removesuffix(".idx")
-            pair = (own.source or data.source) == "megatron"
-            files = [prefix + ending for ending in (".bin", ".idx")] if pair else [own.path]
-            paths += [(f"data.sources, {own.name}", file, False) for file in files]
+    paths += [(key, path, False) for key, path in reads.items() if path]
     paths += [(key, path, True) for key, path in writes.items() if path]
     return [PathFacts(key, str(Path(path).expanduser().absolute()), written) for key, path, written in paths]
 

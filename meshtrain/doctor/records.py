@@ -30,6 +30,11 @@ class Place:
     ranks: tuple[int, ...] = ()  # of this node's processes, if the launcher has already assigned them
     expected: tuple[str, ...] = ()  # names of the nodes, if the launcher knows them
 
+    @classmethod
+    def alone(cls, processes: str, backend: str = "c10d") -> "Place":
+        """Of a node that meets no other."""
+        return cls("local", backend, "localhost", 0, "none", 1, 1, 0, processes, serves=True)
+
     @property
     def by_options(self) -> bool:
         return self.launcher == "torchrun's options"

@@ -10,7 +10,7 @@ from typing import Any
 from meshtrain.doctor.findings import Finding, status
 from meshtrain.doctor.nccl import interface_of
 from meshtrain.doctor.records import ClusterFacts, Timing
-from meshtrain.errors import plural, ranges
+from meshtrain.errors import plural, printable, ranges
 
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
 WIDTH = 140  # of output that does not go to a terminal
@@ -52,14 +52,9 @@ def findings_text(findings: Sequence[Finding]) -> str:
 
 
 def block(finding: Finding) -> str:
-    message = _printable(finding.what).replace("\n", "\n  ")
-    fix = f"\n  fix: {_printable(finding.fix)}" if finding.fix else ""
+    message = printable(finding.what).replace("\n", "\n  ")
+    fix = f"\n  fix: {printable(finding.fix)}" if finding.fix else ""
     return f"{MARKS[finding.severity]} {finding.id}: {message}{fix}"
-
-
-def _printable(text: str) -> str:
-    """The text without characters with which foreign text could control a terminal."""
-    return "".join(char for char in text if char.isprintable() or char == "\n")
 
 
 def digests(cluster: ClusterFacts) -> dict[str, dict[str, list[str]]]:
@@ -110,7 +105,7 @@ def _hosts_table(cluster: ClusterFacts) -> Any:
         memory = f"{host.memory_free_gib:.0f} of {host.memory_gib:.0f} GiB"
         clock_text, disk_text = f"{clock[0]:+.3f} s" if clock else "", "" if disk is None else f"{disk:.0f} GiB"
         cells = (str(i), name, str(host.processes), ranks, gpus, route, clock_text, memory, disk_text)
-        table.add_row(*map(_printable, cells))
+        table.add_row(*map(printable, cells))
     if len(cluster.hosts) > MOST_HOSTS:
         table.add_row("...", f"{len(cluster.hosts) - MOST_HOSTS} more")
     return table

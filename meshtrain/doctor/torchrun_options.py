@@ -56,7 +56,7 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
         option(name, action="store_true")
 
 
-def read_place(arguments: argparse.Namespace, variables: Mapping[str, str], host: str) -> Place:
+def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Place:
     """The place of the node that was started with these options; they override a launcher's variables in the
     environment. Raises InputError: torchrun would not understand an option's value."""
     options: dict[str, str | None] = {}
@@ -64,7 +64,7 @@ def read_place(arguments: argparse.Namespace, variables: Mapping[str, str], host
         value = getattr(arguments, name)
         options[name] = variables.get(f"PET_{name.upper()}") if value is None else value
     if arguments.local or arguments.standalone:
-        return Place("local", "c10d", "localhost", 0, "none", 1, 1, 0, options["nproc_per_node"] or "auto", True)
+        return Place.alone(options["nproc_per_node"] or "auto")
     if not any(options.values()):
         environment = read_environment(variables)
         if environment.launcher == "torchrun":
@@ -77,7 +77,7 @@ def read_place(arguments: argparse.Namespace, variables: Mapping[str, str], host
         raise InputError(f"--nproc-per-node {processes}: expected a number of processes, gpu, cpu or auto")
     backend = options["rdzv_backend"] or "static"
     if most == 1 and not options["rdzv_endpoint"] and backend == "static":
-        return Place("local", backend, "localhost", 0, "none", 1, 1, 0, processes, True)
+        return Place.alone(processes, backend)
     if backend not in ("c10d", "static"):
         raise InputError(
             f"--rdzv-backend {backend}: the doctor meets by c10d or static; run it with --rdzv-backend c10d and an "

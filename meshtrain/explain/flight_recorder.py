@@ -8,8 +8,8 @@ from typing import Any
 
 from meshtrain.errors import ranges
 from meshtrain.explain.log_reader import Log
+from meshtrain.job.watchdog.records import VERDICT
 
-VERDICT = "verdict.txt"
 RECORDERS = "*/rank-*.flight-recorder.json"  # in a folder for each host
 Group = tuple[int, ...]  # its ranks
 

@@ -85,8 +85,7 @@ def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
 def _counted(config: Config, layout: Layout) -> Pairs | InputError:
     """Work of each block that is not like an earlier one, traced on as few ranks as possible."""
     skipped, splits, cp, tp = repeated(alike(config)), _splits(config, layout), layout.size("cp"), layout.size("tp")
-    small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
-    layout = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
+    layout = layout.resized({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
     config = replace(config, layout=layout.sizes, resolved=layout)
     config = replace(config, parallel=replace(config.parallel, compile=False))
     of_samples = [

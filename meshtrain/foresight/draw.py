@@ -1,15 +1,14 @@
 """Predicted memory and step time for people: a table, bars and a picture."""
 
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtrain.errors import InputError, bytes_text
+from meshtrain.errors import bytes_text
 from meshtrain.run.rank_table import columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from meshtrain.foresight.prediction import Prediction
     from meshtrain.foresight.steptime import StepTime
@@ -60,15 +59,8 @@ def step_lines(step: "StepTime", unit: str = "tokens") -> list[str]:
     return [head, *columns(rows), f"  limit: {step.limit}"]
 
 
-def write_picture(
-    path: str | Path, title: str, memory: Mapping[str, float], room: float | None, step: "StepTime | None"
-) -> None:
-    """Writes a bar of a rank's peak memory and one of a step, by part, into a file (png, svg or pdf).
-
-    `room`: bytes available to a rank. Raises InputError: no matplotlib, or the file cannot be written.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
+def picture(title: str, memory: Mapping[str, float], room: float | None, step: "StepTime | None") -> "Figure":
+    """A bar of a rank's peak memory and one of a step, by part. `room`: bytes available to a rank."""
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure and asks for a display
 
     figure = Figure(figsize=(9, 1.2 + 2.0 * (1 + (step is not None))), dpi=160, facecolor="white", layout="constrained")
@@ -80,10 +72,7 @@ def write_picture(
     _bar(rows[0], gib, f"memory of a rank at its peak, {bytes_text(sum(memory.values()))}", "GiB")
     if step is not None:
         _bar(rows[1], step.parts, f"step, {step.seconds:.3g} s; limit: {step.limit}", "s")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # a ValueError: no kind of picture that matplotlib knows
-        raise InputError(f"cannot write a picture to {path} ({error}): give a name such as plan.png") from None
+    return figure
 
 
 def _bar(axes: "Axes", parts: Mapping[str, float], title: str, unit: str) -> None:

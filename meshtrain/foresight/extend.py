@@ -75,8 +75,7 @@ def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
     groups are made faster."""
     if layout.size("dp_replicate") < 3 or config.parallel.shard_optimizer:
         return config, layout
-    few = Layout({**layout.sizes, "dp_replicate": 2})
-    few = few.with_context_heads(layout.context_heads).with_experts(layout.experts)
+    few = layout.resized({**layout.sizes, "dp_replicate": 2})
     size = config.batch.micro_size
     count = microbatches(config.batch.sizes.largest, size, layout.size(*DATA_AXES))
     batch = replace(config.batch, global_size=count * size * few.size(*DATA_AXES))
@@ -121,8 +120,7 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
         worlds = [(few, index, 2 * few) for few, index in zip(FEW_RANKS, at, strict=True)]
     cases, target = [], held_of(config, layout, pp, count)
     for few, index, many in worlds:
-        small = Layout({**layout.sizes, "pp": few})
-        small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
+        small = layout.resized({**layout.sizes, "pp": few})
         batch = replace(config.batch, global_size=many * config.batch.micro_size * data)
         of_case = replace(config, batch=batch, layout=small.sizes, resolved=small)
         if ranks > 1:

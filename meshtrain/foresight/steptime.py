@@ -10,12 +10,12 @@ from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.work import Pass, Work, over_shards
 from meshtrain.layout import Layout
+from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES as SCHEDULES
 from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 
-MIN_UNIT_SIZE = 2**21  # as in `parallel.fsdp`: elements of a block from which FSDP gathers it by itself
 MOST_ACTIONS = 4_000  # of a schedule that is simulated whole; of longer ones the steady state is extrapolated
 StageCosts = tuple[tuple[float, ...], ...]  # stage -> seconds of its forward, input gradient and weight gradient
 PASSES = ("forward", "input_grad", "weight_grad")

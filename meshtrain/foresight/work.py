@@ -40,10 +40,6 @@ class Pass:
     operators: int = 0
     sends: tuple[Send, ...] = ()
 
-    @property
-    def flops(self) -> float:
-        return sum(product.flops for product in self.products) + self.attention_flops
-
 
 @dataclass(frozen=True)
 class Work:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from meshtrain.config import locate
@@ -129,12 +128,7 @@ def _class(name: str) -> type[Sink]:
     if name in OWN:
         return OWN[name]
     path, _, attribute = name.rpartition(":")
-    try:
-        kind = getattr(locate.python_file(Path(path)), attribute, None)
-    except FileNotFoundError as error:
-        raise InputError(f"metrics.sinks: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise InputError(f"metrics.sinks: {path} cannot be used: {locate.raised(error)}") from error
+    kind = getattr(locate.users_file("metrics.sinks", path), attribute, None)
     if not (isinstance(kind, type) and issubclass(kind, Sink)):
         raise InputError(
             f"metrics.sinks: {path} has no class {attribute} that is a meshtrain.metrics.sinks.Sink: "

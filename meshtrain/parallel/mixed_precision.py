@@ -81,7 +81,7 @@ def state_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {getattr(module, name) for module in model.modules() for name in getattr(module, "state_parameters", ())}
 
 
-def set_numerics(precision: str, deterministic: bool) -> None:
+def set_numerics(deterministic: bool) -> None:
     """Sets torch's switches for this process: float32 without TF32, which has only 10 bits of fraction. With
     `deterministic`, results are bitwise reproducible; an operator without such a kernel raises RuntimeError."""
     torch.set_float32_matmul_precision("highest")

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 from dataclasses import asdict
@@ -22,7 +21,7 @@ def main() -> None:
         task = json.loads(line)
         given = parser.parse_intermixed_args(task["arguments"])
         variables = {**os.environ, **task["variables"]}
-        place = read_place(given, variables, socket.gethostname())
+        place = read_place(given, variables)
         outcome = examine(
             DoctorRun(
                 place,

@@ -375,12 +375,13 @@ def test_what_is_read_is_sampled(tmp_path: Path) -> None:
 
 def test_all_paths_of_a_config_are_looked_at(tmp_path: Path) -> None:
     keys = [
-        "data.source=megatron", f"data.path={tmp_path}/corpus", f"data.tokenizer={tmp_path}/t.json",
-        "checkpoint.path=~/states", "train.output=runs/x", "train.export=out",
+        "data.source=megatron", f"data.path={tmp_path}/corpus", f"data.validation={tmp_path}/held_out.bin",
+        f"data.tokenizer={tmp_path}/t.json", "checkpoint.path=~/states", "train.output=runs/x", "train.export=out",
     ]  # fmt: skip
     found = {one.key: (one.path, one.writes) for one in named_paths(Config.load("configs/quickstart.yaml", keys))}
     assert found == {
         "data.path": (f"{tmp_path}/corpus.idx", False),  # and .bin
+        "data.validation": (f"{tmp_path}/held_out.idx", False),  # as well
         "data.tokenizer": (f"{tmp_path}/t.json", False),
         "checkpoint.path": (str(Path.home() / "states"), True),
         "train.output": (str(Path.cwd() / "runs/x"), True),

@@ -27,7 +27,7 @@ def parse(line: str) -> argparse.Namespace:
 
 
 def place(line: str, variables: Mapping[str, str] | None = None) -> Place:
-    return read_place(parse(line), variables or {}, "node1")
+    return read_place(parse(line), variables or {})
 
 
 def test_the_command_line_of_torchrun_is_understood() -> None:

@@ -153,7 +153,6 @@ def test_copies_that_share_the_optimizer_update_less_and_gather_it() -> None:
 
 
 def test_small_blocks_are_gathered_with_the_next_ones() -> None:
-    assert steptime.MIN_UNIT_SIZE == MIN_UNIT_SIZE
     a, b, c = MIN_UNIT_SIZE // 2, MIN_UNIT_SIZE, 3 * MIN_UNIT_SIZE
     assert steptime.gathers_of_units([a, b, c, b, a], [a, b, c, b, a]) == ([2 * a + b, 0, c, b, 0], [0, a + b, c, 0, 0])
     assert steptime.gathers_of_units([5, 6], [5, 6]) == ([11, 0], [0, 0])

@@ -324,7 +324,7 @@ def test_convolutions_are_picked_by_a_race_unless_bits_must_repeat(deterministic
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
     try:
-        precision.set_numerics("float32", deterministic)
+        precision.set_numerics(deterministic)
         assert cudnn.benchmark is not deterministic
     finally:
         cudnn.benchmark, cudnn.allow_tf32, enabled = before

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from meshtrain.cli.pipeline_terminal import numbers, print_timelines, round_step, shade, timeline_lines
 from meshtrain.errors import InputError
+from meshtrain.metrics.picture import write_picture
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.simulate import Event, Timeline
 from meshtrain.pipeline.timeline_io import FORMAT, Record, read_timeline, timeline_json, trace_json
@@ -312,7 +313,7 @@ def test_a_trace_has_a_thread_per_rank_and_arrows_between_them() -> None:
 def test_a_picture_has_a_box_per_action(tmp_path: Path) -> None:
     from matplotlib.colors import to_hex
 
-    from meshtrain.cli.pipeline_picture import GROUND, picture, write_picture
+    from meshtrain.cli.pipeline_picture import GROUND, picture
 
     shown = [ONE, record("0F0 0B0", title="another", each=3)]
     axes = picture(shown).axes[0]
@@ -331,22 +332,20 @@ def test_a_picture_has_a_box_per_action(tmp_path: Path) -> None:
     }
     assert texts["rank 0"] == 2
     assert texts["a schedule"] == texts["another"] == 1
-    write_picture(shown, tmp_path / "picture.png")
+    write_picture(tmp_path / "picture.png", lambda: picture(shown), "schedule.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 @needs_matplotlib
 @pytest.mark.parametrize("name", ["picture.docx", "missing/picture.png"])
 def test_a_picture_that_cannot_be_written(tmp_path: Path, name: str) -> None:
-    from meshtrain.cli.pipeline_picture import write_picture
+    from meshtrain.cli.pipeline_picture import picture
 
     with pytest.raises(InputError, match=r"cannot write a picture to .*: give a name such as schedule.png"):
-        write_picture([ONE], tmp_path / name)
+        write_picture(tmp_path / name, lambda: picture([ONE]), "schedule.png")
 
 
 def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshtrain.cli.pipeline_picture import write_picture
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'meshtrain\[plot\]'"):
-        write_picture([ONE], tmp_path / "picture.png")
+        write_picture(tmp_path / "picture.png", lambda: pytest.fail("it is drawn"), "schedule.png")

@@ -26,11 +26,10 @@ from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
 from meshtrain.job.sockets import call_with_timeout, in_thread
 from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
-from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
+from meshtrain.job.watchdog.records import VERDICT, Diagnosis, DiagnosisKind, failure_line
 
 EVIDENCE_S = 4.0  # the longest by which the end of a job is delayed
 PROGRAM_S = 3.0
-VERDICT = "verdict.txt"
 PREPARE_S = 1.0  # to create the folder
 WRITE_S = 5.0  # to write exit.json: its file system may be what was lost
 ENTRIES = 200  # the last ones of a flight recorder

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 FAILURE_MARK = "MESHTRAIN_FAILURE"  # the beginning of the machine-readable line
+VERDICT = "verdict.txt"  # in the folder of a failure's evidence
 
 
 class DiagnosisKind(StrEnum):
