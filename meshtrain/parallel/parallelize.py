@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext
-from meshtrain.dropout import SequencePart, bind_dropout
+from meshtrain.dropout import Dropout, SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
@@ -43,7 +43,12 @@ from meshtrain.parallel.mixed_precision import (
     state_parameters,
 )
 from meshtrain.parallel.side_effects import refuse_side_effects
-from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
+from meshtrain.parallel.tensor_parallel import (
+    TensorParallel,
+    VocabParallelEmbedding,
+    replace_layers,
+    sum_partial_gradients,
+)
 from meshtrain.parallel.torch_private import (
     allocate,
     has_accumulation_hooks,
@@ -224,7 +229,22 @@ def apply_tensor_parallel(
     elif options.symmetric_memory and sequence and not group.on_cpu and not group.choice:
         group.fuse_if_possible(torch.device(mesh.device_type))
     replace_layers(model, tp)
+    if sequence and any(isinstance(module, Dropout) and module.p > 0 for module in model.modules()):
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.register_forward_pre_hook(_refuse_single_tokens, with_kwargs=True)
     return replace(options, sequence_parallel=sequence)
+
+
+def _refuse_single_tokens(embedding: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+    """`Dropout` takes a second dim of 1 for the whole sequence."""
+    assert isinstance(embedding, VocabParallelEmbedding)
+    tokens, tp = next(iter((*inputs, *named.values()))), embedding.axis_group.size
+    if embedding.training and tokens.shape[-1] == tp:
+        raise AgreedError(
+            f"dropout with sequence_parallel: of {tp} tokens over tp {tp} each rank has one, which would be taken for "
+            "the whole sequence: use longer sequences (data.seq_len), a smaller tp or sequence_parallel: false"
+        )
 
 
 def _refuse_float8(model: nn.Module, options: ParallelOptions, splits: Sequence[Split] = (), tp: int = 1) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import meshtrain
 from meshtrain.config.locate import model_file
+from meshtrain.dropout import Dropout, set_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.experts import Experts, Router
 from meshtrain.layout import Layout
@@ -325,6 +326,19 @@ class Verified(Cases):
         said = raised(lambda: self.split(make, plan, sequence_parallel=False, sample=(torch.randn(2, D + 1),)))
         self.equal("the plain model does not take" in said, True, f"a given sample is taken: {said}")
 
+    def dropout_of_single_tokens(self) -> None:
+        def make() -> nn.Module:
+            return nn.Sequential(nn.Embedding(V, D), Dropout(0.5), nn.Linear(D, V))
+
+        model = self.split(make, {"0": "embedding_rowwise", "2": "colwise_gather_output"})
+        for length, refused in ((self.mesh.size("tp"), True), (2 * self.mesh.size("tp"), False)):
+            set_dropout(model, seed=0, step=1, samples=range(B))
+            said = raised(lambda n=length: model(torch.zeros(B, n, dtype=torch.int64)))
+            self.equal("each rank has one" in said, refused, f"dropout of {length} tokens: {said}")
+        self.equal(
+            raised(lambda: model.eval()(torch.zeros(B, self.mesh.size("tp"), dtype=torch.int64))), "nothing", "eval"
+        )
+
     def faults(self) -> None:
         """One rank that computes something else suffices, and the others are told; so does a missing sum."""
         row, rank = tensor.RowParallelLinear.forward, self.mesh.rank
@@ -423,6 +437,7 @@ def main() -> None:
         cases.other_models()
         cases.mixture_of_experts()
         cases.nothing_to_split_the_sequence()
+        cases.dropout_of_single_tokens()
         cases.faults()
         cases.leaves_all_alone()
         cases.shared_inputs()
