@@ -298,12 +298,16 @@ def check_gradient_hooks(config: "Config", layout: Layout) -> None:
         )
 
 
-def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
-    """Two samples to verify a model with, text truncated, with `cp` to a length that splits evenly. None: too short."""
+def short_sample(data: "OpenData", model: nn.Module, cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
+    """Two samples to verify a model with, text truncated to a length that splits evenly; with `cp` None if too short.
+
+    What a model computes between distant tokens, or of rare ones, shows only in a long sample. In that of a model with
+    experts, some token's scores would be so close that rounding chooses other experts."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
-    parts, least = (padded_length(1, cp, tp), 32) if cp > 1 else (tp, 8)
+    routes = any(hasattr(module, "dispatch") for module in model.modules())
+    parts, least = padded_length(1, cp, tp) if cp > 1 else tp, 32 if routes else 512
     length = parts * max(2, -(-least // parts))
-    if cp > 1:
+    if cp > 1 or length > batch.targets.shape[-1] >= parts:
         length = min(length, batch.targets.shape[-1] // parts * parts)
     inputs = batch.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim]))).inputs
     return inputs if length > 0 else None

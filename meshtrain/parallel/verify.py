@@ -34,6 +34,7 @@ from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_par
 from meshtrain.parallel.torch_private import replace_parameters, to_local
 from meshtrain.parallel.tp_plan import REPLICATED
 
+MADE_UP, SHORT = 64, 8  # tokens of a made-up sample, and of one for a model that does not take so many
 TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 rounding, far below a missing addend
 
 OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # may differ between identical blocks
@@ -42,18 +43,19 @@ Named = list[tuple[str, Tensor]]
 
 
 def verify(
-    model: nn.Module, blocks: Sequence[str], tp: TensorParallel, sample: Sample | None, precision: str
-) -> str | None:
+    model: nn.Module, blocks: Sequence[str], tp: TensorParallel, sample: Sample | None, precision: str,
+    least: int = MADE_UP,
+) -> str | None:  # fmt: skip
     """Compares a plain model with the same model split over `tp`. All ranks call it together and reach one verdict.
 
     Args:
         model: plain, on any device, meta included. blocks: unique names of its blocks.
-        sample: the arguments of `model(*sample)`, two short samples are enough; None: made up.
+        sample: the arguments of `model(*sample)`, two short samples are enough; None: made up, of `least` tokens.
 
     Returns None, or why the plain model fails on a made-up sample. AgreedError: they differ, or it fails on `sample`.
     """
     mesh, dtype, size = tp.mesh, master_dtype(precision), tp.mesh.size(AXIS)
-    inputs = _made_up_sample(model, size) if sample is None else sample
+    inputs = _made_up_sample(model, size, least) if sample is None else sample
     inputs = [x if x is None else x.to(mesh.device_type, dtype if x.is_floating_point() else None) for x in inputs]
 
     def rows(n: int) -> list[int]:
@@ -76,19 +78,20 @@ def verify(
         remedy = "parallel.sequence_parallel: false, which passes this check" if without else "tp: 1"
         return f"{problem}. Use {remedy}, or mend the model or its tp_plan (docs/tensor-parallel.md says how)"
 
-    return _verdict(mesh, AXIS, sample, difference)
+    failure = _verdict(mesh, AXIS, sample, difference)
+    return failure if failure is None or least == SHORT else verify(model, blocks, tp, sample, precision, SHORT)
 
 
 def verify_context(
     model: nn.Module, blocks: Sequence[str], modules: Sequence[str], context: ContextParallel, mesh: Mesh,
-    sample: Sample | None, precision: str,
+    sample: Sample | None, precision: str, least: int = MADE_UP,
 ) -> str | None:  # fmt: skip
     """Compares a plain model on whole sequences with the same model on parts of them over `cp`; see `verify`.
     `modules`: those that call attention, once per forward. `sample`: tokens, positions, documents, (b, s) or None."""
     device, dtype = torch.device(mesh.device_type), master_dtype(precision)
     if sample is not None and (sample[0] is None or sample[0].shape[1] % (2 * context.size)):
         sample = None
-    inputs = _made_up_sample(model, 2 * context.size) if sample is None else sample
+    inputs = _made_up_sample(model, 2 * context.size, least) if sample is None else sample
     tokens, positions, *others = (*inputs, None, None)[: max(3, len(inputs))]
     assert tokens is not None
     length = tokens.shape[1]
@@ -118,7 +121,9 @@ def verify_context(
             "cp_plan"
         )
 
-    return _verdict(mesh, "cp", sample, difference)
+    if (failure := _verdict(mesh, "cp", sample, difference)) is None or least == SHORT:
+        return failure
+    return verify_context(model, blocks, modules, context, mesh, sample, precision, SHORT)
 
 
 def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | None:
@@ -152,9 +157,9 @@ class _PlainError(Exception):
     """The plain model fails on the sample."""
 
 
-def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
+def _made_up_sample(model: nn.Module, parts: int, least: int) -> list[Tensor]:
     """Two short samples of token ids or features, as the model's first embedding or linear layer takes them."""
-    random, length = torch.Generator().manual_seed(0), tp * max(2, math.ceil(8 / tp))
+    random, length = torch.Generator().manual_seed(0), parts * max(2, math.ceil(least / parts))
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables:
         return [torch.randint(min(tables), (2, length), generator=random)]

@@ -131,6 +131,18 @@ class Mixture(nn.Module):
         return self.experts(x, *self.gate(x - x.mean(1, keepdim=True) if self.centred else x))
 
 
+class Placed(Around):
+    """Takes 16 tokens at most."""
+
+    def __init__(self) -> None:
+        super().__init__(Attention("head"))
+        self.places = nn.Parameter(torch.zeros(16, D))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places[: tokens.shape[1]]
+        return self.head(x + self.inner(self.norm(x)))
+
+
 class Pooled(Around):
     def __init__(self) -> None:
         super().__init__(Attention("none"))
@@ -271,6 +283,9 @@ class Verified(Cases):
             words = [*words, "sequence_parallel: false, which passes"]
             make: Callable[[], nn.Module] = lambda config=config: mixing.Model(config)  # noqa: E731
             self.refused(f"mixing, {learned}", words, make, mixing.tp_plan, sample=sample)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.exact("16 tokens at most", Placed, PARTS | NORMS, sequence_parallel=False)
         sharded = {"0": "embedding_rowwise", "2": "colwise_gather_output"}
         self.refused(
             "a batch norm",
