@@ -20,6 +20,7 @@ from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
 from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
+from meshtrain.loss import seen_terms
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import initialise, materialise
@@ -37,6 +38,7 @@ from meshtrain.parallel.parallelize import (
     apply_data_parallel,
     apply_tensor_parallel,
     broadcast_parameters,
+    refuse_dependent_samples,
 )
 from meshtrain.parallel.torch_private import has_gradient_hooks, writes_to_parameter
 from meshtrain.pipeline.actions import Kind, Schedule
@@ -207,6 +209,8 @@ def build_stage(
         model = spec.copy()
     broadcast_parameters(model, mesh)
     cast(model, master_dtype(options.precision))
+    if not verified:
+        refuse_dependent_samples(model, mesh, options, seen_terms)
     apply_context_parallel(model, mesh, options, verified=verified)
     options = apply_tensor_parallel(model, mesh, options, verified=verified)
     apply_expert_parallel(model, mesh, options)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshtrain.attention import AttentionContext
 from meshtrain.dropout import Dropout, SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
-from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
+from meshtrain.layout import DATA_AXES, LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
@@ -70,7 +70,7 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import verify, verify_context
+from meshtrain.parallel.verify import Terms, no_terms, verify, verify_context, verify_samples
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Devices where layers that share an input compute one product, in 16 bits, compiled and without FSDP, which gathers
@@ -130,12 +130,21 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     settings = ParallelOptions(**options)
     cast(model, master_dtype(settings.precision))
     broadcast_parameters(model, mesh)
+    refuse_dependent_samples(model, mesh, settings)
     apply_context_parallel(model, mesh, settings)
     resolved = apply_tensor_parallel(model, mesh, settings)
     apply_expert_parallel(model, mesh, resolved)
     if mesh.rank == 0 and settings.sequence_parallel is None and resolved.sequence_parallel is False:
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=2)
     return apply_data_parallel(model, mesh, resolved)
+
+
+def refuse_dependent_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions, terms: Terms = no_terms) -> None:
+    """Rejects a plain model that computes something else for a sample if others are beside it, on several data ranks.
+    `terms`: see `verify_samples`."""
+    if mesh.size(*DATA_AXES) > 1 and options.verify and options.sample is not None:
+        _refuse_batch_statistics(model)  # before, because it names the module
+        verify_samples(model, _block_names(model), mesh, options.sample, options.precision, terms)
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions, *, verified: bool = False) -> None:

@@ -1,5 +1,5 @@
 """The check before the first step: whether a model that is split over `tp`, or takes parts of sequences over `cp`,
-computes the same as the plain model.
+computes the same as the plain model, and over data ranks, whether a sample's result depends on those beside it.
 
 Two copies, one of them split, run a forward and a backward of a short sample. Values are compared at the inputs and
 outputs of blocks; each block, and the code between blocks, has its own backward. Weights are random, because a norm of
@@ -11,7 +11,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,12 @@ TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 roun
 OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # may differ between identical blocks
 Sample = Sequence[Tensor | None]
 Named = list[tuple[str, Tensor]]
+# Inside, a function gets the name and values of each term that a forward attaches to the loss.
+Terms = Callable[[Callable[[str, Tensor], None]], AbstractContextManager[None]]
+
+
+def no_terms(see: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def verify(
@@ -126,6 +132,45 @@ def verify_context(
     return verify_context(model, blocks, modules, context, mesh, sample, precision, SHORT)
 
 
+def verify_samples(
+    model: nn.Module, blocks: Sequence[str], mesh: Mesh, sample: Sample, precision: str, terms: Terms = no_terms
+) -> None:
+    """Compares a plain model's results for two samples with those for the same samples in another batch. All ranks call
+    it together. A model that cannot be compared is left alone.
+
+    Args:
+        sample: its arguments, with the samples along the first dim. terms: `meshtrain.loss.seen_terms`.
+
+    Raises AgreedError: they differ, so that the layout would change the loss.
+    """
+    device, dtype, size = mesh.device_type, master_dtype(precision), 2
+    sizes = {len(x) for x in sample if x is not None and x.dim() > 0}
+    if len(sizes) != 1 or sizes.pop() < size:
+        return
+    whole = [x if x is None else x[:size].to(device, dtype if x.is_floating_point() else None) for x in sample]
+    order = [1, 0, 0]  # another size and another order; no batch of one sample, which a model may not take
+    other = [x if x is None else x[order] for x in whole]
+
+    def rows(n: int) -> list[int]:
+        return order if n == size else []
+
+    def compare(training: bool) -> tuple[str | None, bool]:
+        plain = _skeleton(model, dtype, training)
+        kinds = {name: _signature(plain.get_submodule(name)) for name in blocks}
+        reference = _Run(plain, mesh, kinds, terms=terms)
+        again = _Run(_skeleton(model, dtype, training), mesh, kinds, reference, "data", rows, terms=terms)
+        problem = again.compare(whole, other)
+        return None if reference.draws and not training else problem, reference.draws
+
+    with suppress(_PlainError), _generators_kept(mesh):
+        if (problem := _in_training(compare)) is not None:
+            raise AgreedError(
+                "with several data ranks the loss would depend on the layout, because the model computes something "
+                f"else for a sample if others are beside it: {problem}. Compute each sample from itself, use one data "
+                "rank, or leave this check out by parallel.verify: false"
+            )
+
+
 def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | None:
     """The problem found in training mode, or in evaluation mode if the plain model draws random numbers in training."""
     problem, draws = compare(True)
@@ -133,10 +178,9 @@ def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | No
 
 
 def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[[], str | None]) -> str | None:
-    """Raises AgreedError for a difference; otherwise returns the result of `verify`. Restores random generators."""
-    gpus = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    """Raises AgreedError for a difference; otherwise returns the result of `verify`."""
     try:
-        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+        with _generators_kept(mesh):
             problem = difference()
     except _PlainError as error:  # on all ranks, which compute the same
         if sample is None:
@@ -151,6 +195,13 @@ def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[
             "parallel.verify: false leaves this check out"
         )
     return None
+
+
+@contextmanager
+def _generators_kept(mesh: Mesh) -> Iterator[None]:
+    gpus = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+        yield
 
 
 class _PlainError(Exception):
@@ -205,6 +256,7 @@ class _Run:
     sums_shared: bool = False
     partial: Collection[nn.Parameter | None] = ()  # parameters whose gradients are summed (`sum_partial_gradients`)
     places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part; only it is recorded
+    terms: Terms | None = None  # given: compares only what has a row per sample, these terms, and no backward
     piece: str = "the model"  # the piece that currently runs
     problem: str | None = None  # the first problem: others may follow from it
     comparisons: int = 0  # tensors compared up to the first problem
@@ -235,7 +287,7 @@ class _Run:
                 raise
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-                if run is self.reference:
+                if run is self.reference or self.terms is not None:
                     raise _PlainError(failure) from error
                 self.differ(f"{self.piece} fails where the plain model does not: {failure}")
         for problem in others:
@@ -259,7 +311,8 @@ class _Run:
         for name, block in blocks:
             block.forward = self._isolate(name, block)
         try:
-            with self._fill(module for module in self.model.modules() if module not in inside) as parameters:
+            outside = self._fill(module for module in self.model.modules() if module not in inside)
+            with outside as parameters, nullcontext() if self.terms is None else self.terms(self._term):
                 ends = self._record("the model's output", tensors_of(self.model(*inputs)))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
         finally:
@@ -338,6 +391,8 @@ class _Run:
     ) -> None:
         """Compares the gradients of a piece's inputs and parameters. `inner`: its outputs to other pieces; `outer`: its
         outputs to the loss, which every rank computes; `parameters`: those of `_fill`."""
+        if self.terms is not None:
+            return
         ends = [(x, self._cotangent(name, x, self.sums_shared)) for name, x in inner]
         ends += [(x, self._cotangent(name, x, False)) for name, x in outer]
         ends = [(x, grad) for x, grad in ends if grad is not None]
@@ -358,6 +413,11 @@ class _Run:
                     grad = grad[self.places.get(name, ...)].clone()
                 total = grad if isinstance(p, DTensor) and p not in self.partial else self._sum(grad)
                 self._compare(f"{piece}: gradient of {name}", total if p in self.partial else grad, total, least)
+
+    def _term(self, name: str, values: Tensor) -> None:
+        """Compares a term of the loss, or what a module tallies."""
+        number = self._calls[name] = self._calls.get(name, 0) + 1
+        self._compare(f"{self.piece}: {name}" + f" (call {number})" * (number > 1), values)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.reference is not None:
@@ -392,6 +452,8 @@ class _Run:
         elif self.problem is None:
             self.comparisons += 1
             whole, place = self.tensors.get(name), self._place(name, x.shape)
+            if self.terms is not None and (whole is None or place is None or place is ...):
+                return
             if whole is None:
                 self.differ(f"{name} is none of the plain model's")
             elif place is None:

@@ -72,7 +72,7 @@ def model_of_run(
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
     sample = None
-    if config.parallel.verify and mesh.size("cp", "tp") > 1:
+    if config.parallel.verify and mesh.size(*DATA_AXES, "cp", "tp") > 1:
         with job.collective_check("reading the first samples"):
             sample = build.short_sample(data, build.spec_of(config).meta, mesh.size("cp"), mesh.size("tp"))
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)

@@ -17,10 +17,11 @@ from meshtrain.dropout import Dropout, set_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.experts import Experts, Router
 from meshtrain.layout import Layout
-from meshtrain.loss import sample_losses
+from meshtrain.loss import attach, sample_losses, seen_terms
 from meshtrain.parallel import tensor_parallel as tensor
 from meshtrain.parallel import verify
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
+from meshtrain.parallel.parallelize import ParallelOptions, refuse_dependent_samples
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_plan import REPLICATED
@@ -84,6 +85,16 @@ class Around(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
         return self.head(x + self.inner(self.norm(x)))
+
+
+class Blocks(Around):
+    """The given part is a block; takes a second input, which may be None."""
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.inner]
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        return super().forward(tokens)
 
 
 class Noisy(nn.Module):
@@ -210,6 +221,34 @@ class Unusual(nn.Module):
             x = x + y
             x += more["half"]
         return self.head(x)
+
+
+class Beside(nn.Module):
+    """Does something with all samples of a batch."""
+
+    def __init__(self, action: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.action = nn.Linear(D, D), action
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.action(self, torch.tanh(self.layer(x)))
+
+
+def pairs(layer: nn.Module, x: Tensor) -> Tensor:
+    return x + x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+DEPENDENT: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "output 0 differs by": lambda _, x: x - x.mean((0, 1)),
+    "output 0 differs ": lambda layer, x: x / len(x) if layer.training else x,
+    ": spread differs by": lambda _, x: attach(x, "spread", x.var(0).sum(-1).expand(x.shape[:2])),
+}
+INDEPENDENT: tuple[Callable[[nn.Module, Tensor], Tensor], ...] = (
+    lambda _, x: attach(x - x.mean(1, keepdim=True), "square", x.square().mean(-1)),
+    lambda _, x: x if not (bright := x.mean((1, 2)) > 0).any() else x.index_put((bright,), x[bright] * 2),
+    lambda _, x: F.dropout(x, 0.5) if x.requires_grad else x,
+    pairs,  # takes no batch of three: it is not compared
+)
 
 
 class Rows(nn.Sequential):
@@ -354,6 +393,32 @@ class Verified(Cases):
             raised(lambda: model.eval()(torch.zeros(B, self.mesh.size("tp"), dtype=torch.int64))), "nothing", "eval"
         )
 
+    def samples_beside_others(self) -> None:
+        """Over data ranks a sample may not depend on the others of its microbatch."""
+        mesh = meshtrain.build_mesh(Layout({"dp_replicate": self.mesh.layout.world_size}))
+
+        def said(inner: nn.Module, samples: int = 2, **options: Any) -> str:
+            sample = (torch.randint(V, (samples, 8)), None)
+            chosen, model = ParallelOptions(precision="float64", sample=sample, **options), Blocks(inner)
+            before = torch.get_rng_state()
+            found = raised(lambda: refuse_dependent_samples(model, mesh, chosen, seen_terms))
+            self.equal(torch.equal(torch.get_rng_state(), before), True, "the generator's state")
+            return found
+
+        for words, action in DEPENDENT.items():
+            found = said(Beside(action))
+            self.equal([part for part in ("inner", words, "use one data rank") if part not in found], [], found)
+        centred = Beside(DEPENDENT["output 0 differs by"])
+        self.equal(
+            [said(Beside(action)) for action in INDEPENDENT], ["nothing"] * 4, "what depends on its sample alone"
+        )
+        self.equal(said(Mixture(True)), "nothing", "experts")
+        self.equal(said(centred, verify=False), "nothing", "verify is off")
+        self.equal(said(centred, samples=1), "nothing", "one sample")
+        model, sample = Around(centred), (torch.randint(V, (2, 8)),)
+        found = raised(lambda: meshtrain.parallelize(model, mesh, precision="float64", sample=sample))
+        self.equal("inner" in found or "the model's output" in found, True, f"in a loop of one's own: {found}")
+
     def faults(self) -> None:
         """One rank that computes something else suffices, and the others are told; so does a missing sum."""
         row, rank = tensor.RowParallelLinear.forward, self.mesh.rank
@@ -453,6 +518,7 @@ def main() -> None:
         cases.mixture_of_experts()
         cases.nothing_to_split_the_sequence()
         cases.dropout_of_single_tokens()
+        cases.samples_beside_others()
         cases.faults()
         cases.leaves_all_alone()
         cases.shared_inputs()
