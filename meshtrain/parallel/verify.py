@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import Dropout
@@ -367,7 +368,7 @@ class _Run:
                 filled[p] = shard_parameter(whole, self.mesh, p.placements[0]) if isinstance(p, DTensor) else whole
             return filled[p]
 
-        with replace_parameters(modules, with_values):
+        with replace_parameters(modules, with_values), _Borrowed(self._names, with_values, self.mesh.device_type):
             yield filled
 
     def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
@@ -462,6 +463,26 @@ class _Run:
                 sums = total is not None and _off(total, whole[place], least) is None
                 hint = f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}" if sums else ""
                 self.differ(f"{name} differs by {off:.2g} of its largest value{hint}")
+
+
+class _Borrowed(TorchFunctionMode):
+    """Gives values to parameters of a block that code outside of it computes with: for them alone they are on meta,
+    and operators on a CPU would read them as if they were not."""
+
+    def __init__(
+        self, names: Collection[nn.Parameter], values: Callable[[nn.Parameter], nn.Parameter], device: str
+    ) -> None:
+        super().__init__()
+        self.names, self.values, self.device = names, values, torch.empty(0, device=device).device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(x, nn.Parameter) and x in self.names for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
+            return self.device if isinstance(value, torch.device) else value  # nothing is computed
+        args, kwargs = tree_map_only(nn.Parameter, lambda x: self.values(x) if x in self.names else x, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _generator_states() -> list[Tensor]:

@@ -97,6 +97,17 @@ class Blocks(Around):
         return super().forward(tokens)
 
 
+class Borrowing(Blocks):
+    """Computes with the weight of its embedding, a block, outside of it."""
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.words, self.inner]
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = self.words(tokens) + self.words(torch.arange(tokens.shape[1], device=self.words.weight.device))
+        return F.linear(self.inner(x), self.words.weight)
+
+
 class Noisy(nn.Module):
     """In training, draws random numbers, or takes a mean over features of which each rank has a part."""
 
@@ -397,9 +408,9 @@ class Verified(Cases):
         """Over data ranks a sample may not depend on the others of its microbatch."""
         mesh = meshtrain.build_mesh(Layout({"dp_replicate": self.mesh.layout.world_size}))
 
-        def said(inner: nn.Module, samples: int = 2, **options: Any) -> str:
+        def said(inner: nn.Module, samples: int = 2, make: type[nn.Module] = Blocks, **options: Any) -> str:
             sample = (torch.randint(V, (samples, 8)), None)
-            chosen, model = ParallelOptions(precision="float64", sample=sample, **options), Blocks(inner)
+            chosen, model = ParallelOptions(precision="float64", sample=sample, **options), make(inner)
             before = torch.get_rng_state()
             found = raised(lambda: refuse_dependent_samples(model, mesh, chosen, seen_terms))
             self.equal(torch.equal(torch.get_rng_state(), before), True, "the generator's state")
@@ -413,6 +424,8 @@ class Verified(Cases):
             [said(Beside(action)) for action in INDEPENDENT], ["nothing"] * 4, "what depends on its sample alone"
         )
         self.equal(said(Mixture(True)), "nothing", "experts")
+        self.equal(said(Beside(INDEPENDENT[0]), make=Borrowing), "nothing", "a borrowed weight")
+        self.equal("output 0 differs" in said(centred, make=Borrowing), True, "a mean, and a borrowed weight")
         self.equal(said(centred, verify=False), "nothing", "verify is off")
         self.equal(said(centred, samples=1), "nothing", "one sample")
         model, sample = Around(centred), (torch.randint(V, (2, 8)),)
