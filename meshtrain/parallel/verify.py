@@ -9,6 +9,7 @@ Neither the model nor the state of a random generator changes.
 
 import copy
 import math
+import random
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel, misplaced_calls
 from meshtrain.parallel.grad_sync import tensors_of
-from meshtrain.parallel.mixed_precision import cast, master_dtype
+from meshtrain.parallel.mixed_precision import cast, master_dtype, random_state, reseed
 from meshtrain.parallel.sharding import Part, chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers, shard_parameter
 from meshtrain.parallel.torch_private import replace_parameters, to_local
@@ -163,7 +165,7 @@ def verify_samples(
         problem = again.compare(whole, other)
         return None if reference.draws and not training else problem, reference.draws
 
-    with suppress(_PlainError), _generators_kept(mesh):
+    with suppress(_PlainError), _generators_kept():
         if (problem := _in_training(compare)) is not None:
             raise AgreedError(
                 "with several data ranks the loss would depend on the layout, because the model computes something "
@@ -181,7 +183,7 @@ def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | No
 def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[[], str | None]) -> str | None:
     """Raises AgreedError for a difference; otherwise returns the result of `verify`."""
     try:
-        with _generators_kept(mesh):
+        with _generators_kept():
             problem = difference()
     except _PlainError as error:  # on all ranks, which compute the same
         if sample is None:
@@ -199,10 +201,13 @@ def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[
 
 
 @contextmanager
-def _generators_kept(mesh: Mesh) -> Iterator[None]:
-    gpus = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), torch.enable_grad():
-        yield
+def _generators_kept() -> Iterator[None]:
+    restore = random_state()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        restore()
 
 
 class _PlainError(Exception):
@@ -211,12 +216,12 @@ class _PlainError(Exception):
 
 def _made_up_sample(model: nn.Module, parts: int, least: int) -> list[Tensor]:
     """Two short samples of token ids or features, as the model's first embedding or linear layer takes them."""
-    random, length = torch.Generator().manual_seed(0), parts * max(2, math.ceil(least / parts))
+    draw, length = torch.Generator().manual_seed(0), parts * max(2, math.ceil(least / parts))
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables:
-        return [torch.randint(min(tables), (2, length), generator=random)]
+        return [torch.randint(min(tables), (2, length), generator=draw)]
     widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
-    return [torch.randn(2, length, *widths[:1], generator=random)]
+    return [torch.randn(2, length, *widths[:1], generator=draw)]
 
 
 def _skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
@@ -304,7 +309,7 @@ class _Run:
         return problems[0]
 
     def run(self, inputs: Sample) -> None:
-        torch.manual_seed(0)
+        reseed(0, 0, 0)
         states = _generator_states()
         blocks = [(name, self.model.get_submodule(name)) for name in self.kinds]
         inside = {module for _, block in blocks for module in block.modules()}
@@ -317,7 +322,7 @@ class _Run:
                 ends = self._record("the model's output", tensors_of(self.model(*inputs)))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
         finally:
-            self.draws = not all(map(torch.equal, states, _generator_states()))
+            self.draws = states != _generator_states()
             for block, forward in forwards:  # drops all references to this run, so that its memory is freed at its end
                 block.forward = forward
         if self.reference is not None and self._calls != self.reference._calls:
@@ -373,8 +378,8 @@ class _Run:
 
     def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
         """Values that keep a product's output about as large as its input. `first`: the first dim that it sums over."""
-        random = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
-        options: dict[str, Any] = {"generator": random, "device": self.mesh.device_type, "dtype": dtype}
+        draw = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
+        options: dict[str, Any] = {"generator": draw, "device": self.mesh.device_type, "dtype": dtype}
         if len(shape) < 2:
             return torch.rand(shape, **options) + 0.5
         return torch.randn(shape, **options) / math.sqrt(math.prod(shape[first:]))
@@ -485,8 +490,10 @@ class _Borrowed(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _generator_states() -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+def _generator_states() -> list[Any]:
+    gpu = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
+    _, keys, *others = np.random.get_state()
+    return [torch.get_rng_state().tolist(), *gpu, np.asarray(keys).tolist(), others, random.getstate()]
 
 
 def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:

@@ -1,12 +1,14 @@
 """Run under torchrun, on 2 processes: errors that the check of a split model finds, and what it must not change."""
 
 import gc
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -111,15 +113,22 @@ class Borrowing(Blocks):
 class Noisy(nn.Module):
     """In training, draws random numbers, or takes a mean over features of which each rank has a part."""
 
-    def __init__(self, draws: bool) -> None:
+    def __init__(self, draws: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
         self.up, self.down, self.draws = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), draws
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.training:
-            x = F.dropout(x, 0.1) if self.draws else x - x.mean(-1, keepdim=True)
+            x = x - x.mean(-1, keepdim=True) if self.draws is None else self.draws(x)
         return self.down(torch.tanh(x))
+
+
+DRAWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: F.dropout(x, 0.1),
+    lambda x: x * random.random(),
+    lambda x: x * np.random.rand(),
+)
 
 
 class Cut(Around):
@@ -346,8 +355,11 @@ class Verified(Cases):
         for sequence in (True, False):
             self.exact(f"unusual, {sequence}", Unusual, Unusual.plan, sequence_parallel=sequence)
         noisy = {**AROUND, "inner.up": "colwise", "inner.down": "rowwise"}
-        self.refused("a mean in training", ["the model's output 0 differs by"], lambda: Around(Noisy(False)), noisy)
-        self.split(lambda: Around(Noisy(True)), noisy)
+        self.refused("a mean in training", ["the model's output 0 differs by"], lambda: Around(Noisy(None)), noisy)
+        for draws in DRAWS:
+            before = random.getstate()
+            self.split(lambda draws=draws: Around(Noisy(draws)), noisy)
+            self.equal(random.getstate() == before, True, "the state of Python's generator")
         whole = {"sequence_parallel": False}
         self.exact("logits that are cut", lambda: Cut(Attention("head")), PARTS | NORMS, **whole)
         self.exact("an object around logits", lambda: Wrapping(Attention("head")), PARTS | NORMS)
