@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshtrain.attention import AttentionContext
 from meshtrain.dropout import Dropout, SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
-from meshtrain.layout import DATA_AXES, LOSS_AXES, NOT_WITH_FSDP
+from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
@@ -140,10 +140,12 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
 
 
 def refuse_dependent_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions, terms: Terms = no_terms) -> None:
-    """Rejects a plain model that computes something else for a sample if others are beside it, on several data ranks.
-    `terms`: see `verify_samples`."""
-    if mesh.size(*DATA_AXES) > 1 and options.verify and options.sample is not None:
+    """Rejects a plain model that computes something else for a sample if others are beside it, on several data ranks,
+    or in a second forward, also with `cp` or recomputation. `terms`: see `verify_samples`."""
+    several = mesh.size(*LOSS_AXES) > 1
+    if several:
         _refuse_batch_statistics(model)  # before, because it names the module
+    if options.verify and options.sample is not None and (several or options.recompute != "none"):
         verify_samples(model, _block_names(model), mesh, options.sample, options.precision, terms)
 
 

@@ -1,5 +1,6 @@
 """The check before the first step: whether a model that is split over `tp`, or takes parts of sequences over `cp`,
-computes the same as the plain model, and over data ranks, whether a sample's result depends on those beside it.
+computes the same as the plain model, and over data ranks, whether a sample's result depends on those beside it or on
+forwards before.
 
 Two copies, one of them split, run a forward and a backward of a short sample. Values are compared at the inputs and
 outputs of blocks; each block, and the code between blocks, has its own backward. Weights are random, because a norm of
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import Dropout
 from meshtrain.errors import AgreedError
+from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel, misplaced_calls
 from meshtrain.parallel.grad_sync import tensors_of
@@ -39,6 +41,7 @@ from meshtrain.parallel.tp_plan import REPLICATED
 
 MADE_UP, SHORT = 64, 8  # tokens of a made-up sample, and of one for a model that does not take so many
 TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 rounding, far below a missing addend
+SAME_CODE = 1e-4  # the same where the plain model is compared with itself, which rounds alike or nearly so
 
 OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # may differ between identical blocks
 Sample = Sequence[Tensor | None]
@@ -138,8 +141,9 @@ def verify_context(
 def verify_samples(
     model: nn.Module, blocks: Sequence[str], mesh: Mesh, sample: Sample, precision: str, terms: Terms = no_terms
 ) -> None:
-    """Compares a plain model's results for two samples with those for the same samples in another batch. All ranks call
-    it together. A model that cannot be compared is left alone.
+    """Compares a plain model's results for two samples with those of its second forward of them, and on several data
+    ranks with those for the same samples in another batch. All ranks call it together. A model that cannot be compared
+    is left alone.
 
     Args:
         sample: its arguments, with the samples along the first dim. terms: `meshtrain.loss.seen_terms`.
@@ -157,20 +161,30 @@ def verify_samples(
     def rows(n: int) -> list[int]:
         return order if n == size else []
 
-    def compare(training: bool) -> tuple[str | None, bool]:
+    def compare(beside: bool, training: bool) -> tuple[str | None, bool]:
         plain = _skeleton(model, dtype, training)
         kinds = {name: _signature(plain.get_submodule(name)) for name in blocks}
         reference = _Run(plain, mesh, kinds, terms=terms)
-        again = _Run(_skeleton(model, dtype, training), mesh, kinds, reference, "data", rows, terms=terms)
-        problem = again.compare(whole, other)
+        if beside:
+            again = _Run(_skeleton(model, dtype, training), mesh, kinds, reference, rows=rows, terms=terms)
+        else:
+            again = _Run(plain, mesh, kinds, reference, terms=terms)
+        problem = again.compare(whole, other if beside else whole)
         return None if reference.draws and not training else problem, reference.draws
 
     with suppress(_PlainError), _generators_kept():
-        if (problem := _in_training(compare)) is not None:
+        if mesh.size(*DATA_AXES) > 1 and (problem := _in_training(partial(compare, True))) is not None:
             raise AgreedError(
                 "with several data ranks the loss would depend on the layout, because the model computes something "
                 f"else for a sample if others are beside it: {problem}. Compute each sample from itself, use one data "
                 "rank, or leave this check out by parallel.verify: false"
+            )
+        if (problem := _in_training(partial(compare, False))) is not None:
+            raise AgreedError(
+                f"the model computes something else in a second forward of the same samples: {problem}. Each rank has "
+                "its own of what it keeps between forwards, and a block that is recomputed changes it twice: keep "
+                "nothing, sum it over the global batch (meshtrain.loss.tally), use one data rank, cp: 1 and recompute: "
+                "none, or leave this check out by parallel.verify: false"
             )
 
 
@@ -293,11 +307,16 @@ class _Run:
                 raise
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-                if run is self.reference or self.terms is not None:
+                if self.terms is not None:
+                    self.problem = None
+                    break  # to the other ranks, which may have other samples
+                if run is self.reference:
                     raise _PlainError(failure) from error
                 self.differ(f"{self.piece} fails where the plain model does not: {failure}")
         for problem in others:
             self.differ(problem)
+        if self.mesh.world is None:
+            return self.problem
         world, never = self.mesh.layout.world_size, 2**62
         order = never if self.problem is None else self.comparisons * world + self.mesh.rank
         first = torch.tensor(order, device=self.mesh.device_type)
@@ -456,16 +475,17 @@ class _Run:
         if self.reference is None:
             self.tensors[name] = x
         elif self.problem is None:
+            tolerance = TOLERANCE if self.terms is None else SAME_CODE
             self.comparisons += 1
             whole, place = self.tensors.get(name), self._place(name, x.shape)
-            if self.terms is not None and (whole is None or place is None or place is ...):
+            if self.terms is not None and (place is None or (place is ... and len(self.rows(2)) != 2)):
                 return
             if whole is None:
                 self.differ(f"{name} is none of the plain model's")
             elif place is None:
                 self.differ(f"{name} has the shape {tuple(x.shape)}, and {tuple(whole.shape)} on one device")
-            elif (off := _off(x, whole[place], least)) is not None:
-                sums = total is not None and _off(total, whole[place], least) is None
+            elif (off := _off(x, whole[place], tolerance, least)) is not None:
+                sums = total is not None and _off(total, whole[place], tolerance, least) is None
                 hint = f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}" if sums else ""
                 self.differ(f"{name} differs by {off:.2g} of its largest value{hint}")
 
@@ -496,7 +516,7 @@ def _generator_states() -> list[Any]:
     return [torch.get_rng_state().tolist(), *gpu, np.asarray(keys).tolist(), others, random.getstate()]
 
 
-def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:
+def _off(x: Tensor, expected: Tensor, tolerance: float, least: float = 0.0) -> float | None:
     """The largest difference relative to the largest value; None if within the tolerance."""
     if x.numel() == 0:
         return None
@@ -505,7 +525,7 @@ def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:
     same = (x == expected) | (x.isnan() & expected.isnan())
     largest = torch.where(expected.isfinite(), expected.abs(), 0).max().clamp(min=max(least, 1e-30))
     worst = float((torch.where(same, 0, (x - expected).abs()) / largest).max())
-    return None if worst <= TOLERANCE else worst
+    return None if worst <= tolerance else worst
 
 
 def _with_names(prefix: str, values: Sequence[Any]) -> Named:

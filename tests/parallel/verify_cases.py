@@ -20,6 +20,7 @@ from meshtrain.errors import AgreedError, InputError
 from meshtrain.experts import Experts, Router
 from meshtrain.layout import Layout
 from meshtrain.loss import attach, sample_losses, seen_terms
+from meshtrain.mesh import Mesh
 from meshtrain.parallel import tensor_parallel as tensor
 from meshtrain.parallel import verify
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
@@ -271,6 +272,24 @@ INDEPENDENT: tuple[Callable[[nn.Module, Tensor], Tensor], ...] = (
 )
 
 
+def counted(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return x * layer.calls
+
+
+def averaged(layer: Any, x: Tensor) -> Tensor:
+    layer.mean = 0.9 * getattr(layer, "mean", 0.0) + 0.1 * layer.layer.weight.detach().norm()
+    return x - layer.mean
+
+
+def cached(layer: Any, x: Tensor) -> Tensor:
+    """Keeps a table for each length, the last input, and a counter from which nothing follows."""
+    layer.tables = getattr(layer, "tables", {})
+    table = layer.tables.setdefault(x.shape[1], torch.arange(x.shape[1])[:, None].to(x.dtype))
+    layer.last, layer.calls = x, getattr(layer, "calls", 0) + 1
+    return x * table
+
+
 class Rows(nn.Sequential):
     """A model of features without a sequence dim."""
 
@@ -418,9 +437,11 @@ class Verified(Cases):
 
     def samples_beside_others(self) -> None:
         """Over data ranks a sample may not depend on the others of its microbatch."""
-        mesh = meshtrain.build_mesh(Layout({"dp_replicate": self.mesh.layout.world_size}))
+        ranks = meshtrain.build_mesh(Layout({"dp_replicate": self.mesh.layout.world_size}))
 
-        def said(inner: nn.Module, samples: int = 2, make: type[nn.Module] = Blocks, **options: Any) -> str:
+        def said(
+            inner: nn.Module, samples: int = 2, make: type[nn.Module] = Blocks, mesh: Mesh = ranks, **options: Any
+        ) -> str:
             sample = (torch.randint(V, (samples, 8)), None)
             chosen, model = ParallelOptions(precision="float64", sample=sample, **options), make(inner)
             before = torch.get_rng_state()
@@ -440,8 +461,16 @@ class Verified(Cases):
         self.equal("output 0 differs" in said(centred, make=Borrowing), True, "a mean, and a borrowed weight")
         self.equal(said(centred, verify=False), "nothing", "verify is off")
         self.equal(said(centred, samples=1), "nothing", "one sample")
+        alone, again = Mesh(Layout({}), 0, "cpu", None, {}), "in a second forward of the same samples: inner: output 0"
+        for where, how in ((ranks, {}), (alone, {"recompute": "full"})):
+            for action in (counted, averaged):
+                found = said(Beside(action), mesh=where, **how)
+                self.equal([part for part in (again, "recompute: none") if part not in found], [], found)
+            self.equal(said(Beside(cached), mesh=where, **how), "nothing", "caches")
+        self.equal(said(Beside(counted), mesh=alone), "nothing", "one process may count")
+        self.equal(said(centred, mesh=alone, recompute="full"), "nothing", "one process may mix")
         model, sample = Around(centred), (torch.randint(V, (2, 8)),)
-        found = raised(lambda: meshtrain.parallelize(model, mesh, precision="float64", sample=sample))
+        found = raised(lambda: meshtrain.parallelize(model, ranks, precision="float64", sample=sample))
         self.equal("inner" in found or "the model's output" in found, True, f"in a loop of one's own: {found}")
 
     def faults(self) -> None:
