@@ -152,7 +152,7 @@ def verify_samples(
     """
     device, dtype, size = mesh.device_type, master_dtype(precision), 2
     sizes = {len(x) for x in sample if x is not None and x.dim() > 0}
-    if len(sizes) != 1 or sizes.pop() < size:
+    if len(sizes) != 1 or sizes.pop() < size or any(buffer.is_meta for buffer in model.buffers()):
         return
     whole = [x if x is None else x[:size].to(device, dtype if x.is_floating_point() else None) for x in sample]
     order = [1, 0, 0]  # another size and another order; no batch of one sample, which a model may not take
