@@ -7,7 +7,7 @@ sample and how many targets. Modules add terms in the same way with `attach`, an
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -248,6 +248,30 @@ class _Forward:
             total = torch.stack([total, torch.zeros_like(total) if count is None else count])
         sums = self.terms.sums
         sums[field] = sums[field] + total if field in sums else total
+
+
+@dataclass(frozen=True)
+class _Seen(_Forward):
+    see: Callable[[str, Tensor], None]
+
+    def total(self, name: str, values: Tensor, dims: int | None = None) -> Tensor:
+        self.see(name, values)
+        return values.sum() if dims is None else values.sum(tuple(range(dims)))
+
+    def add(self, field: str, total: Tensor, count: Tensor | None = None) -> None:
+        pass
+
+
+@contextmanager
+def seen_terms(see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Calls `see` with the name and the values of each term, statistic and tally of forwards inside, which have no
+    backward; none is summed."""
+    global _forward  # noqa: PLW0603
+    before, _forward = _forward, _Seen(StepTerms(cast(Any, None)), 0, 0, None, see)
+    try:
+        yield
+    finally:
+        _forward = before
 
 
 _forward: _Forward | None = None  # not thread-local or a context variable: backward runs in its own threads

@@ -50,6 +50,20 @@ class CommBytes:
         return {kind: sent for (of, kind), sent in self._sent.items() if of == axis}
 
 
+class GatherOrder:
+    """The order in which this rank has gathered FSDP's units in a step, as a number: equal on ranks that share them."""
+
+    def __init__(self) -> None:
+        self.units = 0  # numbered as they are made, in the same order on all ranks
+        self.value = 0
+
+    def add(self, unit: int) -> None:
+        self.value = (self.value * 31 + unit + 1) % 65_521  # a prime, whose square times a number of ranks is exact
+
+    def restart(self) -> None:
+        self.value = 0
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place in the layout, and the groups it belongs to."""
@@ -61,6 +75,7 @@ class Mesh:
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
     expert_mesh: DeviceMesh | None = None  # with the `expert_mesh_dims`, over the same groups; None without those
     comm_bytes: CommBytes = field(default_factory=CommBytes)  # sent by this rank
+    gather_order: GatherOrder = field(default_factory=GatherOrder)
     _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
     _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # by axis, for axes that share no group
     _by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)  # by axes, a cache

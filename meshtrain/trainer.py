@@ -16,6 +16,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
+from meshtrain.errors import AgreedError
 from meshtrain.experts import LOADS, load_metrics
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.layout import DATA_AXES
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from meshtrain.config import Config
 
 SOURCE = "source_loss/"  # prefix of the fields with the mean loss of one source
+GATHERS = "gathers/"  # prefix of the fields by which the ranks of a pipeline stage compare what FSDP gathered
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Trainer:
     def forward_backward(self, step: int, microbatches: list[Batch]) -> None:
         """Forward and backward of this rank's microbatches, which have equal sizes; `step` is counted from 1."""
         self.mesh.comm_bytes.restart()  # bytes sent by an evaluation belong to no step
+        self.mesh.gather_order.restart()
         self._limit = None
         if self._expert_rows is not None:
             self._limit = RowLimit(self._expert_rows, self.device)
@@ -247,6 +250,9 @@ class Trainer:
     def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
         """This rank's loss, squared gradient norm, number of correct predictions, of stop requests and of expert rows
         without room; then the sums of each field of `StepTerms`."""
+        if self.mesh.uses_fsdp:
+            order = (torch.full_like(self._zeros(), float(self.mesh.gather_order.value**i)) for i in range(3))
+            self._terms.sums[f"{GATHERS}{self.mesh.index('pp')}"] = torch.stack([*order])
         if self._fields is None:
             self._fields = agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
             self._fields |= {f"{SOURCE}{name}": 2 for name in self.mixture.names} if self.mixture is not None else {}
@@ -294,7 +300,9 @@ class Trainer:
         hits = int(correct) if self.counts_correct else None
         terms, loads = {}, []
         for name, values in self._by_field(torch.tensor(sums, dtype=torch.float64)).items():
-            if name.startswith(f"tally/{LOADS}"):
+            if name.startswith(GATHERS):
+                _require_one_order(*values.tolist(), step=step)
+            elif name.startswith(f"tally/{LOADS}"):
                 loads.append(values)
             elif not name.startswith("tally/"):
                 if name.startswith(SOURCE) and not values[1]:
@@ -305,6 +313,17 @@ class Trainer:
         if self._expert_rows is not None:
             terms["expert_rows_overflow"] = without_room
         return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad, sent, stop > 0, terms)
+
+
+def _require_one_order(ranks: float, total: float, squares: float, *, step: int) -> None:
+    """The sums over ranks of 1, of a number that stands for an order of gathers, and of its square."""
+    if ranks * squares - total**2 > ranks / 2:
+        raise AgreedError(
+            f"step {step}: the model's forward ran its blocks in another order on some ranks, or others of them. With "
+            "dp_shard or cp the ranks gather a block's weights together, and so got a mixture of those of two blocks: "
+            "choose blocks by the step and the seed, the same on all ranks, and not by a rank's samples, or use "
+            "dp_replicate. No checkpoint has this step"
+        )
 
 
 def read_later(numbers: Tensor) -> Callable[[], list[float]]:

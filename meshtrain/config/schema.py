@@ -179,7 +179,8 @@ class Parallel:
     the layout. null: the dtype in which they are kept, float32 or float64."""
     verify: bool = True
     """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first step. With several
-    data ranks, `cp` or `recompute`: whether a model whose first forward changes its persistent buffers is refused."""
+    data ranks, `cp` or `recompute`: whether a model is refused whose result for a sample depends on earlier forwards
+    or, with several data ranks, on the others of its batch, or whose first forward changes its persistent buffers."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
 from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
+from meshtrain.loss import seen_terms
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import initialise, materialise
@@ -37,6 +38,7 @@ from meshtrain.parallel.parallelize import (
     apply_data_parallel,
     apply_tensor_parallel,
     broadcast_parameters,
+    refuse_dependent_samples,
 )
 from meshtrain.parallel.torch_private import has_gradient_hooks, writes_to_parameter
 from meshtrain.pipeline.actions import Kind, Schedule
@@ -207,6 +209,8 @@ def build_stage(
         model = spec.copy()
     broadcast_parameters(model, mesh)
     cast(model, master_dtype(options.precision))
+    if not verified:
+        refuse_dependent_samples(model, mesh, options, seen_terms)
     apply_context_parallel(model, mesh, options, verified=verified)
     options = apply_tensor_parallel(model, mesh, options, verified=verified)
     apply_expert_parallel(model, mesh, options)
@@ -298,12 +302,16 @@ def check_gradient_hooks(config: "Config", layout: Layout) -> None:
         )
 
 
-def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
-    """Two samples to verify a model with, text truncated, with `cp` to a length that splits evenly. None: too short."""
+def short_sample(data: "OpenData", model: nn.Module, cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
+    """Two samples to verify a model with, text truncated to a length that splits evenly; with `cp` None if too short.
+
+    What a model computes between distant tokens, or of rare ones, shows only in a long sample. In that of a model with
+    experts, some token's scores would be so close that rounding chooses other experts."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
-    parts, least = (padded_length(1, cp, tp), 32) if cp > 1 else (tp, 8)
+    routes = any(hasattr(module, "dispatch") for module in model.modules())
+    parts, least = padded_length(1, cp, tp) if cp > 1 else tp, 32 if routes else 512
     length = parts * max(2, -(-least // parts))
-    if cp > 1:
+    if cp > 1 or length > batch.targets.shape[-1] >= parts:
         length = min(length, batch.targets.shape[-1] // parts * parts)
     inputs = batch.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim]))).inputs
     return inputs if length > 0 else None

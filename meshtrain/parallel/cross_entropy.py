@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshtrain.data.batch import IGNORE
 from meshtrain.parallel.collectives import AxisGroup, axis_group_by_name, ops
 from meshtrain.parallel.sharding import chunk_range
+from meshtrain.parallel.torch_private import raise_unless
 
 
 def losses_and_gradient(
@@ -57,11 +58,18 @@ def losses_and_gradient(
     return losses, wide.to(logits.dtype).scatter_(1, index, at_target.to(logits.dtype))
 
 
+def refuse_unknown(targets: Tensor, vocabulary: int) -> None:
+    """Raises RuntimeError: no rank has the logit of a target. On a GPU its kernel fails, as that of a plain loss."""
+    known = (targets == IGNORE) | ((targets >= 0) & (targets < vocabulary))
+    raise_unless(known.all(), f"a target is no output of the model: expected 0 to {vocabulary - 1}, or {IGNORE}")
+
+
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] from logits (n, v/t) of each rank: (n,) on all; 0 without gradient for IGNORE."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, group: str) -> Tensor:
+        refuse_unknown(targets, vocabulary)
         axis = axis_group_by_name(group)
         first = chunk_range(vocabulary, axis.size, axis.index).start
         losses, gradient = losses_and_gradient(logits.clone(), targets, logits.new_ones(()), first, group)

@@ -164,12 +164,15 @@ class _AllGather(fsdp_collectives.DefaultAllGather):
 
     def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any) -> None:
         self._mesh, self._axis, self._waiting = mesh, axis, waiting
+        self._unit = mesh.gather_order.units
+        mesh.gather_order.units += 1
         self.allocate = memory.allocate  # type: ignore[method-assign]
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         _count(self._mesh, self._axis, "all_gather", output_tensor)
+        self._mesh.gather_order.add(self._unit)
         if self._mesh.device_type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, async_op)
         with self._waiting():

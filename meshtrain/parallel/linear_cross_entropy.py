@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshtrain.parallel.collectives import AxisGroup
-from meshtrain.parallel.cross_entropy import losses_and_gradient
+from meshtrain.parallel.cross_entropy import losses_and_gradient, refuse_unknown
 from meshtrain.parallel.linear import Linear
 from meshtrain.parallel.linear.matmul import linear_forward, linear_input_grad, linear_weight_grad_into
 from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
@@ -185,6 +185,7 @@ class LossHead:
         weight, the latter added to `dw`, each if `needs` says so; no gradients without a factor."""
         axis, first, rows = self.axis, 0, self.layer.out_features
         if axis is not None:
+            refuse_unknown(targets, rows)
             first = chunk_range(rows, axis.size, axis.index).start
             rows = chunk_range(rows, axis.size, 0).stop  # of the rank with the most, so that all have the same chunks
         whole = axis.start_all_gather(x.contiguous()).wait() if axis is not None and self.sequence else x

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext
-from meshtrain.dropout import SequencePart, bind_dropout
+from meshtrain.dropout import Dropout, SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
@@ -43,7 +43,12 @@ from meshtrain.parallel.mixed_precision import (
     state_parameters,
 )
 from meshtrain.parallel.side_effects import refuse_side_effects
-from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
+from meshtrain.parallel.tensor_parallel import (
+    TensorParallel,
+    VocabParallelEmbedding,
+    replace_layers,
+    sum_partial_gradients,
+)
 from meshtrain.parallel.torch_private import (
     allocate,
     has_accumulation_hooks,
@@ -65,7 +70,7 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import verify, verify_context
+from meshtrain.parallel.verify import Terms, no_terms, verify, verify_context, verify_samples
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Devices where layers that share an input compute one product, in 16 bits, compiled and without FSDP, which gathers
@@ -125,12 +130,23 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     settings = ParallelOptions(**options)
     cast(model, master_dtype(settings.precision))
     broadcast_parameters(model, mesh)
+    refuse_dependent_samples(model, mesh, settings)
     apply_context_parallel(model, mesh, settings)
     resolved = apply_tensor_parallel(model, mesh, settings)
     apply_expert_parallel(model, mesh, resolved)
     if mesh.rank == 0 and settings.sequence_parallel is None and resolved.sequence_parallel is False:
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=2)
     return apply_data_parallel(model, mesh, resolved)
+
+
+def refuse_dependent_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions, terms: Terms = no_terms) -> None:
+    """Rejects a plain model that computes something else for a sample if others are beside it, on several data ranks,
+    or in a second forward, also with `cp` or recomputation. `terms`: see `verify_samples`."""
+    several = mesh.size(*LOSS_AXES) > 1
+    if several:
+        _refuse_batch_statistics(model)  # before, because it names the module
+    if options.verify and options.sample is not None and (several or options.recompute != "none"):
+        verify_samples(model, _block_names(model), mesh, options.sample, options.precision, terms)
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions, *, verified: bool = False) -> None:
@@ -224,7 +240,22 @@ def apply_tensor_parallel(
     elif options.symmetric_memory and sequence and not group.on_cpu and not group.choice:
         group.fuse_if_possible(torch.device(mesh.device_type))
     replace_layers(model, tp)
+    if sequence and any(isinstance(module, Dropout) and module.p > 0 for module in model.modules()):
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.register_forward_pre_hook(_refuse_single_tokens, with_kwargs=True)
     return replace(options, sequence_parallel=sequence)
+
+
+def _refuse_single_tokens(embedding: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+    """`Dropout` takes a second dim of 1 for the whole sequence."""
+    assert isinstance(embedding, VocabParallelEmbedding)
+    tokens, tp = next(iter((*inputs, *named.values()))), embedding.axis_group.size
+    if embedding.training and tokens.shape[-1] == tp:
+        raise AgreedError(
+            f"dropout with sequence_parallel: of {tp} tokens over tp {tp} each rank has one, which would be taken for "
+            "the whole sequence: use longer sequences (data.seq_len), a smaller tp or sequence_parallel: false"
+        )
 
 
 def _refuse_float8(model: nn.Module, options: ParallelOptions, splits: Sequence[Split] = (), tp: int = 1) -> None:

@@ -1,5 +1,6 @@
 """The check before the first step: whether a model that is split over `tp`, or takes parts of sequences over `cp`,
-computes the same as the plain model.
+computes the same as the plain model, and over data ranks, whether a sample's result depends on those beside it or on
+forwards before.
 
 Two copies, one of them split, run a forward and a backward of a short sample. Values are compared at the inputs and
 outputs of blocks; each block, and the code between blocks, has its own backward. Weights are random, because a norm of
@@ -9,51 +10,64 @@ Neither the model nor the state of a random generator changes.
 
 import copy
 import math
+import random
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import Dropout
 from meshtrain.errors import AgreedError
+from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel, misplaced_calls
 from meshtrain.parallel.grad_sync import tensors_of
-from meshtrain.parallel.mixed_precision import cast, master_dtype
+from meshtrain.parallel.mixed_precision import cast, master_dtype, random_state, reseed
 from meshtrain.parallel.sharding import Part, chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers, shard_parameter
 from meshtrain.parallel.torch_private import replace_parameters, to_local
 from meshtrain.parallel.tp_plan import REPLICATED
 
+MADE_UP, SHORT = 64, 8  # tokens of a made-up sample, and of one for a model that does not take so many
 TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 rounding, far below a missing addend
+SAME_CODE = 1e-4  # the same where the plain model is compared with itself, which rounds alike or nearly so
 
 OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # may differ between identical blocks
 Sample = Sequence[Tensor | None]
 Named = list[tuple[str, Tensor]]
+# Inside, a function gets the name and values of each term that a forward attaches to the loss.
+Terms = Callable[[Callable[[str, Tensor], None]], AbstractContextManager[None]]
+
+
+def no_terms(see: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def verify(
-    model: nn.Module, blocks: Sequence[str], tp: TensorParallel, sample: Sample | None, precision: str
-) -> str | None:
+    model: nn.Module, blocks: Sequence[str], tp: TensorParallel, sample: Sample | None, precision: str,
+    least: int = MADE_UP,
+) -> str | None:  # fmt: skip
     """Compares a plain model with the same model split over `tp`. All ranks call it together and reach one verdict.
 
     Args:
         model: plain, on any device, meta included. blocks: unique names of its blocks.
-        sample: the arguments of `model(*sample)`, two short samples are enough; None: made up.
+        sample: the arguments of `model(*sample)`, two short samples are enough; None: made up, of `least` tokens.
 
     Returns None, or why the plain model fails on a made-up sample. AgreedError: they differ, or it fails on `sample`.
     """
     mesh, dtype, size = tp.mesh, master_dtype(precision), tp.mesh.size(AXIS)
-    inputs = _made_up_sample(model, size) if sample is None else sample
+    inputs = _made_up_sample(model, size, least) if sample is None else sample
     inputs = [x if x is None else x.to(mesh.device_type, dtype if x.is_floating_point() else None) for x in inputs]
 
     def rows(n: int) -> list[int]:
@@ -76,19 +90,20 @@ def verify(
         remedy = "parallel.sequence_parallel: false, which passes this check" if without else "tp: 1"
         return f"{problem}. Use {remedy}, or mend the model or its tp_plan (docs/tensor-parallel.md says how)"
 
-    return _verdict(mesh, AXIS, sample, difference)
+    failure = _verdict(mesh, AXIS, sample, difference)
+    return failure if failure is None or least == SHORT else verify(model, blocks, tp, sample, precision, SHORT)
 
 
 def verify_context(
     model: nn.Module, blocks: Sequence[str], modules: Sequence[str], context: ContextParallel, mesh: Mesh,
-    sample: Sample | None, precision: str,
+    sample: Sample | None, precision: str, least: int = MADE_UP,
 ) -> str | None:  # fmt: skip
     """Compares a plain model on whole sequences with the same model on parts of them over `cp`; see `verify`.
     `modules`: those that call attention, once per forward. `sample`: tokens, positions, documents, (b, s) or None."""
     device, dtype = torch.device(mesh.device_type), master_dtype(precision)
     if sample is not None and (sample[0] is None or sample[0].shape[1] % (2 * context.size)):
         sample = None
-    inputs = _made_up_sample(model, 2 * context.size) if sample is None else sample
+    inputs = _made_up_sample(model, 2 * context.size, least) if sample is None else sample
     tokens, positions, *others = (*inputs, None, None)[: max(3, len(inputs))]
     assert tokens is not None
     length = tokens.shape[1]
@@ -118,7 +133,59 @@ def verify_context(
             "cp_plan"
         )
 
-    return _verdict(mesh, "cp", sample, difference)
+    if (failure := _verdict(mesh, "cp", sample, difference)) is None or least == SHORT:
+        return failure
+    return verify_context(model, blocks, modules, context, mesh, sample, precision, SHORT)
+
+
+def verify_samples(
+    model: nn.Module, blocks: Sequence[str], mesh: Mesh, sample: Sample, precision: str, terms: Terms = no_terms
+) -> None:
+    """Compares a plain model's results for two samples with those of its second forward of them, and on several data
+    ranks with those for the same samples in another batch. All ranks call it together. A model that cannot be compared
+    is left alone.
+
+    Args:
+        sample: its arguments, with the samples along the first dim. terms: `meshtrain.loss.seen_terms`.
+
+    Raises AgreedError: they differ, so that the layout would change the loss.
+    """
+    device, dtype, size = mesh.device_type, master_dtype(precision), 2
+    sizes = {len(x) for x in sample if x is not None and x.dim() > 0}
+    if len(sizes) != 1 or sizes.pop() < size or any(buffer.is_meta for buffer in model.buffers()):
+        return
+    whole = [x if x is None else x[:size].to(device, dtype if x.is_floating_point() else None) for x in sample]
+    order = [1, 0, 0]  # another size and another order; no batch of one sample, which a model may not take
+    other = [x if x is None else x[order] for x in whole]
+
+    def rows(n: int) -> list[int]:
+        return order if n == size else []
+
+    def compare(beside: bool, training: bool) -> tuple[str | None, bool]:
+        plain = _skeleton(model, dtype, training)
+        kinds = {name: _signature(plain.get_submodule(name)) for name in blocks}
+        reference = _Run(plain, mesh, kinds, terms=terms)
+        if beside:
+            again = _Run(_skeleton(model, dtype, training), mesh, kinds, reference, rows=rows, terms=terms)
+        else:
+            again = _Run(plain, mesh, kinds, reference, terms=terms)
+        problem = again.compare(whole, other if beside else whole)
+        return None if reference.draws and not training else problem, reference.draws
+
+    with suppress(_PlainError), _generators_kept():
+        if mesh.size(*DATA_AXES) > 1 and (problem := _in_training(partial(compare, True))) is not None:
+            raise AgreedError(
+                "with several data ranks the loss would depend on the layout, because the model computes something "
+                f"else for a sample if others are beside it: {problem}. Compute each sample from itself, use one data "
+                "rank, or leave this check out by parallel.verify: false"
+            )
+        if (problem := _in_training(partial(compare, False))) is not None:
+            raise AgreedError(
+                f"the model computes something else in a second forward of the same samples: {problem}. Each rank has "
+                "its own of what it keeps between forwards, and a block that is recomputed changes it twice: keep "
+                "nothing, sum it over the global batch (meshtrain.loss.tally), use one data rank, cp: 1 and recompute: "
+                "none, or leave this check out by parallel.verify: false"
+            )
 
 
 def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | None:
@@ -128,10 +195,9 @@ def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | No
 
 
 def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[[], str | None]) -> str | None:
-    """Raises AgreedError for a difference; otherwise returns the result of `verify`. Restores random generators."""
-    gpus = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    """Raises AgreedError for a difference; otherwise returns the result of `verify`."""
     try:
-        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+        with _generators_kept():
             problem = difference()
     except _PlainError as error:  # on all ranks, which compute the same
         if sample is None:
@@ -148,18 +214,28 @@ def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[
     return None
 
 
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    restore = random_state()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        restore()
+
+
 class _PlainError(Exception):
     """The plain model fails on the sample."""
 
 
-def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
+def _made_up_sample(model: nn.Module, parts: int, least: int) -> list[Tensor]:
     """Two short samples of token ids or features, as the model's first embedding or linear layer takes them."""
-    random, length = torch.Generator().manual_seed(0), tp * max(2, math.ceil(8 / tp))
+    draw, length = torch.Generator().manual_seed(0), parts * max(2, math.ceil(least / parts))
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables:
-        return [torch.randint(min(tables), (2, length), generator=random)]
+        return [torch.randint(min(tables), (2, length), generator=draw)]
     widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
-    return [torch.randn(2, length, *widths[:1], generator=random)]
+    return [torch.randn(2, length, *widths[:1], generator=draw)]
 
 
 def _skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
@@ -200,6 +276,7 @@ class _Run:
     sums_shared: bool = False
     partial: Collection[nn.Parameter | None] = ()  # parameters whose gradients are summed (`sum_partial_gradients`)
     places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part; only it is recorded
+    terms: Terms | None = None  # given: compares only what has a row per sample, these terms, and no backward
     piece: str = "the model"  # the piece that currently runs
     problem: str | None = None  # the first problem: others may follow from it
     comparisons: int = 0  # tensors compared up to the first problem
@@ -230,11 +307,16 @@ class _Run:
                 raise
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
+                if self.terms is not None:
+                    self.problem = None
+                    break  # to the other ranks, which may have other samples
                 if run is self.reference:
                     raise _PlainError(failure) from error
                 self.differ(f"{self.piece} fails where the plain model does not: {failure}")
         for problem in others:
             self.differ(problem)
+        if self.mesh.world is None:
+            return self.problem
         world, never = self.mesh.layout.world_size, 2**62
         order = never if self.problem is None else self.comparisons * world + self.mesh.rank
         first = torch.tensor(order, device=self.mesh.device_type)
@@ -246,7 +328,7 @@ class _Run:
         return problems[0]
 
     def run(self, inputs: Sample) -> None:
-        torch.manual_seed(0)
+        reseed(0, 0, 0)
         states = _generator_states()
         blocks = [(name, self.model.get_submodule(name)) for name in self.kinds]
         inside = {module for _, block in blocks for module in block.modules()}
@@ -254,11 +336,12 @@ class _Run:
         for name, block in blocks:
             block.forward = self._isolate(name, block)
         try:
-            with self._fill(module for module in self.model.modules() if module not in inside) as parameters:
+            outside = self._fill(module for module in self.model.modules() if module not in inside)
+            with outside as parameters, nullcontext() if self.terms is None else self.terms(self._term):
                 ends = self._record("the model's output", tensors_of(self.model(*inputs)))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
         finally:
-            self.draws = not all(map(torch.equal, states, _generator_states()))
+            self.draws = states != _generator_states()
             for block, forward in forwards:  # drops all references to this run, so that its memory is freed at its end
                 block.forward = forward
         if self.reference is not None and self._calls != self.reference._calls:
@@ -309,13 +392,13 @@ class _Run:
                 filled[p] = shard_parameter(whole, self.mesh, p.placements[0]) if isinstance(p, DTensor) else whole
             return filled[p]
 
-        with replace_parameters(modules, with_values):
+        with replace_parameters(modules, with_values), _Borrowed(self._names, with_values, self.mesh.device_type):
             yield filled
 
     def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
         """Values that keep a product's output about as large as its input. `first`: the first dim that it sums over."""
-        random = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
-        options: dict[str, Any] = {"generator": random, "device": self.mesh.device_type, "dtype": dtype}
+        draw = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
+        options: dict[str, Any] = {"generator": draw, "device": self.mesh.device_type, "dtype": dtype}
         if len(shape) < 2:
             return torch.rand(shape, **options) + 0.5
         return torch.randn(shape, **options) / math.sqrt(math.prod(shape[first:]))
@@ -333,6 +416,8 @@ class _Run:
     ) -> None:
         """Compares the gradients of a piece's inputs and parameters. `inner`: its outputs to other pieces; `outer`: its
         outputs to the loss, which every rank computes; `parameters`: those of `_fill`."""
+        if self.terms is not None:
+            return
         ends = [(x, self._cotangent(name, x, self.sums_shared)) for name, x in inner]
         ends += [(x, self._cotangent(name, x, False)) for name, x in outer]
         ends = [(x, grad) for x, grad in ends if grad is not None]
@@ -353,6 +438,11 @@ class _Run:
                     grad = grad[self.places.get(name, ...)].clone()
                 total = grad if isinstance(p, DTensor) and p not in self.partial else self._sum(grad)
                 self._compare(f"{piece}: gradient of {name}", total if p in self.partial else grad, total, least)
+
+    def _term(self, name: str, values: Tensor) -> None:
+        """Compares a term of the loss, or what a module tallies."""
+        number = self._calls[name] = self._calls.get(name, 0) + 1
+        self._compare(f"{self.piece}: {name}" + f" (call {number})" * (number > 1), values)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.reference is not None:
@@ -385,23 +475,48 @@ class _Run:
         if self.reference is None:
             self.tensors[name] = x
         elif self.problem is None:
+            tolerance = TOLERANCE if self.terms is None else SAME_CODE
             self.comparisons += 1
             whole, place = self.tensors.get(name), self._place(name, x.shape)
+            if self.terms is not None and (place is None or (place is ... and len(self.rows(2)) != 2)):
+                return
             if whole is None:
                 self.differ(f"{name} is none of the plain model's")
             elif place is None:
                 self.differ(f"{name} has the shape {tuple(x.shape)}, and {tuple(whole.shape)} on one device")
-            elif (off := _off(x, whole[place], least)) is not None:
-                sums = total is not None and _off(total, whole[place], least) is None
+            elif (off := _off(x, whole[place], tolerance, least)) is not None:
+                sums = total is not None and _off(total, whole[place], tolerance, least) is None
                 hint = f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}" if sums else ""
                 self.differ(f"{name} differs by {off:.2g} of its largest value{hint}")
 
 
-def _generator_states() -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+class _Borrowed(TorchFunctionMode):
+    """Gives values to parameters of a block that code outside of it computes with: for them alone they are on meta,
+    and operators on a CPU would read them as if they were not."""
+
+    def __init__(
+        self, names: Collection[nn.Parameter], values: Callable[[nn.Parameter], nn.Parameter], device: str
+    ) -> None:
+        super().__init__()
+        self.names, self.values, self.device = names, values, torch.empty(0, device=device).device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(x, nn.Parameter) and x in self.names for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
+            return self.device if isinstance(value, torch.device) else value  # nothing is computed
+        args, kwargs = tree_map_only(nn.Parameter, lambda x: self.values(x) if x in self.names else x, (args, kwargs))
+        return func(*args, **kwargs)
 
 
-def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:
+def _generator_states() -> list[Any]:
+    gpu = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
+    _, keys, *others = np.random.get_state()
+    return [torch.get_rng_state().tolist(), *gpu, np.asarray(keys).tolist(), others, random.getstate()]
+
+
+def _off(x: Tensor, expected: Tensor, tolerance: float, least: float = 0.0) -> float | None:
     """The largest difference relative to the largest value; None if within the tolerance."""
     if x.numel() == 0:
         return None
@@ -410,7 +525,7 @@ def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:
     same = (x == expected) | (x.isnan() & expected.isnan())
     largest = torch.where(expected.isfinite(), expected.abs(), 0).max().clamp(min=max(least, 1e-30))
     worst = float((torch.where(same, 0, (x - expected).abs()) / largest).max())
-    return None if worst <= TOLERANCE else worst
+    return None if worst <= tolerance else worst
 
 
 def _with_names(prefix: str, values: Sequence[Any]) -> Named:

@@ -18,7 +18,7 @@ from meshtrain.evaluate import evaluation_set, require_targets
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
-from meshtrain.layout import DATA_AXES
+from meshtrain.layout import DATA_AXES, LOSS_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
@@ -72,9 +72,9 @@ def model_of_run(
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
     sample = None
-    if config.parallel.verify and mesh.size("cp", "tp") > 1:
+    if config.parallel.verify and (mesh.size(*LOSS_AXES, "tp") > 1 or config.parallel.recompute != "none"):
         with job.collective_check("reading the first samples"):
-            sample = build.short_sample(data, mesh.size("cp"), mesh.size("tp"))
+            sample = build.short_sample(data, build.spec_of(config).meta, mesh.size("cp"), mesh.size("tp"))
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
 
 

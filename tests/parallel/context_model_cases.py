@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -21,12 +21,13 @@ from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.dropout import set_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.evaluate import evaluate
+from meshtrain.experts import Experts
 from meshtrain.generate import generate
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.loss import GlobalCount, StepTerms, attach, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
-from meshtrain.modeling.build import build_model
+from meshtrain.modeling.build import build_model, short_sample
 from meshtrain.optim import clip_gradients, param_groups
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.run.setup import context_parallel
@@ -117,6 +118,28 @@ def results(model: nn.Module, mesh: Mesh, context: ContextParallel | None) -> tu
     return text, evaluate(model, [shard(batch) for batch in batches], mesh, CPU, torch.float64).loss
 
 
+def sample_of_a_run(cases: Cases) -> None:
+    """As long as its sequences, up to a limit, in whole parts; short for a model with experts."""
+
+    class Text:
+        def __init__(self, length: int) -> None:
+            self.train, self.tokens = self, torch.zeros(2, length, dtype=torch.int64)
+
+        def __len__(self) -> int:
+            return 2
+
+        def read(self, items: list[tuple[int, int]], valid: int) -> Batch:
+            return Batch.of((self.tokens, self.tokens, None), self.tokens)
+
+    plain, routed = nn.Linear(1, 1), nn.Sequential(Experts(2, 1, 1))
+    for length, cp, tp, model, expected in (
+        *((110, 2, 1, plain, 108), (4096, 2, 1, plain, 512), (3, 2, 1, plain, None)),
+        *((110, 1, 4, plain, 108), (3, 1, 4, plain, 3), (110, 2, 1, routed, 32)),
+    ):
+        found: Any = short_sample(cast(Any, Text(length)), model, cp, tp)
+        cases.equal(found and found[0].shape[1], expected, f"tokens of a sample of {length}, cp {cp}, tp {tp}")
+
+
 def builds(cases: Cases, layout: str, *overrides: str) -> None:
     """Compares text and evaluation with one process; texts are longer than the model's window."""
     alone, found = results(*build("{}", 1)), results(*build(layout, cases.mesh.layout.world_size, *overrides))
@@ -156,6 +179,13 @@ class Shift(llama.Layer):
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         before = F.pad(x, (0, 0, 1, -1))
         return super().forward(torch.cat([x[..., : D // 2], before[..., D // 2 :]], -1), *others)
+
+
+class Distant(llama.Layer):
+    """Each token sees the one 40 tokens before."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x + F.pad(x, (0, 0, 40, 0))[:, : x.shape[1]], *others)
 
 
 class Convolution(llama.Layer):
@@ -263,6 +293,7 @@ class Normed(llama.Layer):
 
 REFUSED: dict[type[nn.Module], str] = {
     own(Shift): "model.layers.0: output 0 differs by",
+    own(Distant): "model.layers.0: output 0 differs by",
     own(Convolution): "model.layers.0: output 0 differs by",
     with_attention(OwnAttention): "model.layers.0: output 0 differs by",
     with_attention(Twice): "model.layers.0.self_attn calls attention 2 times",
@@ -340,6 +371,7 @@ def main() -> None:
             loops(cases, {"cp": 2}, method="ring", recompute="full")
             loops(cases, {"cp": 2}, heads=2)
             refusals(cases, mesh)
+            sample_of_a_run(cases)
             compiled(cases, mesh)
             builds(cases, "{cp: 2}")
             bits = train(mesh, dtype=torch.bfloat16, recompute="selective")

@@ -123,6 +123,23 @@ class Cases:
         dist.all_reduce(count, group=self.mesh.group("tp"))
         self.equal(int(count), 1, f"ranks whose lookup of {token} in {V} words failed")
 
+    def targets_outside(self, token: int) -> None:
+        """A target that the vocabulary lacks has no loss, on any rank, with and without logits."""
+        targets = torch.zeros(B, S, dtype=torch.int64)
+        targets[0, 0], targets[0, 1] = IGNORE, token
+        head, x = nn.Linear(D, V, bias=False), torch.randn(B, S, D)
+        layer = ColumnParallelLinear(head, self.mesh, sequence_parallel=False, use_local_output=False)
+        logits = layer(x)
+        fuse_loss(layer, compiled=False)
+        with torch.no_grad(), request_loss(LossRequest(lambda: targets)):
+            for what, loss in (("logits", lambda: sample_losses(logits, targets)), ("no logits", lambda: layer(x))):
+                said = ""
+                try:
+                    loss()
+                except RuntimeError as error:
+                    said = str(error)
+                self.equal(f"0 to {V - 1}" in said, True, f"the target {token} with {what} is refused: {said!r}")
+
     def loss_without_logits(self, sequence: bool, vocabulary: int, factor: float | None) -> None:
         """In chunks of a size that divides nothing; of a vocabulary of 5, the last of 4 ranks has no part."""
         how = f"loss without logits, sequence_parallel={sequence}, {vocabulary} words, factor {factor}: "
@@ -356,6 +373,7 @@ def layers_and_bytes(cases: Cases) -> None:
     cases.layers(True, regather=True)
     for token in (-1, V, V + 40):
         cases.ids_outside(token)
+        cases.targets_outside(token)
     cases.losses_of_large_logits()
     linear_cross_entropy.CHUNK_TOKENS, linear_cross_entropy.CHUNK_LOGITS = 7, 0
     for sequence, vocabulary, factor in itertools.product((True, False), (V, 5), (None, 3.0)):

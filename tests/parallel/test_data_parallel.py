@@ -11,11 +11,13 @@ from torch import nn
 from meshtrain.errors import AgreedError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.metrics.logger import read
 from meshtrain.parallel import ddp, fsdp
 from meshtrain.parallel.ddp import _group_into_buckets
 from meshtrain.parallel.fsdp import _group_into_units
 from meshtrain.parallel.parallelize import ParallelOptions, apply_tensor_parallel, parallelize
 from tests.launching import forked
+from tests.parity.experiments import QUICKSTART, SMALL
 
 SCRIPT = Path(__file__).parent / "data_parallel_cases.py"
 
@@ -49,6 +51,17 @@ def test_units_gather_together(monkeypatch) -> None:
     assert _group_into_units(model, blocks) == [[blocks[1], blocks[3], blocks[4]]]
     assert _group_into_units(model, [model]) == []
     assert _group_into_units(model, [*blocks[:2], *blocks[3:]]) == [[blocks[1], blocks[3], blocks[4]]]  # 2 is no block
+
+
+def test_ranks_that_gather_other_blocks_are_told(tmp_path: Path) -> None:
+    """Each rank gathers as many blocks of the same size, so that no message is missing and every loss is finite."""
+    keys = (*SMALL, "model.name=tests/models/chosen.py", "layout={dp_shard: 2}", "batch.global_size=2")
+    keys = (*keys, "batch.micro_size=1", "parallel.verify=false", "checkpoint.every=1", f"data.cache={tmp_path}")
+    done = forked(2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / 'run'}")
+    assert done.status == 2
+    assert done.err.count("the model's forward ran its blocks in another order on some ranks") == 1
+    rows = read(tmp_path / "run" / "metrics.jsonl")
+    assert f"step {len(rows) + 1}: the model's forward" in done.err, "what came before is kept"
 
 
 def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:

@@ -1,25 +1,30 @@
 """Run under torchrun, on 2 processes: errors that the check of a split model finds, and what it must not change."""
 
 import gc
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshtrain
 from meshtrain.config.locate import model_file
+from meshtrain.dropout import Dropout, set_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.experts import Experts, Router
 from meshtrain.layout import Layout
-from meshtrain.loss import sample_losses
+from meshtrain.loss import attach, sample_losses, seen_terms
+from meshtrain.mesh import Mesh
 from meshtrain.parallel import tensor_parallel as tensor
 from meshtrain.parallel import verify
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
+from meshtrain.parallel.parallelize import ParallelOptions, refuse_dependent_samples
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_plan import REPLICATED
@@ -85,18 +90,46 @@ class Around(nn.Module):
         return self.head(x + self.inner(self.norm(x)))
 
 
+class Blocks(Around):
+    """The given part is a block; takes a second input, which may be None."""
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.inner]
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        return super().forward(tokens)
+
+
+class Borrowing(Blocks):
+    """Computes with the weight of its embedding, a block, outside of it."""
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.words, self.inner]
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = self.words(tokens) + self.words(torch.arange(tokens.shape[1], device=self.words.weight.device))
+        return F.linear(self.inner(x), self.words.weight)
+
+
 class Noisy(nn.Module):
     """In training, draws random numbers, or takes a mean over features of which each rank has a part."""
 
-    def __init__(self, draws: bool) -> None:
+    def __init__(self, draws: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
         self.up, self.down, self.draws = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), draws
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.training:
-            x = F.dropout(x, 0.1) if self.draws else x - x.mean(-1, keepdim=True)
+            x = x - x.mean(-1, keepdim=True) if self.draws is None else self.draws(x)
         return self.down(torch.tanh(x))
+
+
+DRAWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: F.dropout(x, 0.1),
+    lambda x: x * random.random(),
+    lambda x: x * np.random.rand(),
+)
 
 
 class Cut(Around):
@@ -128,6 +161,18 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts(x, *self.gate(x - x.mean(1, keepdim=True) if self.centred else x))
+
+
+class Placed(Around):
+    """Takes 16 tokens at most."""
+
+    def __init__(self) -> None:
+        super().__init__(Attention("head"))
+        self.places = nn.Parameter(torch.zeros(16, D))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places[: tokens.shape[1]]
+        return self.head(x + self.inner(self.norm(x)))
 
 
 class Pooled(Around):
@@ -197,6 +242,52 @@ class Unusual(nn.Module):
             x = x + y
             x += more["half"]
         return self.head(x)
+
+
+class Beside(nn.Module):
+    """Does something with all samples of a batch."""
+
+    def __init__(self, action: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.action = nn.Linear(D, D), action
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.action(self, torch.tanh(self.layer(x)))
+
+
+def pairs(layer: nn.Module, x: Tensor) -> Tensor:
+    return x + x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+DEPENDENT: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "output 0 differs by": lambda _, x: x - x.mean((0, 1)),
+    "output 0 differs ": lambda layer, x: x / len(x) if layer.training else x,
+    ": spread differs by": lambda _, x: attach(x, "spread", x.var(0).sum(-1).expand(x.shape[:2])),
+}
+INDEPENDENT: tuple[Callable[[nn.Module, Tensor], Tensor], ...] = (
+    lambda _, x: attach(x - x.mean(1, keepdim=True), "square", x.square().mean(-1)),
+    lambda _, x: x if not (bright := x.mean((1, 2)) > 0).any() else x.index_put((bright,), x[bright] * 2),
+    lambda _, x: F.dropout(x, 0.5) if x.requires_grad else x,
+    pairs,  # takes no batch of three: it is not compared
+)
+
+
+def counted(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return x * layer.calls
+
+
+def averaged(layer: Any, x: Tensor) -> Tensor:
+    layer.mean = 0.9 * getattr(layer, "mean", 0.0) + 0.1 * layer.layer.weight.detach().norm()
+    return x - layer.mean
+
+
+def cached(layer: Any, x: Tensor) -> Tensor:
+    """Keeps a table for each length, the last input, and a counter from which nothing follows."""
+    layer.tables = getattr(layer, "tables", {})
+    table = layer.tables.setdefault(x.shape[1], torch.arange(x.shape[1])[:, None].to(x.dtype))
+    layer.last, layer.calls = x, getattr(layer, "calls", 0) + 1
+    return x * table
 
 
 class Rows(nn.Sequential):
@@ -270,6 +361,9 @@ class Verified(Cases):
             words = [*words, "sequence_parallel: false, which passes"]
             make: Callable[[], nn.Module] = lambda config=config: mixing.Model(config)  # noqa: E731
             self.refused(f"mixing, {learned}", words, make, mixing.tp_plan, sample=sample)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.exact("16 tokens at most", Placed, PARTS | NORMS, sequence_parallel=False)
         sharded = {"0": "embedding_rowwise", "2": "colwise_gather_output"}
         self.refused(
             "a batch norm",
@@ -280,8 +374,11 @@ class Verified(Cases):
         for sequence in (True, False):
             self.exact(f"unusual, {sequence}", Unusual, Unusual.plan, sequence_parallel=sequence)
         noisy = {**AROUND, "inner.up": "colwise", "inner.down": "rowwise"}
-        self.refused("a mean in training", ["the model's output 0 differs by"], lambda: Around(Noisy(False)), noisy)
-        self.split(lambda: Around(Noisy(True)), noisy)
+        self.refused("a mean in training", ["the model's output 0 differs by"], lambda: Around(Noisy(None)), noisy)
+        for draws in DRAWS:
+            before = random.getstate()
+            self.split(lambda draws=draws: Around(Noisy(draws)), noisy)
+            self.equal(random.getstate() == before, True, "the state of Python's generator")
         whole = {"sequence_parallel": False}
         self.exact("logits that are cut", lambda: Cut(Attention("head")), PARTS | NORMS, **whole)
         self.exact("an object around logits", lambda: Wrapping(Attention("head")), PARTS | NORMS)
@@ -324,6 +421,57 @@ class Verified(Cases):
         self.equal("no embedding_rowwise layer" in said, True, f"sequence_parallel=True is refused: {said}")
         said = raised(lambda: self.split(make, plan, sequence_parallel=False, sample=(torch.randn(2, D + 1),)))
         self.equal("the plain model does not take" in said, True, f"a given sample is taken: {said}")
+
+    def dropout_of_single_tokens(self) -> None:
+        def make() -> nn.Module:
+            return nn.Sequential(nn.Embedding(V, D), Dropout(0.5), nn.Linear(D, V))
+
+        model = self.split(make, {"0": "embedding_rowwise", "2": "colwise_gather_output"})
+        for length, refused in ((self.mesh.size("tp"), True), (2 * self.mesh.size("tp"), False)):
+            set_dropout(model, seed=0, step=1, samples=range(B))
+            said = raised(lambda n=length: model(torch.zeros(B, n, dtype=torch.int64)))
+            self.equal("each rank has one" in said, refused, f"dropout of {length} tokens: {said}")
+        self.equal(
+            raised(lambda: model.eval()(torch.zeros(B, self.mesh.size("tp"), dtype=torch.int64))), "nothing", "eval"
+        )
+
+    def samples_beside_others(self) -> None:
+        """Over data ranks a sample may not depend on the others of its microbatch."""
+        ranks = meshtrain.build_mesh(Layout({"dp_replicate": self.mesh.layout.world_size}))
+
+        def said(
+            inner: nn.Module, samples: int = 2, make: type[nn.Module] = Blocks, mesh: Mesh = ranks, **options: Any
+        ) -> str:
+            sample = (torch.randint(V, (samples, 8)), None)
+            chosen, model = ParallelOptions(precision="float64", sample=sample, **options), make(inner)
+            before = torch.get_rng_state()
+            found = raised(lambda: refuse_dependent_samples(model, mesh, chosen, seen_terms))
+            self.equal(torch.equal(torch.get_rng_state(), before), True, "the generator's state")
+            return found
+
+        for words, action in DEPENDENT.items():
+            found = said(Beside(action))
+            self.equal([part for part in ("inner", words, "use one data rank") if part not in found], [], found)
+        centred = Beside(DEPENDENT["output 0 differs by"])
+        self.equal(
+            [said(Beside(action)) for action in INDEPENDENT], ["nothing"] * 4, "what depends on its sample alone"
+        )
+        self.equal(said(Mixture(True)), "nothing", "experts")
+        self.equal(said(Beside(INDEPENDENT[0]), make=Borrowing), "nothing", "a borrowed weight")
+        self.equal("output 0 differs" in said(centred, make=Borrowing), True, "a mean, and a borrowed weight")
+        self.equal(said(centred, verify=False), "nothing", "verify is off")
+        self.equal(said(centred, samples=1), "nothing", "one sample")
+        alone, again = Mesh(Layout({}), 0, "cpu", None, {}), "in a second forward of the same samples: inner: output 0"
+        for where, how in ((ranks, {}), (alone, {"recompute": "full"})):
+            for action in (counted, averaged):
+                found = said(Beside(action), mesh=where, **how)
+                self.equal([part for part in (again, "recompute: none") if part not in found], [], found)
+            self.equal(said(Beside(cached), mesh=where, **how), "nothing", "caches")
+        self.equal(said(Beside(counted), mesh=alone), "nothing", "one process may count")
+        self.equal(said(centred, mesh=alone, recompute="full"), "nothing", "one process may mix")
+        model, sample = Around(centred), (torch.randint(V, (2, 8)),)
+        found = raised(lambda: meshtrain.parallelize(model, ranks, precision="float64", sample=sample))
+        self.equal("inner" in found or "the model's output" in found, True, f"in a loop of one's own: {found}")
 
     def faults(self) -> None:
         """One rank that computes something else suffices, and the others are told; so does a missing sum."""
@@ -423,6 +571,8 @@ def main() -> None:
         cases.other_models()
         cases.mixture_of_experts()
         cases.nothing_to_split_the_sequence()
+        cases.dropout_of_single_tokens()
+        cases.samples_beside_others()
         cases.faults()
         cases.leaves_all_alone()
         cases.shared_inputs()
