@@ -164,7 +164,7 @@ class Balance(nn.Module):
         """
         super().__init__()
         self.num_experts, self.layers, self.kind = num_experts, layers, kind
-        self._layer = layer  # private, so that `parallel/verify.py` still finds the layers alike
+        self._layer = layer  # private, so that `parallel/verify` still finds the layers alike
         self.aux_loss_coef, self.z_loss_coef, self.bias_speed = aux_loss_coef, z_loss_coef, bias_speed
         self.loads = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
         self.sample_groups: list[AxisGroup] = []  # of ranks with parts of the same samples; set by `parallelize`

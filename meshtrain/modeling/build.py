@@ -309,7 +309,7 @@ def short_sample(data: "OpenData", model: nn.Module, cp: int, tp: int) -> tuple[
     experts, some token's scores would be so close that rounding chooses other experts."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
     routes = any(hasattr(module, "dispatch") for module in model.modules())
-    parts, least = padded_length(1, cp, tp) if cp > 1 else tp, 32 if routes else 512
+    parts, least = padded_length(1, cp, tp) if cp > 1 else tp, 32 if routes else 128
     length = parts * max(2, -(-least // parts))
     if cp > 1 or length > batch.targets.shape[-1] >= parts:
         length = min(length, batch.targets.shape[-1] // parts * parts)

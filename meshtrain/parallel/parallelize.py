@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext
 from meshtrain.dropout import Dropout, SequencePart, bind_dropout
-from meshtrain.errors import AgreedError, InputError
+from meshtrain.errors import InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
@@ -40,9 +40,7 @@ from meshtrain.parallel.mixed_precision import (
     compute_dtype,
     master_dtype,
     message_dtype,
-    state_parameters,
 )
-from meshtrain.parallel.side_effects import refuse_side_effects
 from meshtrain.parallel.tensor_parallel import (
     TensorParallel,
     VocabParallelEmbedding,
@@ -51,9 +49,7 @@ from meshtrain.parallel.tensor_parallel import (
 )
 from meshtrain.parallel.torch_private import (
     allocate,
-    has_accumulation_hooks,
     has_backward_hooks,
-    has_gradient_hooks,
     never_compiled,
 )
 from meshtrain.parallel.tp_plan import (
@@ -70,7 +66,16 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import Terms, no_terms, verify, verify_context, verify_samples
+from meshtrain.parallel.verify import verify, verify_context, verify_samples
+from meshtrain.parallel.verify.comparison import Terms, no_terms
+from meshtrain.parallel.verify.refusals import (
+    refuse_accumulation_hooks,
+    refuse_batch_statistics,
+    refuse_parameters,
+    refuse_plain_dropout,
+    refuse_single_tokens,
+)
+from meshtrain.parallel.verify.side_effects import refuse_side_effects
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Devices where layers that share an input compute one product, in 16 bits, compiled and without FSDP, which gathers
@@ -101,8 +106,8 @@ class ParallelOptions:
     reduce_precision: str | None = None  # dtype of gradient sums over data ranks; None: the dtype of gradients
     used_outside: Collection[str] = ()  # blocks whose parameters are used outside: gathered and cast with the model
     shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); only for `meshtrain.optim.Optimizer`
-    # First compares the split model with the plain one (`verify.py`), and refuses a first forward with side effects
-    # (`side_effects.py`).
+    # First compares the split model with the plain one (`verify/`), and refuses a first forward with side effects
+    # (`verify/side_effects.py`).
     verify: bool = True
     # For that: the arguments of `model(*sample)`, a few short samples, equal on all ranks of `tp`; None: made up.
     sample: Sequence[Tensor | None] | None = None
@@ -144,7 +149,7 @@ def refuse_dependent_samples(model: nn.Module, mesh: Mesh, options: ParallelOpti
     or in a second forward, also with `cp` or recomputation. `terms`: see `verify_samples`."""
     several = mesh.size(*LOSS_AXES) > 1
     if several:
-        _refuse_batch_statistics(model)  # before, because it names the module
+        refuse_batch_statistics(model)  # before, because it names the module
     if options.verify and options.sample is not None and (several or options.recompute != "none"):
         verify_samples(model, _block_names(model), mesh, options.sample, options.precision, terms)
 
@@ -209,10 +214,10 @@ def apply_tensor_parallel(
     """The first half of `parallelize`: splits a model's layers over `tp`. Returns the options with open ones resolved.
     `verified`: the model was already verified, for another of its stages. Raises as `parallelize`."""
     if mesh.size(*LOSS_AXES) > 1:
-        _refuse_batch_statistics(model)
-        _refuse_accumulation_hooks(model)
+        refuse_batch_statistics(model)
+        refuse_accumulation_hooks(model)
     if mesh.uses_fsdp or mesh.size("tp") > 1 or mesh.size("ep") > 1:
-        _refuse_parameters(model, mesh.uses_fsdp)
+        refuse_parameters(model, mesh.uses_fsdp)
     part = SequencePart(cp=mesh.size("cp"), cp_index=mesh.index("cp"))
     if mesh.size("tp") == 1:
         _refuse_float8(model, options)
@@ -229,7 +234,7 @@ def apply_tensor_parallel(
     if sequence and not shards_sequence(plan):
         raise InputError(f"sequence_parallel: {NO_SEQUENCE}: leave it out, or use sequence_parallel: false")
     if sequence:
-        _refuse_batch_statistics(model)
+        refuse_batch_statistics(model)
     tp = TensorParallel(mesh, plan, splits, sequence, options.regather)
     _check_split(model, tp, options, verified)
     bind_dropout(model, part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp")) if sequence else part)
@@ -243,19 +248,8 @@ def apply_tensor_parallel(
     if sequence and any(isinstance(module, Dropout) and module.p > 0 for module in model.modules()):
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding):
-                module.register_forward_pre_hook(_refuse_single_tokens, with_kwargs=True)
+                module.register_forward_pre_hook(refuse_single_tokens, with_kwargs=True)
     return replace(options, sequence_parallel=sequence)
-
-
-def _refuse_single_tokens(embedding: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-    """`Dropout` takes a second dim of 1 for the whole sequence."""
-    assert isinstance(embedding, VocabParallelEmbedding)
-    tokens, tp = next(iter((*inputs, *named.values()))), embedding.axis_group.size
-    if embedding.training and tokens.shape[-1] == tp:
-        raise AgreedError(
-            f"dropout with sequence_parallel: of {tp} tokens over tp {tp} each rank has one, which would be taken for "
-            "the whole sequence: use longer sequences (data.seq_len), a smaller tp or sequence_parallel: false"
-        )
 
 
 def _refuse_float8(model: nn.Module, options: ParallelOptions, splits: Sequence[Split] = (), tp: int = 1) -> None:
@@ -298,7 +292,7 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
         # In a stage, some patterns match only blocks of other stages.
         attention = [name for name, _ in model.named_modules() if any(fnmatchcase(name, key) for key in cp_plan)]
     if mesh.size("tp") > 1 and not options.sequence_parallel:
-        _refuse_plain_dropout(model)
+        refuse_plain_dropout(model)
     experts = dispatched_modules(model)
     if not mesh.uses_fsdp:  # FSDP has separate gradients of gathered parameters
         # On CPUs torch's own layers are faster, although their gradients are added in a separate pass. Also, with
@@ -379,67 +373,6 @@ def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> No
     for module in model.modules():
         if hasattr(module, "sample_groups"):
             module.sample_groups = [axis_group(mesh, axis) for axis in axes]  # type: ignore[assignment]
-
-
-def _refuse_plain_dropout(model: nn.Module) -> None:
-    """Without sequence parallelism each rank of `tp` would draw its own mask for the same activations."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            own = f"{name} is a {type(module).__name__}, whose mask each rank of tp would draw for itself"
-            same = "without sequence_parallel all of them have the same activations"
-            raise InputError(f"{own}, and {same}: use meshtrain.dropout.Dropout, or sequence_parallel true")
-
-
-def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
-    """Rejects parameters that cannot be replaced by a part on each rank."""
-    state = state_parameters(model)
-    for name, parameter in model.named_parameters():
-        if has_gradient_hooks(parameter):
-            raise AgreedError(
-                f"the parameter {name} has a hook on its gradient, which its parts on several ranks would not have: "
-                "change the gradient by an autograd function in the forward, or use dp_replicate or pp"
-            )
-        if fsdp and parameter.dim() == 0 and parameter not in state:
-            raise AgreedError(
-                f"the parameter {name} has no dim that dp_shard or cp could cut: give it one, torch.zeros(1), or use "
-                "dp_replicate"
-            )
-        if fsdp and parameter.numel() == 0:
-            shape = tuple(parameter.shape)
-            raise AgreedError(
-                f"the parameter {name} of shape {shape} has no elements that dp_shard or cp could cut: leave it "
-                "out, or use dp_replicate"
-            )
-
-
-def _refuse_accumulation_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if has_accumulation_hooks(parameter):
-            raise AgreedError(
-                f"the parameter {name} has a hook behind the accumulation of its gradient, which with several data "
-                "ranks would act on a part of the sum: use optimizer.clip_norm, an autograd function in the forward, "
-                "a hook by register_hook that is linear, or one data rank"
-            )
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key, None)]
-        if options and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise AgreedError(
-                f"{name} is an embedding with {options[0]}, which goes by the tokens that a rank happens to have: with "
-                f"several data ranks or cp the loss would depend on the layout. Leave {options[0]} out, or use one "
-                "data rank and cp: 1"
-            )
-        statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
-            isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
-        )
-        if statistics and module.training:
-            raise AgreedError(
-                f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens to have: "
-                "with several data ranks, cp or sequence_parallel the loss would depend on the layout. Use a GroupNorm "
-                "or LayerNorm, freeze it with eval(), or use one data rank, cp: 1 and sequence_parallel: false"
-            )
 
 
 def _wrap_blocks(

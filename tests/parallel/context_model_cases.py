@@ -133,7 +133,7 @@ def sample_of_a_run(cases: Cases) -> None:
 
     plain, routed = nn.Linear(1, 1), nn.Sequential(Experts(2, 1, 1))
     for length, cp, tp, model, expected in (
-        *((110, 2, 1, plain, 108), (4096, 2, 1, plain, 512), (3, 2, 1, plain, None)),
+        *((110, 2, 1, plain, 108), (4096, 2, 1, plain, 128), (3, 2, 1, plain, None)),
         *((110, 1, 4, plain, 108), (3, 1, 4, plain, 3), (110, 2, 1, routed, 32)),
     ):
         found: Any = short_sample(cast(Any, Text(length)), model, cp, tp)

@@ -12,7 +12,7 @@ from meshtrain.errors import AgreedError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.parallel.parallelize import parallelize
-from meshtrain.parallel.side_effects import refuse_side_effects
+from meshtrain.parallel.verify.side_effects import refuse_side_effects
 
 # Of two copies, one of which knows nothing of the other.
 RANKS: Any = SimpleNamespace(size=lambda *axes: 1 if axes == ("pp",) else 2, uses_fsdp=False, world=None)

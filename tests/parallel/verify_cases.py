@@ -28,6 +28,7 @@ from meshtrain.parallel.parallelize import ParallelOptions, refuse_dependent_sam
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_plan import REPLICATED
+from meshtrain.parallel.verify import comparison
 from tests.parallel.tensor_parallel_cases import B, Cases, D, S, V, llama, small_llama
 from tests.parity.experiments import MODELS
 
@@ -499,7 +500,9 @@ class Verified(Cases):
         torch.set_rng_state(before)
         model = meshtrain.parallelize(plain, self.mesh, precision="float64")
         llama.Layer.forward = forward
-        self.equal(sum(isinstance(one, verify._Run) for one in gc.get_objects()), 0, "runs of the check that are held")
+        self.equal(
+            sum(isinstance(one, comparison.Run) for one in gc.get_objects()), 0, "runs of the check that are held"
+        )
         gc.enable()
         self.equal(len(calls), 2, "forwards of alike blocks")
         self.equal(torch.equal(torch.get_rng_state(), before), True, "the generator's state")
