@@ -457,6 +457,10 @@ class Verified(Cases):
         self.equal(
             [said(Beside(action)) for action in INDEPENDENT], ["nothing"] * 4, "what depends on its sample alone"
         )
+        rounded = Beside(lambda _, x: (x * (1 + 2**-8 * (len(x) - 2))).bfloat16().double())
+        self.equal(said(rounded), "nothing", "16 bits that another size rounds in another way")
+        exact = Beside(lambda _, x: x * (1 + 2**-8 * (len(x) - 2)))
+        self.equal("output 0 differs by 0.0039" in said(exact), True, "the same difference of what is not rounded")
         self.equal(said(Mixture(True)), "nothing", "experts")
         self.equal(said(Beside(INDEPENDENT[0]), make=Borrowing), "nothing", "a borrowed weight")
         self.equal("output 0 differs" in said(centred, make=Borrowing), True, "a mean, and a borrowed weight")

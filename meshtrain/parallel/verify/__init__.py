@@ -27,7 +27,6 @@ from meshtrain.parallel.mixed_precision import master_dtype, random_state
 from meshtrain.parallel.sharding import chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers
 from meshtrain.parallel.verify.comparison import (
-    OTHER_SHAPES,
     SAME_CODE,
     PlainError,
     Run,
@@ -153,8 +152,8 @@ def verify_samples(
         kinds = {name: signature(plain.get_submodule(name)) for name in blocks}
         reference = Run(plain, mesh, kinds, terms=terms)
         if beside:
-            other_plain = skeleton(model, dtype, training)
-            again = Run(other_plain, mesh, kinds, reference, rows=rows, terms=terms, tolerance=OTHER_SHAPES)
+            alike = skeleton(model, dtype, training)
+            again = Run(alike, mesh, kinds, reference, rows=rows, terms=terms, tolerance=SAME_CODE)
         else:
             again = Run(plain, mesh, kinds, reference, terms=terms, tolerance=SAME_CODE)
         problem = again.compare(whole, other if beside else whole)

@@ -28,7 +28,7 @@ from meshtrain.parallel.tp_plan import REPLICATED
 
 TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 rounding, far below a missing addend
 SAME_CODE = 1e-4  # where the plain model is compared with itself, which rounds alike or nearly so
-OTHER_SHAPES = 1e-2  # and for another number of samples, where other kernels may round 16 bits in another way
+NARROW = 1e-2  # where a model itself computes in 16 bits, which kernels of other sizes round in another way
 
 OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # may differ between identical blocks
 Sample = Sequence[Tensor | None]
@@ -85,6 +85,7 @@ class Run:
     places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part; only it is recorded
     terms: Terms | None = None  # given: compares only what has a row per sample, these terms, and no backward
     tolerance: float = TOLERANCE
+    narrow: bool = False  # whether anything was computed in 16 bits
     piece: str = "the model"  # the piece that currently runs
     problem: str | None = None  # the first problem: others may follow from it
     comparisons: int = 0  # tensors compared up to the first problem
@@ -200,7 +201,7 @@ class Run:
                 filled[p] = shard_parameter(whole, self.mesh, p.placements[0]) if isinstance(p, DTensor) else whole
             return filled[p]
 
-        with replace_parameters(modules, with_values), _Borrowed(self._names, with_values, self.mesh.device_type):
+        with replace_parameters(modules, with_values), _Borrowed(self, with_values):
             yield filled
 
     def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
@@ -283,6 +284,7 @@ class Run:
         if self.reference is None:
             self.tensors[name] = x
         elif self.problem is None:
+            tolerance = max(self.tolerance, NARROW) if self.narrow else self.tolerance
             self.comparisons += 1
             whole, place = self.tensors.get(name), self._place(name, x.shape)
             if self.terms is not None and (place is None or (place is ... and len(self.rows(2)) != 2)):
@@ -291,30 +293,29 @@ class Run:
                 self.differ(f"{name} is none of the plain model's")
             elif place is None:
                 self.differ(f"{name} has the shape {tuple(x.shape)}, and {tuple(whole.shape)} on one device")
-            elif (off := _off(x, whole[place], self.tolerance, least)) is not None:
-                sums = total is not None and _off(total, whole[place], self.tolerance, least) is None
+            elif (off := _off(x, whole[place], tolerance, least)) is not None:
+                sums = total is not None and _off(total, whole[place], tolerance, least) is None
                 hint = f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}" if sums else ""
                 self.differ(f"{name} differs by {off:.2g} of its largest value{hint}")
 
 
 class _Borrowed(TorchFunctionMode):
     """Gives values to parameters of a block that code outside of it computes with: for them alone they are on meta,
-    and operators on a CPU would read them as if they were not."""
+    and operators on a CPU would read them as if they were not. Tells the run of results in 16 bits."""
 
-    def __init__(
-        self, names: Collection[nn.Parameter], values: Callable[[nn.Parameter], nn.Parameter], device: str
-    ) -> None:
+    def __init__(self, run: Run, values: Callable[[nn.Parameter], nn.Parameter]) -> None:
         super().__init__()
-        self.names, self.values, self.device = names, values, torch.empty(0, device=device).device
+        self.run, self.values, self.device = run, values, torch.empty(0, device=run.mesh.device_type).device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not any(isinstance(x, nn.Parameter) and x in self.names for x in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
-            return self.device if isinstance(value, torch.device) else value  # nothing is computed
-        args, kwargs = tree_map_only(nn.Parameter, lambda x: self.values(x) if x in self.names else x, (args, kwargs))
-        return func(*args, **kwargs)
+        kwargs, names = kwargs or {}, self.run._names
+        if any(isinstance(x, nn.Parameter) and x in names for x in tree_leaves((args, kwargs))):
+            if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
+                return self.device if isinstance(value, torch.device) else value  # nothing is computed
+            args, kwargs = tree_map_only(nn.Parameter, lambda x: self.values(x) if x in names else x, (args, kwargs))
+        result = func(*args, **kwargs)
+        self.run.narrow |= isinstance(result, Tensor) and result.dtype.itemsize < 4 and result.is_floating_point()
+        return result
 
 
 def _generator_states() -> list[Any]:
