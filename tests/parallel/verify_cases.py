@@ -461,6 +461,9 @@ class Verified(Cases):
         self.equal(said(rounded), "nothing", "16 bits that another size rounds in another way")
         exact = Beside(lambda _, x: x * (1 + 2**-8 * (len(x) - 2)))
         self.equal("output 0 differs by 0.0039" in said(exact), True, "the same difference of what is not rounded")
+        for sign in (1, -1):  # the weight is positive in one of two draws: as if rounding had changed a router's choice
+            chosen = Beside(lambda layer, x, sign=sign: x + (len(x) - 2) * (sign * layer.layer.weight[0, 0] > 0))
+            self.equal(said(chosen), "nothing", f"a difference with one draw of weights alone, sign {sign}")
         self.equal(said(Mixture(True)), "nothing", "experts")
         self.equal(said(Beside(INDEPENDENT[0]), make=Borrowing), "nothing", "a borrowed weight")
         self.equal("output 0 differs" in said(centred, make=Borrowing), True, "a mean, and a borrowed weight")

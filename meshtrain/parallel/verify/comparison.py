@@ -85,6 +85,7 @@ class Run:
     places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part; only it is recorded
     terms: Terms | None = None  # given: compares only what has a row per sample, these terms, and no backward
     tolerance: float = TOLERANCE
+    seed: int = 0  # of the weights
     narrow: bool = False  # whether anything was computed in 16 bits
     piece: str = "the model"  # the piece that currently runs
     problem: str | None = None  # the first problem: others may follow from it
@@ -206,7 +207,7 @@ class Run:
 
     def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
         """Values that keep a product's output about as large as its input. `first`: the first dim that it sums over."""
-        draw = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
+        draw = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()) + self.seed)
         options: dict[str, Any] = {"generator": draw, "device": self.mesh.device_type, "dtype": dtype}
         if len(shape) < 2:
             return torch.rand(shape, **options).add_(0.5)
