@@ -254,7 +254,7 @@ class Trainer:
             order = (torch.full_like(self._zeros(), float(self.mesh.gather_order.value**i)) for i in range(3))
             self._terms.sums[f"{GATHERS}{self.mesh.index('pp')}"] = torch.stack([*order])
         if self._fields is None:
-            self._fields = agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
+            self._fields = self._agreed_fields()
             self._fields |= {f"{SOURCE}{name}": 2 for name in self.mixture.names} if self.mixture is not None else {}
         if self.mixture is not None and len(losses) and self.mesh.speaks_for_samples:
             self._terms.sums |= self._source_sums(self.mixture, losses)
@@ -271,6 +271,9 @@ class Trainer:
         if self._same_tokens and not counts_samples:
             terms = torch.zeros_like(terms)
         return torch.cat([main, terms])
+
+    def _agreed_fields(self) -> dict[str, int]:
+        return agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
 
     def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[str, Tensor]:
         """For each source, the sum of this rank's losses and its number of valid targets. Padding counts in neither."""

@@ -236,10 +236,8 @@ class _Phases(StepTimer):
 
 
 class _Trainer(Trainer):
-    def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
-        if self._fields is None:  # in a run the ranks agree on them, by communicating values
-            self._fields = {field: len(pair) for field, pair in sorted(self._terms.sums.items())}
-        return super()._sums(losses, stop_asked)
+    def _agreed_fields(self) -> dict[str, int]:  # in a run the ranks agree on them, by communicating values
+        return {field: len(pair) for field, pair in sorted(self._terms.sums.items())}
 
 
 class TracedStep:
