@@ -3,11 +3,6 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-# No deadlines: on noisy machines the duration of an example means nothing.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 # Start the longest files first: when two files run at a time, a long one at the end would leave a core idle.
 LONGEST = (

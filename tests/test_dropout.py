@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
@@ -15,6 +13,7 @@ from meshtrain.data.sequence import chunks_of, padded_length
 from meshtrain.dropout import Dropout, SequencePart, bind_dropout, keep_mask, set_dropout
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.compile import compile_block
+from tests.properties import given, settings, st
 
 llama = model_file("llama")
 
@@ -84,7 +83,7 @@ def test_masks_have_nothing_to_do_with_each_other(p: float) -> None:
     assert {what: z for what, z in found.items() if not abs(z) < 5} == {}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     rows=st.integers(2, 4),
     width=st.integers(1, 7),
@@ -111,7 +110,7 @@ def test_ranks_that_share_a_sample_drop_all_of_it_together(shape: tuple[int, ...
         assert torch.equal(masks(shape, part=part)[0], whole)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(cp=st.integers(1, 5), tp=st.integers(1, 3), chunks=st.integers(2, 3), width=st.integers(1, 4))
 def test_ranks_that_share_sequences_over_cp_and_tp_have_the_positions_of_their_parts(
     cp: int, tp: int, chunks: int, width: int
@@ -127,7 +126,7 @@ def test_ranks_that_share_sequences_over_cp_and_tp_have_the_positions_of_their_p
             assert torch.equal(masks((2, len(own[j]), width), part=part)[0], whole[:, own[j]])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(key=st.integers(-(2**63), 2**63 - 1), part=st.integers(0, 5), p=st.floats(0, 1, exclude_max=True))
 def test_it_is_splitmix64_of_the_element(key: int, part: int, p: float) -> None:
     """Against integers of Python, which do not wrap around; signed tensors must not show."""

@@ -8,10 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.layout import AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
+from tests.properties import given, st
 
 PERMUTATIONS = [list(axes) for n in range(len(AXES) + 1) for axes in itertools.permutations(AXES, n)]
 
@@ -80,7 +79,6 @@ def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
         assert layout.rank(**layout.coordinate(rank)) == rank
 
 
-@settings(deadline=None)
 @given(layouts(), st.sets(st.sampled_from(AXES)), st.randoms())
 def test_groups_partition_the_world(layout: Layout, axes: set[str], random) -> None:
     asked = list(axes)
@@ -96,7 +94,6 @@ def test_groups_partition_the_world(layout: Layout, axes: set[str], random) -> N
             assert layout.index(rank, *asked) == position
 
 
-@settings(deadline=None)
 @given(layouts(), st.sets(st.sampled_from(AXES)), st.data())
 def test_groups_are_those_of_brute_force(layout: Layout, axes: set[str], data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -171,7 +168,6 @@ def folded_by_hand(layout: Layout, experts: int) -> tuple[int, int, int] | None:
     return copies * inner // experts // shards, shards, experts
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_experts_are_a_second_factorization_of_the_same_ranks(layout: Layout, data: st.DataObject) -> None:
     within = layout.world_size // layout.size("pp")
@@ -204,7 +200,6 @@ def test_experts_are_a_second_factorization_of_the_same_ranks(layout: Layout, da
         assert all(len({tuple(folded.coordinate(rank, *others).values()) for rank in group}) == 1 for group in groups)
 
 
-@settings(deadline=None)
 @given(layouts(), st.sampled_from(list(VIEWS)), st.data())
 def test_a_view_is_the_product_of_its_axes(layout: Layout, view: str, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -234,7 +229,6 @@ def test_derived_axes_of_131072_ranks() -> None:
     assert layout.on_hosts([8] * 16384).experts == 64
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_cp_is_neighbours_that_split_heads_and_what_is_left(layout: Layout, data: st.DataObject) -> None:
     cp = layout.size("cp")

@@ -5,8 +5,8 @@
     python tools/mutate.py --whole               survivors once more, against the whole of `make test`
     python tools/mutate.py --list                only prints what it would change
 
-A mutation flips an operator, drops a collective, shifts an index or skips a branch in one of the rooms below. Which ones
-is a function of SEED and the text of the product. Each is made in a copy of the checkout and runs, side by side, the
+A mutation flips an operator, drops a collective, shifts an index or skips a branch in one of the rooms below. Which
+ones is a function of SEED and the text of the product. Each is made in a copy of the checkout and runs, side by side, the
 tests of its room and the parity cells on two ranks, until a test fails, but no longer than LIMIT_S. What no test has
 failed for until then has survived: some mutations change nothing that can be seen, so what counts is the difference
 between two suites.

@@ -8,8 +8,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.checkpoint import manifest as room
 from meshtrain.checkpoint.manifest import MAX_BYTES, File, Manifest, file_of
@@ -17,6 +15,7 @@ from meshtrain.checkpoint.placement import Placement
 from meshtrain.errors import DamagedError, InputError
 from meshtrain.layout import Layout
 from tests.checkpoint.test_placement import placements, with_experts
+from tests.properties import given, settings, st
 
 WHERE = Path("step_0000100/manifest.json")
 SCHEMA = json.loads(Path(room.__file__).with_name("manifest.schema.json").read_text())
@@ -50,7 +49,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.dictionaries(st.text(), JSON, max_size=3), st.none() | st.dictionaries(st.just("x"), st.floats()))
 def test_what_is_written_is_read(
     data: st.DataObject, counters: dict[str, Any], evaluation: dict[str, float] | None

@@ -6,8 +6,6 @@ import zlib
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.checkpoint.placement import (
     Placement,
@@ -20,6 +18,7 @@ from meshtrain.checkpoint.placement import (
 from meshtrain.checkpoint.shard_file import combine
 from meshtrain.layout import AXES, EXPERT_AXES, Layout, LayoutError
 from meshtrain.parallel.sharding import Part, is_empty, overlap, shape_of
+from tests.properties import given, settings, st
 
 
 @st.composite
@@ -56,7 +55,7 @@ def elements(part: Part) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(each.start, each.stop) for each in part)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_each_element_is_written_once_by_one_who_holds_it(data: st.DataObject) -> None:
     layout = data.draw(with_experts())
@@ -72,7 +71,7 @@ def test_each_element_is_written_once_by_one_who_holds_it(data: st.DataObject) -
     assert held == dict.fromkeys(written, copies(tensor, layout))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_reader_is_told_all_pieces_that_it_needs_and_no_other(data: st.DataObject) -> None:
     layout = data.draw(with_experts())
@@ -113,7 +112,7 @@ def test_pieces_of_experts_are_found_as_fast() -> None:
     assert [piece[0] for _, piece in found] == [slice(7, 8), slice(8, 9)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40), max_size=6), st.integers(0, 1_000_000))
 def test_the_crc_of_a_whole_follows_from_its_pieces(pieces: list[bytes], zeros: int) -> None:
     pieces = [*pieces, bytes(zeros)]

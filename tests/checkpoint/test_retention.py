@@ -3,10 +3,9 @@
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.checkpoint.retention import Retention, best_metric, steps_to_keep
+from tests.properties import given, settings, st
 
 STEPS = [100, 200, 300, 400, 500]
 LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 1.0, 500: 2.0}
@@ -65,7 +64,7 @@ def test_the_newest_stays_whatever_the_rules_say() -> None:
     assert steps_to_keep([], {}, Retention(0, 2, True)) == set()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sets(st.integers(0, 60)),
     st.dictionaries(st.integers(0, 60), st.floats()),

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from meshtrain.checkpoint import shard_file
@@ -20,6 +18,7 @@ from meshtrain.checkpoint.shard_file import BLOCK, FORMAT, Shard, write_shard
 from meshtrain.errors import DamagedError
 from meshtrain.huggingface.safetensors import SIZES, Entry
 from meshtrain.job.storage import fsync_file
+from tests.properties import given, settings, st
 
 LARGE = np.random.default_rng(0).integers(0, 2**32, (1100, 2048), dtype=np.uint32).view(np.int32)  # 8.6 MiB: 3 blocks
 TENSORS = {
@@ -68,7 +67,7 @@ def test_the_safetensors_library_reads_it(shard: tuple[Path, File], tmp_path: Pa
     assert load_file(tmp_path / "empty") == {}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(list(TENSORS)), st.data())
 def test_any_rows_are_read(shard: tuple[Path, File], name: str, data: st.DataObject) -> None:
     whole = TENSORS[name]

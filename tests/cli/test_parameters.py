@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.cli import main as cli
 from meshtrain.cli.memory import _expert_cuts, fsdp_cut, held_by_ranks, parameters_of, table
@@ -22,6 +20,7 @@ from meshtrain.layout import Layout
 from meshtrain.parallel.sharding import Cut, ParameterSpec
 from tests.launching import forked
 from tests.parity.experiments import SMALL
+from tests.properties import given, settings, st
 
 SCRIPT = Path(__file__).parent / "parameters_cases.py"
 
@@ -123,7 +122,6 @@ def parameters(draw: st.DrawFn, layout: Layout) -> tuple[ParameterSpec, int | No
     return spec_on(layout, shape, dim), dim
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 12), st.integers(1, 5))
 def test_parts_are_those_of_torch(data: st.DataObject, shards: int, tp: int) -> None:
     layout = Layout({"dp_replicate": 2, "dp_shard": shards, "tp": tp})
@@ -152,7 +150,7 @@ def chunks(whole: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
     return found + [whole.narrow(dim, 0, 0)] * (parts - len(found))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data(), folded())
 def test_experts_and_the_rest_are_on_the_same_ranks(data: st.DataObject, layout: Layout) -> None:
     """The rank with the most of the one need not be that with the most of the other."""

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.cli import main as cli
 from meshtrain.cli.plan import make_plan, read_hosts
@@ -18,6 +16,7 @@ from meshtrain.data.order import BatchSplit, describe_batch, share
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.run.rank_table import describe_hosts, layout_text
+from tests.properties import given, st
 
 MODEL = """
 from dataclasses import dataclass

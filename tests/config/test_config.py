@@ -9,8 +9,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.config import NAMES, Config, ConfigErrors, locate
 from meshtrain.config import docs as config_docs
@@ -20,6 +18,7 @@ from meshtrain.config.yaml_reader import Node, read_scalar, read_text, write
 from meshtrain.errors import InputError
 from meshtrain.job.consistency import run_fingerprints
 from tests.config.broken_configs import BROKEN, MODEL_FILE, ONE_LAYER, PLANS, Broken, plus
+from tests.properties import evaluated, given, settings, st
 
 FOLDER = Path(__file__).resolve().parents[2]
 
@@ -155,7 +154,7 @@ def test_places_sort_as_a_person_reads() -> None:
     assert sorted([places[i] for i in (3, 1, 0, 2)]) == places
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_nothing_else_is_ever_raised(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Any damage to a file is an error with a place, never a crash."""
@@ -384,7 +383,7 @@ def read_back(text: str) -> Node | None:
     return node
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.text("ab_1 :#e-", max_size=5), VALUES, max_size=4))
 def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
     node = read_back(write(value))
@@ -394,39 +393,38 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
 
 # The resolved config ------------------------------------------------------------------------------------------------
 
-TEXTS = st.sampled_from(
-    ["1e-3", "yes", "null", "0o17", "a: b", "# x", "ü", "", " x ", "*a", "12", "-", "'", '"', "a\nb"]
-)
-PATHS = TEXTS.filter(bool)
-FLOATS = st.floats(1e-12, 1e12)
+TEXTS = ["1e-3", "yes", "null", "0o17", "a: b", "# x", "ü", "", " x ", "*a", "12", "-", "'", '"', "a\nb"]
 
 
 @st.composite
 def overridden(draw: st.DrawFn) -> list[str]:
+    texts = st.sampled_from(TEXTS)
+    paths = texts.filter(bool)
+    floats = st.floats(1e-12, 1e12)
     steps = draw(st.integers(30, 10**9))
     first = draw(st.integers(1, 10))
     choices: dict[str, Any] = {
-        "train.output": PATHS,
+        "train.output": paths,
         "train.seed": st.integers(0, 2**63 - 1),
-        "train.step_timeout_s": st.none() | FLOATS,
-        "train.time_limit": st.none() | FLOATS | st.just("3h50m"),
-        "checkpoint.path": st.none() | PATHS,
+        "train.step_timeout_s": st.none() | floats,
+        "train.time_limit": st.none() | floats | st.just("3h50m"),
+        "checkpoint.path": st.none() | paths,
         "checkpoint.every": st.just("epoch") | st.integers(0),
         "train.eval_every": st.just("epoch") | st.integers(0),
         "train.precision": st.sampled_from(["float64", "float16"]),
         "optimizer.lr": st.floats(1, 1e6),
-        "optimizer.clip_norm": st.none() | FLOATS,
-        "optimizer.eps": FLOATS,
+        "optimizer.clip_norm": st.none() | floats,
+        "optimizer.eps": floats,
         "optimizer.betas": st.lists(st.floats(0, 0.875, width=32), min_size=2, max_size=2),
-        "data.cache": st.none() | PATHS,
-        "data.validation": PATHS | st.floats(0, 0.99),
+        "data.cache": st.none() | paths,
+        "data.validation": paths | st.floats(0, 0.99),
         "parallel.compile": st.sampled_from(("auto", True, False)),
         "metrics.profile": st.none() | st.just([first, first + 5]),
         "model.heads": st.sampled_from([1, 2, 4]),
-        "model.words": st.lists(TEXTS),
+        "model.words": st.lists(texts),
         "model.sizes": st.lists(st.integers()),
-        "model.shares": st.dictionaries(TEXTS, FLOATS),
-        "model.scaling": st.none() | st.dictionaries(TEXTS, SCALARS, max_size=3),
+        "model.shares": st.dictionaries(texts, floats),
+        "model.scaling": st.none() | st.dictionaries(texts, evaluated(SCALARS), max_size=3),
         "model.head_dim": st.none() | st.integers(),
         "layout": st.permutations(["pp", "dp_shard", "dp_replicate"]).map(
             lambda axes: dict(zip(axes, (2, -1, 3), strict=True))
@@ -436,7 +434,7 @@ def overridden(draw: st.DrawFn) -> list[str]:
     return [f"train.steps={steps}"] + [f"{name}={write(draw(choices[name]))}" for name in named]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(overrides=overridden())
 def test_the_resolved_config_gives_an_equal_one(overrides: list[str], model: str, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("resolved")

@@ -4,11 +4,10 @@ import re
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.config.layout_advice import add_axis, host_warnings, nearest, resolve
 from meshtrain.layout import AXES, Layout, LayoutError
+from tests.properties import given, st
 from tests.test_layout import layouts, placed
 
 

@@ -3,14 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from meshtrain.config import Data
 from meshtrain.data import OpenData, open_data
-
-# No deadlines: a busy machine is not a failure.
-settings.register_profile("data", deadline=None)
-settings.load_profile("data")
 
 Opener = Callable[..., OpenData]
 

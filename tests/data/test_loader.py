@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.attention import AttentionContext, cumulative_lengths
 from meshtrain.data import IGNORE, Batch, EvalBatches, OpenData, Samples, loader, train_batches
 from meshtrain.data.order import batch_samples, items, microbatches
 from meshtrain.errors import InputError
+from tests.properties import given, st
 
 Opener = Callable[..., OpenData]
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.config import Config
 from meshtrain.data import open_data
@@ -14,6 +12,7 @@ from meshtrain.data.mixture import MixedSamples, sample_order
 from meshtrain.data.order import BatchSizes, Mixture, batch_samples, changes_of, items, mixture_period, whole_weights
 from meshtrain.data.order_numpy import SampleOrder
 from meshtrain.errors import InputError
+from tests.properties import given, settings, st
 
 WEIGHTS = st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(any)
 

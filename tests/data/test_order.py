@@ -8,8 +8,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.data import order_numpy
 from meshtrain.data.order import (
@@ -20,6 +18,7 @@ from meshtrain.data.order import (
     samples_digest,
     share,
 )
+from tests.properties import given, st
 
 PINNED = [9, 71, 48, 10, 70, 21, 35, 93]
 

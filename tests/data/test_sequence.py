@@ -2,10 +2,8 @@
 
 import itertools
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from meshtrain.data.sequence import chunks_of, owner, padded_length, sees_chunk
+from tests.properties import given, st
 
 lengths, parts, tps = st.integers(1, 300), st.integers(1, 12), st.sampled_from([1, 2, 3, 4, 8])
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.data import OpenData
 from meshtrain.data.batch import IGNORE
@@ -19,6 +17,7 @@ from meshtrain.data.split import held_out_mask, split_at_end
 from meshtrain.data.tokenizer import open_tokenizer
 from meshtrain.data.tokens import Corpus, Document, MappedArray, write
 from meshtrain.errors import InputError
+from tests.properties import given, st
 
 Opener = Callable[..., OpenData]
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.huggingface.stored_names import stored_tensors
+from tests.properties import given, st
 
 EXPERTS = {
     "model.layers.*.mlp.experts.gate_up_proj": (

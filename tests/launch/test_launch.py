@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.cli import main as cli
 from meshtrain.config import locate
@@ -22,6 +20,7 @@ from meshtrain.launch.command import nodes_that_fit
 from meshtrain.launch.request import block, render, seconds
 from meshtrain.layout import Layout, LayoutError
 from tests.launching import run
+from tests.properties import given, st
 
 TEMPLATES = ("train.sbatch", "train-srun.sbatch")
 NODES = ("--slurm", "--nodes", "4", "--gpus-per-node", "8")
@@ -175,7 +174,6 @@ def test_directives_are_replaced_added_and_taken_away() -> None:
             render(template, {"chdir": value}, [])
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=3))
 def test_words_reach_the_script_as_they_are(words: list[str]) -> None:
     """Overrides have quotes, braces, spaces and dollar signs in them, and the shell must see none of these."""
@@ -252,7 +250,6 @@ def test_what_is_wrong_is_refused(
     assert [path.name for path in folder.iterdir()] == ["file"], "nothing is written for a job that cannot be"
 
 
-@settings(deadline=None)
 @given(
     sizes=st.dictionaries(st.sampled_from(["pp", "dp_shard", "tp"]), st.integers(1, 12), min_size=1),
     free=st.booleans(),

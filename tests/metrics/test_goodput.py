@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import meshtrain.run.results
 import meshtrain.run.step_logger
@@ -22,6 +20,7 @@ from meshtrain.metrics.goodput import FILE, PARTS, GoodputTracker, read
 from meshtrain.metrics.logger import read as read_metrics
 from tests.checkpoint.going_on import Case, alone, small_run
 from tests.launching import torchrun
+from tests.properties import given, st
 
 START = 1_700_000_000.0
 
@@ -195,7 +194,6 @@ EVENTS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_the_parts_add_up_and_no_step_counts_twice(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int, float]]
@@ -315,7 +313,6 @@ def test_marks_without_a_job_count_for_nothing(world: World) -> None:
     assert parts(GoodputTracker(world.folder, 0, 0.0, clock=world)) == {}
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))
 def test_no_contents_stop_a_job(tmp_path_factory: pytest.TempPathFactory, contents: bytes) -> None:
     world = World(tmp_path_factory.mktemp("run"))

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from meshtrain.errors import InputError
@@ -16,6 +14,7 @@ from meshtrain.metrics import logger as metrics
 from meshtrain.metrics.logger import Metrics, MetricsFile, NoMetrics, read
 from meshtrain.metrics.sink_threads import SinkThreads
 from meshtrain.metrics.sinks import SinkRun, TensorBoard
+from tests.properties import given, st
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

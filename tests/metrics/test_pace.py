@@ -5,10 +5,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.metrics.straggler import LEAST_S, LOOKS, SHARE, RankPace, StragglerTest, slow
+from tests.properties import given, st
 
 
 def steady(own: float, *, step: float = 0.5, host: str = "a", queued: float = 0.0) -> RankPace:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.metrics.plot import plot_loss, smooth
+from tests.properties import given, st
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the extra meshtrain[plot]"

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.metrics.step_timer import PHASES, StepTimer, memory_gib
+from tests.properties import given, st
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from meshtrain.errors import InputError
@@ -24,6 +22,7 @@ from meshtrain.parallel.context.kernels import (
     segments_of,
 )
 from tests.parallel.context_cases import SegmentBySegment
+from tests.properties import given, st
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshtrain.data.batch import Batch
 from meshtrain.generate import generate
@@ -17,6 +15,7 @@ from meshtrain.parallel.context import ContextParallel, visible_spans
 from meshtrain.parallel.context.attention import Exchange
 from models import llama
 from tests.launching import Finished, forked, torchrun
+from tests.properties import given, st
 
 HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()

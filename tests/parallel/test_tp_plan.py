@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from meshtrain.config.locate import model_file
@@ -25,6 +23,7 @@ from meshtrain.parallel.tp_plan import (
     styled_parameters,
     undecided,
 )
+from tests.properties import given, st
 
 PLAN = {
     "attention.[qkv]": "colwise",

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -22,6 +20,7 @@ from meshtrain.metrics.picture import write_picture
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.simulate import Event, Timeline
 from meshtrain.pipeline.timeline_io import FORMAT, Record, read_timeline, timeline_json, trace_json
+from tests.properties import given, st
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the extra meshtrain[plot]"
@@ -52,7 +51,7 @@ WHOLE = st.sampled_from([1, 2, 3])
 
 
 @st.composite
-def records(draw: st.DrawFn, durations: st.SearchStrategy[float] = WHOLE) -> Record:
+def records(draw: st.DrawFn, durations: Any = WHOLE) -> Record:
     """Any timeline: some ranks, each with some actions one after the other, and idle time between them.
 
     The first action takes 1, so that all times are a whole number of the shortest if `durations` are whole.
@@ -118,13 +117,11 @@ def test_later_stages_of_a_rank_are_told_from_its_first() -> None:
     assert styles[f"{first[1]} on {first[0]}"] == styles[f"{second[1]} on {second[0]}"] > 0
 
 
-@settings(deadline=None)
 @given(records(), st.integers(30, 200), st.booleans())
 def test_no_line_is_too_wide(shown: Record, width: int, coloured: bool) -> None:
     assert all(len(line.plain) <= width for line in drawing_of(shown, width, coloured))
 
 
-@settings(deadline=None)
 @given(records(), st.integers(30, 200))
 def test_a_row_is_the_timeline(shown: Record, width: int) -> None:
     """Each action stands there once and in order, and is as wide as it is long; folded or not."""
@@ -138,7 +135,6 @@ def test_a_row_is_the_timeline(shown: Record, width: int) -> None:
         assert found == [(str(event.action.kind), event.action.microbatch) for event in events]
 
 
-@settings(deadline=None)
 @given(records(st.floats(0.01, 5)), st.integers(30, 200), st.booleans())
 def test_measured_times_can_be_drawn(shown: Record, width: int, coloured: bool) -> None:
     """Any times, with actions that are no whole number of columns wide."""
@@ -207,7 +203,6 @@ def test_seconds_are_told_in_a_unit_that_fits() -> None:
     assert "makespan 0.03," in text_of(Record("plan", short.timeline))  # costs have no unit
 
 
-@settings(deadline=None)
 @given(st.floats(1e-9, 1e9))
 def test_ticks_are_round(least: float) -> None:
     step = round_step(least)
@@ -232,7 +227,6 @@ def test_numbers_have_four_digits(values: list[float], said: list[str]) -> None:
 # As JSON ------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(records(st.floats(0.01, 5)))
 def test_a_timeline_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, shown: Record) -> None:
     path = tmp_path_factory.mktemp("timeline") / "timeline.json"

@@ -7,13 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError, Transfer
 from meshtrain.pipeline.schedule import NAMES, build, check, parse_csv, read_csv
 from meshtrain.pipeline.simulate import DeadlockError, simulate
 from tests.pipeline.formulas import csv_text, default_stages, peak_bound
+from tests.properties import given, settings, st
 
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # any number of stages per rank from 2 on
 V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
@@ -206,7 +205,7 @@ def test_every_microbatch_passes_every_stage_once_each_way_in_small_schedules(na
         assert_sound(made(*case))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(schedules())
 def test_every_microbatch_passes_every_stage_once_each_way(case: tuple[str, int, int, int]) -> None:
     name, ranks, microbatches, stages = case
@@ -221,7 +220,7 @@ def test_every_microbatch_passes_every_stage_once_each_way(case: tuple[str, int,
     assert made(*case) == schedule
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(schedules())
 def test_what_one_rank_sends_another_receives(case: tuple[str, int, int, int]) -> None:
     schedule = made(*case)
@@ -360,7 +359,7 @@ def test_a_stage_on_another_rank_is_refused() -> None:
 # CSV ----------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(schedules(ranks=5, microbatches=12))
 def test_a_schedule_comes_back_from_its_csv(case: tuple[str, int, int, int]) -> None:
     schedule = made(*case)

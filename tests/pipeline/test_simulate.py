@@ -1,12 +1,11 @@
 """The clock: examples worked out by hand, what is true of every timeline, and schedules that cannot finish."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import DeadlockError, Event, Timeline, simulate
+from tests.properties import given, settings, st
 
 F, I, W, B = Kind  # noqa: E741
 
@@ -94,7 +93,7 @@ def test_costs_that_make_no_sense_are_refused(costs: dict, told: str) -> None:
 # Of every timeline --------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 12), st.data())
 def test_every_action_starts_when_the_last_of_what_it_needs_is_there(
     name: str, ranks: int, microbatches: int, data: st.DataObject

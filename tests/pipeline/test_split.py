@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
 from meshtrain.modeling.flops import block_flops, sample_flops
 from meshtrain.pipeline.partition import StageSplit, StageSplitError, split_blocks
+from tests.properties import given, st
 
 # Whole numbers, so that sums are exact; few of them, so that there are ties; zeros, as an embedding nearly is.
 COSTS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 10, 47]), min_size=1, max_size=10)
@@ -31,7 +30,6 @@ def every_split(costs: list[int], stages: int) -> list[tuple[int, ...]]:
     ]
 
 
-@settings(deadline=None)
 @given(COSTS, st.data())
 def test_no_split_is_better(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
@@ -44,7 +42,6 @@ def test_the_largest_stage_counts_more_than_an_even_split() -> None:
     assert split_blocks([2, 9, 2, 2, 6], 3).costs == (2, 9, 10)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e18), min_size=1, max_size=80), st.data())
 def test_any_costs_give_stages_in_order(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))

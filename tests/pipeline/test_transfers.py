@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
@@ -18,6 +16,7 @@ from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.p2p import DTYPES, TensorMeta, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
+from tests.properties import given, settings, st
 
 SCHEDULES = [(name, ranks, microbatches) for name in NAMES for ranks, microbatches in product((2, 3, 4), (1, 3, 4, 9))]
 
@@ -85,7 +84,7 @@ def test_what_has_come_back_had_been_used(name: str, ranks: int, microbatches: i
         assert activations <= set(told), "the gradient of an activation is the latest that tells of it"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=5),
     seed=st.integers(0, 99),
