@@ -1,8 +1,14 @@
 """Settings for all tests."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import ranks
+from tests.ranks import job, pytest_generate_tests, pytest_runtest_protocol, shared_path
+
+__all__ = ["job", "pytest_generate_tests", "pytest_runtest_protocol", "shared_path"]
 
 # Start the longest files first: when two files run at a time, a long one at the end would leave a core idle.
 LONGEST = (
@@ -11,13 +17,30 @@ LONGEST = (
     "test_docs.py",
     "test_bench.py",
     "test_train.py",
-    "parallel/test_context_models.py",
     "parallel/test_compile.py",
-    "parallel/test_data_parallel.py",
     "test_training.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks.leave_limits_to_the_job(items)
     first = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: first.get(item.path, len(first)))
+
+    def order(item: pytest.Item) -> tuple[int, int]:
+        world = ranks.world_of(item.nodeid)
+        return (-1, -world) if world else (0, first.get(item.path, len(first)))
+
+    items.sort(key=order)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all tests of a file, and one runs all tests of a number of ranks, in one job."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            world = ranks.world_of(nodeid)
+            return f"{world}-ranks" if world else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
