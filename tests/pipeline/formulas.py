@@ -1,42 +1,58 @@
-"""The memory of each schedule according to the papers, for tests that check schedules and docs; and CSV files."""
+"""What the tests of pipelines share: the table of schedules in the docs, schedules from text, and tables in YAML."""
 
-from collections.abc import Callable
+import re
+from pathlib import Path
+from typing import Any
 
-from meshtrain.pipeline.actions import Schedule
+import yaml
+
+from meshtrain.pipeline.actions import Action, Schedule
 from meshtrain.pipeline.schedule import build
 
-# For p ranks, m microbatches, v stages per rank and groups of g: the most stage forwards that a rank holds, each from
-# its forward until its weight gradient is done.
-PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
-    "gpipe": lambda p, m, v, g: m,
-    "1f1b": lambda p, m, v, g: p,
-    "interleaved-1f1b": lambda p, m, v, g: (v - 1) * g + 2 * p - 1,
-    "looped-bfs": lambda p, m, v, g: v * m,
-    "zb-h1": lambda p, m, v, g: p,
-    "zb-h2": lambda p, m, v, g: 2 * p - 1,
-    "interleaved-zb": lambda p, m, v, g: (v - 1) * g + p,
-    "zbv": lambda p, m, v, g: 2 * p,
-    "v-half": lambda p, m, v, g: p + 2,
-    "v-min": lambda p, m, v, g: 2 * -(-(p - 1) // 3) + 2,
-    "dualpipev": lambda p, m, v, g: 2 * p + 1,
-}
+HERE = Path(__file__).resolve().parent
+PAGE = (HERE.parents[1] / "docs" / "pipeline.md").read_text()
 
 
-def default_stages(name: str) -> int:
-    return build(name, ranks=1, microbatches=1).stages_per_rank
+def table(name: str) -> Any:
+    return yaml.safe_load((HERE / f"{name}.yaml").read_text())
 
 
-def largest_group(microbatches: int, ranks: int) -> int:
-    """The most microbatches that go through one stage of a rank before any goes through its next stage: `ranks` to
-    2 * `ranks` - 1, or all if there are fewer than ranks."""
-    groups = max(1, microbatches // ranks)
-    return -(-microbatches // groups)
+def documented() -> dict[str, list[str]]:
+    """Name -> stages of a rank, idle time, its share for 4 x 8 and for 8 x 32, peak, peak for 4 x 8 in 1f1b's stages.
+
+    The formulas are those of the papers, for p ranks, m microbatches, v stages of a rank, and g microbatches that go
+    through one stage of a rank before any goes through its next stage.
+    """
+    rows = (re.findall(r"[^|]+", line) for line in PAGE.splitlines() if re.match(r"\| `[\w-]+` \| [12]", line))
+    return {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in rows}
 
 
-def peak_bound(name: str, ranks: int, microbatches: int, stages: int | None = None) -> int:
-    """The most stage forwards that any rank of a schedule may hold."""
-    v = default_stages(name) if stages is None else stages
-    return min(v * microbatches, PEAKS[name](ranks, microbatches, v, largest_group(microbatches, ranks)))
+def value(formula: str, schedule: Schedule) -> int:
+    """`2⌈(p - 1)/3⌉ + 2`, `(v - 1)g + p`, `v·m`, ... with a schedule's numbers put in."""
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.stages_per_rank
+    groups = max(1, m // p)
+    formula = re.sub(r"⌈(.*)/(\d)⌉", r"(-(-\1 // \2))", formula).replace("·", "*").replace(" mod ", " % ")
+    formula = re.sub(r"(?<=[\d)])(?=[a-z(])", "*", formula)
+    return eval(formula, {"p": p, "m": m, "v": v, "g": -(-m // groups)})  # of a document of ours
+
+
+def small_schedules(name: str) -> list[Schedule]:
+    """Of all small sizes and some larger ones, and with one stage more where a schedule allows it."""
+    stages, more = int(documented()[name][0][0]), "more" in documented()[name][0]
+    sizes = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 3 * ranks + 2)]
+    return [
+        build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+        for ranks, microbatches in [*sizes, (11, 5), (13, 40), (16, 64)]
+        for per_rank in range(stages, stages + 1 + more)
+    ]
+
+
+def schedule_of(*rows: str, placement: list[int] | None = None, microbatches: int | None = None) -> Schedule:
+    """A schedule from rows such as `0F0 1B0`, without any check."""
+    actions = tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows)
+    most = 1 + max((action.microbatch for row in actions for action in row), default=-1)
+    places = range(len(rows)) if placement is None else placement
+    return Schedule("mine", most if microbatches is None else microbatches, tuple(places), actions)
 
 
 def csv_text(schedule: Schedule) -> str:
