@@ -1,0 +1,72 @@
+"""Stand-ins for what a watchdog meets: a clock that a test sets, reports of ranks, and the other ranks of its job."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
+from meshtrain.job.watchdog.diagnose import Coordinator
+from meshtrain.job.watchdog.records import Diagnosis, PendingCollective, RankReport, RankStatus, Reach
+from meshtrain.job.watchdog.watchdog import Watchdog
+
+WORLD = (0, 1, 2, 3)
+
+
+class FakeTime:
+    """In place of the module `time`: it passes when a test sets it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def job_of(rank: int = 0, world_size: int = 1, host: str = "a") -> Job:
+    return Job(Environment("none", rank, world_size, rank, host, None), torch.device("cpu"), None)
+
+
+def rank(number: int, host: str = "a", reach: str = "answers", **status: Any) -> RankReport:
+    """A rank that trains, step 5, unless it says something else."""
+    name = f"rank {number} on host {host} (dp_shard {number})"
+    fields = {"phase": "step", "step": 5, "seconds": 20.0} | status
+    answer = RankStatus(**fields) if reach == "answers" else None
+    return RankReport(number, host, name, 1000 + number, Reach(reach), answer)
+
+
+def waits(
+    label: str = "all_reduce 7", over: str = "dp_shard", ranks: tuple[int, ...] = WORLD, **more: Any
+) -> PendingCollective:
+    return PendingCollective(label, over, ranks, **more)
+
+
+class FakePeers:
+    """In place of `Peers` of three ranks: their reports are given, one look after another. The last look repeats."""
+
+    def __init__(self, *looks: list[RankReport]) -> None:
+        self.looks = list(looks)
+        self.notified: list[set[int]] = []
+
+    def alive_from_rank_0(self, *, same_host: bool = False) -> list[SimpleNamespace]:
+        return [SimpleNamespace(rank=0)]
+
+    def examine(self) -> list[RankReport]:
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+    def survivors(self, diagnosis: Diagnosis) -> set[int]:
+        return {0, 1, 2} - set(diagnosis.ranks)
+
+    def tell(self, ranks: set[int], message: object) -> None:
+        self.notified.append(ranks)
+
+    def kill_stopped(self, diagnosis: Diagnosis) -> None:
+        pass
+
+
+def watchdog_of(number: int, *looks: list[RankReport]) -> Watchdog:
+    """The watchdog of this rank of three."""
+    watch = Watchdog(job_of(number, 3))
+    watch._server, watch._peers = object(), FakePeers(*looks)  # type: ignore[assignment]
+    watch._coordinator = Coordinator(watch.peers, watch._clock, watch._closed)
+    return watch
