@@ -1,6 +1,7 @@
 """Experts, their router and its balance, against loops over experts in plain PyTorch."""
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
-from meshtrain.experts import LOADS, Experts, Router, choose, load_metrics
+from meshtrain.experts import Experts, Router, choose, load_metrics
 from meshtrain.layout import Layout
 from meshtrain.loss import GlobalCount, StepTerms, sample_losses
 from meshtrain.mesh import Mesh
@@ -59,17 +60,58 @@ ROUTES: dict[str, Callable[[int], Tensor]] = {
 }
 
 
+def layer_inputs(route: str, *shape: int) -> tuple[Experts, Tensor, Tensor, Tensor]:
+    """A layer of experts, its inputs, the experts that they choose, and their weights."""
+    torch.manual_seed(0)
+    experts, chosen = Experts(E, 8, 4).double(), ROUTES[route](math.prod(shape)).view(*shape, J)
+    x, weights = (torch.randn(*shape, k, dtype=torch.float64, requires_grad=True) for k in (8, J))
+    return experts, x, chosen, weights
+
+
+def gradients_of(experts: Experts, x: Tensor, weights: Tensor) -> list[Tensor | None]:
+    """Which are taken away."""
+    gradients = []
+    for tensor in (x, weights, *experts.parameters()):
+        gradients.append(tensor.grad)
+        tensor.grad = None
+    return gradients
+
+
 @pytest.mark.parametrize("n", [0, 1, 20])
 @pytest.mark.parametrize("route", ROUTES)
 def test_experts_are_a_loop_over_experts(route: str, n: int) -> None:
-    torch.manual_seed(0)
-    experts, chosen = Experts(E, 8, 4).double(), ROUTES[route](n)
-    x, weights = (torch.randn(n, k, dtype=torch.float64, requires_grad=True) for k in (8, J))
-    tensors, direction = [x, weights, *experts.parameters()], torch.randn(n, 8, dtype=torch.float64)
-    outputs = [experts(x, chosen, weights), loop(experts, x, chosen, weights)]
-    gradients = [torch.autograd.grad(y, tensors, direction) for y in outputs]
-    for one, other in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    """Also where the gradients of their weights wait."""
+    experts, x, chosen, weights = layer_inputs(route, n)
+    expected = loop(experts, x, chosen, weights)
+    expected.square().sum().backward()
+    expected_gradients = gradients_of(experts, x, weights)
+    y = experts(x, chosen, weights)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-14)
+    gradients = gradients_of(experts, x, weights)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-14)
+    queue = WeightGradQueue()
+    use_products(nn.Sequential(experts), queue=queue)
+    y = experts(x, chosen, weights)
+    with queue.record() as deferred:
+        y.square().sum().backward()
+    assert all(p.grad is None for p in experts.parameters())
+    run_weight_grads(deferred)
+    torch.testing.assert_close(gradients_of(experts, x, weights), gradients, rtol=0, atol=0)
+
+
+def test_padding_gets_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 samples one is padding, and of their 5 positions one: both get zeros."""
+    experts, x, chosen, weights = layer_inputs("drawn", 3, S)
+    rows, products = [], experts._products
+    monkeypatch.setattr(experts, "_products", lambda x, counts: rows.append(int(counts.sum())) or products(x, counts))
+    real = torch.ones(3, S, dtype=torch.bool)
+    real[2], real[:, 3] = False, False
+    with StepTerms(GlobalCount(1, ALONE, CPU)).of_microbatch(3, 2, real[0]):
+        y = experts(x, chosen, weights)
+    assert rows == [int(real.sum()) * J]
+    assert (y[~real] == 0).all()
+    torch.testing.assert_close(y[real], loop(experts, x[real], chosen[real], weights[real]), rtol=1e-12, atol=1e-14)
 
 
 def test_first_values_are_those_of_linear_layers() -> None:
@@ -94,29 +136,12 @@ def test_the_kernel_does_as_the_loop_does(monkeypatch: pytest.MonkeyPatch) -> No
 
     by_loop = products()
     monkeypatch.setattr(grouped, "_has_kernel", lambda *tensors: True)
-    for one, other in zip(products(), by_loop, strict=True):
-        torch.testing.assert_close(one, other)
-    for rows in by_loop[:2]:
+    torch.testing.assert_close(products(), by_loop)
+    *of_rows, of_weights = by_loop
+    for rows in of_rows:
         assert rows[:7].abs().min() > 0
         assert (rows[7:] == 0).all()
-    assert (by_loop[2][1] == 0).all()
-
-
-def test_weight_gradients_can_wait() -> None:
-    torch.manual_seed(0)
-    experts, queue = nn.Sequential(Experts(E, 8, 4)), WeightGradQueue()
-    x, chosen, weights = torch.randn(20, 8, requires_grad=True), ROUTES["drawn"](20), torch.rand(20, J)
-    experts[0](x, chosen, weights).square().sum().backward()
-    at_once = [p.grad for p in (x, *experts.parameters())]
-    for p in (x, *experts.parameters()):
-        p.grad = None
-    use_products(experts, queue=queue)
-    y = experts[0](x, chosen, weights).square().sum()
-    with queue.record() as deferred:
-        y.backward()
-    assert all(p.grad is None for p in experts.parameters())
-    run_weight_grads(deferred)
-    assert all(p.grad.equal(grad) for p, grad in zip((x, *experts.parameters()), at_once, strict=True))
+    assert (of_weights[1] == 0).all()
 
 
 # The choice ----------------------------------------------------------------------------------------------------------
@@ -126,13 +151,12 @@ def test_weight_gradients_can_wait() -> None:
 def test_of_equal_scores_the_lower_index_is_chosen(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for scores in (
-        torch.randint(-2, 3, (200, 9)).to(dtype),
-        torch.randn(200, 128).to(dtype),
-        torch.zeros(3, 128, dtype=dtype),
-        torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, 0.0, -1.0, 1e-7, -1e-7, torch.inf]]).to(dtype),
+        torch.randint(-2, 3, (200, 9)),
+        torch.randn(200, 128),
+        torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, 0.0, -1.0, 1e-7, -1e-7, torch.inf]]),
     ):
-        best = scores.double().sort(dim=-1, descending=True, stable=True).indices
-        assert choose(scores, 8).equal(best[:, :8])
+        best = scores.to(dtype).double().sort(dim=-1, descending=True, stable=True).indices
+        assert choose(scores.to(dtype), 8).equal(best[:, :8])
     with torch.device("meta"):
         assert choose(torch.zeros(2, 3, 9), 8).shape == (2, 3, 8)
 
@@ -187,66 +211,48 @@ class Plain(nn.Module):
             self.gate.e_score_correction_bias.data += 0.05 * torch.sign(self.loads.mean() - self.loads)
 
 
-def plain(model: nn.Module) -> tuple[nn.Module, list[Tensor]]:
-    model, terms = copy.deepcopy(model), []
-    for layer in model.model.layers[1:]:
-        layer.mlp = Plain(layer.mlp, model.config, terms)
-    return model, terms
-
-
 TOKENS = torch.randint(V, (4, SAMPLES, S), generator=torch.Generator().manual_seed(7))
 
 
-def microbatches(model: nn.Module, tokens: Tensor, size: int, scale: float | None = None) -> StepTerms:
+def microbatches(model: nn.Module, tokens: Tensor, size: int) -> StepTerms:
     """Forward and backward of all samples, `size` at a time; the last microbatch is filled with padding."""
-    count = GlobalCount(tokens.numel(), ALONE, CPU)
-    terms = StepTerms(count, None if scale is None else torch.tensor(scale))
+    terms = StepTerms(GlobalCount(tokens.numel(), ALONE, CPU))
     for i in range(0, SAMPLES, size):
         rows = F.pad(tokens[i : i + size], (0, 0, 0, max(i + size - SAMPLES, 0)))
         real = min(size, SAMPLES - i)
         with terms.of_microbatch(size, real):
-            loss = sample_losses(model(rows), rows)[:real].sum() / tokens.numel()
-            (loss * (scale or 1)).backward()
+            (sample_losses(model(rows), rows)[:real].sum() / tokens.numel()).backward()
     return terms
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def descend(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
-            p.data -= 2 * p.grad
-            p.grad = None
-
-
-CASES = [("softmax", "batch"), ("sigmoid", "batch"), ("sigmoid", "sequence"), ("softmax", "none")]
-
-
 @pytest.mark.parametrize("size", [1, 2, 7])
-@pytest.mark.parametrize(("score", "balance"), CASES)
+@pytest.mark.parametrize(
+    ("score", "balance"), [("softmax", "batch"), ("sigmoid", "batch"), ("sigmoid", "sequence"), ("softmax", "none")]
+)
 def test_a_step_is_that_of_the_whole_batch(score: str, balance: str, size: int) -> None:
     """Three steps in microbatches of any size, of which the last has padding: gradients, loads, terms, biases."""
     model = fresh(score=score, router_balance=balance)
-    reference, added = plain(model)
+    reference, added = copy.deepcopy(model), []
+    for layer in reference.model.layers[1:]:
+        layer.mlp = Plain(layer.mlp, model.config, added)
+    trained = [(p, reference.get_parameter(name)) for name, p in model.named_parameters() if p.requires_grad]
     for tokens in TOKENS[:3]:
         terms = microbatches(model, tokens, size)
         added.clear()
         loss = sample_losses(reference(tokens), tokens).sum() + sum(added)
         (loss / tokens.numel()).backward()
-        expected = trained(reference)
-        for name, grad in trained(model).items():
-            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-13)
         attached = sum(terms.sums.get(f"loss/{name}", torch.zeros(2))[0] for name in ("balance", "router_z"))
         assert attached.item() == pytest.approx(sum(added).item(), rel=1e-12)
         terms.receive(terms.sums, torch.tensor(False))
-        for one, other in zip(model.model.layers[1:], reference.model.layers[1:], strict=True):
-            other.mlp.end_step()
-            assert one.mlp.gate.balance.loads.equal(other.mlp.loads)
-            assert score == "softmax" or one.mlp.gate.e_score_correction_bias.abs().max() > 0
-        descend(model)
-        descend(reference)
+        for layer, known in zip(model.model.layers[1:], reference.model.layers[1:], strict=True):
+            known.mlp.end_step()
+            assert layer.mlp.gate.balance.loads.equal(known.mlp.loads)
+            assert score == "softmax" or layer.mlp.gate.e_score_correction_bias.abs().max() > 0
+        for pair in trained:
+            torch.testing.assert_close(pair[0].grad, pair[1].grad, rtol=1e-12, atol=1e-13)
+            for p in pair:
+                p.data -= 2 * p.grad
+                p.grad = None
 
 
 def test_a_step_without_an_update_moves_nothing() -> None:
@@ -254,68 +260,24 @@ def test_a_step_without_an_update_moves_nothing() -> None:
     terms = microbatches(model, TOKENS[0], 2)
     state = [p for p in model.parameters() if not p.requires_grad]
     before = [p.clone() for p in state]
-    terms.receive(terms.sums, torch.tensor(True))
-    assert [p.equal(old) for p, old in zip(state, before, strict=True)] == 4 * [True]
-    terms.receive(terms.sums, torch.tensor(False))
-    assert [p.equal(old) for p, old in zip(state, before, strict=True)] == 4 * [False]
-
-
-def test_the_loss_scale_is_on_the_terms_too() -> None:
-    plain, scaled = fresh(), fresh()
-    microbatches(plain, TOKENS[0], 2)
-    microbatches(scaled, TOKENS[0], 2, scale=64.0)
-    for name, grad in trained(scaled).items():
-        torch.testing.assert_close(grad, 64 * trained(plain)[name], rtol=1e-12, atol=1e-13)
-
-
-def test_padding_gets_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 3 samples one is padding, and of their 5 positions one: both get zeros and give nothing to weights."""
-    torch.manual_seed(0)
-    experts, x = Experts(E, 8, 4).double(), torch.randn(3, S, 8, dtype=torch.float64, requires_grad=True)
-    chosen, weights = ROUTES["drawn"](3 * S).view(3, S, J), torch.rand(3, S, J, dtype=torch.float64)
-    rows, products = [], experts._products
-    monkeypatch.setattr(experts, "_products", lambda x, counts: rows.append(int(counts.sum())) or products(x, counts))
-    real = torch.ones(3, S, dtype=torch.bool)
-    real[2], real[:, 3] = False, False
-    with StepTerms(GlobalCount(1, ALONE, CPU)).of_microbatch(3, 2, real[0]):
-        y = experts(x, chosen, weights)
-    y.square().sum().backward()
-    got = [p.grad for p in experts.parameters()]
-    experts.zero_grad()
-    assert rows == [int(real.sum()) * J]
-    assert (y[~real] == 0).all()
-    assert (x.grad[~real] == 0).all()
-    expected = loop(experts, x[real], chosen[real], weights[real])
-    torch.testing.assert_close(y[real], expected, rtol=1e-12, atol=1e-14)
-    expected.square().sum().backward()
-    for grad, p in zip(got, experts.parameters(), strict=True):
-        torch.testing.assert_close(grad, p.grad, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_block_that_runs_again_counts_once(recompute: str) -> None:
-    keys = {"score": "sigmoid", "router_balance": "sequence"}
-    model, again = fresh(**keys), parallelize(fresh(**keys), ALONE, precision="float64", recompute=recompute)
-    sums, sums_again = (microbatches(m, TOKENS[0], 2).sums for m in (model, again))
-    assert sums.keys() == sums_again.keys()
-    assert all(value.equal(sums_again[field]) for field, value in sums.items())
-    for name, grad in trained(model).items():
-        torch.testing.assert_close(trained(again)[name], grad, rtol=1e-12, atol=1e-14)
-    loads = [value for field, value in sums.items() if field.startswith(f"tally/{LOADS}")]
-    assert [int(value.sum()) for value in loads] == 2 * [SAMPLES * S * J]
-    assert load_metrics([torch.tensor([3.0, 0, 0]), torch.tensor([2.0, 0, 2])]) == {
-        "expert_load_max": 3.0,
-        "experts_idle": 3.0,
-    }
+    for bad in (True, False):
+        terms.receive(terms.sums, torch.tensor(bad))
+        assert [p.equal(old) for p, old in zip(state, before, strict=True)] == 4 * [bad]
 
 
 def test_two_layers_with_one_number_are_refused() -> None:
     model = fresh()
-    model.model.layers[2].mlp.gate.balance = model.model.layers[1].mlp.gate.balance  # one module twice counts both
+    first, second = (layer.mlp.gate for layer in model.model.layers[1:])
+    second.balance = first.balance  # one module twice counts both
     microbatches(model, TOKENS[0], 2)
-    model.model.layers[2].mlp.gate.balance = copy.deepcopy(model.model.layers[1].mlp.gate.balance)
+    second.balance = copy.deepcopy(first.balance)
     with pytest.raises(ValueError, match="two modules tally expert_loads/1: the number of each layer"):
         microbatches(model, TOKENS[0], 2)
+
+
+def test_metrics_of_loads() -> None:
+    metrics = load_metrics([torch.tensor([3.0, 0, 0]), torch.tensor([2.0, 0, 2])])
+    assert metrics == {"expert_load_max": 3.0, "experts_idle": 3.0}
 
 
 # Beside the rest -----------------------------------------------------------------------------------------------------
@@ -357,8 +319,7 @@ def test_a_block_that_runs_again_routes_as_it_did(recompute: str, monkeypatch: p
         gradients.append([p.grad for p in model.parameters()])
     assert len(routes) == 4
     assert all(route.equal(routes[0]) for route in routes)
-    for eager, other in zip(*gradients, strict=True):
-        assert other.equal(eager)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 def test_active_parameters_are_what_is_counted() -> None:
@@ -371,20 +332,16 @@ def test_active_parameters_are_what_is_counted() -> None:
     assert flops == 40 * (6 * active + 12 * 3 * 8 * 40)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_in_16_bits_what_is_counted_stays_in_32(precision: str) -> None:
-    model = parallelize(fresh(score="sigmoid"), ALONE, precision=precision)
-    reference = fresh(score="sigmoid").float()
-    kinds = []
+def test_in_16_bits_what_is_counted_stays_in_32() -> None:
+    model = parallelize(fresh(score="sigmoid"), ALONE, precision="bfloat16")
     gate = model.model.layers[1].mlp.gate
-    gate.register_forward_hook(
-        lambda gate, inputs, outputs: kinds.append(
-            [inputs[0].dtype, gate.weight.dtype, gate.e_score_correction_bias.dtype, outputs[1].dtype]
-        )
-    )
-    terms, exact = microbatches(model, TOKENS[0], 7), microbatches(reference, TOKENS[0], 7)
-    dtype = getattr(torch, precision)
-    assert kinds == [[dtype, dtype, torch.float32, torch.float32]]
-    assert gate.balance.loads.dtype == torch.float32
-    assert terms.sums["loss/balance"][0].item() == pytest.approx(exact.sums["loss/balance"][0].item(), rel=0.05)
-    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in trained(model).values())
+    types = []
+
+    def record(gate: Router, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor]) -> None:
+        tensors = (*inputs, gate.weight, gate.e_score_correction_bias, gate.balance.loads, outputs[1])
+        types.append([x.dtype for x in tensors])
+
+    gate.register_forward_hook(record)
+    microbatches(model, TOKENS[0], 7)
+    assert types == [2 * [torch.bfloat16] + 3 * [torch.float32]]
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
