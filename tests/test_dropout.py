@@ -1,11 +1,13 @@
 """Dropout: good masks, and the same ones whatever computes them."""
 
-from collections.abc import Callable
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from meshtrain.config.locate import model_file
 from meshtrain.data.order import mix
@@ -75,55 +77,46 @@ def test_masks_have_nothing_to_do_with_each_other(p: float) -> None:
         "samples": masks(shape, p=p, first=8)[0],
         "part": masks(shape, p=p, part=SequencePart(2, 1))[0],
     }
-    found = {what: correlation(mask, other) for what, other in others.items()}
+    correlations = {name: correlation(mask, other) for name, other in others.items()}
     for dim in range(3):
         for lag in (1, 2, 3):
             n = shape[dim] - lag
-            found[f"dim {dim}, lag {lag}"] = correlation(mask.narrow(dim, 0, n), mask.narrow(dim, lag, n))
-    assert {what: z for what, z in found.items() if not abs(z) < 5} == {}
+            correlations[f"dim {dim}, lag {lag}"] = correlation(mask.narrow(dim, 0, n), mask.narrow(dim, lag, n))
+    assert {name: z for name, z in correlations.items() if not abs(z) < 5} == {}
 
 
 @settings(max_examples=50)
 @given(
-    rows=st.integers(2, 4),
+    cp=st.integers(1, 5),
+    tp=st.integers(1, 3),
+    chunks=st.integers(2, 3),
     width=st.integers(1, 7),
-    parts=st.integers(1, 4),
     micro=st.integers(1, 4),
-    b=st.integers(1, 6),
 )
-def test_parts_and_microbatches_make_the_whole(rows: int, width: int, parts: int, micro: int, b: int) -> None:
-    """Ranks that share a sequence, and microbatches that share a batch, drop what one process drops at once."""
-    whole = masks((b, rows * parts, width))
-    pieces = [
-        [masks((min(micro, b - first), rows, width), first=first, part=SequencePart(parts, i)) for i in range(parts)]
-        for first in range(0, b, micro)
-    ]
-    for i in range(2):
-        assert torch.equal(torch.cat([torch.cat([piece[i] for piece in row], 1) for row in pieces]), whole[i])
+def test_parts_and_microbatches_make_the_whole(cp: int, tp: int, chunks: int, width: int, micro: int) -> None:
+    """Ranks that share sequences, as data/sequence.py deals positions out and `tp` cuts each part of `cp` once more."""
+    samples, length = 4, padded_length(chunks * cp * tp, cp, tp)
+    whole = masks((samples, length, width))
+    for i, j in product(range(cp), range(tp)):
+        positions = torch.tensor([at for chunk in chunks_of(length, cp, i, tp) for at in chunk]).chunk(tp)[j]
+        part = SequencePart(tp, j, cp, i)
+        assert torch.equal(part.positions(len(positions), torch.device("cpu")), positions)
+        for first in range(0, samples, micro):
+            size = min(micro, samples - first)
+            own = masks((size, len(positions), width), first=first, part=part)
+            for mask, expected in zip(own, whole, strict=True):
+                assert torch.equal(mask, expected[first : first + size, positions])
 
 
-@pytest.mark.parametrize("shape", [(5, 1, 1), (5, 1, 4)])
-def test_ranks_that_share_a_sample_drop_all_of_it_together(shape: tuple[int, ...]) -> None:
-    """Stochastic depth: one number for a sample, or for each of its features."""
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 5, 7), (5, 1, 1), (5, 1, 4)], ids=str)
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    """A second dim of 1 stands for a whole sample (stochastic depth), which ranks that share it drop together."""
     whole = masks(shape)[0]
-    for part in (SequencePart(2, 1), SequencePart(2, 1, 2, 0), SequencePart(2, 1, 2, 1)):
-        assert torch.equal(masks(shape, part=part)[0], whole)
-
-
-@settings(max_examples=50)
-@given(cp=st.integers(1, 5), tp=st.integers(1, 3), chunks=st.integers(2, 3), width=st.integers(1, 4))
-def test_ranks_that_share_sequences_over_cp_and_tp_have_the_positions_of_their_parts(
-    cp: int, tp: int, chunks: int, width: int
-) -> None:
-    """As data/sequence.py deals positions out; `tp` cuts the part of a rank of `cp` once more."""
-    length = padded_length(chunks * cp * tp, cp, tp)
-    whole = masks((2, length, width))[0]
-    for i in range(cp):
-        own = torch.tensor([at for chunk in chunks_of(length, cp, i, tp) for at in chunk]).chunk(tp)
-        for j in range(tp):
-            part = SequencePart(tp, j, cp, i)
-            assert torch.equal(part.positions(len(own[j]), torch.device("cpu")), own[j])
-            assert torch.equal(masks((2, len(own[j]), width), part=part)[0], whole[:, own[j]])
+    assert whole.shape == shape
+    assert torch.equal(whole[1:3], masks((2, *shape[1:]), first=1)[0])
+    if shape[1:2] == (1,):
+        for part in (SequencePart(2, 1), SequencePart(2, 1, 2, 0), SequencePart(2, 1, 2, 1)):
+            assert torch.equal(masks(shape, part=part)[0], whole)
 
 
 @settings(max_examples=30)
@@ -131,12 +124,12 @@ def test_ranks_that_share_sequences_over_cp_and_tp_have_the_positions_of_their_p
 def test_it_is_splitmix64_of_the_element(key: int, part: int, p: float) -> None:
     """Against integers of Python, which do not wrap around; signed tensors must not show."""
     positions = torch.arange(3) + part * 3
-    found = keep_mask(torch.tensor([key]), torch.Size((1, 3, 5)), positions, p)
+    mask = keep_mask(torch.tensor([key]), torch.Size((1, 3, 5)), positions, p)
     start = mix(0, key % 2**64)
     for row in range(3):
         for feature in range(5):
             word = mix((part * 3 + row) * 3 + feature // 2, start)
-            assert found[0, row, feature] == ((word >> 32 * (feature % 2)) % 2**32 >= round(p * 2**32))
+            assert mask[0, row, feature] == ((word >> 32 * (feature % 2)) % 2**32 >= round(p * 2**32))
 
 
 def test_masks_stay_as_they_are() -> None:
@@ -145,13 +138,6 @@ def test_masks_stay_as_they_are() -> None:
     set_dropout(model, seed=0, step=1, samples=range(1))
     mask = (model["mlp_dropout"](torch.ones(1, 2, 16)) != 0).int().flatten(1)[0].tolist()
     assert "".join(map(str, mask)) == "11111100101000110101010011000111"
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 5, 7)])
-def test_any_shape(shape: tuple[int, ...]) -> None:
-    first = masks(shape)[0]
-    assert first.shape == shape
-    assert torch.equal(first[1:3], masks((2, *shape[1:]), first=1)[0])
 
 
 def test_without_keys_it_is_torchs_own() -> None:
@@ -173,14 +159,17 @@ def test_nothing_is_dropped_in_evaluation_nor_with_0() -> None:
     assert all(y is x for y in none(x))
 
 
-def test_a_placed_model_wants_to_know_the_samples() -> None:
-    model = Two()
-    bind_dropout(model)
+def test_a_placed_model_wants_to_know_the_samples_and_has_a_dim_for_parts_of_sequences() -> None:
+    model, x = Two(), torch.ones(2, 3)
+    bind_dropout(model, SequencePart(cp=2))
     with pytest.raises(RuntimeError, match="call set_dropout"):
-        model(torch.ones(2, 3))
+        model(x)
     set_dropout(model, seed=0, step=1, samples=range(1))
     with pytest.raises(RuntimeError, match="batch of 2 samples, but set_dropout told of 1"):
-        model(torch.ones(2, 3))
+        model(x)
+    set_dropout(model, seed=0, step=1, samples=range(2))
+    with pytest.raises(RuntimeError, match=r"dropout of \(2, 3\) on a part of each sequence"):
+        model(x)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
@@ -191,98 +180,53 @@ def test_p_is_a_probability_below_1(p: float) -> None:
     assert (key, "from 0 to below 1" in problem) == ("hidden_dropout", True)
 
 
-def small_llama(wrap: Callable[[Callable], Callable] = lambda forward: forward) -> nn.Module:
-    """A Llama whose layers' forwards are wrapped."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "num_hidden_layers": 2}
-    model = llama.Model(llama.Config(**sizes, vocab_size=30, hidden_dropout=0.2)).double()
-    for layer in model.model.layers:
-        layer.forward = wrap(layer.forward)
-    return model
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(9, 9), Dropout(0.3)
 
-
-def two_steps(model: nn.Module) -> list[Tensor]:
-    """Logits and gradients of two microbatches in each of two steps."""
-    tokens = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(1))
-    found = []
-    for step in (1, 2):
-        for samples in (range(0, 2), range(2, 4)):
-            set_dropout(model, seed=0, step=step, samples=samples)
-            logits = model(tokens[samples.start : samples.stop])
-            logits.square().sum().backward()
-            found.append(logits.detach())
-        found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    return found
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_a_block_that_runs_again_drops_the_same(recompute: str) -> None:
-    again = two_steps(small_llama(lambda forward: checkpoint_block(forward, recompute)))
-    for found, expected in zip(again, two_steps(small_llama()), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_microbatches_of_any_size_have_the_gradient_of_one() -> None:
-    whole, halves = small_llama(), small_llama()
-    tokens = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(1))
-    set_dropout(whole, seed=0, step=1, samples=range(4))
-    whole(tokens).square().sum().backward()
-    for rows in (range(0, 3), range(3, 4)):
-        set_dropout(halves, seed=0, step=1, samples=rows)
-        halves(tokens[rows.start : rows.stop]).square().sum().backward()
-    for found, expected in zip(halves.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.linear(x)))
 
 
 def test_a_compiled_block_drops_the_same_and_is_compiled_once() -> None:
-    graphs = []
+    """One graph for all steps, samples and layers."""
 
-    def count(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.dropout = nn.Linear(9, 9), Dropout(0.3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.dropout(torch.tanh(self.linear(x)))
-
-    def outputs(wrap: Callable[[Callable], Callable]) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block(), Block())
-        forwards = [wrap(block.forward) for block in model]
-        found = []
-        for step in (1, 2, 3):
-            set_dropout(model, seed=0, step=step, samples=range(step, step + 4))
-            x = torch.linspace(-1, 1, 4 * 7 * 9).view(4, 7, 9).requires_grad_()
-            for forward in forwards:
-                x = forward(x)
-            found.append(x)
-        return found
-
-    eager = outputs(lambda forward: forward)
-    for found, expected in zip(outputs(lambda f: torch.compile(f, fullgraph=True)), eager, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    torch._dynamo.reset()
-    outputs(lambda f: torch.compile(f, fullgraph=True, backend=count))
-    assert len(graphs) == 1  # one for all steps, samples and layers
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_compiled_blocks_compute_again_what_is_under_way(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two forwards before their backwards, as in a pipeline: each keeps the keys of its own masks."""
-    quick = partial(torch.compile, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr(torch, "compile", quick)
-
-    def gradients(compile_it: bool) -> list[Tensor]:
+    def outputs(**options: Any) -> list[Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        block = nn.Sequential(nn.Linear(8, 8), Dropout(0.3)).double()
-        if compile_it:
-            block.forward = compile_block(block, checkpoint_block(block.forward, recompute))
-        x, losses = torch.randn(4, 3, 8, dtype=torch.float64, requires_grad=True), []
+        model = nn.Sequential(Block(), Block(), Block())
+        if options:
+            for block in model:
+                block.forward = torch.compile(block.forward, fullgraph=True, **options)
+        results = []
+        for step in (1, 2, 3):
+            set_dropout(model, seed=0, step=step, samples=range(step, step + 4))
+            results.append(model(torch.linspace(-1, 1, 4 * 7 * 9).view(4, 7, 9).requires_grad_()))
+        return results
+
+    torch.testing.assert_close(outputs(backend="inductor"), outputs(), rtol=1e-5, atol=1e-6)
+    counter = CompileCounter()
+    outputs(backend=counter)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_blocks_compute_again_what_is_under_way(
+    recompute: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two forwards before their backwards, as in a pipeline: each keeps the keys of its own masks."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+
+    def gradients(recompute: str, compiled: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        block = Block().double()
+        block.forward = checkpoint_block(block.forward, recompute)
+        if compiled:
+            block.forward = compile_block(block, block.forward)
+        x, losses = torch.randn(4, 3, 9, dtype=torch.float64, requires_grad=True), []
         parts = (range(0, 2), range(2, 4))
         for samples in parts:
             set_dropout(block, seed=0, step=1, samples=samples)
@@ -290,15 +234,6 @@ def test_compiled_blocks_compute_again_what_is_under_way(recompute: str, monkeyp
         for samples, loss in zip(parts, losses, strict=True):
             set_dropout(block, seed=0, step=1, samples=samples)
             loss.backward()
-        return [tensor.grad for tensor in (x, *block.parameters()) if tensor.grad is not None]
+        return [tensor.grad for tensor in (x, *block.parameters())]
 
-    for found, expected in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_part_of_a_sequence_has_a_dim_for_it() -> None:
-    model = nn.Sequential(Dropout(0.5))
-    bind_dropout(model, SequencePart(cp=2))
-    set_dropout(model, seed=0, step=0, samples=range(2))
-    with pytest.raises(RuntimeError, match=r"dropout of \(2, 4\) on a part of each sequence"):
-        model(torch.ones(2, 4))
+    torch.testing.assert_close(gradients(recompute, compiled), gradients("none", False), rtol=1e-12, atol=1e-12)
