@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.ranks import job, pytest_generate_tests, pytest_runtest_protocol, shared_path
+from tests.ranks import job, pytest_generate_tests, pytest_runtest_protocol, session_path, shared_path
 
-__all__ = ["job", "pytest_generate_tests", "pytest_runtest_protocol", "shared_path"]
+__all__ = ["job", "pytest_generate_tests", "pytest_runtest_protocol", "session_path", "shared_path"]
 
 # Start the longest files first: when two files run at a time, a long one at the end would leave a core idle.
 LONGEST = (
@@ -20,6 +20,12 @@ LONGEST = (
     "parallel/test_compile.py",
     "test_training.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = ranks.session_folder()
+    folder.__enter__()
+    config.add_cleanup(lambda: folder.__exit__(None, None, None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -42,6 +43,7 @@ GRACE_S = 20.0  # how long ranks may take to come back once another rank has fai
 LIMIT_S = 300.0  # of a test without a mark `timeout`
 JOB_LIMIT_S = 3000.0
 INNER = "the ranks of a job"  # the plugin's name in the process that forks the ranks
+SESSION = "MESHTRAIN_TEST_SESSION"  # names the session's folder in the environment
 WORLD = re.compile(r"[\[-](\d+)-ranks[\]-]")  # in the name of a test
 
 
@@ -139,6 +141,24 @@ def shared_path() -> Path:
     """A folder of this test that all of its ranks see."""
     assert current is not None, "a test that uses `shared_path` has the mark `ranks`"
     return current.folder
+
+
+@pytest.fixture(scope="session")
+def session_path() -> Path:
+    """A folder that all processes of a session of tests see, with what they compute once."""
+    return Path(os.environ[SESSION])
+
+
+@contextmanager
+def session_folder() -> Iterator[None]:
+    """Makes the folder of `session_path`, unless the process that has started this one did."""
+    if SESSION in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="meshtrain_tests") as folder:
+        os.environ[SESSION] = folder
+        yield
+        del os.environ[SESSION]
 
 
 # ---------------------------------------------------------------------------------------- in the process of one rank

@@ -1,0 +1,111 @@
+"""Runs of whole configs inside of a test of ranks, and of the same config in one process."""
+
+import fcntl
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshtrain.modeling.build
+import meshtrain.run.results
+import meshtrain.run.step_logger
+import meshtrain.train
+from meshtrain.config import Config
+from meshtrain.job.environment import read_environment
+from meshtrain.job.process import Job, join
+from meshtrain.metrics.logger import read
+from meshtrain.modeling.flops import block_flops
+from meshtrain.parallel import fsdp, linear_cross_entropy
+from tests.parity.cells import assert_same, small
+from tests.parity.experiments import Experiment
+
+_counted: dict[tuple, tuple[list[float], str]] = {}
+
+
+def _counted_once(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tensor | None, ...]) -> tuple:
+    """`block_flops`, cached by the model's text, which has the sizes of all its weights."""
+    key = (str(model), *(None if value is None else value.shape for value in inputs))
+    if key not in _counted:
+        _counted[key] = block_flops(model, blocks, inputs)
+    return _counted[key]
+
+
+@contextmanager
+def shortened() -> Iterator[None]:
+    """What a run does only once because it takes long costs more than all steps of a test's model. Nothing that is
+    compared depends on it, and other tests cover it: the picture and the FLOP count are left out, the costs of a
+    model's blocks are counted once, compiled blocks are graphs without generated code, and the loss is computed in
+    chunks although it is small."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(meshtrain.modeling.build, "block_flops", _counted_once)
+        monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+        monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+        monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
+        monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 50)
+        monkeypatch.setattr(linear_cross_entropy, "CHUNK_LOGITS", 0)
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+        yield
+
+
+def assert_parity(job: Job, experiment: Experiment, overrides: Sequence[str], folder: Path, session_path: Path) -> None:
+    """Asserts that the experiment with `overrides`, in this job, is what it is in one process: the curve, what learns,
+    the number of parameters; and that what is sent has its name."""
+    expected = train_alone(job, experiment, session_path)
+    run = train_here(job, experiment, overrides, folder)
+    assert_same(run.rows, expected.rows, experiment.tolerance)
+    assert run.rows[-1]["loss"] < experiment.falls_to * run.rows[0]["loss"], "the parity of runs that learn nothing"
+    if job.rank == 0:
+        assert run.parameters == expected.parameters, "weights that stages share are counted once"
+    sent = {name for name, value in run.rows[-1].items() if name.startswith("sent_bytes_") and value > 0}
+    assert "sent_bytes_dp_shard" not in sent, "parameters are sent over fsdp, all ranks that shard them"
+    if any("cp:" in key for key in overrides):
+        assert {"sent_bytes_cp", "sent_bytes_fsdp"} <= sent
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: the rows of its metrics, and the line about its model's parameters, which rank 0 prints."""
+
+    rows: list[dict]
+    parameters: str
+
+
+def train_here(job: Job, experiment: Experiment, overrides: Sequence[str], folder: Path) -> Run:
+    """Trains in this job."""
+    keys = (*experiment.overrides, *overrides, f"train.output={folder}")
+    printed = io.StringIO()
+    with shortened(), patch.object(fsdp, "MIN_UNIT_SIZE", small(experiment)), redirect_stdout(printed):
+        config = Config.load(experiment.config, keys, world_size=job.world_size, for_training=True)
+        meshtrain.train.run(config, job)
+    if job.store is not None:
+        dist.barrier()
+    line = re.search(r"^model \S+: [\d,]+ parameters.*$", printed.getvalue(), re.MULTILINE)
+    return Run(read(folder / "metrics.jsonl"), line[0] if line else "")
+
+
+def train_alone(job: Job, experiment: Experiment, session_path: Path) -> Run:
+    """The experiment in one process: once per session, by the first rank 0 that needs it, while the others wait."""
+    name = hashlib.sha256(repr(experiment).encode()).hexdigest()[:16]
+    folder = session_path / "alone" / name
+    result = folder / "run.json"
+    if job.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not result.exists():
+                with patch.object(dist, "is_initialized", lambda: False):
+                    run = train_here(join(read_environment({})), experiment, ["layout={dp_shard: 1}"], folder)
+                result.write_text(json.dumps(asdict(run)))
+    dist.barrier()
+    return Run(**json.loads(result.read_text()))
