@@ -23,34 +23,32 @@ class Held:
 @pytest.mark.parametrize(("n", "most", "count"), [(50, 17, 17), (17, 17, 17), (16, 17, 16), (50, None, 50)])
 def test_an_evaluation_takes_the_same_samples_on_every_number_of_ranks(n: int, most: int | None, count: int) -> None:
     held = Held(Numbers(n), "language")
-    chosen = evaluation_set(held, most)
-    assert (chosen is held.validation) == (count == n), "small sets are what they were"
-    reference = values(EvalBatches(chosen, micro_size=4, rank=0, ranks=1))
-    assert len(reference) == len(set(reference)) == count
+    samples = evaluation_set(held, most)
+    assert (samples is held.validation) == (count == n), "small sets are what they were"
+    reference = values(EvalBatches(samples, micro_size=4, rank=0, ranks=1))
+    assert len(set(reference)) == count
     assert set(reference) <= set(range(n))
-    for ranks in (2, 3, 7):
-        parts = (values(EvalBatches(chosen, micro_size=4, rank=rank, ranks=ranks)) for rank in range(ranks))
+    for ranks in (1, 2, 3, 7):
+        parts = (values(EvalBatches(samples, micro_size=4, rank=rank, ranks=ranks)) for rank in range(ranks))
         assert [value for part in parts for value in part] == reference
 
 
 def test_an_evaluation_has_a_limit_by_default_where_samples_are_tokens() -> None:
-    assert len(evaluation_set(Held(Numbers(5000), "language"), None)) == 2048
-    assert len(evaluation_set(Held(Numbers(5000), "classification"), None)) == 5000
-    assert len(evaluation_set(Held(Numbers(5000), "classification"), 100)) == 100
+    for task, most, count in (("language", None, 2048), ("classification", None, 5000), ("classification", 100, 100)):
+        assert len(evaluation_set(Held(Numbers(5000), task), most)) == count
     spread = np.array(evaluation_set(Held(Numbers(5000), "language"), 1000).indices)
     assert abs(np.histogram(spread, 5, (0, 5000))[0] - 200).max() < 50, "from all over the set"
 
 
 @pytest.mark.parametrize(("first", "last"), [(True, False), (False, True), (False, False)])
 def test_a_stage_of_a_pipeline_gets_what_it_uses(first: bool, last: bool) -> None:
-    """Images on the first, targets on the last, anything else everywhere; what stays keeps its shape."""
+    """Images on the first, targets on the last, anything else everywhere."""
     x = torch.zeros(2, 3)
-    batch = Batch({"images": x, "scale": x.clone(), "none": None}, x).to(
-        torch.device("meta"), torch.float64, first, last
-    )
-    devices = [batch.tensors["images"].device.type, batch.tensors["scale"].device.type, batch.targets.device.type]
-    assert devices == ["meta" if first else "cpu", "meta", "meta" if last else "cpu"]
-    assert (batch.tensors["scale"].dtype, batch.tensors["none"]) == (torch.float64, None)
+    batch = Batch({"images": x, "scale": x.clone(), "none": None}, x)
+    batch = batch.to(torch.device("meta"), torch.float64, first, last)
+    images, scale, missing = batch.tensors.values()
+    assert [x.is_meta for x in (images, scale, batch.targets)] == [first, True, last]
+    assert (scale.dtype, missing) == (torch.float64, None)
 
 
 def test_a_model_trains_on_after_an_evaluation_that_failed() -> None:

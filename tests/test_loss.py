@@ -1,5 +1,7 @@
 """Terms that modules attach to the loss, and statistics that they record."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,29 +41,23 @@ class Recomputed(Attaching):
         return checkpoint(super().inside, x, use_reentrant=False)
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("kind", [Attaching, Recomputed])
 @pytest.mark.parametrize("scale", [None, 64.0])
 def test_an_attached_term_is_as_if_it_were_added_to_the_loss(kind: type[Attaching], scale: float | None) -> None:
     """In two microbatches of 3 samples, of which the last one is padding; 10 valid targets."""
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(6, 2, 4, dtype=torch.float64)
-    factor = 1.0 if scale is None else scale
-    terms = StepTerms(GlobalCount(10, ALONE, CPU), None if scale is None else torch.tensor(scale))
+    factor = scale or 1.0
+    terms = StepTerms(GlobalCount(10, ALONE, CPU), scale and torch.tensor(scale))
     for rows, real in ((x[:3], 3), (x[3:], 2)):
         with terms.of_microbatch(3, real):
             (model(rows)[:real].sum() * factor / 10).backward()
-    attached = gradients(model)
+    attached = [p.grad for p in model.parameters()]
+    model.zero_grad()
     model.on = False
     hidden = model.first(x[:5]).tanh()
     (factor * (model(x[:5]).sum() + hidden.square().sum()) / 10).backward()
-    for one, other in zip(attached, gradients(model), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(attached, [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-14)
     assert terms.sums.keys() == {"loss/hidden", "sum/positive", "mean/square"}
     assert terms.sums["loss/hidden"][0].item() == pytest.approx(hidden.square().sum().item(), rel=1e-12)
     assert terms.sums["sum/positive"][0].item() == (hidden > 0).sum()
@@ -87,8 +83,7 @@ def test_a_term_has_a_number_for_each_sample(term: Tensor) -> None:
 
 def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks, two stages of two tensor ranks: each stage attaches something of its own."""
-    layout = Layout({"pp": 2, "tp": 2})
-    mesh = Mesh(layout, 0, "cpu", None, {tuple(range(4)): object()})  # type: ignore[dict-item]
+    mesh = Mesh(Layout({"pp": 2, "tp": 2}), 0, "cpu", None, {tuple(range(4)): object()})  # type: ignore[dict-item]
     every = [{"loss/b": [1.0, 0.0]}, {"loss/b": [1.0, 0.0]}, {"sum/a": [2.0, 0.0]}, {"sum/a": [2.0, 0.0]}]
 
     def gather(result: list, own: object, group: object) -> None:
@@ -105,9 +100,7 @@ def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypa
 
 def test_what_is_no_logits_is_refused() -> None:
     targets = torch.zeros(2, 3, dtype=torch.int64)
-    for output, found in (
-        ({"logits": torch.zeros(2, 3, 4)}, "a dict"),
-        (torch.zeros(2, 4, 4), r"a tensor \(2, 4, 4\)"),
-    ):
-        with pytest.raises(InputError, match=f"the model's output is {found}: its forward has to return"):
-            sample_losses(output, targets)  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {"a dict": {"logits": targets}, r"a tensor \(2, 4, 4\)": torch.zeros(2, 4, 4)}
+    for name, output in wrong.items():
+        with pytest.raises(InputError, match=f"the model's output is {name}: its forward has to return"):
+            sample_losses(output, targets)
