@@ -12,6 +12,7 @@ from meshtrain.job.watchdog.records import Diagnosis, PendingCollective, RankRep
 from meshtrain.job.watchdog.watchdog import Watchdog
 
 WORLD = (0, 1, 2, 3)
+START = 1_700_000_000
 
 
 class FakeTime:
@@ -21,6 +22,9 @@ class FakeTime:
 
     def monotonic(self) -> float:
         return self.now
+
+    def time(self) -> float:
+        return START + self.now
 
 
 def job_of(rank: int = 0, world_size: int = 1, host: str = "a") -> Job:
