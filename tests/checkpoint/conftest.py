@@ -1,10 +1,52 @@
-"""For all checkpoint tests: missing files are reported at once, without retries over time."""
+"""For all checkpoint tests: runs that begin quickly, of which one has done 4 steps of 8."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from meshtrain.job import storage
+import meshtrain.run.results
+import meshtrain.run.step_logger
+from meshtrain.job import signals, storage
+from tests.checkpoint.faults import Run, train_alone
+from tests.checkpoint.going_on import small_run
 
 
-@pytest.fixture(autouse=True)
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PAUSES_S", (0.0, 0.0))
+@pytest.fixture(scope="package", autouse=True)
+def _quickly() -> Iterator[None]:
+    """Without what takes long once per run, and without pauses between attempts to read a missing file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+        patch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+        patch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
+        patch.setattr(signals, "LOOK_EVERY_S", 0.0)
+        patch.setattr(storage, "PAUSES_S", (0.0, 0.0))
+        yield
+
+
+@pytest.fixture(scope="package")
+def prepared(tmp_path_factory: pytest.TempPathFactory, _quickly: None) -> Path:
+    """A config that saves after every second step, a run of it with 4 steps, and one of 8 that nothing happened to."""
+    config = small_run(tmp_path_factory.mktemp("prepared"))
+    text = config.read_text().replace("warmup_steps: 2", "warmup_steps: 2, schedule: constant")
+    config.write_text(text.replace("every: 4", "every: 2").replace("seq_len: 32", "seq_len: 32, workers: 0"))
+    for steps in (4, 8):
+        options = (f"train.steps={steps}", f"train.output={config.parent / f'{steps} steps'}")
+        assert train_alone(config, options)[0] == 0
+    return config
+
+
+@pytest.fixture
+def fresh(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """A run that has not begun."""
+    run = Run(prepared, tmp_path, capsys)
+    with run.mounted:
+        yield run
+
+
+@pytest.fixture
+def run(fresh: Run) -> Run:
+    """A run that has done 4 steps, and saved after 2 of them and at the end."""
+    shutil.copytree(fresh.config.parent / "4 steps", fresh.folder)
+    return fresh
