@@ -1,21 +1,16 @@
-"""Parameter groups by patterns of names, and SGD."""
+"""Which optimizer, rate and decay a parameter gets; and what a config of an optimizer may not say."""
+
+import re
 
 import pytest
 import torch
-from torch import nn
 
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.schema import Optimizer as Keys
 from meshtrain.config.schema import ParamGroup
-from meshtrain.layout import Layout
-from meshtrain.mesh import build_mesh
-from meshtrain.optim import Optimizer
 from meshtrain.optim.groups import GroupOptions, group_options
 from meshtrain.parallel.sharding import ParameterSpec
+from tests.optim.steps import assert_same, config, linear_and_norm, optimizer_of, set_gradients, table, update
 from tests.parity.experiments import QUICKSTART
-
-MESH = build_mesh(Layout({"dp_shard": 1}))
-NORMS = "{match: '*norm*', weight_decay: 0.3, lr: 0.5}"
 
 
 def test_the_first_group_that_matches_counts() -> None:
@@ -24,65 +19,54 @@ def test_the_first_group_that_matches_counts() -> None:
         ParamGroup("0.*", lr=0.1, name="sgd"),
         ParamGroup("*", lr_scale=0.25),
     )
-    keys = Keys(lr=0.2, weight_decay=0.1, groups=groups)
-    found = {
-        name: group_options(keys, ParameterSpec(name, shape))
-        for name, shape in {"0.bias": (3,), "0.weight": (3, 4), "1.weight": (3, 4), "1.scale": (3,)}.items()
+    keys = config(lr=0.2, weight_decay=0.1, groups=groups)
+    expected = {
+        ParameterSpec("0.bias", (3,)): GroupOptions(0.5, 1.0, "adamw"),
+        ParameterSpec("0.weight", (3, 4)): GroupOptions(0.1, 0.5, "sgd"),
+        ParameterSpec("1.weight", (3, 4)): GroupOptions(0.1, 0.25, "adamw"),
+        ParameterSpec("1.scale", (3,)): GroupOptions(0.0, 0.25, "adamw"),
     }
-    assert found == {
-        "0.bias": GroupOptions(0.5, 1.0, "adamw"),
-        "0.weight": GroupOptions(0.1, 0.5, "sgd"),
-        "1.weight": GroupOptions(0.1, 0.25, "adamw"),
-        "1.scale": GroupOptions(0.0, 0.25, "adamw"),
-    }
+    assert {spec: group_options(keys, spec) for spec in expected} == expected
 
 
-def test_a_config_has_groups_and_keeps_them() -> None:
-    config = Config.load(QUICKSTART, [f"optimizer.groups=[{NORMS}]"])
-    assert config.optimizer.groups == (ParamGroup("*norm*", lr=0.5, weight_decay=0.3),)
-    assert "weight_decay: 0.3" in config.to_yaml()
+def test_muon_is_for_matrices_between_embedding_and_head() -> None:
+    for row in table("tables")["muon"]:
+        groups = (ParamGroup(row["group"][0], name=row["group"][1]),) if "group" in row else ()
+        options = group_options(config(name="muon", groups=groups), ParameterSpec(row["name"], tuple(row["shape"])))
+        assert options.name == row["optimizer"], row
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ("[{match: '*norm*', name: muon}]", r"group 0: muon is for matrices, and \*norm\* has none"),
-        ("[{match: '*nrom*'}]", "no parameter that is trained is left for *nrom*; near it are model.norm.weight"),
-        (f"[{NORMS}, {{match: model.norm.weight}}]", "group 1: .* what it matches is in group 0: put it before"),
-        ("[{match: '*', lr: 1.0, lr_scale: 2.0}]", "group 0 has an lr and an lr_scale"),
-        ("[{mach: '*'}]", "did you mean match"),
-        ("[{match: '*', name: adamv}]", "expected one of `adamw`"),
-    ],
-)
-def test_groups_that_are_none(groups: str, message: str) -> None:
-    with pytest.raises(ConfigErrors, match=message.replace("*nrom*", r"\*nrom\*")):
-        Config.load(QUICKSTART, [f"optimizer.groups={groups}"])
-
-
-def test_only_adamw_keeps_its_state_in_bfloat16() -> None:
-    keys = ["optimizer.name=muon", "optimizer.state_precision=bfloat16"]
-    with pytest.raises(ConfigErrors, match="is built for adamw, and parameters here have muon: use float32"):
-        Config.load(QUICKSTART, keys)
+def test_what_a_config_may_not_say() -> None:
+    problems = []
+    for case in table("tables")["refused"]:
+        with pytest.raises(ConfigErrors) as refused:
+            Config.load(QUICKSTART, case["overrides"])
+        if not re.search(case["message"], str(refused.value)):
+            problems.append((case, refused.value))
+    assert not problems
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_is_torchs_beside_adamw(nesterov: bool) -> None:
-    """Vectors are updated by AdamW, matrices by SGD at half the rate."""
-    ours, theirs = (nn.Linear(4, 3).double() for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    groups = (ParamGroup("weight", name="sgd", lr=0.05), ParamGroup("bias", weight_decay=0.2))
-    keys = Keys(lr=0.1, groups=groups, momentum=0.8, nesterov=nesterov, schedule="constant", warmup_steps=0)
-    optimizer = Optimizer(ours, keys, MESH, 10)
-    sgd = torch.optim.SGD([theirs.weight], lr=0.05, momentum=0.8, nesterov=nesterov, weight_decay=0.1)
-    adamw = torch.optim.AdamW([theirs.bias], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2)
+def test_groups_are_updated_as_by_torchs_optimizers(nesterov: bool) -> None:
+    """A matrix by SGD at half the rate, vectors by AdamW, some of them without decay."""
+    ours, theirs = linear_and_norm(), linear_and_norm()
+    groups = (
+        ParamGroup("0.weight", name="sgd", lr=0.05),
+        ParamGroup("0.bias", weight_decay=0.2),
+        ParamGroup("*", lr_scale=0.5),
+    )
+    optimizer = optimizer_of(ours, lr=0.1, groups=groups, momentum=0.8, nesterov=nesterov)
+    sgd = torch.optim.SGD([theirs[0].weight], lr=0.05, momentum=0.8, nesterov=nesterov, weight_decay=0.1)
+    vectors = [
+        {"params": [theirs[0].bias], "lr": 0.1, "weight_decay": 0.2},
+        {"params": theirs[1].parameters(), "lr": 0.05, "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(vectors, betas=(0.9, 0.95), eps=1e-8)
     for step in (1, 2, 3):
         for model in (ours, theirs):
-            for p in model.parameters():
-                p.grad = torch.cos(step * p.detach() * 100)
-        optimizer.squared_norm()
-        optimizer.update(step, None, torch.tensor(False))
+            set_gradients(model, step)
+        assert update(optimizer, step) == 0.1
         sgd.step()
         adamw.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert list(optimizer.state(ours.weight)) == ["momentum_buffer"]
+    assert_same(ours, theirs)
+    assert list(optimizer.state(ours[0].weight)) == ["momentum_buffer"]

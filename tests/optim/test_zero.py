@@ -1,4 +1,4 @@
-"""ZeRO-1: what a rank keeps and sends, checkpoints, refusals. That layouts agree is in the parity table."""
+"""ZeRO-1: what a rank keeps and sends, and checkpoints. That layouts agree is in the parity table."""
 
 import math
 from pathlib import Path
@@ -7,53 +7,57 @@ import pytest
 
 from meshtrain.checkpoint.directory import find_checkpoint, read_manifest
 from meshtrain.cli.memory import held_by_ranks, parameters_of
-from meshtrain.config import Config, ConfigErrors
+from meshtrain.config import Config
 from meshtrain.config.model_spec import model_spec
 from meshtrain.config.schema import Optimizer as Keys
 from meshtrain.layout import Layout
 from meshtrain.metrics.logger import read
 from meshtrain.parallel.sharding import Cut, ParameterSpec, optimizer_shard
-from tests.launching import forked
+from tests.launching import Finished, forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
-SHARED = "parallel.shard_optimizer=true"
+SHARED = ("layout={dp_replicate: 2}", "parallel.shard_optimizer=true")
 EXACT = (*SMALL, "train.precision=float64", "optimizer.schedule=constant", "model.intermediate_size=109")
+ROUNDED = "optimizer.state_precision=bfloat16"
 
 
-def train(folder: Path, world: int, steps: int, *overrides: str) -> list[dict]:
+def train(folder: Path, world: int, steps: int, *overrides: str) -> Finished:
     keys = [*EXACT, f"train.steps={steps}", f"train.output={folder}", "checkpoint.every=3", *overrides]
-    forked(world, "-m", "meshtrain.train", QUICKSTART, *keys).check()
-    return read(folder / "metrics.jsonl")
+    return forked(world, "-m", "meshtrain.train", QUICKSTART, *keys)
 
 
-def same(rows: list[dict], expected: list[dict], rel: float) -> None:
-    assert len(rows) == len(expected)
-    for name in ("loss", "grad_norm"):
-        assert [row[name] for row in rows] == pytest.approx([row[name] for row in expected], rel=rel, abs=0)
+def numbers(folder: Path) -> list[float]:
+    return [row[name] for row in read(folder / "metrics.jsonl") for name in ("loss", "grad_norm")]
 
 
 @pytest.mark.timeout(500)
 def test_it_goes_on_to_the_bit_and_on_other_layouts(tmp_path: Path) -> None:
-    """With states in bfloat16, whose rounding is a function of an element's place in the whole."""
-    layout, rounded = "layout={dp_replicate: 2}", "optimizer.state_precision=bfloat16"
-    expected = train(tmp_path / "one", 1, 6, rounded)
-    straight = train(tmp_path / "straight", 2, 6, layout, SHARED, rounded)
-    train(tmp_path / "two", 2, 3, layout, SHARED, rounded)
-    manifest, _ = read_manifest(find_checkpoint(tmp_path / "two"))
+    """With states in bfloat16, whose rounding is a function of an element's place in the whole; in the other layout
+    both stages hold the tied weight."""
+    tied = "model.tie_word_embeddings=true"
+    one, straight, two, stages = (tmp_path / name for name in ("one", "straight", "two", "stages"))
+    train(one, 1, 6, ROUNDED, tied).check()
+    train(straight, 2, 6, *SHARED, ROUNDED, tied).check()
+    train(two, 2, 3, *SHARED, ROUNDED, tied).check()
+    manifest, _ = read_manifest(find_checkpoint(two))
     states = {name: t.cuts for name, t in manifest.tensors.items() if name.endswith(("exp_avg", "exp_avg_sq"))}
     assert set(states.values()) == {(("dp_replicate", 0),)}
     assert all(not t.cuts for name, t in manifest.tensors.items() if name.startswith("model."))
-    other = train(tmp_path / "tp", 2, 6, "layout={tp: 2}", rounded, f"checkpoint.resume={tmp_path / 'two'}")
-    resumed = train(tmp_path / "two", 2, 6, layout, SHARED, rounded)
-    assert [(r["loss"], r["grad_norm"]) for r in resumed] == [(r["loss"], r["grad_norm"]) for r in straight]
-    same(straight, expected, 1e-9)
-    same(other[-3:], expected[-3:], 1e-9)
+    train(stages, 2, 6, "layout={pp: 2}", ROUNDED, tied, f"checkpoint.resume={two}").check()
+    train(two, 2, 6, *SHARED, ROUNDED, tied).check()
+    assert numbers(two) == numbers(straight)
+    assert numbers(straight) == pytest.approx(numbers(one), rel=1e-9, abs=0)
+    assert numbers(stages)[-6:] == pytest.approx(numbers(one)[-6:], rel=1e-9, abs=0)
+    refused = train(two, 2, 8, *SHARED, tied)
+    assert "other types: optimizer." in refused.err
+    assert "(there BF16, the model's F64)" in refused.err
 
 
 def test_what_is_sent_is_a_closed_form(tmp_path: Path) -> None:
     """Of each parameter as many rows for every rank, padded: once as gradients, once as weights."""
-    keys = ["layout={dp_replicate: 3}", SHARED, "data.validation=0"]
-    row = train(tmp_path / "run", 3, 1, *keys)[-1]
+    keys = [*SHARED, "layout={dp_replicate: 3}", "data.validation=0"]
+    train(tmp_path / "run", 3, 1, *keys).check()
+    row = read(tmp_path / "run" / "metrics.jsonl")[-1]
     config = Config.load(QUICKSTART, [*EXACT, *keys], world_size=3)
     specs = parameters_of(model_spec(config.model.name, config.model.keys), config.resolved)
     padded = sum(3 * -(-spec.dims[0] // 3) * math.prod(spec.dims[1:]) for spec in specs)
@@ -70,9 +74,3 @@ def test_each_copy_keeps_a_share_of_the_states() -> None:
     experts = ParameterSpec("e", (6, 4, 4), (Cut("ep", 0, 2),))
     assert optimizer_shard(experts, layout.with_experts(2)).cuts[-1] == Cut("edp_replicate", 0, 4)
     assert optimizer_shard(specs[1], Layout({"tp": 8})) == specs[1]
-
-
-@pytest.mark.parametrize("layout", ["{dp_shard: 2}", "{dp_replicate: 2, cp: 2}", "{dp_replicate: 2, dp_shard: 2}"])
-def test_beside_fsdp_it_is_refused(layout: str) -> None:
-    with pytest.raises(ConfigErrors, match="FSDP has sharded it already: leave it false"):
-        Config.load(QUICKSTART, [SHARED, f"layout={layout}"])
