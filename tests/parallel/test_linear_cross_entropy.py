@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +38,7 @@ from meshtrain.parallel.linear_cross_entropy import (
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.schedule import build as schedule
 from meshtrain.trainer import StepResult, Trainer
-from tests.parity.experiments import QUICKSTART
+from tests.parity.experiments import EXPERT_MODELS, QUICKSTART
 
 B, S, D, V = 3, 8, 6, 11
 CPU, ALONE = torch.device("cpu"), Mesh(Layout({}), 0, "cpu", None, {})
@@ -63,13 +64,37 @@ def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tens
     return x.to(dtype).requires_grad_(), layer.to(dtype), targets
 
 
-def fused(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float, compiled: bool = False) -> LossRequest:
-    fuse_loss(layer, compiled)
-    with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(factor, dtype=torch.float64))) as request:
+def request(targets: Tensor, factor: float | None = 1.0, total: WeightGradSum | None = None) -> LossRequest:
+    wide = None if factor is None else partial(torch.tensor, factor, dtype=torch.float64)
+    return LossRequest(lambda: targets, wide, total)
+
+
+def fused(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0) -> LossRequest:
+    """Forward and backward of the loss without logits."""
+    fuse_loss(layer, compiled=False)
+    with request_loss(request(targets, factor)) as answered:
         output = layer(input=x)
     output.backward()
-    assert request.losses_of(output) is not None
-    return request
+    assert answered.losses_of(output) is not None
+    return answered
+
+
+def with_logits(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0) -> tuple[Tensor, list[Any]]:
+    """Losses, and gradients of the input and the weight, which are taken away."""
+    losses = sample_losses(layer(x), targets)
+    (losses.sum() * factor).backward()
+    return losses.detach(), gradients(x, layer.weight)
+
+
+def gradients(*tensors: Tensor) -> list[Any]:
+    """Which are taken away."""
+    grads = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return grads
+
+
+assert_close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, B * S, 100], indirect=True)
@@ -78,81 +103,68 @@ def fused(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float, compiled:
 def test_losses_and_gradients_are_those_of_logits(chunk: int, ignored: bool, frozen: str) -> None:
     """In float64, with a factor as float16's, for every size of a chunk."""
     x, layer, targets = tensors()
+    factor = 65536 / 17
     x.requires_grad_(frozen != "x")
     layer.weight.requires_grad_(frozen != "weight")
     if ignored:
         targets[:] = IGNORE
-    losses = sample_losses(layer(x), targets)
-    (losses.sum() * 65536 / 17).backward()
-    expected = [None if t.grad is None else t.grad.clone() for t in (x, layer.weight)]
-    x.grad = layer.weight.grad = None
-    request = fused(x, layer, targets, 65536 / 17)
-    torch.testing.assert_close(request.losses, losses.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(request.output, losses.sum() * 65536 / 17, rtol=1e-12, atol=1e-12)
-    for tensor, grad in zip((x, layer.weight), expected, strict=True):
-        assert (tensor.grad is None) == (grad is None)
-        if grad is not None:
-            torch.testing.assert_close(tensor.grad, grad, rtol=1e-12, atol=1e-12)
-    with torch.no_grad(), request_loss(LossRequest(lambda: targets)) as request:
+    losses, expected = with_logits(x, layer, targets, factor)
+    answered = fused(x, layer, targets, factor)
+    assert_close(answered.losses, losses)
+    assert_close(answered.output, losses.sum() * factor)
+    assert_close(gradients(x, layer.weight), expected)
+    with torch.no_grad(), request_loss(request(targets, None)) as answered:
         layer(x)
-    torch.testing.assert_close(request.losses, losses.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layer(x), F.linear(x, layer.weight))  # without a request
+    assert_close(answered.losses, losses)
+    assert_close(layer(x), F.linear(x, layer.weight))  # without a request
 
 
 def test_logits_whose_exponentials_no_number_holds_and_a_sample_that_is_no_number() -> None:
     x, layer, targets = tensors()
     layer.weight.data.mul_(10_000)
-    request = fused(x, layer, targets, 1.0)
-    torch.testing.assert_close(request.losses, sample_losses(layer(x), targets).detach(), rtol=1e-12, atol=1e-12)
+    losses, _ = with_logits(x, layer, targets)
+    assert_close(fused(x, layer, targets).losses, losses)
     x.data[1, -1, 0] = torch.nan
-    assert fused(x, layer, targets, 1.0).losses.isfinite().tolist() == [True, False, True]  # type: ignore[union-attr]
+    assert fused(x, layer, targets).losses.isfinite().tolist() == [True, False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_no_further_from_the_truth_than_with_logits(dtype: torch.dtype) -> None:
     """Logits in 16 bits, losses in float32; a weight gradient over many chunks is summed in float32."""
-
-    def errors(found: list[Tensor]) -> list[float]:
-        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
-
     x, layer, targets = tensors(dtype)
-    with_logits = sample_losses(layer(x), targets)
-    with_logits.sum().mul(100).backward()
-    plain = [with_logits.detach(), x.grad, layer.weight.grad]
-    wide, wide_layer = x.detach().double().requires_grad_(), nn.Linear(D, V, bias=False, dtype=torch.float64)
+    losses, grads = with_logits(x, layer, targets, 100.0)
+    answered = fused(x, layer, targets, 100.0)
+    assert answered.losses is not None
+    assert answered.losses.dtype == torch.float32
+    narrow = answered.losses, *gradients(x, layer.weight)
+    wide_layer = nn.Linear(D, V, bias=False, dtype=torch.float64)
     wide_layer.weight.data.copy_(layer.weight)
-    exact_losses = sample_losses(wide_layer(wide), targets)
-    exact_losses.sum().mul(100).backward()
-    exact: list[Any] = [exact_losses.detach(), wide.grad, wide_layer.weight.grad]
-    x.grad = layer.weight.grad = None
-    request = fused(x, layer, targets, 100.0)
-    assert request.losses.dtype == torch.float32  # type: ignore[union-attr]
-    for found, before in zip(errors([request.losses, x.grad, layer.weight.grad]), errors(plain), strict=True):
-        assert found <= 1.5 * before + 1e-6
+    wide, wide_grads = with_logits(x.detach().double().requires_grad_(), wide_layer, targets, 100.0)
+    for ours, plain, exact in zip(narrow, (losses, *grads), (wide, *wide_grads), strict=True):
+        error, known = ((found.double() - exact).norm() / exact.norm() for found in (ours, plain))
+        assert error <= 1.5 * known + 1e-6
 
 
 def test_a_layer_whose_gradients_may_be_put_off_has_them_at_once() -> None:
     x, layer, targets = tensors()
-    sample_losses(layer(x), targets).sum().backward()
-    assert layer.weight.grad is not None
-    expected, layer.weight.grad = layer.weight.grad, None
+    _, expected = with_logits(x, layer, targets)
     queue = WeightGradQueue()
     use_products(layer, queue=queue)
     assert can_fuse(layer)
     with queue.record() as deferred:
-        fused(x, layer, targets, 1.0)
+        fused(x, layer, targets)
     assert not deferred
-    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=1e-12)
+    assert_close(gradients(x, layer.weight), expected)
 
 
 def test_a_backward_of_something_else_is_refused() -> None:
     x, layer, targets = tensors()
     fuse_loss(layer, False)
-    with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(1.0))):
+    with request_loss(request(targets)):
         output = layer(x)
     with pytest.raises(RuntimeError, match="made in the forward"):
         (2 * output).backward()
-    with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(1.0))):
+    with request_loss(request(targets)):
         output = layer(x)
     output.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="runs once"):
@@ -160,27 +172,26 @@ def test_a_backward_of_something_else_is_refused() -> None:
 
 
 @pytest.mark.parametrize("around", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=str)
 def test_forwards_that_run_before_backwards_have_one_gradient_of_the_weight(
     order: tuple[int, ...], around: bool | None
 ) -> None:
     x, layer, targets = tensors()
     inputs = [(x * (i + 1)).detach().requires_grad_() for i in range(3)]
-    sum(sample_losses(layer(each), targets).sum() for each in inputs).backward()  # type: ignore[union-attr]
-    grads = [each.grad for each in inputs]
-    expected, layer.weight.grad = layer.weight.grad, None
+    for each in inputs:
+        sample_losses(layer(each), targets).sum().backward()
+    expected = gradients(layer.weight, *inputs)
     fuse_loss(layer, False)
+    call = layer if around is None else partial(checkpoint, layer, use_reentrant=around)
     total, outputs = WeightGradSum(), []
     for each in inputs:
-        each.grad = None
-        call = layer if around is None else partial(checkpoint, layer, use_reentrant=around)
-        with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(1.0), total)) as request:
-            outputs.append((call(each), request))
+        with request_loss(request(targets, total=total)) as answered:
+            outputs.append((call(each), answered))
     for i in order:
-        with request_loss(outputs[i][1]):
-            outputs[i][0].backward()
-    for found, known in zip((layer.weight.grad, *(each.grad for each in inputs)), (expected, *grads), strict=True):
-        torch.testing.assert_close(found, known, rtol=1e-12, atol=1e-12)
+        output, answered = outputs[i]
+        with request_loss(answered):
+            output.backward()
+    assert_close(gradients(layer.weight, *inputs), expected)
 
 
 def test_a_hook_on_the_weight_sees_the_gradient_of_each_forward() -> None:
@@ -190,7 +201,7 @@ def test_a_hook_on_the_weight_sees_the_gradient_of_each_forward() -> None:
     layer.weight.register_hook(grads.append)
     total, outputs = WeightGradSum(), []
     for factor in (1.0, 2.0):
-        with request_loss(LossRequest(lambda: targets, partial(torch.tensor, factor), total)):
+        with request_loss(request(targets, factor, total)):
             outputs.append(layer(x))
     for output in outputs:
         output.backward()
@@ -202,41 +213,30 @@ def test_the_pass_over_a_chunk_is_one_graph(dtype: torch.dtype) -> None:
     """As the compiler is given it, by its own tracing of the backward, which needs no GPU."""
     x, layer, targets = tensors(dtype)
     logits, arguments = layer(x).detach().flatten(0, 1), (targets.flatten(), torch.tensor(0.5), 0, None)
-    expected = losses_and_gradient(logits.clone(), *arguments)
     compiled = torch.compile(losses_and_gradient, dynamic=False, backend="aot_eager", fullgraph=True)
-    for found, known in zip(compiled(logits.clone(), *arguments), expected, strict=True):
-        torch.testing.assert_close(found, known)
+    results = compiled(logits.clone(), *arguments)
+    torch.testing.assert_close(results, losses_and_gradient(logits.clone(), *arguments))
 
 
 # Which models -------------------------------------------------------------------------------------------------------
 
 SMALL = (
-    *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.seq_len=12"),
+    *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2", "data.seq_len=12"),
     *("model.num_key_value_heads=2", "model.intermediate_size=24", "model.vocab_size=300"),
+)
+CHANGES = (  # of tests/models/loss_heads.py
+    *("inside", "cap", "eval", "bias", "loss", "twice", "in place of logits", "other loss", "loss of training"),
+    *("gradient", "gradient of outputs", "forward", "hook", "hook in place", "fails"),
 )
 
 
 def load(*overrides: str) -> Config:
-    return Config.load(QUICKSTART, list(overrides), world_size=1, for_training=True)
+    return Config.load(QUICKSTART, [*SMALL, *overrides], world_size=1, for_training=True)
 
 
-EXPERTS = (
-    "model.num_hidden_layers=2",
-    "model.n_routed_experts=2",
-    "model.num_experts_per_tok=1",
-    "model.moe_intermediate_size=8",
-)
-ROUTED = {
-    "mixtral": ("model.num_local_experts=2",),
-    "qwen3_moe": ("model.num_experts=2", "model.num_experts_per_tok=1", "model.moe_intermediate_size=8"),
-    "glm4_moe": EXPERTS,
-    "deepseek_v3": EXPERTS,
-}
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", *ROUTED])
+@pytest.mark.parametrize("name", ["llama", "qwen3", *EXPERT_MODELS])
 def test_every_language_model_of_the_project_has_it(name: str) -> None:
-    config = load(*SMALL, f"model.name={name}", *ROUTED.get(name, ()))
+    config = load(*EXPERT_MODELS.get(name, (f"model.name={name}",)))
     assert build.has_loss_head(build.plain_model(config), config)
 
 
@@ -245,49 +245,31 @@ def test_every_language_model_of_the_project_has_it(name: str) -> None:
     [
         ("none", "bfloat16", True),
         ("scale", "float32", True),  # of the embedding
-        ("inside", "float32", False),  # a class of its own
-        ("cap", "float32", False),
+        ("input by a hook", "float32", True),
         ("float", "float32", True),  # nothing happens
         ("float", "bfloat16", False),
-        ("eval", "float32", False),
-        ("bias", "float32", False),
-        ("loss", "float32", False),
-        ("twice", "float32", False),
-        ("in place of logits", "float32", False),
-        ("other loss", "float32", False),
-        ("loss of training", "float32", False),
-        ("gradient", "float32", False),
-        ("gradient of outputs", "float32", False),
-        ("forward", "float32", False),
-        ("hook", "float32", False),
-        ("hook in place", "float32", False),
-        ("input by a hook", "float32", True),
-        ("fails", "float32", False),
+        *((tweak, "float32", False) for tweak in CHANGES),
     ],
 )
 def test_a_model_that_does_more_with_its_logits_gives_them(tweak: str, precision: str, has: bool) -> None:
-    config = load(*SMALL, f"model.name={MODELS}/loss_heads.py", f"model.tweak={tweak}", f"train.precision={precision}")
+    config = load(f"model.name={MODELS}/loss_heads.py", f"model.tweak={tweak}", f"train.precision={precision}")
     assert build.has_loss_head(build.plain_model(config), config) is has
 
 
-def test_a_block_that_calls_the_head_is_refused() -> None:
-    """It would get a loss; what blocks compute was not looked at."""
-    run = Run.of(f"model.name={MODELS}/loss_heads.py", "model.tweak=in a block")
-    with pytest.raises(RuntimeError, match="outside of blocks"):
-        run.step(1)
-    with pytest.raises(RuntimeError, match="outside of blocks"):
-        run.evaluate()
-
-
-def test_a_hook_that_comes_later_and_changes_logits_in_place_is_noticed() -> None:
-    run = Run.of()
-    run.step(1)
-    head = run.trainer.model.get_submodule("lm_head")
+def change_logits(head: nn.Module) -> None:
     head.register_forward_hook(lambda head, inputs, output: output.add_(1) and None)
-    with pytest.raises(RuntimeError, match="outside of blocks"):
-        run.step(2)
-    with pytest.raises(RuntimeError, match="outside of blocks"):
-        run.evaluate()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_logits_that_something_unseen_takes_are_refused(late: bool) -> None:
+    """A block that calls the head would get a loss; a hook that comes later changes logits in place."""
+    run = Run.of() if late else Run.of(f"model.name={MODELS}/loss_heads.py", "model.tweak=in a block")
+    if late:
+        run.step(1)
+        change_logits(run.trainer.model.get_submodule("lm_head"))
+    for action in (partial(run.step, 2), run.evaluate):
+        with pytest.raises(RuntimeError, match="outside of blocks"):
+            action()
 
 
 def test_a_classifier_gives_logits() -> None:
@@ -307,7 +289,7 @@ class Run:
 
     @classmethod
     def of(cls, *overrides: str) -> "Run":
-        config = load(*SMALL, "batch.global_size=4", "batch.micro_size=2", *overrides)
+        config = load("batch.global_size=4", "batch.micro_size=2", *overrides)
         model = build.build_model(config, ALONE, CPU)
         optimizer = Optimizer(model, config.optimizer, ALONE, 9)
         return cls(config, Trainer(model, optimizer, config, ALONE, CPU, task="language", timer=StepTimer(CPU)))
@@ -360,13 +342,12 @@ def test_steps_are_those_with_logits(
             run.trainer.forward_backward(1, batches)
     monkeypatch.setattr(build, "has_loss_head", lambda *_: False)
     known = Run.of(*keys)
-    tolerance = 1e-12 if precision == "float64" else 3e-3
+    close = partial(pytest.approx, rel=1e-12 if precision == "float64" else 3e-3)
     for number in (1, 2, 3):
-        found, expected = run.step(number), known.step(number)
-        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
-        assert (found.finite, found.correct) == (True, None)
-    assert run.evaluate() == pytest.approx(known.evaluate(), rel=tolerance)
+        step, expected = run.step(number), known.step(number)
+        assert (step.loss, step.grad_norm) == (close(expected.loss), close(expected.grad_norm))
+        assert (step.finite, step.correct) == (True, None)
+    assert run.evaluate() == close(known.evaluate())
 
 
 def test_a_sample_whose_loss_is_not_finite_is_named() -> None:
@@ -387,19 +368,19 @@ class Allocated(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest = self.peak = 0
-        self._alive: dict[int, tuple[Any, int]] = {}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in before:
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in before:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return made
+        return result
 
 
 def watched(action: Any) -> Allocated:
@@ -411,12 +392,7 @@ def watched(action: Any) -> Allocated:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_no_tensor_of_tokens_times_vocabulary_exists(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a step nor in an evaluation, which takes no more memory than a step."""
-    keys = (
-        f"train.precision={precision}",
-        "model.vocab_size=20000",
-        "model.hidden_size=8",
-        "model.intermediate_size=8",
-    )
+    keys = f"train.precision={precision}", "model.vocab_size=20000", "model.hidden_size=8", "model.intermediate_size=8"
     run = Run.of(*keys)
     logits = 2 * 12 * 20000  # of a microbatch
     run.step(1)  # the optimizer's state
