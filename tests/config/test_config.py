@@ -3,76 +3,132 @@
 import json
 import pickle
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
+import yaml
 
 from meshtrain.config import NAMES, Config, ConfigErrors, locate
 from meshtrain.config import docs as config_docs
 from meshtrain.config.convert import seconds
-from meshtrain.config.errors import Place
+from meshtrain.config.errors import ConfigError, Place
 from meshtrain.config.yaml_reader import Node, read_scalar, read_text, write
 from meshtrain.errors import InputError
 from meshtrain.job.consistency import run_fingerprints
-from tests.config.broken_configs import BROKEN, MODEL_FILE, ONE_LAYER, PLANS, Broken, plus
+from tests.launching import ROOT
 from tests.properties import evaluated, given, settings, st
 
-FOLDER = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+BROKEN, ACCEPTED, FILES = (
+    yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in ("broken", "accepted", "model_files")
+)
+NEEDED = {
+    "model": "{name: MODEL, width: 8}",
+    "batch": "{global_size: 8, micro_size: 2}",
+    "train": "{steps: 100}",
+}
+SCHEDULE = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"  # of 2 ranks and 2 microbatches
+
+
+def plus(more: str = "", **sections: str) -> str:
+    """A config of the three lines that each needs, with other texts for some, and of more."""
+    return "".join(f"{name}: {text}\n" for name, text in (NEEDED | sections).items()) + f"{more}\n"
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """The text of a row of the tables."""
+    if "text" in row:
+        return row["text"]
+    return plus(row.get("more", ""), **{name: row[name] for name in NEEDED if name in row})
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a plain model file; beside it lie files that are no models."""
-    path = tmp_path_factory.mktemp("model") / "plain.py"
-    path.write_text(MODEL_FILE)
-    typed = "from dataclasses import dataclass\nfrom pathlib import Path\n@dataclass\nclass Config:\n    place: Path\n"
-    others = {"wrong": "\nclass (:\n", "empty": "x = 1\n", "imports": "import no_such_package\n", "type": typed}
-    others |= {"raises": "raise ValueError('no')\n", "exits": "raise SystemExit(0)\n", "asserts": "assert 0, 'why'\n"}
-    others["unbuilt"] = MODEL_FILE.replace("        self.config = config\n", "        raise RuntimeError('too wide')\n")
-    others |= {name: f"{MODEL_FILE}{ONE_LAYER}{plan}\n" for name, plan in PLANS.items()}
+def fill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Replaces the capital words of the tables; the plain model is in a folder, beside files that are no models."""
+    model = tmp_path_factory.mktemp("model") / "plain.py"
+    model.write_text(FILES["plain"])
+    with_layer = FILES["plain"] + FILES["one_layer"]
+    others = FILES["broken"] | {name: with_layer + plan for name, plan in FILES["plans"].items()}
     for name, text in others.items():
-        Path(f"{path}.{name}.py").write_text(text)
-    return str(path)
+        Path(f"{model}.{name}.py").write_text(text)
+    words = {
+        "MODEL": str(model),
+        "WHOLE": f"{ROOT}/tests/models/whole_sequence.py",
+        "MOE": f"{ROOT}/tests/models/moe.py",
+        "ZEROS": "1" + "0" * 50,
+        "NINES": "9" * 5000,
+        "BRACKETS": "[" * 5000,
+        "LONG": "x" * 256,
+        "DEEP": "/xx" * 1400,
+    }
+
+    def fill(text: str) -> str:
+        return re.sub("|".join(words), lambda match: words[match[0]], text)
+
+    return fill
 
 
 @pytest.fixture
-def load(tmp_path: Path, model: str) -> Any:
-    def load(text: str | bytes, *overrides: str, **given: Any) -> Config:
+def load(tmp_path: Path, fill: Callable[[str], str]) -> Callable[..., Config]:
+    def load(text: str | bytes, *overrides: str, **options: Any) -> Config:
         path = tmp_path / "mine.yaml"
-        path.write_bytes(text.replace("MODEL", model).encode() if isinstance(text, str) else text)
-        return Config.load(str(path), overrides, **given)
+        path.write_bytes(fill(text).encode() if isinstance(text, str) else text)
+        return Config.load(str(path), [fill(override) for override in overrides], **options)
 
     return load
 
 
-def refused(load: Any, text: str | bytes, *overrides: str, **given: Any) -> list[Any]:
+Load = Callable[..., Config]
+
+
+def load_row(load: Load, row: Mapping[str, Any]) -> Config:
+    options = {name: row[name] for name in ("world_size", "for_training", "device") if name in row}
+    return load(text_of(row), *row.get("overrides", ()), **options)
+
+
+def refused(load: Load, text: str | bytes, *overrides: str, **options: Any) -> list[ConfigError]:
     with pytest.raises(ConfigErrors) as caught:
-        load(text, *overrides, **given)
+        load(text, *overrides, **options)
     return caught.value.errors
 
 
 # Broken configs -----------------------------------------------------------------------------------------------------
 
 
-def test_the_table_is_large() -> None:
-    assert len({case.name for case in BROKEN}) == len(BROKEN) >= 70
+def test_broken(load: Load) -> None:
+    problems = {name: problem for name, row in BROKEN.items() if (problem := wrongly_refused(load, row))}
+    assert not problems, "\n".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
-def test_broken(load: Any, case: Broken) -> None:
-    errors = refused(
-        load, case.text, *case.overrides, world_size=case.world_size, for_training=case.for_training, device=case.device
-    )
-    assert [error.place.line for error in errors] == [one.line for one in case.errors], "\n".join(map(str, errors))
-    unmatched = list(errors)
-    for one in case.errors:
-        match = [error for error in unmatched if error.place.line == one.line and one.what in str(error)]
-        assert match, f"{one.what!r} is not said in: " + "\n".join(map(str, errors))
-        assert one.out in match[0].message
-        unmatched.remove(match[0])
+def wrongly_refused(load: Load, row: Mapping[str, Any]) -> str:
+    """What is wrong with the errors of a broken config; empty if they are those of its row."""
+    try:
+        load_row(load, row)
+    except ConfigErrors as refusal:
+        errors = refusal.errors
+    else:
+        return "it is accepted"
+    said = "\n".join(map(str, errors))
+    expected = [(line, *texts[i : i + 2]) for line, texts in row["says"].items() for i in range(0, len(texts), 2)]
+    if len(errors) != len(expected):
+        return f"expected {len(expected)} errors: {said}"
+    for error, (line, what, remedy) in zip(errors, expected, strict=True):
+        if error.place.line != line or what not in str(error) or remedy not in error.message:
+            return f"expected {what!r} and {remedy!r} of line {line}: {said}"
+    if row.get("schema") == "rejects" and valid(text_of(row)):
+        return "the schema accepts it"
+    return ""
+
+
+def test_paths_that_cannot_be(load: Load) -> None:
+    for key in ACCEPTED["paths"]:
+        for value, (what, remedy) in ACCEPTED["wrong paths"].items():
+            (error,) = refused(load, plus(), f"{key}={value}")
+            assert what in str(error), (key, value)
+            assert remedy in error.message, (key, value)
 
 
 def test_the_block_is_sorted_and_each_line_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +138,8 @@ def test_the_block_is_sorted_and_each_line_has_its_place(tmp_path: Path, monkeyp
         Config.load("mine.yaml", ["optimizer.lr=0"])
     lines = str(caught.value).splitlines()
     assert lines[0] == "mine.yaml: 4 errors"
-    assert [re.match(r"mine\.yaml:\d|command line: [^:]*", line)[0] for line in lines[1:]] == [  # type: ignore[index]
+    places = [re.match(r"mine\.yaml:\d|command line: [^:]*", line) for line in lines[1:]]
+    assert [place and place[0] for place in places] == [
         "mine.yaml:2",
         "mine.yaml:2",
         "mine.yaml:3",
@@ -91,10 +148,10 @@ def test_the_block_is_sorted_and_each_line_has_its_place(tmp_path: Path, monkeyp
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_schedule_in_a_file_is_for_its_counts(load: Any, tmp_path: Path) -> None:
+def test_a_schedule_in_a_file_is_for_its_counts(load: Load, tmp_path: Path) -> None:
     """8 samples of 2 are four microbatches, and each data rank has its share of them."""
-    (tmp_path / "mine.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
-    text = plus(f"layout: {{pp: 2}}\npipeline:\n  schedule: {tmp_path}/mine.csv\n", model="{name: llama}")
+    (tmp_path / "mine.csv").write_text(SCHEDULE)
+    text = plus(f"layout: {{pp: 2}}\npipeline:\n  schedule: {tmp_path}/mine.csv", model="{name: llama}")
     assert load(text, "layout.dp_shard=2").pipeline.schedule.endswith("mine.csv")
     for overrides, problem in (
         ([], "is for 2 microbatches; this is for 4"),
@@ -106,79 +163,71 @@ def test_a_schedule_in_a_file_is_for_its_counts(load: Any, tmp_path: Path) -> No
         assert problem in error.message
 
 
-def test_what_is_not_known_yet_is_no_error(load: Any) -> None:
+def test_what_is_not_known_yet_is_no_error(load: Load) -> None:
     """A layout with a -1 is judged where the world is known."""
-    text = plus("layout: {pp: -1}\npipeline: {schedule: zbv}\n", model="{name: llama, num_hidden_layers: 3}")
+    text = plus("layout: {pp: -1}\npipeline: {schedule: zbv}", model="{name: llama, num_hidden_layers: 3}")
     assert load(text).layout == {"pp": -1}
     assert load(text, world_size=2).layout == {"pp": -1}
     assert "8 stages" in refused(load, text, world_size=4)[0].message
 
 
-def test_a_file_that_is_no_text(load: Any) -> None:
+def test_files_that_are_no_configs(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (error,) = refused(load, b"model: {}\ntrain: {}\n# caf\xe9\n")
     assert error.place.line == 3
     assert "0xe9: save the file as UTF-8" in error.message
     (error,) = refused(load, b"# filler\n" * 200_000)
     assert "1,800,000" in error.message
-    assert load(("\ufeff" + plus(model="{}")).encode()).train.steps == 100  # a byte-order mark is fine
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no config gone\.yaml .*configs"):
-        Config.load("gone.yaml")
-    with pytest.raises(InputError):
-        Config.load(str(tmp_path / ("x" * 5000)))
-
-
-def test_only_the_names_of_meshtrains_own_configs_lead_to_them(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "quickstart.yaml", "configs/quickstart.yaml", "./configs/quickstart.yaml"):
         assert locate.config_path(name) == locate.bundled("configs") / "quickstart.yaml"
-    for name in ("/nonexistent/configs/quickstart.yaml", "/quickstart.yaml", "other/configs/quickstart.yaml"):
-        with pytest.raises(InputError, match=r"there is no config .*configs/quickstart\.yaml"):
+    for name in ("gone.yaml", "/quickstart.yaml", "other/configs/quickstart.yaml", str(tmp_path / ("x" * 5000))):
+        with pytest.raises(InputError, match=r"there is no config .*configs|cannot be read|too long"):
             Config.load(name)
 
 
-def test_a_home_folder_is_one_wherever_a_path_is_given(load: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_home_folder_is_one_wherever_a_path_is_given(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files of a user's own; that of a run, the launcher's script and logs have tests where they are made."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "own.py").write_text(f"{MODEL_FILE}{ONE_LAYER}")
-    (tmp_path / "own.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    (tmp_path / "own.py").write_text(FILES["plain"] + FILES["one_layer"])
+    (tmp_path / "own.csv").write_text(SCHEDULE)
     config = load(plus(model="{name: ~/own.py, width: 8}"), "data.source=~/own.py", for_training=True)
-    assert {"~/own.py"} <= next(one for one in run_fingerprints(config, {}) if one.name == "the code").values.keys()
-    assert load(plus("layout: {pp: 2}\n", "{}", "{global_size: 4, micro_size: 2}"), "pipeline.schedule=~/own.csv")
-
-
-def test_places_sort_as_a_person_reads() -> None:
-    places = [Place.in_file("a", 2), Place.in_file("a", 10), *(Place.on_command_line(n, "x=1") for n in (1, 2))]
-    assert sorted([places[i] for i in (3, 1, 0, 2)]) == places
+    code = next(each for each in run_fingerprints(config, {}) if each.name == "the code")
+    assert "~/own.py" in code.values
+    two_microbatches = plus("layout: {pp: 2}", model="{}", batch="{global_size: 4, micro_size: 2}")
+    assert load(two_microbatches, "pipeline.schedule=~/own.csv")
 
 
 @settings(max_examples=100)
 @given(data=st.data())
 def test_nothing_else_is_ever_raised(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Any damage to a file is an error with a place, never a crash."""
-    text = plus("layout: {dp_shard: 2, tp: 1}\ndata:\n  validation: 0.1\n", model="{name: convnet, channels: [8, 8]}")
+    text = plus("layout: {dp_shard: 2, tp: 1}\ndata:\n  validation: 0.1", model="{name: convnet, channels: [8, 8]}")
+    pieces = ["\n", "  ", ": ", "- ", "{", "}", "[", "]", "&a ", "*a", "!x ", "? ", "'", "-1", "\x00"]
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(text)))
-        piece = data.draw(
-            st.sampled_from(["\n", "  ", ": ", "- ", "{", "}", "[", "]", "&a ", "*a", "!x ", "? ", "'", "-1", "\x00"])
-        )
-        text = text[:at] + piece + text[at + data.draw(st.integers(0, 3)) :]
+        text = text[:at] + data.draw(st.sampled_from(pieces)) + text[at + data.draw(st.integers(0, 3)) :]
     path = tmp_path_factory.getbasetemp() / "damaged.yaml"
     path.write_text(text)
     errors = []
     try:
         Config.load(str(path), world_size=2)
-    except ConfigErrors as error:
-        errors = error.errors
-    assert all(isinstance(one.place, Place) and one.message for one in errors)
+    except ConfigErrors as refusal:
+        errors = refusal.errors
+    assert all(isinstance(error.place, Place) and error.message for error in errors)
 
 
 # What is right ------------------------------------------------------------------------------------------------------
 
 
-def test_defaults(load: Any) -> None:
+def test_accepted(load: Load) -> None:
+    for name, row in ACCEPTED["configs"].items():
+        assert valid(load_row(load, row).to_yaml()), name
+        assert valid(text_of(row).removeprefix("\ufeff")), name
+
+
+def test_defaults(load: Load) -> None:
     config = load(plus(model="{name: llama}"))
     assert (config.name, config.train.output, config.layout) == ("mine", "runs/mine", {"dp_shard": -1})
     assert (config.model.preset, config.model.keys["hidden_size"], config.model.keys["rope_scaling"]) == (
@@ -188,50 +237,34 @@ def test_defaults(load: Any) -> None:
     )
     assert (config.data.source, config.data.validation) == ("python-stdlib", 0.02)
     assert (config.optimizer.betas, config.optimizer.clip_norm, config.overrides) == ((0.9, 0.95), 1.0, ())
-    assert load(plus("data:\nlayout: null\nmetrics:\n", model="{}")) == config  # an empty section is no section
+    assert load_row(load, ACCEPTED["configs"]["empty sections"]) == config
 
 
-def test_values_are_converted_as_the_dataclasses_ask(load: Any) -> None:
-    model = (
-        "{name: MODEL, width: 8, scale: 2, kind: sparse, sizes: [3, 4, 5], span: [1, 2.5], scaling: {a: [1, {b: x}]}}"
-    )
-    extra = "optimizer: {lr: 1, clip_norm: null}\ndata: {validation: 0}\nmetrics: {profile: [3, 9]}\n"
-    config = load(plus(extra, model, train="{steps: 100, eval_every: epoch}"))
+def test_values_are_converted_as_the_dataclasses_ask(load: Load) -> None:
+    model = "{name: MODEL, preset: large, scale: 2, kind: sparse, sizes: [3, 4, 5], span: [1, 2.5], heads: 8}"
+    more = "optimizer: {lr: 1, clip_norm: null}\ndata: {validation: 0}\nmetrics: {profile: [3, 9]}"
+    config = load(plus(more, model=model), "model.width=32", "model.scaling={a: [1, {b: x}]}")
     keys = config.model.keys
+    assert (keys["width"], keys["heads"]) == (32, 8), "what stands beside a preset overrides it"
     assert (keys["kind"], keys["sizes"], keys["span"]) == ("sparse", (3, 4, 5), (1.0, 2.5))
     assert keys["scaling"] == {"a": [1, {"b": "x"}]}
     for value in (keys["scale"], config.optimizer.lr, config.data.validation, keys["span"][0]):
         assert isinstance(value, float)
-    assert (config.optimizer.clip_norm, config.metrics.profile, config.train.eval_every) == (None, (3, 9), "epoch")
+    assert (config.optimizer.clip_norm, config.metrics.profile) == (None, (3, 9))
 
 
-def test_a_preset_is_overridden_by_the_keys_beside_it(load: Any) -> None:
-    config = load(plus(model="{name: MODEL, preset: large, heads: 8}"), "model.width=32")
-    assert (config.model.keys["width"], config.model.keys["heads"]) == (32, 8)
-
-
-def test_a_pasted_hugging_face_config(load: Any) -> None:
-    pasted = {
-        "_name_or_path": "meta-llama/Llama-3.2-1B", "architectures": ["LlamaForCausalLM"], "attention_bias": False,
-        "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu",
-        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072,
-        "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
-        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-        "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
-    }  # fmt: skip
-    config = load(plus(model=json.dumps(pasted, indent=2)))
-    assert config.model.keys["head_dim"] == 64
-    assert config.model.keys == load(plus(model="{preset: llama-3.2-1b}")).model.keys
-    (error,) = refused(load, plus(model=json.dumps(pasted | {"attention_bias": True}, indent=2)))
+def test_a_pasted_hugging_face_config(load: Load) -> None:
+    pasted = (HERE / "llama-3.2-1b.json").read_text()
+    keys = load(plus(model=pasted)).model.keys
+    assert keys["head_dim"] == 64
+    assert keys == load(plus(model="{preset: llama-3.2-1b}")).model.keys
+    (error,) = refused(load, plus(model=pasted.replace('"attention_bias": false', '"attention_bias": true')))
     assert error.place.line == 6
 
 
-def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Any, tmp_path: Path) -> None:
-    text = plus("data: {source: megatron, path: corpus}\n").replace("corpus", str(tmp_path / "corpus"))
-    assert load(text).data.path == str(tmp_path / "corpus")
+def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Load, tmp_path: Path) -> None:
+    text = plus(f"data: {{source: megatron, path: {tmp_path}/corpus}}")
+    assert load(text).data.path == f"{tmp_path}/corpus"
     assert refused(load, text, for_training=True)
     for ending in (".bin", ".idx"):
         (tmp_path / f"corpus{ending}").touch()
@@ -239,72 +272,27 @@ def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Any, t
     assert load(text.replace("corpus", "corpus.idx"), for_training=True)
 
 
-def test_cp_is_trained_and_its_heads_are_the_layouts(load: Any) -> None:
-    text = plus("layout: {cp: 4, dp_shard: -1, tp: 2}\nparallel: {context_heads: 2}\n", model="{name: llama}")
-    config = load(text, world_size=8, for_training=True)
-    assert config.layout == {"cp": 4, "dp_shard": -1, "tp": 2}
-    assert (config.resolved.size("cp_heads"), config.resolved.size("cp_ring")) == (2, 2)
+def test_heads_of_cp_are_the_layouts(load: Load) -> None:
+    text = plus("layout: {cp: 4, dp_shard: -1, tp: 2}\nparallel: {context_heads: 2}", model="{name: llama}")
+    layout = load(text, world_size=8, for_training=True).resolved
+    assert (layout.size("cp_heads"), layout.size("cp_ring")) == (2, 2)
     # A layout without cp has no use for them: a config stays one config on one process.
     assert load(text, "layout={dp_shard: -1}", world_size=3).resolved.size("cp_heads") == 1
 
 
-def test_with_cp_sequences_need_not_divide_over_tp(load: Any) -> None:
-    text = plus("data: {seq_len: 33}\nlayout: {cp: 2, tp: 2}\n", model="{name: llama}")
-    assert load(text, world_size=4, for_training=True)
-    assert "does not divide over layout.tp" in refused(load, text, "layout.cp=1", world_size=2)[0].message
-
-
-def test_symmetric_memory_is_refused_only_where_it_would_be_used(load: Any) -> None:
-    text = plus("parallel: {symmetric_memory: true}\nlayout: {dp_shard: 2, tp: -1}\n", model="{name: llama}")
-    for world_size, device in ((2, "cpu"), (4, "cuda"), (4, None)):  # tp 1, 2 and 2
-        assert load(text, world_size=world_size, device=device).parallel.symmetric_memory
-    assert len(refused(load, text, world_size=4, device="cpu")) == 1
-
-
-@pytest.mark.parametrize(
-    ("written", "length"),
-    [("3h50m", 13800), ("90s", 90), ("2d", 172800), ("1d 2h", 93600), ("1h1s", 3601), ("600", 600), ("0.5", 0.5)],
-)
-def test_a_time_limit_is_a_length_of_time(load: Any, written: str, length: float) -> None:
-    assert load(plus(), f"train.time_limit={written}").train.time_limit_s == length
+def test_lengths_of_time(load: Load) -> None:
+    for text, length in ACCEPTED["seconds"].items():
+        assert load(plus(), f"train.time_limit={text}").train.time_limit_s == length, text
     assert load(plus()).train.time_limit_s is None
-
-
-@pytest.mark.parametrize("text", ["", "h", "5", "1.5h", "5m3h", "3 hours", "-5s", "٣s", "1h\n2"])
-def test_what_is_no_length_of_time(text: str) -> None:
-    with pytest.raises(ValueError, match="is no length of time"):
-        seconds(text)
-
-
-@pytest.mark.parametrize(
-    ("section", "train"),
-    [
-        ("every: 100, keep_every: 300, keep_best: true", "eval_every: 50"),
-        ("every: epoch, keep_best: true", "eval_every: epoch"),
-        ("every: 0, keep_last: 1, resume: none", "eval_every: 0"),
-        ("every: 30", "eval_every: 7"),
-    ],
-)
-def test_checkpoints_that_go_together(load: Any, section: str, train: str) -> None:
-    config = load(plus(f"checkpoint: {{{section}}}\n", train=f"{{steps: 100, {train}}}"))
-    assert config.checkpoint.on_failure == "continue"
-    assert valid(config.to_yaml())
-
-
-def test_the_plain_values_are_those_that_are_written(load: Any) -> None:
-    config = load(plus("layout: {tp: 1, dp_shard: -1}\n"))
-    plain = config.plain()
-    assert list(plain) == list(NAMES)
-    assert plain["layout"] == {"tp": 1, "dp_shard": -1}
-    assert plain["model"]["width"] == 8
-    assert plain["checkpoint"]["resume"] == "latest"
-    assert json.loads(json.dumps(plain))["optimizer"]["betas"] == [0.9, 0.95]
+    for text in ACCEPTED["no lengths of time"]:
+        with pytest.raises(ValueError, match="is no length of time"):
+            seconds(text)
 
 
 # Overrides ----------------------------------------------------------------------------------------------------------
 
 
-def test_overrides_say_what_they_replace(load: Any, tmp_path: Path) -> None:
+def test_overrides_say_what_they_replace(load: Load, tmp_path: Path) -> None:
     config = load(plus(), "train.steps=50", "optimizer.lr=1e-3", "train.steps=60", "train.output=a b")
     assert (config.train.steps, config.optimizer.lr, config.train.output) == (60, 1e-3, "a b")
     assert config.overrides == (
@@ -313,27 +301,20 @@ def test_overrides_say_what_they_replace(load: Any, tmp_path: Path) -> None:
         "train.steps = 60 (command line; in place of 50 from earlier on the command line: train.steps=50)",
         "train.output = a b (command line; the file does not give it)",
     )
+    head = config.to_yaml().splitlines()[:2]
+    assert head[0].startswith(f"# The resolved config of a run, from {tmp_path / 'mine.yaml'}")
+    assert head[1] == f"# {config.overrides[0]}"
 
 
-@pytest.mark.parametrize(
-    ("layout", "overrides", "expected"),
-    [
-        ("", ["layout.tp=8"], [("dp_shard", -1), ("tp", 8)]),
-        ("", ["layout.pp=2", "layout.dp_replicate=2"], [("pp", 2), ("dp_replicate", 2), ("dp_shard", -1)]),
-        ("layout: {dp_shard: 4}\n", ["layout.dp_shard=2"], [("dp_shard", 2)]),
-        ("layout: {pp: 2, tp: 2}\n", ["layout.cp=2"], [("pp", 2), ("cp", 2), ("tp", 2)]),
-        ("layout: {tp: 2, pp: 2}\n", ["layout.dp_shard=4"], [("dp_shard", 4), ("tp", 2), ("pp", 2)]),
-        ("layout: {pp: 2}\n", ["layout={tp: 2, dp_shard: 2}"], [("tp", 2), ("dp_shard", 2)]),
-        ("layout: {pp: 2}\n", ["layout=null"], [("dp_shard", -1)]),
-    ],
-)  # fmt: skip
-def test_overrides_of_the_layout(load: Any, layout: str, overrides: list[str], expected: list[tuple[str, int]]) -> None:
-    assert list(load(plus(layout, model="{name: llama}"), *overrides).layout.items()) == expected
+def test_overrides_of_the_layout(load: Load) -> None:
+    for layout, overrides, expected in ACCEPTED["layouts"]:
+        config = load(plus(layout, model="{name: llama}"), *overrides)
+        assert list(config.layout.items()) == list(expected.items()), (layout, overrides)
 
 
-def test_overrides_make_sections_and_take_values_away(load: Any) -> None:
+def test_overrides_make_sections_and_take_values_away(load: Load) -> None:
     config = load(
-        plus("data: {source: text, path: x}\n"), "data.source=digits", "data.path=null", "metrics.tensorboard=true"
+        plus("data: {source: text, path: x}"), "data.source=digits", "data.path=null", "metrics.tensorboard=true"
     )
     assert (config.data.source, config.data.path, config.metrics.tensorboard) == ("digits", None, True)
     config = load(plus(), "model.scaling.factor=2", "train.steps=null", "train.epochs=3", "data={seq_len: 8}")
@@ -344,25 +325,10 @@ def test_overrides_make_sections_and_take_values_away(load: Any) -> None:
 # YAML 1.2 -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-3", 1e-3), ("1E3", 1e3), ("-.5", -0.5), ("3.", 3.0), ("+1.5e+2", 150.0), (".inf", float("inf")),
-        ("-.Inf", float("-inf")), ("0", 0), ("-17", -17), ("+5", 5), ("0123", 123), ("0o17", 15), ("0x1F", 31),
-        ("null", None), ("~", None), ("", None), ("Null", None), ("true", True), ("FALSE", False),
-        ("yes", "yes"), ("no", "no"), ("on", "on"), ("Off", "Off"), ("1_000", "1_000"), ("0b1", "0b1"),
-        ("1:30", "1:30"), ("2001-01-01", "2001-01-01"), ("e3", "e3"), ("1e", "1e"), (".", "."), ("tRue", "tRue"),
-        ("1\n", "1\n"), ("٣", "٣"), ("-", "-"), ("inf", "inf"), ("nan", "nan"), ("+.nan", "+.nan"),
-    ],
-)  # fmt: skip
-def test_scalars_of_yaml_1_2(text: str, value: object) -> None:
-    read = read_scalar(text)
-    assert type(read) is type(value)
-    assert read == value
-
-
-def test_not_a_number() -> None:
-    assert read_scalar(".nan") != read_scalar(".NaN")
+def test_scalars_of_yaml_1_2() -> None:
+    for text, value in [*ACCEPTED["scalars"], *((text, text) for text in ACCEPTED["texts"])]:
+        assert repr(read_scalar(text)) == repr(value), text
+    assert repr(read_scalar(".nan")) == repr(read_scalar(".NaN")) == "nan"
 
 
 SCALARS = (
@@ -376,158 +342,96 @@ VALUES = st.recursive(
 )
 
 
-def read_back(text: str) -> Node | None:
+def read_back(text: str) -> Node:
     errors: list[Any] = []
     node = read_text(text, lambda line, column: Place.in_file("it", line, column), errors)
     assert not errors, "\n".join(map(str, errors))
+    assert node is not None
     return node
 
 
 @settings(max_examples=100)
 @given(st.dictionaries(st.text("ab_1 :#e-", max_size=5), VALUES, max_size=4))
 def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
-    node = read_back(write(value))
-    assert node is not None
-    assert repr(node.plain) == repr(value)  # 1 is not 1.0 here, nor True
+    assert repr(read_back(write(value)).plain) == repr(value)  # 1 is not 1.0 here, nor True
 
 
 # The resolved config ------------------------------------------------------------------------------------------------
 
-TEXTS = ["1e-3", "yes", "null", "0o17", "a: b", "# x", "ü", "", " x ", "*a", "12", "-", "'", '"', "a\nb"]
-
-
-@st.composite
-def overridden(draw: st.DrawFn) -> list[str]:
-    texts = st.sampled_from(TEXTS)
-    paths = texts.filter(bool)
-    floats = st.floats(1e-12, 1e12)
-    steps = draw(st.integers(30, 10**9))
-    first = draw(st.integers(1, 10))
-    choices: dict[str, Any] = {
-        "train.output": paths,
-        "train.seed": st.integers(0, 2**63 - 1),
-        "train.step_timeout_s": st.none() | floats,
-        "train.time_limit": st.none() | floats | st.just("3h50m"),
-        "checkpoint.path": st.none() | paths,
-        "checkpoint.every": st.just("epoch") | st.integers(0),
-        "train.eval_every": st.just("epoch") | st.integers(0),
-        "train.precision": st.sampled_from(["float64", "float16"]),
-        "optimizer.lr": st.floats(1, 1e6),
-        "optimizer.clip_norm": st.none() | floats,
-        "optimizer.eps": floats,
-        "optimizer.betas": st.lists(st.floats(0, 0.875, width=32), min_size=2, max_size=2),
-        "data.cache": st.none() | paths,
-        "data.validation": paths | st.floats(0, 0.99),
-        "parallel.compile": st.sampled_from(("auto", True, False)),
-        "metrics.profile": st.none() | st.just([first, first + 5]),
-        "model.heads": st.sampled_from([1, 2, 4]),
-        "model.words": st.lists(texts),
-        "model.sizes": st.lists(st.integers()),
-        "model.shares": st.dictionaries(texts, floats),
-        "model.scaling": st.none() | st.dictionaries(texts, evaluated(SCALARS), max_size=3),
-        "model.head_dim": st.none() | st.integers(),
-        "layout": st.permutations(["pp", "dp_shard", "dp_replicate"]).map(
-            lambda axes: dict(zip(axes, (2, -1, 3), strict=True))
-        ),
-    }
-    named = draw(st.lists(st.sampled_from(sorted(choices)), unique=True))
-    return [f"train.steps={steps}"] + [f"{name}={write(draw(choices[name]))}" for name in named]
+TEXTS = st.sampled_from(
+    ["1e-3", "yes", "null", "0o17", "a: b", "# x", "ü", " x ", "*a", "12", "-", "'", '"', "a\nb"],
+)  # fmt: skip
+FLOATS = st.floats(1e-12, 1e12)
+AXES = ("pp", "dp_shard", "dp_replicate")
+SOME_OVERRIDES = {
+    "train.output": TEXTS,
+    "train.seed": st.integers(0, 2**63 - 1),
+    "train.time_limit": st.none() | FLOATS | st.just("3h50m"),
+    "train.precision": st.sampled_from(["float64", "float16"]),
+    "checkpoint.every": st.just("epoch") | st.integers(0),
+    "optimizer.lr": st.floats(1, 1e6),
+    "optimizer.betas": st.lists(st.floats(0, 0.875, width=32), min_size=2, max_size=2),
+    "data.validation": TEXTS | st.floats(0, 0.99),
+    "parallel.compile": st.sampled_from(("auto", True, False)),
+    "metrics.profile": st.none() | st.just([10, 15]),
+    "model.words": st.lists(TEXTS | st.just("")),
+    "model.sizes": st.lists(st.integers()),
+    "model.shares": st.dictionaries(TEXTS, FLOATS),
+    "model.scaling": st.none() | st.dictionaries(TEXTS, SCALARS, max_size=3),
+    "model.head_dim": st.none() | st.integers(),
+    "layout": st.permutations(AXES).map(lambda axes: dict(zip(axes, (2, -1, 3), strict=True))),
+}
 
 
 @settings(max_examples=60)
-@given(overrides=overridden())
-def test_the_resolved_config_gives_an_equal_one(overrides: list[str], model: str, tmp_path_factory: Any) -> None:
+@given(data=st.data())
+def test_the_resolved_config_gives_an_equal_one(
+    data: st.DataObject, fill: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    keys = data.draw(st.lists(st.sampled_from(sorted(SOME_OVERRIDES)), unique=True))
+    overrides = [f"{key}={write(data.draw(evaluated(SOME_OVERRIDES[key])))}" for key in keys]
     folder = tmp_path_factory.mktemp("resolved")
-    first = folder / "first.yaml"
-    first.write_text(plus().replace("MODEL", model))
+    first, again = folder / "first.yaml", folder / "config.yaml"
+    first.write_text(fill(plus()))
     config = Config.load(str(first), overrides)
-    again = folder / "config.yaml"
     again.write_text(config.to_yaml())
     resolved = Config.load(str(again))
     assert resolved == config
     assert repr(asdict(resolved)["model"]) == repr(asdict(config)["model"])
     assert list(resolved.layout) == list(config.layout)
     assert resolved.overrides == ()
-
-
-def test_the_resolved_config_names_its_origin(load: Any, tmp_path: Path) -> None:
-    head = load(plus(), "train.steps=50").to_yaml().splitlines()[:2]
-    assert head[0].startswith(f"# The resolved config of a run, from {tmp_path / 'mine.yaml'}")
-    assert head[1].startswith("# train.steps = 50 (command line; the file says 100 at ")
+    assert list(config.plain()) == list(NAMES)
 
 
 # What is generated --------------------------------------------------------------------------------------------------
 
-SCHEMA = config_docs.schema()
-
 
 def valid(text: str) -> bool:
-    node = read_back(text)
-    assert node is not None
-    return jsonschema.Draft7Validator(SCHEMA).is_valid(node.plain)
+    import jsonschema
+
+    config = read_back(text.replace("MODEL", "my.py")).plain
+    return jsonschema.Draft7Validator(config_docs.schema()).is_valid(config)
 
 
 def test_the_published_files_are_current() -> None:
+    import jsonschema
+
     hint = "run `python -m meshtrain.config.docs`"
-    assert (FOLDER / "configs" / "schema.json").read_text(encoding="utf-8") == config_docs.schema_text(), hint
-    assert (FOLDER / "docs" / "configuration.md").read_text(encoding="utf-8") == config_docs.markdown(), hint
-
-
-def test_the_schema_is_one() -> None:
-    jsonschema.Draft7Validator.check_schema(SCHEMA)
-
-
-def test_every_key_is_documented() -> None:
-    for section in set(SCHEMA["properties"]) - {"model"}:
-        for key, about in SCHEMA["properties"][section]["properties"].items():
+    assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_docs.schema_text(), hint
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == config_docs.markdown(), hint
+    schema = json.loads(config_docs.schema_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    for section in set(schema["properties"]) - {"model"}:
+        for key, about in schema["properties"][section]["properties"].items():
             assert about["description"].endswith("."), f"{section}.{key}"
 
 
-def test_the_schema_accepts_what_is_right(load: Any) -> None:
-    assert valid(plus("data:\nlayout: {dp_shard: -1}\noptimizer: {betas: [0, 0.5]}\n", model="{name: my.py, any: 1}"))
-    assert valid(plus(model="{preset: llama-3.2-1b, torch_dtype: x, attention_bias: false, head_dim: null}"))
-    assert valid(plus(model="{name: convnet, channels: [8]}", train="{epochs: 3, eval_every: epoch}"))
-    assert valid(load(plus(model="{name: llama}")).to_yaml())
+def test_the_schema_accepts_the_configs() -> None:
+    for name in locate.names("configs", ".yaml"):
+        assert valid((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")), name
+        Config.load(f"configs/{name}.yaml")
 
 
-@pytest.mark.parametrize("name", locate.names("configs", ".yaml"))
-def test_the_schema_accepts_the_configs(name: str) -> None:
-    text = (FOLDER / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
-    node = read_back(text)
-    assert node is not None
-    jsonschema.Draft7Validator(SCHEMA).validate(node.plain)
-    Config.load(f"configs/{name}.yaml")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        plus("trian: {}\n"),
-        plus("data: {seq_len: '3'}\n"),
-        plus("data: {validation: 1}\n"),
-        plus("layout: {dp: 2}\n"),
-        plus("layout: {tp: 0}\n"),
-        plus(train="{steps: 1, epochs: 2}"),
-        plus(train="{seed: 1}"),
-        plus(train="{steps: 5.5}"),
-        plus(batch="{global_size: 8}"),
-        plus("optimizer: {betas: [0.9]}\n"),
-        plus("optimizer: {lr: 0}\n"),
-        plus("optimizer: {schedule: cosin}\n"),
-        plus("data: {source: texts}\n"),
-        plus(model="{name: llama, width: 8}"),
-        plus(model="{name: convnet, hidden_size: 8}"),
-        plus(model="{attention_bias: true}"),
-        plus(model="{preset: huge}"),
-        plus("parallel: {compile: 'yes'}\n"),
-        "model: {}\nbatch: {global_size: 8, micro_size: 2}\n",
-    ],
-)
-def test_the_schema_rejects_what_is_wrong(text: str) -> None:
-    assert not valid(text)
-
-
-def test_the_example_in_the_docs_runs(load: Any) -> None:
-    examples = re.findall(r"```yaml\n(.*?)```", config_docs.markdown(), re.DOTALL)
-    assert len(examples) == 1
-    assert load(examples[0], "train.steps=50", "optimizer.lr=1e-3").train.steps == 50
+def test_the_example_in_the_docs_runs(load: Load) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", config_docs.markdown(), re.DOTALL)
+    assert load(example, "train.steps=50", "optimizer.lr=1e-3").train.steps == 50
