@@ -1,14 +1,20 @@
-"""Which checkpoints stay: by cases, and for any steps and rules."""
+"""Which checkpoints stay: by cases, for any steps and rules, and in a folder."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from meshtrain.checkpoint.retention import Retention, best_metric, steps_to_keep
+from meshtrain.checkpoint import retention
+from meshtrain.checkpoint.directory import complete_steps
+from meshtrain.checkpoint.retention import Pruner, Retention, steps_to_keep
+from meshtrain.errors import bytes_text
+from tests.checkpoint.by_hand import write_checkpoint
 from tests.properties import given, settings, st
 
-STEPS = [100, 200, 300, 400, 500]
-LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 1.0, 500: 2.0}
+LOSSES = {1: 3.0, 2: 1.0, 3: math.nan, 4: 1.0, 5: 2.0}
 
 
 def named(name: str, values: dict[int, float]) -> dict[int, dict[str, float]]:
@@ -17,51 +23,33 @@ def named(name: str, values: dict[int, float]) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("last", "every", "best", "lower", "kept"),
+    ("rules", "evaluations", "kept"),
     [
-        (None, None, False, True, {100, 200, 300, 400, 500}),
-        (2, None, False, True, {400, 500}),
-        (1, 200, False, True, {200, 400, 500}),
-        (1, None, True, True, {400, 500}),  # of equal ones the newest
-        (1, None, True, False, {100, 500}),
-        (9, 7, True, True, {100, 200, 300, 400, 500}),
+        (Retention(None), {}, {1, 2, 3, 4, 5}),
+        (Retention(0), {}, {5}),  # the newest stays whatever the rules say
+        (Retention(2), {}, {4, 5}),
+        (Retention(1, 2), {}, {2, 4, 5}),
+        (Retention(1, None, True), named("eval_loss", LOSSES), {4, 5}),  # of equal ones the newest
+        (Retention(1, None, True), named("accuracy", LOSSES), {1, 5}),
+        (Retention(1, None, True), {1: {"eval_loss": 0.0}, 2: {"eval_loss": 1.0, "accuracy": 0.5}}, {2, 5}),
+        (Retention(1, None, True), named("eval_loss", dict.fromkeys((1, 2), -math.inf)), {5}),
+        (Retention(9, 7, True), named("eval_loss", LOSSES), {1, 2, 3, 4, 5}),
     ],
 )
-def test_rules(last: int | None, every: int | None, best: bool, lower: bool, kept: set[int]) -> None:
-    evaluations = named("eval_loss" if lower else "accuracy", LOSSES)
-    assert steps_to_keep(STEPS, evaluations, Retention(last, every, best)) == kept
+def test_rules(rules: Retention, evaluations: dict[int, dict[str, float]], kept: set[int]) -> None:
+    assert steps_to_keep([1, 2, 3, 4, 5], evaluations, rules) == kept
+    assert steps_to_keep([], evaluations, rules) == set()
 
 
 def test_only_evaluations_of_the_same_number_of_samples_are_compared() -> None:
     """Older checkpoints do not say how many; the best of each number stays."""
     rules = Retention(keep_last=1, keep_best=True)
     losses = {1: 2.0, 2: 1.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 9.0}
-    samples = {3: 8, 4: 8, 5: 20, 6: 20}
-    evaluations = {step: {"eval_loss": loss} for step, loss in losses.items()}
+    evaluations = named("eval_loss", losses)
     assert steps_to_keep(losses, evaluations, rules) == {2, 6}
-    for step, count in samples.items():
+    for step, count in {3: 8, 4: 8, 5: 20, 6: 20}.items():
         evaluations[step]["eval_samples"] = count
     assert steps_to_keep(losses, evaluations, rules) == {2, 4, 5, 6}
-
-
-def test_accuracy_is_judged_by_where_there_is_one() -> None:
-    assert best_metric([{}, {"eval_loss": 1.0, "perplexity": 2.7}]) == ("eval_loss", True)
-    assert best_metric([{"eval_loss": 1.0}, {"eval_loss": 1.0, "accuracy": 0.5}]) == ("accuracy", False)
-    assert best_metric([]) == ("eval_loss", True)
-
-
-def test_a_value_that_is_no_number_is_not_the_best() -> None:
-    rules = Retention(keep_last=1, keep_best=True)
-    assert steps_to_keep([1, 2, 3, 4], named("eval_loss", {1: math.nan, 2: -math.inf, 3: 1.0, 4: 2.0}), rules) == {
-        3,
-        4,
-    }
-    assert steps_to_keep([1, 2], named("eval_loss", {1: math.nan, 2: math.nan}), rules) == {2}
-
-
-def test_the_newest_stays_whatever_the_rules_say() -> None:
-    assert steps_to_keep([1, 2, 3], {}, Retention(0, None, False)) == {3}
-    assert steps_to_keep([], {}, Retention(0, 2, True)) == set()
 
 
 @settings(max_examples=60)
@@ -78,14 +66,81 @@ def test_what_is_true_of_any_rules(
     evaluations = named("eval_loss", values)
     rules = Retention(last, every, best)
     kept = steps_to_keep(steps, evaluations, rules)
-    newest = sorted(steps)[-last:]
-    assert kept <= steps
-    assert set(newest) <= kept
-    assert all(step in kept for step in steps if every and step % every == 0)
+    newest = set(sorted(steps)[-last:])
+    multiples = {step for step in steps if every and step % every == 0}
     known = {step: values[step] for step in steps if step in values and math.isfinite(values[step])}
-    others = {step for step in kept if step not in newest and not (every and step % every == 0)}
-    assert len(others) <= (1 if best and known else 0)
+    assert newest | multiples <= kept <= steps
+    assert len(kept - newest - multiples) <= (1 if best and known else 0)
     if best and known:
         assert min(known[step] for step in kept if step in known) == min(known.values())
-    again = steps_to_keep(kept, evaluations, rules)
-    assert again == kept, "what stays once stays when nothing was added"
+    assert steps_to_keep(kept, evaluations, rules) == kept, "what stays once stays when nothing was added"
+
+
+# In a folder --------------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, step: int, **evaluation: Any) -> None:
+    write_checkpoint(folder, {}, step=step, evaluation=evaluation or None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "evaluations", "kept"),
+    [
+        (Retention(keep_last=2), {}, [5, 6]),
+        (Retention(keep_last=None), {}, [1, 2, 3, 4, 5, 6]),
+        (Retention(keep_last=1, keep_best=True), {"eval_loss": [3, 1, 2, 5, 4, 6]}, [2, 6]),
+        (
+            Retention(keep_last=1, keep_best=True),
+            {"eval_loss": [1, 2, 3, 4, 3.5, 5], "eval_samples": [8, 8, 8, 20, 20, 20]},
+            [1, 5, 6],
+        ),
+    ],
+)
+def test_what_no_rule_keeps_is_deleted(
+    tmp_path: Path, rules: Retention, evaluations: dict[str, list[float]], kept: list[int]
+) -> None:
+    """After each save, by two jobs one after the other: the second one reads what the first has written."""
+    for steps in ((1, 2, 3), (4, 5, 6)):
+        pruner = Pruner(tmp_path, rules, 0)
+        for step in steps:
+            evaluation = {name: values[step - 1] for name, values in evaluations.items()}
+            save(tmp_path, step, **evaluation)
+            pruner.prune(step, evaluation or None)
+    assert complete_steps(tmp_path) == kept
+    assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("rules", "steps", "left"),
+    [
+        (Retention(keep_last=1), (1,), [1]),
+        (Retention(keep_last=1), (1, 2), [2]),
+        (Retention(keep_last=2), (1, 2), [2]),
+        (Retention(keep_last=3), (1, 2), [1, 2]),
+        (Retention(keep_last=1, keep_every=2), (2, 3), [2, 3]),
+        (Retention(keep_last=1, keep_best=True), (1, 2, 3), [1, 3]),
+        (Retention(keep_last=None), (1, 2, 3), [1, 2, 3]),
+    ],
+)
+def test_the_newest_and_what_is_kept_never_make_room(
+    tmp_path: Path, rules: Retention, steps: tuple[int, ...], left: list[int]
+) -> None:
+    for step in steps:
+        save(tmp_path, step, eval_loss=float(step))
+    note = Pruner(tmp_path, rules, 0).make_room(9, {"eval_loss": 9.0})
+    assert complete_steps(tmp_path) == left
+    assert (note is None) == (list(steps) == left)
+
+
+def test_a_warning_comes_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and again only if there was room in between."""
+    need = 2**20
+    pruner = Pruner(tmp_path, Retention(), need)
+    counts = []
+    for free in (2 * need, 2 * need - 1, need, 3 * need, need):
+        monkeypatch.setattr(retention, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        pruner.prune(1, None)
+        counts.append(len(pruner.notes))
+    assert counts == [0, 1, 1, 1, 2]
+    assert pruner.notes[1].startswith(f"warning: the file system of {tmp_path} has {bytes_text(need)} free")
+    assert f"not enough for two more checkpoints of {bytes_text(need)} each" in pruner.notes[1]
