@@ -8,22 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.going_on import small_run
 from tests.launching import Finished, forked, free_port, run_together, torchrun, two_hosts
 
-WHAT = {"kill": "is gone: process", "stop": r"is stopped \(SIGSTOP, or a debugger\): process"}
+FAULTS = {"kill": "is gone: process", "stop": r"is stopped \(SIGSTOP, or a debugger\): process"}
 STEP_S = 6  # a deadline that is short, and long for such steps on a machine that does much else
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(small_run(tmp_path_factory.mktemp("small")))
-
-
-def fault(what: str, rank: int, when: str) -> list[str]:
+def fault(kind: str, rank: int, when: str) -> list[str]:
     """The overrides that plant it: in step 6, or in the second save."""
     saves = when != "training"
-    planted = f"{{fault: {what}, rank: {rank}, step: {4 if saves else 6}, during: {'save' if saves else 'step'}}}"
+    planted = f"{{fault: {kind}, rank: {rank}, step: {4 if saves else 6}, during: {'save' if saves else 'step'}}}"
     return [
         f"train.chaos=[{planted}]",
         f"checkpoint.every={2 if saves else 0}",
@@ -37,19 +31,19 @@ def command(small: str, folder: Path, *overrides: str) -> list[str]:
     return ["-m", "meshtrain.train", small, *long, *limits, f"train.output={folder}", *overrides]
 
 
-def named(jobs: list[Finished], folder: Path, what: str, rank: int) -> str:
+def named(jobs: list[Finished], folder: Path, kind: str, rank: int) -> str:
     """Looks for what must be there, and nothing but that; returns all that was printed."""
     printed = "\n".join(job.out + job.err for job in jobs)
     assert all(job.status != 0 for job in jobs), printed
-    told = re.findall(r"^rank (\d) on host \S+ \(dp_shard \d\) stops, because (.*)$", printed, re.MULTILINE)
-    assert sorted(int(by) for by, _ in told) == [i for i in range(3) if i != rank], printed
-    headline = rf"rank {rank} on host \S+ \(dp_shard {rank}\) {WHAT[what]} \d+ "
-    assert all(re.match(headline, why) for _, why in told), printed
-    assert len({why for _, why in told}) == 1, printed
+    verdicts = re.findall(r"^rank (\d) on host \S+ \(dp_shard \d\) stops, because (.*)$", printed, re.MULTILINE)
+    assert sorted(int(by) for by, _ in verdicts) == [i for i in range(3) if i != rank], printed
+    headline = rf"rank {rank} on host \S+ \(dp_shard {rank}\) {FAULTS[kind]} \d+ "
+    assert all(re.match(headline, why) for _, why in verdicts), printed
+    assert len({why for _, why in verdicts}) == 1, printed
     ended = json.loads((folder / "exit.json").read_text())
-    assert (ended["status"], ended["reason"]) == ("failed", told[0][1])
+    assert (ended["status"], ended["reason"]) == ("failed", verdicts[0][1])
     assert ended["hosts"] == [socket.gethostname()]
-    if what == "stop":
+    if kind == "stop":
         lowest = min(i for i in range(3) if i != rank)
         assert re.search(rf"^  .*\(ranks 0-2\): ranks? .* waits?, not arrived: {rank}$", printed, re.MULTILINE), printed
         assert len(re.findall(r"^  ranks? [\d, -]+, in ", printed, re.MULTILINE)) in (1, 2), printed
@@ -64,21 +58,14 @@ def test_a_killed_rank_is_named_under_one_agent(small: str, tmp_path: Path) -> N
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("what", "rank", "when"), [("kill", 2, "save"), ("stop", 0, "training")], ids=str)
-def test_under_two_agents(small: str, tmp_path: Path, what: str, rank: int, when: str) -> None:
-    jobs = two_hosts((2, 1), *command(small, tmp_path / "run", *fault(what, rank, when)))
-    named(jobs, tmp_path / "run", what, rank)
-
-
-@pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_every_other_case(small: str, tmp_path: Path) -> None:
+def test_kills_and_stops_in_training_and_in_saves_under_one_and_two_agents(small: str, tmp_path: Path) -> None:
     for agents in (1, 2):
-        for what in WHAT:
+        for kind in FAULTS:
             for i, when in enumerate(("training", "save", "synchronous save")):
-                rank, folder = (i + agents) % 3, tmp_path / f"{agents}_{what}_{i}"
-                words = command(small, folder, *fault(what, rank, when))
-                named([torchrun(3, *words)] if agents == 1 else two_hosts((1, 2), *words), folder, what, rank)
+                rank, folder = (i + agents) % 3, tmp_path / f"{agents}_{kind}_{i}"
+                words = command(small, folder, *fault(kind, rank, when))
+                named([torchrun(3, *words)] if agents == 1 else two_hosts((1, 2), *words), folder, kind, rank)
 
 
 def srun(small: str, folder: Path, *overrides: str) -> list[Finished]:
@@ -118,8 +105,8 @@ def test_a_rank_that_is_busy_elsewhere_did_not_arrive(small: str, tmp_path: Path
     slow = "train.chaos=[{fault: slow, rank: 2, step: 6, seconds: 1000}]"
     job = forked(3, *command(small, tmp_path / "run", slow))
     assert job.status != 0
-    told = re.search(r"^rank 0 on host .* stops, because (rank 2 on host .* did not arrive at .*)$", job.err, re.M)
-    assert told, job.err
-    assert re.search(r"over dp_shard \(ranks 0-2\), where ranks 0-1 waited for \d+ s: rank 2 is in step 6", told[1])
+    verdict = re.search(r"^rank 0 on host .* stops, because (rank 2 on host .* did not arrive at .*)$", job.err, re.M)
+    assert verdict, job.err
+    assert re.search(r"over dp_shard \(ranks 0-2\), where ranks 0-1 waited for \d+ s: rank 2 is in step 6", verdict[1])
     assert re.search(r"^      meshtrain/run/fault_injection\.py:\d+ at_step$", job.err, re.MULTILINE), job.err
-    assert json.loads((tmp_path / "run/exit.json").read_text())["reason"] == told[1]
+    assert json.loads((tmp_path / "run/exit.json").read_text())["reason"] == verdict[1]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,9 +64,9 @@ def test_the_memory_of_a_gpu_grows_in_segments_unless_the_user_chooses() -> None
 def test_who_serves_the_store_has_a_descriptor_for_each_rank(
     monkeypatch: pytest.MonkeyPatch, hard: int, refused: bool
 ) -> None:
-    set_to: list[tuple[int, int]] = []
+    new_limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: new_limits.append(limits))
     serves = Environment("srun", 0, 4096, 0, "a", ("a", 1), hosts_store=True)
     if refused:
         with pytest.raises(InputError, match=r"store to 4096 ranks.*takes 4608.*limit is 4607"):
@@ -73,7 +74,7 @@ def test_who_serves_the_store_has_a_descriptor_for_each_rank(
         runtime._open_files(Environment("srun", 1, 4096, 1, "a", ("a", 1)))
     else:
         runtime._open_files(serves)
-    assert set_to == [(hard, hard)]
+    assert new_limits == [(hard, hard)]
 
 
 # The store ----------------------------------------------------------------------------------------------------------
@@ -100,16 +101,13 @@ class CountingStore:
 
 def on_ranks(world: int, do: Callable[[int], Any]) -> list[Any]:
     """What it returns for each rank, each in a thread of its own."""
-    found: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda rank=rank: found.update({rank: do(rank)}), name=str(rank))
-        for rank in range(world)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(world)]
+
+    def named(rank: int) -> Any:
+        threading.current_thread().name = str(rank)
+        return do(rank)
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(named, range(world)))
 
 
 def place(rank: int, world: int) -> Environment:
@@ -126,10 +124,9 @@ def test_ranks_meet_with_few_calls_and_each_start_has_a_name_of_its_own() -> Non
             time.sleep(late_s if rank == world - 1 else 0)
             return runtime._agree_on_start(place(rank, world), store)  # type: ignore[arg-type]
 
-        (name,) = set(on_ranks(world, meet))
-        names.append(name)
+        names += set(on_ranks(world, meet))
         assert store.most(range(world)) < world, "not one for each other rank, nor one each 20 ms"
-    assert names[0] != names[1]
+    assert len(set(names)) == len(names) == 2
 
 
 def test_a_gather_takes_few_calls_of_rank_0_and_leaves_nothing_in_the_store() -> None:
@@ -140,40 +137,57 @@ def test_a_gather_takes_few_calls_of_rank_0_and_leaves_nothing_in_the_store() ->
         assert answers == [[[rank, number] for rank in range(world)]] * world
     calls = sum(n for call, n in store.calls.items() if call.endswith(" of rank 0") and "check" not in call)
     assert calls < 2 * world, "three gathers, and not a call for each rank"
-    left = [key for i in (1, 2, 3) for key in ("given", "count", "all") if store.store.check([f"round {i}/{key}"])]
-    assert left == ["all"], "the last answer alone, which somebody may still have to read"
+    keys = [key for i in (1, 2, 3) for key in ("given", "count", "all") if store.store.check([f"round {i}/{key}"])]
+    assert keys == ["all"], "the last answer alone, which somebody may still have to read"
 
 
-def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are() -> None:
+MORE = "and 3 other problems on other ranks"
+
+
+@pytest.mark.parametrize(
+    ("problems", "text"),
+    [
+        (["", "no a", "no a", "", "no b", "no a"], "rank 1-2, 5: no a\nrank 4: no b"),
+        (["no c", "no a", "no b"], "no c"),  # rank 0's is the one that counts
+        (["", *["no x", ""] * 12], "rank 1, 3, 5, 7, 9, 11, 13, 15 and 4 more: no x"),
+        (["", *"abcdefghijk"], "\n".join([*map("rank {}: {}".format, range(1, 9), "abcdefgh"), MORE])),
+    ],
+)
+def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are(
+    problems: Sequence[str], text: str
+) -> None:
     store = dist.HashStore()
 
-    def told(problems: Sequence[str]) -> str:
-        def rank(number: int) -> str:
-            job = Job(place(number, len(problems)), torch.device("cpu"), dist.PrefixStore(problems[-1], store))
-            try:
-                with job.collective_check("reading"):
-                    if problems[number]:
-                        raise InputError(problems[number])
-            except AgreedError as error:
-                return str(error)
-            return "nothing"
+    def check(rank: int) -> None:
+        job = Job(place(rank, len(problems)), torch.device("cpu"), store)
+        with pytest.raises(AgreedError) as agreed, job.collective_check("reading"):
+            fail(problems[rank])
+        assert str(agreed.value) == text
 
-        (text,) = set(on_ranks(len(problems), rank))
-        return text
+    def fail(problem: str) -> None:
+        if problem:
+            raise InputError(problem)
 
-    assert told(["", "no a", "no a", "", "no b", "no a"]) == "rank 1-2, 5: no a\nrank 4: no b"
-    assert told(["no c", "no a", "no b"]) == "no c", "rank 0's is the one that counts"
-    lines = told(["", *(f"no file {rank}" for rank in range(1, 12))]).splitlines()
-    assert lines[7:] == ["rank 8: no file 8", "and 3 other problems on other ranks"]
-    scattered = told(["no x" if rank % 2 else "" for rank in range(24)])
-    assert scattered == "rank 1, 3, 5, 7, 9, 11, 13, 15 and 4 more: no x"
+    on_ranks(len(problems), check)
+
+
+def test_what_all_ranks_are_told_is_made_on_rank_0() -> None:
+    store, counts = dist.HashStore(), list[int]()
+    jobs = [Job(place(rank, 3), torch.device("cpu"), store) for rank in range(3)]
+
+    def total(values: list[int]) -> int:
+        counts.append(len(values))
+        return sum(values)
+
+    assert on_ranks(3, lambda rank: jobs[rank].reduce("testing", rank, total)) == [3, 3, 3]
+    assert counts == [3]
 
 
 def test_a_file_that_is_out_of_reach_is_told_with_the_line_that_wanted_it() -> None:
     """It may be a mistake in the user's code, and no traceback is shown."""
     job = Job(place(0, 1), torch.device("cpu"), None)
-    told = rf"opening: host a: .*'/no/such/file' \({re.escape(__file__)}:\d+\)$"
-    with pytest.raises(TrainingError, match=told), job.collective_check("opening"):
+    place_of_it = rf"opening: host a: .*'/no/such/file' \({re.escape(__file__)}:\d+\)$"
+    with pytest.raises(TrainingError, match=place_of_it), job.collective_check("opening"):
         os.stat("/no/such/file")
     with pytest.raises(TrainingError, match=r"host a cannot read f: gone$"), job.collective_check("opening"):
         raise UnreadableError("f", "gone")

@@ -1,13 +1,11 @@
 """The start of a job in worlds of several sizes: what a rank asks of the store, and is told by it, does not grow."""
 
-import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 import start
-from meshtrain.job.process import Job
 
 FEW, MANY = 16, 48  # of 8 ranks to a host
 
@@ -51,23 +49,3 @@ def test_groups_are_made_by_as_many_calls_in_any_world() -> None:
     (few, _), (many, _) = map(start.make_groups, (64, 4096))
     assert few == many
     assert not dist.is_initialized()
-
-
-def test_what_all_ranks_are_told_is_made_on_rank_0() -> None:
-    store, made = dist.HashStore(), list[int]()
-    jobs = [Job(start.place(rank, 3), start.CPU, store) for rank in range(3)]
-    answers: dict[int, object] = {}
-
-    def combine(values: list) -> int:
-        made.append(len(values))
-        return sum(values)
-
-    def run(rank: int) -> None:
-        answers[rank] = jobs[rank].reduce("testing", rank, combine)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (answers, made) == ({0: 3, 1: 3, 2: 3}, [3])

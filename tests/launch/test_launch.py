@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshtrain.cli import main as cli
 from meshtrain.config import locate
@@ -22,6 +23,7 @@ from meshtrain.layout import Layout, LayoutError
 from tests.launching import run
 from tests.properties import given, st
 
+HERE = Path(__file__).parent
 TEMPLATES = ("train.sbatch", "train-srun.sbatch")
 NODES = ("--slurm", "--nodes", "4", "--gpus-per-node", "8")
 SPLITTABLE = ("model.num_attention_heads=16", "model.num_key_value_heads=16")
@@ -50,9 +52,9 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def directives(script: str) -> dict[str, str]:
     """What sbatch reads: each option once, before the first command."""
-    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.partition("\nset ")[0], re.MULTILINE)
-    assert len(dict(found)) == len(found) == len(re.findall(r"^#SBATCH", script, re.MULTILINE))
-    return dict(found)
+    options = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.partition("\nset ")[0], re.MULTILINE)
+    assert len(dict(options)) == len(options) == len(re.findall(r"^#SBATCH", script, re.MULTILINE))
+    return dict(options)
 
 
 # The script ---------------------------------------------------------------------------------------------------------
@@ -79,15 +81,6 @@ def test_the_script_asks_for_what_was_asked_for(folder: Path, capsys: pytest.Cap
     assert (folder / "runs/quickstart/launch.sbatch").read_text() == script
 
 
-def test_a_home_folder_as_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    script = dry_run(capsys, *NODES, "train.output=~/run")
-    assert directives(script)["output"] == f"{tmp_path}/run/logs/slurm-%j.out"
-    assert list((tmp_path / "run").iterdir())
-
-
 def test_a_task_per_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     script = dry_run(capsys, *NODES, "--srun", "--gres", "gpu:h100", "--cpus-per-task", "12")
     asked = directives(script)
@@ -111,16 +104,19 @@ def test_options_for_srun_and_sbatch_and_a_container(folder: Path, capsys: pytes
     assert "export ACTIVATE=''" in lines, "the host's environment is none of the container's"
 
 
-def test_files_of_a_container_are_named_by_their_whole_paths(
+def test_files_of_a_container_and_a_home_folder_as_output_are_named_by_their_whole_paths(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job's shell expands no ~ in a variable, and pyxis takes x.sqsh for a name in a registry."""
     monkeypatch.setenv("HOME", str(folder))
     (folder / "x.sqsh").touch()
     for image, mounts in (("~/x.sqsh", "~:/data,~:/more"), ("x.sqsh", ".:/data,.:/more")):
-        lines = dry_run(capsys, *NODES, "--container-image", image, "--container-mounts", mounts).splitlines()
-        assert f"export CONTAINER_IMAGE={folder}/x.sqsh" in lines
-        assert f"export CONTAINER_MOUNTS={folder}:/data,{folder}:/more" in lines
+        container = ("--container-image", image, "--container-mounts", mounts)
+        script = dry_run(capsys, *NODES, *container, "train.output=~/run")
+        assert f"export CONTAINER_IMAGE={folder}/x.sqsh" in script.splitlines()
+        assert f"export CONTAINER_MOUNTS={folder}:/data,{folder}:/more" in script.splitlines()
+        assert directives(script)["output"] == f"{folder}/run/logs/slurm-%j.out"
+    assert list((folder / "run").iterdir())
 
 
 @pytest.mark.parametrize("word", ["train.steps=3", "layout={dp_shard: 32}"])
@@ -132,18 +128,13 @@ def test_srun_alone_leaves_the_words_behind_it_to_training(word: str, capsys: py
     assert capsys.readouterr().out == script
 
 
-def test_nodes_that_are_held_as_spares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spare_nodes_and_a_short_job_that_saves_in_a_quarter_of_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout is that of the nodes that train."""
-    script = dry_run(capsys, "--slurm", "--nodes", "3", "--gpus-per-node", "8", "--spare-nodes=1", "layout.dp_shard=16")
+    spare = ("--slurm", "--nodes", "3", "--gpus-per-node", "8", "--spare-nodes=1", "layout.dp_shard=16")
+    script = dry_run(capsys, *spare, "--time", "20")
     asked = directives(script)
-    assert (asked["nodes"], asked["no-kill"]) == ("3", "")
-    assert "export SPARE_NODES=1" in script.splitlines()
-
-
-def test_a_short_job_saves_in_a_quarter_of_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    script = dry_run(capsys, *NODES, "--time", "20")
-    assert directives(script)["signal"] == "USR1@300"
-    assert "export SAVE_SECONDS=300" in script.splitlines()
+    assert (asked["nodes"], asked["no-kill"], asked["signal"]) == ("3", "", "USR1@300")
+    assert {"export SPARE_NODES=1", "export SAVE_SECONDS=300"} <= set(script.splitlines())
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -153,8 +144,8 @@ def test_a_script_is_its_template_but_for_the_jobs_values(name: str, capsys: pyt
     script = dry_run(capsys, *NODES, *(["--srun"] if "srun" in name else []))
     *_, last = re.finditer(r"^#+SBATCH.*\n", template, re.MULTILINE)
     assert script.endswith(template[last.end() :])
-    kept = {line for line in template.splitlines() if not line.lstrip("#").startswith("SBATCH")}
-    assert kept <= set(script.splitlines())
+    others = {line for line in template.splitlines() if not line.lstrip("#").startswith("SBATCH")}
+    assert others <= set(script.splitlines())
     assert set(directives(template)) <= set(directives(script))
     checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
@@ -164,8 +155,8 @@ def test_directives_are_replaced_added_and_taken_away() -> None:
     template = (
         "#!/bin/bash\n# about\n#SBATCH --nodes=2\n#SBATCH --requeue\n##SBATCH --partition=x\n##SBATCH --qos=y\n\nrun\n"
     )
-    told = {"nodes": "3", "requeue": None, "partition": "p", "chdir": "/a b"}
-    assert render(template, told, ["set -- x"]) == (
+    values = {"nodes": "3", "requeue": None, "partition": "p", "chdir": "/a b"}
+    assert render(template, values, ["set -- x"]) == (
         "#!/bin/bash\n# about\n#SBATCH --nodes=3\n#SBATCH --partition=p\n##SBATCH --qos=y\n"
         '#SBATCH --chdir="/a b"\n\nset -- x\n\nrun\n'
     )
@@ -177,8 +168,8 @@ def test_directives_are_replaced_added_and_taken_away() -> None:
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=3))
 def test_words_reach_the_script_as_they_are(words: list[str]) -> None:
     """Overrides have quotes, braces, spaces and dollar signs in them, and the shell must see none of these."""
-    said = "\n".join(block(words, [("WORD", words[0])], ["a remark\nof two lines"]))
-    assert shlex.split(said, comments=True)[-len(words) :] == words
+    lines = "\n".join(block(words, [("WORD", words[0])], ["a remark\nof two lines"]))
+    assert shlex.split(lines, comments=True)[-len(words) :] == words
 
 
 def test_bash_reads_the_words_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,59 +186,19 @@ def test_bash_reads_the_words_too(capsys: pytest.CaptureFixture[str]) -> None:
 # What is refused ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--nodes", "4", "--gpus-per-node", "8"), "--slurm is the one that meshtrain launch knows"),
-        (("--slurm", "--gpus-per-node", "8"), "--nodes is missing"),
-        (("--slurm", "--nodes", "4"), "--gpus-per-node is missing"),
-        ((*NODES, "--spare-nodes", "4"), "--spare-nodes 4 of --nodes 4 leave none to train: ask for --nodes 8"),
-        ((*NODES, "--container-mounts", "/a:/b"), "need a --container-image"),
-        ((*NODES, "--container-image", "./no.sqsh"), "--container-image ./no.sqsh: there is no such file"),
-        ((*NODES, "--container-image", "a/b:1", "--container-mounts", "/no/x:/x"), "there is no folder /no/x"),
-        ((*NODES, "--sbatch", "nodes=3"), "meshtrain launch sets nodes itself"),
-        ((*NODES, "--sbatch", "a b"), "--sbatch 'a b': expected KEY=VALUE"),
-        ((*NODES, "--srun", "Cpu=3"), "--srun 'Cpu=3': expected KEY=VALUE"),
-        (("--slurm", "--nodes", "0", "--gpus-per-node", "8"), "--nodes 0: expected a number of at least 1"),
-        (("--slurm", "--nodes", "2:4", "--gpus-per-node", "8"), "--nodes 2:4"),
-        ((*NODES, "--gres", "gpu:4"), "--gres gpu:4 asks for 4 GPUs on each node and --gpus-per-node for 8"),
-        ((*NODES, "--gres", "gpu:a:b:c"), "expected a name such as gpu or gpu:h100"),
-        ((*NODES, "--cpus-per-task", "many"), "--cpus-per-task many"),
-        ((*NODES, "--time", "3h"), "--time 3h: SLURM does not know this form; write 3:50:00"),
-        ((*NODES, "--time", "2:30"), "--time 2:30 is 150 seconds"),
-        ((*NODES, "--partition", "a b"), "--partition 'a b'"),
-        ((*NODES, "--account", "x\n#SBATCH --uid=0"), "--account"),
-        ((*NODES, "--activate", "no/venv"), "--activate no/venv: there is no"),
-        ((*NODES, "--env", "NCCL_DEBUG"), "expected NAME=VALUE"),
-        ((*NODES, "--env", "A B=1"), "expected NAME=VALUE"),
-        # The config, and the layout against nodes x GPUs.
-        ((*NODES, "train.step=5"), "did you mean"),
-        ((*NODES, "layout.dp_shard=16"), "With 8 GPUs per node: --nodes 2"),
-        ((*NODES, "layout={pp: 2, dp_shard: 6}"), "12 processes are no multiple of 8: --nodes 2 --gpus-per-node 6"),
-        ((*NODES, "layout={pp: 3, dp_shard: -1}"), "With 8 GPUs per node: --nodes 3 or --nodes 6"),
-        ((*NODES, "layout={tp: 4, dp_shard: -1}"), "6 query heads do not divide over tp 4: use a tp of 1, 2, 3, 6"),
-        ((*NODES, "layout={dp_shard: -1, tp: 16}", *SPLITTABLE), "use {dp_shard: 4, tp: 8}"),
-        ((*NODES, "layout={dp_shard: -1, tp: 8}", *SPLITTABLE), None),
-        ((*NODES, "layout={tp: 8, dp_shard: -1}", *SPLITTABLE), "put tp last: {dp_shard: 4, tp: 8}"),
-        (("--slurm", "--nodes", "2", "--gpus-per-node", "3", "layout.tp=2"), "tp crosses hosts in 1 of 3 groups"),
-        ((*NODES, "layout={tp: 2, dp_shard: -1}", "data.source=text", "data.path=none"), "data.path: there is no"),
-        ((*NODES, "layout={cp: 4, dp_shard: -1}", "parallel.context_heads=3"), "use 1, 2 or 4"),
-        ((*NODES, "train.output=file/run"), "train.output is"),
-        ((*NODES, 'train.output=runs/a"b'), "sbatch cannot read a value with quotes"),
-    ],
-)
-def test_what_is_wrong_is_refused(
-    words: tuple[str, ...], said: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if said is None:  # this one is right, and its neighbour wrong
-        dry_run(capsys, *words)
-        return
+def test_what_is_wrong_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is written for a job that cannot be."""
     (folder / "file").touch()
-    assert launch("--dry-run", *words) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err, printed.err
-    assert printed.out == ""
-    assert [path.name for path in folder.iterdir()] == ["file"], "nothing is written for a job that cannot be"
+    wrong = []
+    for case in yaml.safe_load((HERE / "refusals.yaml").read_text()):
+        words = shlex.split(case["words"])
+        status = launch("--dry-run", *(words if case.get("alone") else (*NODES, *words)))
+        printed = capsys.readouterr()
+        files = [path.name for path in folder.iterdir()]
+        if (status, printed.out, files) != (2, "", ["file"]) or case["text"] not in printed.err:
+            wrong.append((case, status, printed, files))
+    assert wrong == []
+    dry_run(capsys, *NODES, "layout={dp_shard: -1, tp: 8}", *SPLITTABLE)  # this one is right, and its neighbour wrong
 
 
 @given(
@@ -258,9 +209,9 @@ def test_what_is_wrong_is_refused(
 )
 def test_the_numbers_of_nodes_that_are_named_fit(sizes: dict[str, int], free: bool, nodes: int, gpus: int) -> None:
     sizes |= {"dp_replicate": -1} if free else {}
-    said = nodes_that_fit(sizes, nodes, gpus)
-    counts = [int(count) for count in re.findall(r"--nodes (\d+)", said)]
-    each = re.search(r"--gpus-per-node (\d+)", said)
+    text = nodes_that_fit(sizes, nodes, gpus)
+    counts = [int(count) for count in re.findall(r"--nodes (\d+)", text)]
+    each = re.search(r"--gpus-per-node (\d+)", text)
     assert counts
     for count in counts:
         Layout.resolve(sizes, count * (int(each[1]) if each else gpus))
@@ -300,16 +251,14 @@ def program(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_without_sbatch_nothing_is_written(
+def test_without_sbatch_nothing_is_written_and_what_it_says_is_passed_on(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(folder.parent / "bin"))
-    assert launch(*NODES) == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(folder.parent / "bin"))
+        assert launch(*NODES) == 2
     assert "run this where jobs are submitted, or with --dry-run" in capsys.readouterr().err
     assert not list(folder.iterdir())
-
-
-def test_what_sbatch_says_is_passed_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program(folder, "sbatch", "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n")
     assert launch(*NODES, "--partition", "gpu") == 1
     assert "invalid partition specified: gpu" in capsys.readouterr().err
@@ -338,10 +287,10 @@ def test_the_submitted_script_trains(folder: Path, capsys: pytest.CaptureFixture
     program(folder, "srun", SRUN)
     two = ("--slurm", "--nodes", "2", "--gpus-per-node", "1")
     assert launch(*two, *SHORT, "train.output=runs/a run", "--env", "OMP_NUM_THREADS=1") == 0
-    said = capsys.readouterr().out
-    assert "2 nodes x 1 GPU: layout {dp_shard: 2}" in said
-    assert "as job 4211" in said
-    assert "tail -F 'runs/a run/logs/slurm-4211.out'" in said
+    printed = capsys.readouterr().out
+    assert "2 nodes x 1 GPU: layout {dp_shard: 2}" in printed
+    assert "as job 4211" in printed
+    assert "tail -F 'runs/a run/logs/slurm-4211.out'" in printed
 
     script = folder.parent / "bin" / "submitted"
     asked = directives(script.read_text())

@@ -36,8 +36,8 @@ def decided(end: dict | None, failures: int = 1, needed: int = 3, down: tuple[st
 def test_a_node_is_left_out_if_the_failure_is_its_own(kind: str, reason: str, lost: bool) -> None:
     """Its host may call itself by more words than SLURM does."""
     end = {"status": "failed", "kind": kind, "reason": reason, "hosts": ["gpu08.cluster.local", "elsewhere"]}
-    found = decided(end)
-    assert (found.action, found.lost) == (("requeue", ("gpu08",)) if lost else ("again", ()))
+    decision = decided(end)
+    assert (decision.action, decision.lost) == (("requeue", ("gpu08",)) if lost else ("again", ()))
     assert decided(end, needed=2).action == "again", "there is a spare one"
     assert decided(end, failures=3).action == "end"
 
@@ -56,10 +56,10 @@ def test_nodes_that_others_know_to_be_down() -> None:
 
 
 def test_how_far_a_run_is() -> None:
-    one, two = GoodputRecord(5, NOTHING, saved=True), GoodputRecord(8, NOTHING)
+    saved, later = GoodputRecord(5, NOTHING, saved=True), GoodputRecord(8, NOTHING)
     assert furthest_step([]) == 0
-    assert furthest_step([JobRecord(0.0, 3, [one, two])]) == 5
-    assert furthest_step([JobRecord(0.0, 3, [one]), JobRecord(0.0, 5, [two])]) == 5
+    assert furthest_step([JobRecord(0.0, 3, [saved, later])]) == 5
+    assert furthest_step([JobRecord(0.0, 3, [saved]), JobRecord(0.0, 5, [later])]) == 5
 
 
 def test_failures_count_until_the_run_gets_further() -> None:
@@ -75,12 +75,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     (tmp_path / "exit.json").write_text(json.dumps(end))
     words = ["requeue", str(tmp_path), "--job", "4", "--nodes", "a b c", "--needed", "2", "--tries", "1", "--down", ""]
     monkeypatch.setattr(sys, "argv", words)
-    said = []
+    printed = []
     for _ in range(2):
         main()
-        said.append(capsys.readouterr().out.splitlines())
-    assert said[0] == ["again", "b", "rank 1 is gone; goes on without b"]
-    assert said[1] == ["end", "b", "rank 1 is gone: 2 failures in a row have got no further than step 0"]
+        printed.append(capsys.readouterr().out.splitlines())
+    assert printed[0] == ["again", "b", "rank 1 is gone; goes on without b"]
+    assert printed[1] == ["end", "b", "rank 1 is gone: 2 failures in a row have got no further than step 0"]
 
 
 def test_a_history_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:

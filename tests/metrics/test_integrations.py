@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from meshtrain.metrics.sinks import Prometheus, TensorBoard, Wandb
-from tests.metrics.test_sinks import ROW, free_port, prometheus, run_of, told
+from meshtrain.metrics.sinks import Prometheus, Wandb
+from tests.launching import free_port
+from tests.metrics.test_sinks import ROW, hand_on, prometheus, run_of
 
 pytestmark = pytest.mark.integrations
 MONITORING = Path(__file__).resolve().parents[2] / "tools" / "monitoring"
@@ -37,7 +38,7 @@ def test_prometheus_reads_the_file_and_the_page(tmp_path: Path) -> None:
 def test_promtool_accepts_what_is_written_and_the_alerts_fire(tmp_path: Path) -> None:
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("there is no promtool: apt-get install prometheus")
-    told(tmp_path, prometheus(tmp_path, every_s=0))
+    hand_on(tmp_path, prometheus(every_s=0))
     text = (tmp_path / "metrics.prom").read_text()
     done = subprocess.run([promtool, "check", "metrics"], input=text, text=True, timeout=60, check=False)
     assert done.returncode in (0, 3)  # 3: it can be read, and has no help texts
@@ -80,7 +81,7 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for step, status in ((0, "stopped"), (2, "done")):
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
         makers = {"wandb": lambda run: Wandb(run, project="p", mode="offline")}
-        told(tmp_path, makers, status, step=step, config={"train": {"steps": 4}})
+        hand_on(tmp_path, makers, status, step=step, config={"train": {"steps": 4}})
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     identity = (tmp_path / "wandb_id").read_text()
     # A second run of the same second gets "-1" behind its id.
@@ -88,14 +89,3 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     written = next(folders[0].glob("*.wandb")).read_bytes()
     assert all(name in written for name in (b"train/loss", b"validation/perplexity", b"time/step_time_s"))
     assert wandb.run is None
-
-
-def test_tensorboard_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setattr(TensorBoard, "close_s", 120.0)
-    told(tmp_path, {"tensorboard": TensorBoard})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.5), (2, 2.5)]
-    assert [event.step for event in events.Scalars("validation/loss")] == [2]

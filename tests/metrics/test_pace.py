@@ -2,11 +2,12 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from meshtrain.metrics.straggler import LEAST_S, LOOKS, SHARE, RankPace, StragglerTest, slow
+from meshtrain.metrics.straggler import LEAST_S, LOOKS, SHARE, RankPace, Straggler, StragglerTest, slow
 from tests.properties import given, st
 
 
@@ -19,8 +20,8 @@ def measured(own: list[float], queued: list[float] | None = None, host: str = "a
     """A look at steps in which a rank took `own` seconds, `queued` of them without a core; another took 0.1 more."""
     waits = queued or [0.0] * len(own)
     steps = [
-        {"time_own_s": one, "time_queued_s": wait, "step_time_s": max(own) + 0.1, "time_data_s": 0.01}
-        for one, wait in zip(own, waits, strict=True)
+        {"time_own_s": time, "time_queued_s": wait, "step_time_s": max(own) + 0.1, "time_data_s": 0.01}
+        for time, wait in zip(own, waits, strict=True)
     ]
     return RankPace.of(steps, host, 1.0, 8)
 
@@ -34,47 +35,50 @@ def test_a_look_is_made_of_quartiles() -> None:
     assert measured([0.1, 0.1], [0.3, 0.3]).low == 0.0, "two counters of the kernel do not agree to the last bit"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_every_set_of_fewer_than_half_is_found_and_nothing_else(ranks: int) -> None:
-    for n in range((ranks + 1) // 2):
-        for chosen in itertools.combinations(range(ranks), n):
-            paces = [steady(0.4 if rank in chosen else 0.2) for rank in range(ranks)]
-            assert slow(paces, [range(ranks)]) == set(chosen)
+# One look -------------------------------------------------------------------------------------------------------------
 
 
-def test_of_two_ranks_the_slower_one_is_slow() -> None:
-    assert slow([steady(0.2), steady(0.3)], [[0, 1]]) == {1}
+def test_every_set_of_fewer_than_half_is_found_and_nothing_else() -> None:
+    for ranks in (2, 3, 4, 5):
+        for n in range((ranks + 1) // 2):
+            for chosen in itertools.combinations(range(ranks), n):
+                paces = [steady(0.4 if rank in chosen else 0.2) for rank in range(ranks)]
+                assert slow(paces, [range(ranks)]) == set(chosen)
 
 
-def test_only_ranks_with_the_same_work_are_compared() -> None:
-    paces = [steady(0.1), steady(0.4), steady(0.1), steady(0.4)]
-    assert slow(paces, [[0, 2], [1, 3]]) == set()
-    assert slow(paces, [[0, 1, 2, 3]]) == {1, 3}
-    assert slow(paces, [[0], [1], [2], [3]]) == set()
+UNEQUAL = list(map(steady, (0.1, 0.4, 0.1, 0.4)))
+# One is slower than the other on average by half, and still not in each step.
+NOISY = [measured([0.10, 0.12, 0.14, 0.16, 0.30] * 4), measured([0.11, 0.17, 0.20, 0.24, 0.28] * 4)]
 
 
-@pytest.mark.parametrize(("step", "least"), [(0.05, LEAST_S), (10.0, 10.0 * SHARE)])
-def test_what_hardly_costs_anything_is_not_said(step: float, least: float) -> None:
-    for excess, found in ((0.99 * least, set()), (1.01 * least, {1})):
-        assert slow([steady(0.02, step=step), steady(0.02 + excess, step=step)], [[0, 1]]) == found
+def slower(step: float, excess: float) -> list[RankPace]:
+    return [steady(0.02, step=step), steady(0.02 + excess, step=step)]
 
 
-def test_who_waits_for_a_core_on_a_shared_host_is_not_slow() -> None:
-    paces = [steady(0.1), steady(0.1, queued=0.2), steady(0.1, queued=0.3)]
-    assert slow(paces, [[0, 1, 2]]) == set()
+@pytest.mark.parametrize(
+    ("paces", "groups", "ranks"),
+    [
+        ([steady(0.2), steady(0.3)], [[0, 1]], {1}),
+        # Only ranks with the same work are compared.
+        (UNEQUAL, [[0, 2], [1, 3]], set()),
+        (UNEQUAL, [[0, 1, 2, 3]], {1, 3}),
+        (UNEQUAL, [[0], [1], [2], [3]], set()),
+        # What hardly costs anything is not said.
+        (slower(0.05, 0.99 * LEAST_S), [[0, 1]], set()),
+        (slower(0.05, 1.01 * LEAST_S), [[0, 1]], {1}),
+        (slower(10.0, 9.9 * SHARE), [[0, 1]], set()),
+        (slower(10.0, 10.1 * SHARE), [[0, 1]], {1}),
+        # Who waits for a core on a shared host is not slow; a host whose cores are never free is.
+        ([steady(0.1), steady(0.1, queued=0.2), steady(0.1, queued=0.3)], [[0, 1, 2]], set()),
+        ([steady(0.1), steady(0.1, host="b"), steady(0.1, host="c", queued=0.3)], [[0, 1, 2]], {2}),
+        (NOISY, [[0, 1]], set()),
+    ],
+)
+def test_who_is_slow(paces: list[RankPace], groups: list[list[int]], ranks: set[int]) -> None:
+    assert slow(paces, groups) == ranks
 
 
-def test_a_host_whose_cores_are_never_free_is_slow() -> None:
-    paces = [steady(0.1), steady(0.1, host="b"), steady(0.1, host="c", queued=0.3)]
-    assert slow(paces, [[0, 1, 2]]) == {2}
-
-
-def test_overlapping_times_are_noise() -> None:
-    """One is slower than the other on average by half, and still not in each step."""
-    first = measured([0.10, 0.12, 0.14, 0.16, 0.30] * 4)
-    second = measured([0.11, 0.17, 0.20, 0.24, 0.28] * 4)
-    assert second.middle > 1.4 * first.middle
-    assert slow([first, second], [[0, 1]]) == set()
+# Look after look ------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**6), st.integers(2, 8))
@@ -97,44 +101,32 @@ def test_a_slow_rank_is_found_in_noise(seed: int, ranks: int, data: st.DataObjec
     assert [straggler.rank for straggler in named] == [culprit]
 
 
-def seen(looks: StragglerTest, *slow_ranks: int) -> tuple[list[int], list[int]]:
-    paces = [steady(0.4 if rank in slow_ranks else 0.2) for rank in range(5)]
-    new, recovered = looks.update(paces)
-    return [straggler.rank for straggler in new], recovered
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        (["3"] * 13, {2: "3 is slow"}),  # who stays slow is named, and only once
+        (["3", "3", ""] * 5, {}),  # a good look in between starts the count again
+        # Who recovers is said once and may be named again.
+        ((["1"] * 5 + [""] * 5) * 2, {2: "1 is slow", 7: "1 recovers", 12: "1 is slow", 17: "1 recovers"}),
+        (["1", "1", "1", "", "1", "", "", "1"], {2: "1 is slow"}),  # a single good look is no recovery
+        (["0", "04", "04", "04"], {2: "0 is slow", 3: "4 is slow"}),
+    ],
+)
+def test_who_is_named_and_who_recovers(looks: list[str], expected: dict[int, str]) -> None:
+    """Of five ranks; the slow ones of each look."""
+    test, events = StragglerTest([range(5)]), dict[int, str]()
+    for number, ranks in enumerate(looks):
+        new, recovered = test.update([steady(0.4 if str(rank) in ranks else 0.2) for rank in range(5)])
+        assert test.suspects == set(map(int, ranks))
+        changes = [f"{straggler.rank} is slow" for straggler in new] + [f"{rank} recovers" for rank in recovered]
+        if changes:
+            (events[number],) = changes
+    assert events == expected
 
 
-def test_only_who_stays_slow_is_named_and_only_once() -> None:
-    looks = StragglerTest([range(5)])
-    assert [seen(looks, 3) for _ in range(LOOKS - 1)] == [([], [])] * (LOOKS - 1)
-    assert looks.suspects == {3}
-    assert seen(looks, 3) == ([3], [])
-    assert [seen(looks, 3) for _ in range(10)] == [([], [])] * 10
-
-
-def test_a_good_look_in_between_starts_the_count_again() -> None:
-    looks = StragglerTest([range(5)])
-    for _ in range(5):
-        assert [seen(looks, 3), seen(looks, 3), seen(looks)] == [([], [])] * 3
-
-
-def test_who_recovers_is_said_once_and_may_be_named_again() -> None:
-    looks = StragglerTest([range(5)])
-    said = [seen(looks, *((1,) if i % 10 < 5 else ())) for i in range(20)]
-    assert [i for i, (new, _) in enumerate(said) if new] == [LOOKS - 1, 10 + LOOKS - 1]
-    assert [i for i, (_, recovered) in enumerate(said) if recovered] == [5 + LOOKS - 1, 15 + LOOKS - 1]
-
-
-def test_a_single_good_look_is_no_recovery() -> None:
-    looks = StragglerTest([range(5)])
-    for _ in range(LOOKS):
-        seen(looks, 1)
-    assert [seen(looks), seen(looks, 1), seen(looks), seen(looks), seen(looks, 1)] == [([], [])] * 5
-
-
-def test_two_stragglers_at_once() -> None:
-    looks = StragglerTest([range(5)])
-    said = [seen(looks, 0), seen(looks, 0, 4), seen(looks, 0, 4), seen(looks, 0, 4)]
-    assert said == [([], []), ([], []), ([0], []), ([4], [])]
+def named(looks: StragglerTest, paces: Sequence[RankPace]) -> list[Straggler]:
+    """Who is named once these paces have lasted."""
+    return [looks.update(paces)[0] for _ in range(LOOKS)][-1]
 
 
 def test_stages_without_peers_are_compared_with_their_own_first_look() -> None:
@@ -144,21 +136,15 @@ def test_stages_without_peers_are_compared_with_their_own_first_look() -> None:
         assert looks.update([steady(0.1), steady(0.3)]) == ([], [])
     for _ in range(2 * LOOKS):
         assert looks.update([steady(0.15), steady(0.45)]) == ([], []), "all became slower: longer sequences, perhaps"
-    named = [looks.update([steady(0.25), steady(0.3)])[0] for _ in range(LOOKS)][-1]
-    assert [(one.rank, one.peers, one.own, one.others) for one in named] == [(0, 0, 0.25, 0.1)]
+    stragglers = named(looks, [steady(0.25), steady(0.3)])
+    assert [(one.rank, one.peers, one.own, one.others) for one in stragglers] == [(0, 0, 0.25, 0.1)]
 
 
 def test_what_is_said_of_a_straggler_is_measured_against_the_others() -> None:
-    looks = StragglerTest([range(4)])
-    paces = [steady(0.2), steady(0.9), steady(0.22), steady(0.5)]
-    paces = [replace(pace, load=float(rank)) for rank, pace in enumerate(paces)]
-    named = [looks.update(paces)[0] for _ in range(LOOKS)][-1]
-    assert [(one.rank, one.own, one.peers, one.load) for one in named] == [(1, 0.9, 3, 1.0), (3, 0.5, 3, 1.0)]
-    assert [one.others for one in named] == pytest.approx([0.21, 0.21]), "of those that are not slow themselves"
-
-
-def test_of_a_starved_host_all_of_its_time_is_told() -> None:
-    looks = StragglerTest([range(3)])
-    paces = [steady(0.1), steady(0.1, host="b"), steady(0.1, host="c", queued=0.3)]
-    named = [looks.update(paces)[0] for _ in range(LOOKS)][-1]
-    assert [(one.rank, one.own, one.others, one.excess) for one in named] == [(2, 0.4, 0.1, pytest.approx(0.3))]
+    paces = [replace(steady(own), load=float(rank)) for rank, own in enumerate((0.2, 0.9, 0.22, 0.5))]
+    stragglers = named(StragglerTest([range(4)]), paces)
+    assert [(one.rank, one.own, one.peers, one.load) for one in stragglers] == [(1, 0.9, 3, 1.0), (3, 0.5, 3, 1.0)]
+    assert [one.others for one in stragglers] == pytest.approx([0.21, 0.21]), "of those that are not slow themselves"
+    starved = [steady(0.1), steady(0.1, host="b"), steady(0.1, host="c", queued=0.3)]
+    (one,) = named(StragglerTest([range(3)]), starved)
+    assert (one.rank, one.own, one.others, one.excess) == (2, 0.4, 0.1, pytest.approx(0.3)), "all of its time"

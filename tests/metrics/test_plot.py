@@ -28,12 +28,6 @@ def test_smoothing_is_the_mean_of_a_window_that_fits(values: list[float], reach:
         assert mean == pytest.approx(sum(window) / len(window), abs=1e-6)
 
 
-@given(st.floats(-9, 9), st.floats(-9, 9), st.integers(1, 60), st.integers(0, 9))
-def test_smoothing_does_not_lag_behind_a_straight_line(start: float, slope: float, count: int, reach: int) -> None:
-    line = [start + slope * i for i in range(count)]
-    assert smooth(line, reach) == pytest.approx(line, abs=1e-6)
-
-
 def test_smoothing_passes_over_what_is_not_finite() -> None:
     assert smooth([1.0, math.nan, 3.0], 1) == pytest.approx([1.0, 2.0, 3.0])
     assert math.isnan(smooth([math.inf], 3)[0])
@@ -72,9 +66,9 @@ def test_the_picture_names_the_run_and_its_last_validation(tmp_path: Path) -> No
 
 
 def test_without_steps_there_is_a_sentence(tmp_path: Path) -> None:
-    assert "has no steps" in plot_loss(tmp_path, "a run")
-    write(tmp_path, [])
-    assert "has no steps" in plot_loss(tmp_path, "a run")
+    for _ in range(2):
+        assert "has no steps" in plot_loss(tmp_path, "a run")
+        write(tmp_path, [])
 
 
 def test_without_matplotlib_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,42 +32,39 @@ def traced(folder: Path, rank: int) -> set[str]:
     return {event["name"] for event in events if event["name"].startswith("step ")}
 
 
-def test_a_trace_of_some_steps(tmp_path: Path) -> None:
-    profiler = Profiler(Wanted([2, 3]), tmp_path, 7, CPU)
-    assert list(profiler.about(0, 5)) == [f"profiling steps 2 to 3 of every rank into {tmp_path / 'profile'}"]
-    train(profiler, 1, 5)
-    assert traced(tmp_path, 7) == {"step 2", "step 3"}
+@pytest.mark.parametrize(
+    ("profile", "first", "last", "steps"),
+    [
+        ([2, 3], 1, 5, {"step 2", "step 3"}),
+        ([2, 9], 1, 3, {"step 2", "step 3"}),  # a run that ends before the last one leaves its trace
+        ([2, 4], 4, 6, {"step 4"}),  # a run that goes on inside of the steps
+    ],
+)
+def test_a_trace_of_some_steps(profile: list[int], first: int, last: int, steps: set[str], tmp_path: Path) -> None:
+    train(Profiler(Wanted(profile), tmp_path, 7, CPU), first, last)
+    assert traced(tmp_path, 7) == steps
 
 
-def test_a_run_that_ends_before_the_last_step_leaves_its_trace(tmp_path: Path) -> None:
-    train(Profiler(Wanted([2, 9]), tmp_path, 0, CPU), 1, 3)
-    assert traced(tmp_path, 0) == {"step 2", "step 3"}
-
-
-def test_a_run_that_goes_on_inside_of_the_steps(tmp_path: Path) -> None:
-    train(Profiler(Wanted([2, 4]), tmp_path, 0, CPU), 4, 6)
-    assert traced(tmp_path, 0) == {"step 4"}
-
-
-@pytest.mark.parametrize(("done", "steps"), [(4, 6), (0, 1)])
-def test_steps_that_a_job_does_not_do_are_said(done: int, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("done", "steps", "start"),
+    [
+        (0, 5, "profiling steps 2 to 4 of every rank into {}"),
+        (2, 8, "profiling steps 3 to 4 of every rank"),
+        (4, 6, "metrics.profile names steps 2 to 4, and this job does steps 5 to 6: "),
+        (0, 1, "metrics.profile names steps 2 to 4, and this job does steps 1 to 1: "),
+    ],
+)
+def test_what_is_profiled_is_said(done: int, steps: int, start: str, tmp_path: Path) -> None:
     (line,) = Profiler(Wanted([2, 4]), tmp_path, 0, CPU).about(done, steps)
-    assert line.startswith(f"metrics.profile names steps 2 to 4, and this job does steps {done + 1} to {steps}: ")
-    (line,) = Profiler(Wanted([2, 6]), tmp_path, 0, CPU).about(4, 8)
-    assert line.startswith("profiling steps 5 to 6 of every rank")
+    assert line.startswith(start.format(tmp_path / "profile"))
 
 
-def test_nothing_wanted_nothing_done(tmp_path: Path) -> None:
-    profiler = Profiler(Wanted(), tmp_path, 0, CPU)
-    train(profiler, 1, 3)
-    assert list(profiler.about(0, 3)) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_memory_snapshot_on_a_cpu_is_said_to_need_cuda(tmp_path: Path) -> None:
-    profiler = Profiler(Wanted(memory_snapshot=True), tmp_path, 0, CPU)
-    train(profiler, 1, 3)
-    (line,) = profiler.about(0, 3)
+def test_nothing_wanted_nothing_done_and_a_memory_snapshot_needs_cuda(tmp_path: Path) -> None:
+    nothing, snapshot = (Profiler(Wanted(memory_snapshot=wanted), tmp_path, 0, CPU) for wanted in (False, True))
+    for profiler in (nothing, snapshot):
+        train(profiler, 1, 3)
+    assert list(nothing.about(0, 3)) == []
+    (line,) = snapshot.about(0, 3)
     assert "needs CUDA" in line
     assert list(tmp_path.iterdir()) == []
 

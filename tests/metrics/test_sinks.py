@@ -23,8 +23,9 @@ from meshtrain.config import Config, ConfigErrors, schema
 from meshtrain.errors import InputError
 from meshtrain.metrics import sink_threads, sinks
 from meshtrain.metrics.logger import Metrics, read
-from meshtrain.metrics.sink_threads import SinkThreads, find_sinks
+from meshtrain.metrics.sink_threads import Make, SinkThreads, find_sinks
 from meshtrain.metrics.sinks import Prometheus, Sink, SinkRun
+from tests.launching import free_port
 
 ROW = {
     "step": 1,
@@ -45,7 +46,9 @@ def config(*names: str, **options: Any) -> schema.Metrics:
     return schema.Metrics(sinks=names, sink_options=options)
 
 
-def told(folder: Path, makers: Mapping[str, Callable[[SinkRun], Sink]], status: str = "done", **more: Any) -> Metrics:
+def hand_on(
+    folder: Path, makers: Mapping[str, Callable[[SinkRun], Sink]], status: str = "done", **more: Any
+) -> Metrics:
     """Two rows, an evaluation, a message and an epoch, handed on to the end."""
     threads = SinkThreads(makers, run_of(folder, **more))
     metrics = Metrics(folder, task="language", steps=4, sinks=threads, console=Console(file=StringIO()))
@@ -80,68 +83,56 @@ class Notes(Sink):
         self.calls.append(status)
 
 
-def test_a_sink_is_told_all_in_order_in_a_thread_of_its_own(tmp_path: Path) -> None:
-    made: list[Notes] = []
-    told(tmp_path, {"notes": lambda run: made.append(Notes(run)) or made[-1]}, "stopped")  # type: ignore[func-returns-value]
+class Made:
+    """Makes a `Notes`, and keeps it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __call__(self, run: SinkRun) -> Notes:
+        self.sink = Notes(run, **self.options)
+        return self.sink
+
+
+def refuse(run: SinkRun) -> Sink:
+    raise SystemExit("no network")
+
+
+def test_a_sink_gets_all_in_order_in_a_thread_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that cannot be made is left out, and the others are not."""
+    notes = Made()
+    hand_on(tmp_path, {"bad": refuse, "notes": notes}, "stopped")
     message, epoch = ("message", {"text": "rank 1 is slow"}), ("epoch", {"epoch": 1, "loss": 2.5})
-    assert made[0].calls == [False, 1, 2, (2, 2.0), message, epoch, "stopped"]
+    assert notes.sink.calls == [False, 1, 2, (2, 2.0), message, epoch, "stopped"]
+    assert capfd.readouterr().err.count("bad is left out; the run goes on (SystemExit: no network)") == 1
 
 
 def test_what_a_sink_raises_is_said_once_and_the_next_row_reaches_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[Notes] = []
-    told(tmp_path, {"notes": lambda run: made.append(Notes(run, fails_at=1)) or made[-1]})  # type: ignore[func-returns-value]
-    assert made[0].calls[1:3] == [2, (2, 2.0)]
+    notes = Made(fails_at=1)
+    hand_on(tmp_path, {"notes": notes})
+    assert notes.sink.calls[1:3] == [2, (2, 2.0)]
     err = capfd.readouterr().err
-    assert (
-        err.count("metrics.sinks") == err.count("notes has not taken something; the run goes on (ValueError: no)") == 1
-    )
+    warning = "notes has not taken something; the run goes on (ValueError: no)"
+    assert err.count("metrics.sinks") == err.count(warning) == 1
 
 
-def test_a_sink_that_cannot_be_made_is_left_out_and_the_others_are_not(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("hangs", "warning"),
+    [
+        (True, "slow has not ended within 0.2 s"),
+        (False, "slow was too slow: 7 of the rows and events did not reach it"),
+    ],
+)
+def test_a_sink_that_hangs_holds_nobody_and_rows_that_a_slow_one_missed_are_counted(
+    hangs: bool, warning: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Notes] = []
-
-    def refuse(run: SinkRun) -> Sink:
-        raise SystemExit("no network")
-
-    told(tmp_path, {"bad": refuse, "notes": lambda run: made.append(Notes(run)) or made[-1]})  # type: ignore[func-returns-value]
-    assert made[0].calls[-1] == "done"
-    assert capfd.readouterr().err.count("bad is left out; the run goes on (SystemExit: no network)") == 1
-
-
-def test_a_sink_that_hangs_holds_nobody(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends, begun = threading.Event(), threading.Event()
-
-    class Hangs(Sink):
-        close_s = 0.2
-
-        def row(self, values: dict[str, Any]) -> None:
-            begun.set()
-            ends.wait()
-
-    monkeypatch.setattr(sink_threads, "MOST_WAITING", 3)
-    threads = SinkThreads({"hangs": Hangs}, run_of(tmp_path))
-    threads.tell("row", ROW)
-    begun.wait()
-    for _ in range(100):
-        threads.tell("row", ROW)
-    threads.close("done")
-    assert "hangs has not ended within 0.2 s" in capfd.readouterr().err
-    ends.set()
-
-
-def test_rows_that_a_slow_sink_missed_are_counted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on = threading.Event()
-    begun = threading.Event()
+    goes_on, begun = threading.Event(), threading.Event()
 
     class Slow(Sink):
+        close_s = 0.2 if hangs else 60.0
+
         def row(self, values: dict[str, Any]) -> None:
             begun.set()
             goes_on.wait()
@@ -152,12 +143,14 @@ def test_rows_that_a_slow_sink_missed_are_counted(
     begun.wait()
     for _ in range(10):
         threads.tell("row", ROW)
-    goes_on.set()
+    if not hangs:
+        goes_on.set()
     threads.close("done")
-    assert "slow was too slow: 7 of the rows and events did not reach it" in capfd.readouterr().err
+    assert warning in capfd.readouterr().err
+    goes_on.set()
 
 
-def prometheus(folder: Path, **options: Any) -> dict[str, Callable[[SinkRun], Sink]]:
+def prometheus(**options: Any) -> dict[str, Make]:
     return {"prometheus": lambda run: Prometheus(run, **options)}
 
 
@@ -165,22 +158,23 @@ def values_in(text: str) -> dict[str, float]:
     return {match[1]: float(match[2]) for match in re.finditer(r"^(\w+\{.*\}) (\S+)$", text, re.MULTILINE)}
 
 
+def of_run(name: str, more: str = "") -> str:
+    return f'meshtrain_{name}{{run="quickstart"{more}}}'
+
+
+def of_status(status: str) -> str:
+    return of_run("status", f',status="{status}"')
+
+
 def test_prometheus_text_file(tmp_path: Path) -> None:
-    told(tmp_path, prometheus(tmp_path, every_s=0))
+    hand_on(tmp_path, prometheus(every_s=0))
     values = values_in((tmp_path / "metrics.prom").read_text())
-    assert abs(values.pop('meshtrain_step_timestamp_seconds{run="quickstart"}') - time.time()) < 60
-    assert values == {
-        **{
-            f'meshtrain_{name}{{run="quickstart"}}': value
-            for name, value in {
-                **{"steps": 4, "step": 2, "loss": 2.5, "lr": 1e-3, "sent_bytes_tp": 3, "step_time_s": 0.5},
-                **{"eval_loss": 2.0, "perplexity": 7.4, "eval_step": 2},
-            }.items()
-        },
-        **{
-            f'meshtrain_status{{run="quickstart",status="{status}"}}': float(status == "done")
-            for status in ("running", "done", "stopped", "failed")
-        },
+    assert values.pop(of_run("step_timestamp_seconds")) <= time.time()
+    expected = {"steps": 4, "step": 2, "loss": 2.5, "lr": 1e-3, "sent_bytes_tp": 3, "step_time_s": 0.5}
+    expected |= {"eval_loss": 2.0, "perplexity": 7.4, "eval_step": 2}
+    statuses = {status: float(status == "done") for status in ("running", "done", "stopped", "failed")}
+    assert values == {of_run(name): value for name, value in expected.items()} | {
+        of_status(status): value for status, value in statuses.items()
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.prom"]
 
@@ -194,56 +188,43 @@ def test_prometheus_names_and_values_that_need_care(tmp_path: Path) -> None:
 
 
 def test_prometheus_writes_seldom_and_the_last_row_for_sure(tmp_path: Path) -> None:
+    def values() -> list[float]:
+        now = values_in((tmp_path / "metrics.prom").read_text())
+        return [now[of_run("step")], now[of_status("failed")]]
+
     sink = Prometheus(run_of(tmp_path), every_s=1000)
     sink.row(ROW | {"step": 3})
-    assert values_in((tmp_path / "metrics.prom").read_text())['meshtrain_step{run="quickstart"}'] == 0
+    assert values() == [0, 0]
     sink.close("failed")
-    values = values_in((tmp_path / "metrics.prom").read_text())
-    assert values['meshtrain_step{run="quickstart"}'] == 3
-    assert values['meshtrain_status{run="quickstart",status="failed"}'] == 1
+    assert values() == [3, 1]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def test_prometheus_over_http_until_the_run_ends(tmp_path: Path) -> None:
+def test_prometheus_over_http_until_the_run_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Who asks and goes leaves the terminal alone."""
     port = free_port()
+    page = f"http://127.0.0.1:{port}/metrics"
     sink = Prometheus(run_of(tmp_path), port=port)
     sink.row(ROW)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"GET /met")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+    with urllib.request.urlopen(page, timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         assert answer.read().decode() == sink.text()
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
-    sink.close("done")
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
-
-
-def test_who_asks_prometheus_and_goes_leaves_the_terminal_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    port = free_port()
-    sink = Prometheus(run_of(tmp_path), port=port)
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.sendall(b"GET /met")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        assert answer.status == 200
     for thread in threading.enumerate():
         if "process_request_thread" in thread.name:
-            thread.join(10)
+            thread.join(60)
     sink.close("done")
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(page, timeout=60)
     assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_leaves_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        told(tmp_path, prometheus(tmp_path, port=taken.getsockname()[1], every_s=0))
+        hand_on(tmp_path, prometheus(port=taken.getsockname()[1], every_s=0))
     assert 'meshtrain_step{run="quickstart"} 2' in (tmp_path / "metrics.prom").read_text()
     assert capfd.readouterr().err.count("prometheus cannot listen on 127.0.0.1:") == 1
 
@@ -255,7 +236,7 @@ def test_a_full_disk_is_said_once(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(sinks, "write_whole", full)
-    told(tmp_path, prometheus(tmp_path, every_s=0))
+    hand_on(tmp_path, prometheus(every_s=0))
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
     assert capfd.readouterr().err.count("No space left on device") == 1
 
@@ -288,13 +269,13 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, first_step: int = 0) -> tuple[Fa
 
 def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, begun = fake_wandb(monkeypatch)
-    told(tmp_path, {"wandb": lambda run: sinks.Wandb(run, project="p", mode="offline")}, "stopped", config={"a": {}})
+    hand_on(tmp_path, {"wandb": lambda run: sinks.Wandb(run, project="p", mode="offline")}, "stopped", config={"a": {}})
     numbers = {"train/loss": 2.5, "train/lr": 1e-3, "train/sent_bytes_tp": 3, "time/step_time_s": 0.5}
     evaluation = (2, {"validation/loss": 2.0, "validation/perplexity": 7.4})
     assert first.calls == [(1, numbers), (2, numbers), evaluation, "preempting", 0]
     second, again = fake_wandb(monkeypatch, first_step=2)
     (tmp_path / "metrics.jsonl").unlink()
-    told(tmp_path, {"wandb": sinks.Wandb}, "failed", step=1)
+    hand_on(tmp_path, {"wandb": sinks.Wandb}, "failed", step=1)
     assert second.calls == [(2, numbers), evaluation, 1]
     assert begun[0]["id"] == again[0]["id"]
     assert (begun[0]["resume"], begun[0]["mode"], begun[0]["project"], begun[0]["config"]) == (
@@ -327,7 +308,7 @@ def test_a_sink_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
     name = f"{path}:Mine"
-    told(tmp_path, find_sinks(config(name, **{name: {"file": str(tmp_path / "told")}})), "failed")
+    hand_on(tmp_path, find_sinks(config(name, **{name: {"file": str(tmp_path / "told")}})), "failed")
     assert (tmp_path / "told").read_text() == "quickstart failed"
     for names, options, problem in (
         ((name,), {}, "missing a required .*argument: 'file'; its options are: file, often"),

@@ -54,22 +54,6 @@ def phases(times: dict[str, float] | None) -> dict[str, float]:
     return {name: times[f"time_{name}_s"] for name in PHASES}
 
 
-def test_inner_phase_is_not_counted_in_the_outer(clock: StepTimer, marks: FakeMarks) -> None:
-    marks.time += 100  # outside of every phase
-    with clock.phase("backward"):
-        marks.time += 1
-        with clock.phase("communication"):
-            marks.time += 10
-        marks.time += 2
-        with clock.phase("communication"):
-            marks.time += 20
-    with clock.phase("optimizer"):
-        marks.time += 5
-    clock.end_step()
-    expected = dict.fromkeys(PHASES, 0.0) | {"backward": 3.0, "communication": 30.0, "optimizer": 5.0}
-    assert phases(clock.pop()) == expected
-
-
 Tree = st.recursive(
     st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.just([])),
     lambda inner: st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.lists(inner, max_size=3)),
@@ -122,6 +106,11 @@ def test_a_rank_that_never_asks_collects_nothing(clock: StepTimer, marks: FakeMa
     assert marks.out <= 4 * 4 + 1, "four steps of four marks each, and the beginning of the next"
 
 
+def popped(clock: StepTimer, name: str) -> list[float]:
+    """This time of all steps that have ended."""
+    return [times[name] for times in iter(clock.pop, None)]
+
+
 def test_own_time_is_all_but_the_waits(clock: StepTimer, marks: FakeMarks) -> None:
     with clock.phase("backward"):
         marks.time += 1
@@ -139,7 +128,7 @@ def test_own_time_is_all_but_the_waits(clock: StepTimer, marks: FakeMarks) -> No
     with clock.phase("communication"):
         marks.time += 6
     clock.end_step()
-    assert [times["time_own_s"] for times in (clock.pop(), clock.pop(), clock.pop()) if times] == [23, 7, 0]
+    assert popped(clock, "time_own_s") == [23, 7, 0]
 
 
 def test_a_phase_in_which_waits_hide_is_not_its_own(marks: FakeMarks) -> None:
@@ -169,26 +158,27 @@ def test_only_waits_for_a_core_outside_of_communication_count(clock: StepTimer, 
     clock.restart()
     marks.waiting += 8
     clock.end_step()
-    assert [times["time_queued_s"] for times in (clock.pop(), clock.pop()) if times] == [7, 8]
+    assert popped(clock, "time_queued_s") == [7, 8]
 
 
 def test_restart_forgets_what_was_no_step(clock: StepTimer, marks: FakeMarks) -> None:
     clock.end_step()
     with clock.phase("forward"):
         marks.time += 50
-        time.sleep(0.02)
+    begun = time.perf_counter()
     clock.restart()
     with clock.phase("forward"):
         marks.time += 1
     clock.end_step()
+    longest = time.perf_counter() - begun
     clock.pop()
     times = clock.pop()
     assert phases(times)["forward"] == 1
     assert times is not None
-    assert times["step_time_s"] < 0.02
+    assert times["step_time_s"] <= longest
 
 
-def test_a_step_cannot_end_inside_a_phase(clock: StepTimer) -> None:
+def test_a_step_ends_outside_of_all_phases(clock: StepTimer) -> None:
     with clock.phase("forward"):
         with pytest.raises(RuntimeError, match="forward"):
             clock.end_step()
@@ -196,12 +186,9 @@ def test_a_step_cannot_end_inside_a_phase(clock: StepTimer) -> None:
             clock.restart()
     with pytest.raises(KeyError), clock.phase("lunch"):
         pass
-
-
-def test_an_error_closes_its_phase(clock: StepTimer) -> None:
     with pytest.raises(ZeroDivisionError), clock.phase("forward"), clock.phase("communication"):
         _ = 1 / 0
-    clock.end_step()
+    clock.end_step()  # the error has closed them
 
 
 def test_a_phase_may_be_entered_from_the_thread_of_a_backward(clock: StepTimer, marks: FakeMarks) -> None:

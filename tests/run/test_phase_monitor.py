@@ -11,49 +11,44 @@ from meshtrain.metrics.goodput import GoodputTracker
 from meshtrain.run.phase_monitor import PHASES, PhaseMonitor
 
 
-class Recorder:
-    """Writes down what it is told, as (who, what, arguments)."""
+class Recorder(SimpleNamespace):
+    """Writes down what is called, as (name of the object, method, arguments)."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-
-    def of(self, name: str, **known: Any) -> Any:
-        recorder = self
-
-        class Told(SimpleNamespace):
-            def __getattr__(self, what: str) -> Any:
-                return lambda *arguments: recorder.calls.append((name, what, *arguments))
-
-        return Told(**known)
+    def __getattr__(self, method: str) -> Any:
+        return lambda *arguments: self.calls.append((self.name, method, *arguments))
 
 
 @pytest.fixture
-def told() -> Recorder:
-    return Recorder()
+def calls() -> list[tuple]:
+    return []
 
 
 @pytest.fixture
-def monitor(told: Recorder) -> Iterator[PhaseMonitor]:
+def monitor(calls: list[tuple]) -> Iterator[PhaseMonitor]:
     times = {"step_time_s": 2.0, "time_data_s": 0.5}
     deadlines = SimpleNamespace(longest={"step": 10.0, "evaluation": 20.0}.__getitem__, start_s=30.0, compiles=False)
-    timer = told.of("timer", pop=lambda: dict(times))
-    watchdog = told.of("watchdog", deadlines=deadlines, adapt_deadline=lambda *of: of[1] or None)
-    stragglers = told.of(
-        "stragglers", probe=told.of("probe"), finish_step=lambda step, times: {"own_time_max_rank": step}
-    )
-    goodput = GoodputTracker(None, 4, 0.0)
-    monitor = PhaseMonitor(
-        told.of("mesh"), timer, goodput, watchdog, stragglers, told.of("profiler"), told.of("faults"), print
-    )
-    with monitor:
-        told.calls.clear()
+
+    def recorder(name: str, **known: Any) -> Any:
+        return Recorder(calls=calls, name=name, **known)
+
+    with PhaseMonitor(
+        recorder("mesh"),
+        recorder("timer", pop=lambda: dict(times)),
+        GoodputTracker(None, 4, 0.0),
+        recorder("watchdog", deadlines=deadlines, adapt_deadline=lambda *of: of[1] or None),
+        recorder("stragglers", probe=recorder("probe"), finish_step=lambda step, times: {"own_time_max_rank": step}),
+        recorder("profiler"),
+        recorder("faults"),
+        print,
+    ) as monitor:
+        calls.clear()
         yield monitor
 
 
-def test_a_step_is_told_to_all_and_moves_the_deadlines(told: Recorder, monitor: PhaseMonitor) -> None:
+def test_a_step_is_told_to_all_and_moves_the_deadlines(calls: list[tuple], monitor: PhaseMonitor) -> None:
     with monitor.step(5):
         pass
-    assert told.calls == [
+    assert calls == [
         ("profiler", "step", 5),
         ("watchdog", "enter_phase", "step", 5),
         ("probe", "begin_step", 5),
@@ -68,13 +63,13 @@ def test_a_step_is_told_to_all_and_moves_the_deadlines(told: Recorder, monitor: 
     assert second["wall_data_s"] >= 0
     with monitor.step(7):
         pass
-    assert told.calls[-1] == ("mesh", "set_timeout", 2.0)
+    assert calls[-1] == ("mesh", "set_timeout", 2.0)
 
 
-def test_an_evaluation_has_a_timeout_of_its_own(told: Recorder, monitor: PhaseMonitor) -> None:
+def test_an_evaluation_has_a_timeout_of_its_own(calls: list[tuple], monitor: PhaseMonitor) -> None:
     with monitor.phase("evaluation"):
-        told.calls.append(("evaluated",))
-    assert told.calls == [
+        calls.append(("evaluated",))
+    assert calls == [
         ("mesh", "set_timeout", process_group_timeout(20.0)),
         ("evaluated",),
         ("mesh", "set_timeout", process_group_timeout(10.0)),
@@ -82,10 +77,10 @@ def test_an_evaluation_has_a_timeout_of_its_own(told: Recorder, monitor: PhaseMo
     ]
 
 
-def test_a_save_is_a_phase_of_the_watchdog_and_no_step_time(told: Recorder, monitor: PhaseMonitor) -> None:
+def test_a_save_is_a_phase_of_the_watchdog_and_no_step_time(calls: list[tuple], monitor: PhaseMonitor) -> None:
     with monitor.phase("checkpoint"):
-        told.calls.append(("saved",))
-    assert told.calls == [("watchdog", "enter_phase", "saving"), ("saved",), ("timer", "restart")]
+        calls.append(("saved",))
+    assert calls == [("watchdog", "enter_phase", "saving"), ("saved",), ("timer", "restart")]
 
 
 @pytest.mark.parametrize("name", PHASES)
@@ -99,6 +94,6 @@ def test_every_phase_is_a_part_of_the_wall_time(monitor: PhaseMonitor, name: str
     assert after[part] > before[part]
 
 
-def test_after_the_last_step_waits_may_be_long(told: Recorder, monitor: PhaseMonitor) -> None:
+def test_after_the_last_step_waits_may_be_long(calls: list[tuple], monitor: PhaseMonitor) -> None:
     monitor.end()
-    assert told.calls == [("watchdog", "enter_phase", "end"), ("mesh", "set_timeout", process_group_timeout(30.0))]
+    assert calls == [("watchdog", "enter_phase", "end"), ("mesh", "set_timeout", process_group_timeout(30.0))]
