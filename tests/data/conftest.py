@@ -6,6 +6,7 @@ import pytest
 
 from meshtrain.config import Data
 from meshtrain.data import OpenData, open_data
+from tests.data.files import OWN
 
 Opener = Callable[..., OpenData]
 
@@ -19,11 +20,20 @@ def opened(tmp_path: Path) -> Opener:
         n_outputs: int | None = None,
         vocab_size: int | None = None,
         seed: int = 0,
-        said: list[str] | None = None,
+        messages: list[str] | None = None,
         **keys: Any,
     ) -> OpenData:
-        section = Data(**({"cache": str(tmp_path / "cache")} | keys))
-        say = (said if said is not None else []).append
+        paths = {key: str(value) for key, value in keys.items() if isinstance(value, Path)}
+        section = Data(**({"cache": str(tmp_path / "cache")} | keys | paths))
+        say = (messages if messages is not None else []).append
         return open_data(section, n_outputs=n_outputs, vocab_size=vocab_size, seed=seed, say=say)
 
     return open_section
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """A user's own file, whose data are of the kind that `data.path` says."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return str(path)

@@ -1,0 +1,115 @@
+"""What cannot be opened or read is refused with the place and the reason: the rows of refusals.yaml."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from meshtrain.data import Document
+from meshtrain.errors import InputError
+from tests.data import files
+from tests.data.conftest import Opener
+
+TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+
+
+def text(folder: Path) -> dict[str, Any]:
+    library = pytest.importorskip("tokenizers")
+    files.write_texts(folder / "text", ["1234567"] * 8)
+    files.write_tokenizer(folder / "words.json")
+    files.write_tokenizer(folder / "endless.json", end=None)
+    strict = library.Tokenizer(library.models.WordLevel({"</s>": 0, "the": 1}, "[UNK]"))
+    strict.save(str(folder / "strict.json"))
+    return {"source": "text", "path": folder / "text"}
+
+
+def tokens(folder: Path) -> dict[str, Any]:
+    folder.rmdir()
+    losses = np.array([0, 0, 1, 1])
+    documents = Document(np.array([5, 6, 299]), None, 11), Document(np.array([1, 2, 3, 4]), losses, 7)
+    files.write_tokens(folder, *documents, tokenizer="bytes")
+    files.write_tokenizer(folder / "words.json")
+    return {"source": "tokens", "path": folder}
+
+
+def megatron(folder: Path) -> dict[str, Any]:
+    return {"source": "megatron", "path": files.write_pair(folder / "x", [[1, 2], [3], [4]])}
+
+
+def mnist(folder: Path) -> dict[str, Any]:
+    files.write_mnist(folder, 30)
+    files.write_mnist(folder / "one", 1)
+    files.write_mnist(folder / "packed", 30, suffix=".gz")
+    return {"source": "mnist", "path": folder}
+
+
+def images(folder: Path) -> dict[str, Any]:
+    files.write_images(folder / "other", {"a": 1, "c": 1})
+    files.write_images(folder / "train", {"a": 2, "b": 1})
+    return {"source": "images", "path": folder / "train", "image_size": 8, "validation": 0}
+
+
+def digits(folder: Path) -> dict[str, Any]:
+    pytest.importorskip("sklearn")
+    return {"source": "digits"}
+
+
+def own(folder: Path) -> dict[str, Any]:
+    (folder / "own.py").write_text(files.OWN)
+    return {"source": folder / "own.py", "validation": 0}
+
+
+GOOD = {
+    "sections": lambda folder: {},
+    "text": text,
+    "jsonl": lambda folder: {"source": "jsonl", "path": folder / "x.jsonl"},
+    "tokens": tokens,
+    "megatron": megatron,
+    "mnist": mnist,
+    "images": images,
+    "digits": digits,
+    "own": own,
+}
+
+
+def damage(folder: Path, row: dict[str, Any]) -> None:
+    for name, content in row.get("write", {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content.encode("latin-1"))
+    for name, patches in row.get("patch", {}).items():
+        raw = bytearray((folder / name).read_bytes())
+        for offset, content in patches.items():
+            raw[offset : offset + len(content)] = content.encode("latin-1")
+        (folder / name).write_bytes(raw)
+    for name, count in row.get("cut", {}).items():
+        (folder / name).write_bytes((folder / name).read_bytes()[:-count])
+    for name, keys in row.get("json", {}).items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | keys))
+    for name in row.get("remove", ()):
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize("source", TABLE)
+def test_each_row_is_refused_with_its_reason(opened: Opener, tmp_path: Path, source: str) -> None:
+    wrong = []
+    for number, row in enumerate(TABLE[source]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        section = {"seq_len": 1} | GOOD[source](folder)
+        damage(folder, row)
+        for key, value in row.get("open", {}).items():
+            section[key] = value.replace("DIR", str(folder)) if isinstance(value, str) else value
+        items = [tuple(item) for item in row.get("read", ())]
+        message = "nothing"
+        try:
+            data = opened(**section)
+            if items:
+                data.train.read(items, len(items))
+        except InputError as error:
+            message = str(error)
+        if any(part.replace("DIR", str(folder)) not in message for part in row["says"]):
+            wrong.append(f"{row}: it says {message}")
+    assert not wrong, "\n".join(wrong)
