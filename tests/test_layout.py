@@ -67,6 +67,7 @@ def axes_of(data: st.DataObject, names: Sequence[str]) -> list[str]:
 def test_the_contract() -> None:
     layout = Layout({"pp": 2, "dp_shard": 4, "tp": 2})
     assert layout == Layout.resolve({"pp": 2, "dp_shard": -1, "tp": 2}, 16)
+    assert layout == Layout.resolve(layout.sizes, 16)
     assert layout.axes == ("pp", "dp_shard", "tp")
     assert layout.sizes == {"pp": 2, "dp_shard": 4, "tp": 2}
     assert layout.coordinate(5) == {"pp": 0, "dp_shard": 2, "tp": 1}
@@ -111,7 +112,7 @@ def test_experts_are_a_second_factorization_of_the_same_ranks(layout: Layout, da
     sharded, within = math.prod(inner), copies * math.prod(inner)
     sizes = [*reversed(inner), copies]
     fits = [math.prod(sizes[:i]) * n for i, size in enumerate(sizes) for n in range(1, size + 1) if size % n == 0]
-    experts = data.draw(st.integers(1, within))
+    experts = data.draw(st.sampled_from(fits) | st.integers(1, within))
     if experts not in fits:
         with pytest.raises(LayoutError, match=f"experts cannot be dealt out over {experts} ranks; use "):
             layout.with_experts(experts)

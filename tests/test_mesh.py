@@ -1,6 +1,7 @@
 """The mesh against the layout it was made from: real groups on 8 and on 4 + 2 processes, and 4,096 ranks in one."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshtrain.layout import EXPERT_AXES, VIEWS, Layout, LayoutError
+from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
 from meshtrain.mesh import _splits, build_mesh, rounds
 from tests.launching import forked, two_hosts
 
@@ -30,10 +31,10 @@ SIX = [{"pp": 3, "dp_shard": 2}, {"dp_replicate": 3, "tp": 2}, {"dp_shard": 6}]
 
 def check_gathered(printed: str, layouts: list[dict[str, int]]) -> None:
     """What every rank gathered over every group is what the layout says, and all ranks made the same groups."""
-    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     world = Layout(layouts[0]).world_size
-    assert len(found) == world * len(layouts)
-    for row in found:
+    assert len(rows) == world * len(layouts)
+    for row in rows:
         sizes = dict(layouts[row["layout"]])
         experts = sizes.pop("experts", 1)
         layout = Layout(sizes).with_experts(experts)
@@ -56,14 +57,14 @@ def check_gathered(printed: str, layouts: list[dict[str, int]]) -> None:
         assert {tuple(link): ranks for link, ranks in row["links"]} == {link: sorted(link) for link in ends}
 
 
-@pytest.mark.parametrize("ranks", range(1, 18))
-def test_neighbours_are_paired_in_two_or_three_rounds(ranks: int) -> None:
-    made = rounds(ranks)
-    assert len(made) == {1: 0, 2: 1}.get(ranks, 3 if ranks % 2 else 2)
-    assert all(sorted(rank for pair in pairs for rank in pair) == list(range(ranks)) for pairs in made)
-    pairs = [frozenset(pair) for some in made for pair in some if len(pair) == 2]
-    assert len(pairs) == len(set(pairs))
-    assert set(pairs) == {frozenset({i, (i + 1) % ranks}) for i in range(ranks)} - {frozenset({0})}
+def test_neighbours_are_paired_in_two_or_three_rounds() -> None:
+    for ranks in range(1, 18):
+        made = rounds(ranks)
+        assert len(made) == {1: 0, 2: 1}.get(ranks, 3 if ranks % 2 else 2)
+        assert all(sorted(rank for pair in pairs for rank in pair) == list(range(ranks)) for pairs in made)
+        pairs = [frozenset(pair) for some in made for pair in some if len(pair) == 2]
+        assert len(pairs) == len(set(pairs))
+        assert set(pairs) == {frozenset({i, (i + 1) % ranks}) for i in range(ranks)} - {frozenset({0})}
 
 
 def test_eight_processes_gather_what_the_layout_says() -> None:
@@ -76,71 +77,59 @@ def test_four_and_two_processes_under_two_agents() -> None:
     check_gathered(first.check().out + second.check().out, SIX)
 
 
+ME = 2049
+ORDERS = [
+    Layout({"dp_replicate": 4, "dp_shard": 64, "cp": 2, "tp": 8}),
+    Layout({"cp": 2, "tp": 8, "dp_shard": 64, "dp_replicate": 4}),
+]
+
+
 @pytest.fixture
-def fake_world() -> object:
+def _fake_world() -> Iterator[None]:
     """4,096 ranks, of which this process is one; nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=2049, world_size=4096)
+    dist.init_process_group("fake", store=FakeStore(), rank=ME, world_size=4096)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("fake_world")
-def test_the_mesh_of_4096_ranks_in_one_process() -> None:
-    layout = Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8})
+@pytest.mark.usefixtures("_fake_world")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8}),
+        *(layout.with_experts(32) for layout in ORDERS),
+        *(Layout({"dp_shard": 512, "cp": 4, "tp": 2}).with_context_heads(heads) for heads in (1, 2, 4)),
+    ],
+    ids=str,
+)
+def test_groups_are_those_of_the_layout_and_one_for_one_set_of_ranks(layout: Layout) -> None:
     mesh = build_mesh(layout, "cpu")
-    for axes in [(axis,) for axis in layout.axes] + list(VIEWS.values()):
+    groups = {tuple(range(4096)): mesh.world}
+    experts = [("cp", "tp"), *((axis,) for axis in EXPERT_AXES)] if layout.experts > 1 else []
+    for axes in [(axis,) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)] + list(VIEWS.values()) + experts:
+        ranks = layout.group(ME, *axes)
         group = mesh.group(*axes)
-        assert group is not None
-        assert dist.get_process_group_ranks(group) == layout.group(2049, *axes)
-    assert mesh.world is dist.group.WORLD
-    submesh = mesh.submesh("dp_replicate", "dp_shard")
-    assert submesh is not None
-    assert submesh.mesh_dim_names == ("dp_replicate", "dp_shard")
-    assert submesh.mesh.flatten().tolist() == layout.group(2049, "dp_replicate", "dp_shard")
-    assert mesh.group("cp") is None, "an axis of size 1 has no group"
-    assert (mesh.size("dp_shard"), mesh.index("dp_shard")) == (16, layout.coordinate(2049)["dp_shard"])
+        assert (group is None) == (len(ranks) == 1), "a rank alone has no group"
+        assert group is None or dist.get_process_group_ranks(group) == ranks
+        assert groups.setdefault(tuple(ranks), group) is group
+        assert (mesh.size(*axes), mesh.index(*axes)) == (len(ranks), ranks.index(ME))
 
 
-@pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("order", [("dp_replicate", "dp_shard", "cp", "tp"), ("cp", "tp", "dp_shard", "dp_replicate")])
-def test_fsdp_takes_one_dim_over_dp_shard_and_cp(order: tuple[str, ...]) -> None:
-    sizes = {"dp_replicate": 4, "dp_shard": 64, "cp": 2, "tp": 8}
-    layout = Layout({axis: sizes[axis] for axis in order})
-    mesh = build_mesh(layout, "cpu")
-    submesh = mesh.submesh("dp_replicate", "fsdp")
-    assert submesh is not None
-    assert submesh.mesh_dim_names == ("dp_replicate", "fsdp")
-    assert submesh["fsdp"].mesh.tolist() == layout.group(2049, "fsdp")
-    assert tuple(submesh.get_coordinate()) == (mesh.index("dp_replicate"), mesh.index("fsdp"))
-    group = mesh.group("fsdp")
-    assert group is not None
-    assert dist.get_process_group_ranks(group) == layout.group(2049, "dp_shard", "cp")
+@pytest.mark.usefixtures("_fake_world")
+@pytest.mark.parametrize("layout", ORDERS, ids=str)
+def test_fsdp_and_experts_have_dims_of_their_own(layout: Layout) -> None:
+    """FSDP one over dp_shard and cp, and experts a second mesh over the same ranks."""
+    mesh = build_mesh(layout.with_experts(32), "cpu")
+    for axes, shape in ((("dp_replicate", "fsdp"), (4, 128)), (("edp_replicate", "efsdp"), (4, 32)), (("ep",), (32,))):
+        submesh = mesh.submesh(*axes)
+        assert (submesh.mesh_dim_names, tuple(submesh.mesh.shape)) == (axes, shape)
+        assert sorted(submesh.mesh.flatten().tolist()) == mesh.layout.group(ME, *axes)
+        assert tuple(submesh.get_coordinate()) == tuple(mesh.index(axis) for axis in axes)
+        assert submesh[axes[-1]].mesh.tolist() == mesh.layout.group(ME, axes[-1])
+        assert submesh[axes[-1]].get_group() is mesh.group(axes[-1])
     assert mesh.uses_fsdp
     with pytest.raises(LayoutError, match="the mesh has the dims dp_replicate, fsdp, tp"):
         mesh.submesh("dp_shard")
-
-
-@pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("order", [("dp_replicate", "dp_shard", "cp", "tp"), ("cp", "tp", "dp_shard", "dp_replicate")])
-def test_experts_have_a_second_mesh_over_the_same_ranks(order: tuple[str, ...]) -> None:
-    sizes = {"dp_replicate": 4, "dp_shard": 64, "cp": 2, "tp": 8}
-    layout = Layout({axis: sizes[axis] for axis in order}).with_experts(32)
-    mesh = build_mesh(layout, "cpu")
-    experts, shards = mesh.submesh("ep"), mesh.submesh("edp_replicate", "efsdp")
-    assert experts is not None
-    assert shards is not None
-    assert (experts.mesh_dim_names, experts.mesh.tolist()) == (("ep",), layout.group(2049, "ep"))
-    assert (shards.mesh_dim_names, tuple(shards.mesh.shape)) == (("edp_replicate", "efsdp"), (4, 32))
-    assert sorted(shards.mesh.flatten().tolist()) == layout.group(2049, "edp_replicate", "efsdp")
-    assert shards["efsdp"].mesh.tolist() == layout.group(2049, "efsdp")
-    assert tuple(shards.get_coordinate()) == (mesh.index("edp_replicate"), mesh.index("efsdp"))
-    assert mesh.group("edp_replicate") is mesh.group("dp_replicate"), "one group for one set of ranks"
-    assert shards["efsdp"].get_group() is mesh.group("efsdp")
-    for axes in [("ep",), ("efsdp",), ("cp", "tp")]:
-        assert dist.get_process_group_ranks(mesh.group(*axes)) == layout.group(2049, *axes)
-    dense = mesh.submesh("dp_replicate", "fsdp")
-    assert dense is not None
-    assert dense.mesh_dim_names == ("dp_replicate", "fsdp")
     for mixed in [("edp_replicate", "fsdp"), ("dp_replicate", "ep")]:
         with pytest.raises(LayoutError, match="axes of experts and other axes have no common mesh"):
             mesh.submesh(*mixed)
@@ -152,7 +141,7 @@ def own_axes(layout: Layout, device_type: str) -> set[str]:
     return {axis for axis in axes if layout.experts > 1 and layout.size(axis) > 1}
 
 
-@pytest.mark.usefixtures("fake_world")
+@pytest.mark.usefixtures("_fake_world")
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("sizes", "ep", "same"),
@@ -172,7 +161,7 @@ def test_messages_to_experts_and_their_reducer_share_no_group(
     own = own_axes(layout, device_type)
     for axis in EXPERT_AXES:
         group = mesh.group(axis)
-        assert group is None or dist.get_process_group_ranks(group) == layout.group(2049, axis)
+        assert group is None or dist.get_process_group_ranks(group) == layout.group(ME, axis)
         others = [*mesh._groups.values(), *mesh._links.values(), *(g for name, g in mesh._own.items() if name != axis)]
         if axis in own:
             assert all(group is not other for other in others)
@@ -180,7 +169,7 @@ def test_messages_to_experts_and_their_reducer_share_no_group(
             assert group is mesh.group(*same[axis])
 
 
-@pytest.mark.usefixtures("fake_world")
+@pytest.mark.usefixtures("_fake_world")
 def test_experts_on_one_rank_each_lie_as_the_other_parameters_do() -> None:
     layout = Layout({"dp_replicate": 16, "dp_shard": 256})
     mesh = build_mesh(layout, "cpu")
@@ -188,21 +177,8 @@ def test_experts_on_one_rank_each_lie_as_the_other_parameters_do() -> None:
     assert mesh.submesh("edp_replicate", "efsdp") == mesh.submesh("dp_replicate", "dp_shard")
 
 
-@pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_the_factors_of_cp_have_groups(heads: int) -> None:
-    layout = Layout({"dp_shard": 512, "cp": 4, "tp": 2}).with_context_heads(heads)
-    mesh = build_mesh(layout, "cpu")
-    for axis in ("cp", "cp_heads", "cp_ring"):
-        group = mesh.group(axis)
-        ranks = [2049] if group is None else dist.get_process_group_ranks(group)
-        assert ranks == layout.group(2049, axis)
-    same = {1: "cp_ring", 4: "cp_heads"}.get(heads)
-    assert same is None or mesh.group(same) is mesh.group("cp"), "one group for one set of ranks"
-
-
-@pytest.mark.usefixtures("fake_world")
-def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatch) -> None:
+@pytest.mark.usefixtures("_fake_world")
+def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call for all groups over some axes, which says all of them, and no group made by itself."""
     layout = Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8})
     split: list[list[list[int]]] = []
@@ -211,7 +187,7 @@ def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatc
 
     def split_group(split_ranks: list[list[int]], **_: object) -> object:
         split.append(split_ranks)
-        return new_group(next(ranks for ranks in split_ranks if 2049 in ranks))
+        return new_group(next(ranks for ranks in split_ranks if ME in ranks))
 
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: single.append(ranks) or new_group(ranks))
@@ -223,34 +199,35 @@ def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatc
     mesh = build_mesh(layout, "cpu")
     assert (split, single) == ([layout.groups("dp_replicate", "dp_shard")], [])
     group = mesh.group("dp_replicate", "dp_shard")
-    assert dist.get_process_group_ranks(group) == layout.group(2049, "dp_replicate", "dp_shard")
+    assert dist.get_process_group_ranks(group) == layout.group(ME, "dp_replicate", "dp_shard")
 
 
-@pytest.mark.parametrize(
-    ("device", "able", "expected"),
-    [("cuda:1", True, True), ("cuda:1", False, False), ("cpu", True, False), (None, True, False)],
-)
-def test_only_a_world_that_nccl_has_connected_is_split(device: str | None, able: bool, expected: bool) -> None:
-    backend = SimpleNamespace(supports_splitting=able)
-    bound = None if device is None else torch.device(device)
-    assert _splits(SimpleNamespace(bound_device_id=bound, _get_backend=lambda device: backend)) == expected
+def test_only_a_world_that_nccl_has_connected_is_split() -> None:
+    cases = [("cuda:1", True, True), ("cuda:1", False, False), ("cpu", True, False), (None, True, False)]
+    for device, able, expected in cases:
+        backend = SimpleNamespace(supports_splitting=able)
+        bound = None if device is None else torch.device(device)
+        world = SimpleNamespace(bound_device_id=bound, _get_backend=lambda device, backend=backend: backend)
+        assert _splits(world) == expected
     assert not _splits(SimpleNamespace())
 
 
 @pytest.mark.parametrize("able", [True, False])
-def test_messages_that_computing_waits_for_have_streams_of_high_priority(able: bool, monkeypatch) -> None:
+def test_messages_that_computing_waits_for_have_streams_of_high_priority(
+    able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the backend has such, each group by a copy of the world's options; the world itself keeps its own."""
     options = SimpleNamespace(_timeout=7, **({"is_high_priority_stream": False} if able else {}))
     backend = SimpleNamespace(supports_splitting=True, options=options)
     world = SimpleNamespace(bound_device_id=torch.device("cuda:1"), _get_backend=lambda device: backend)
-    found: dict[str, object] = {}
+    options_of: dict[str, object] = {}
 
     def device_mesh(*_: object, mesh_dim_names: tuple[str, ...], backend_override: tuple) -> object:
-        found.update((name, option) for name, (_, option) in zip(mesh_dim_names, backend_override, strict=True))
+        options_of.update((name, option) for name, (_, option) in zip(mesh_dim_names, backend_override, strict=True))
         return SimpleNamespace(get_group=lambda dim: object())
 
     def split_group(split_ranks: object, pg_options: object, group_desc: str) -> object:
-        found[group_desc] = pg_options
+        options_of[group_desc] = pg_options
         return object()
 
     job = {"is_initialized": lambda: True, "get_world_size": lambda: 8, "get_rank": lambda: 5}
@@ -259,18 +236,17 @@ def test_messages_that_computing_waits_for_have_streams_of_high_priority(able: b
     monkeypatch.setattr("meshtrain.mesh.dist", fake)
     build_mesh(Layout({"pp": 2, "dp_replicate": 2, "tp": 2}), "cuda")
     build_mesh(Layout({"dp_shard": 2, "cp": 4}).with_context_heads(2), "cuda")
-    urgent = {"tp", "pp_link", "cp", "cp_heads", "cp_ring"}
-    assert found.keys() == urgent | {"pp", "dp_replicate", "fsdp", "dp_shard"}
-    high = SimpleNamespace(_timeout=7, is_high_priority_stream=True)
-    assert found == {name: high if able and name in urgent else None for name in found}
-    assert all(option is not options for option in found.values()), "copies"
-    assert not getattr(options, "is_high_priority_stream", False)
-    found.clear()
+    urgent = dict.fromkeys(("tp", "pp_link", "cp", "cp_heads", "cp_ring"))
+    if able:
+        urgent = dict.fromkeys(urgent, SimpleNamespace(_timeout=7, is_high_priority_stream=True))
+    assert options_of == dict.fromkeys(("pp", "dp_replicate", "fsdp", "dp_shard")) | urgent
+    assert not getattr(options, "is_high_priority_stream", False), "the groups have copies"
+    options_of.clear()
     build_mesh(Layout({"tp": 8}), "cuda")
-    assert found == {"tp": None}, "the group of the world"
+    assert options_of == {"tp": None}, "the group of the world"
 
 
-@pytest.mark.usefixtures("fake_world")
+@pytest.mark.usefixtures("_fake_world")
 def test_what_torch_accepts_silently_is_an_error() -> None:
     with pytest.raises(LayoutError, match="2048 ranks and the job has 4096"):
         build_mesh(Layout({"dp_shard": 2048}), "cpu")
@@ -285,8 +261,6 @@ def test_what_torch_accepts_silently_is_an_error() -> None:
 
 def test_a_world_of_one_has_no_groups() -> None:
     mesh = build_mesh(Layout({"dp_shard": 1, "tp": 1}))
-    assert mesh.world is None
-    assert mesh.group("tp") is None
-    assert mesh.submesh("dp_shard") is None
+    assert (mesh.world, mesh.group("tp"), mesh.submesh("dp_shard")) == (None, None, None)
     with pytest.raises(LayoutError):
         build_mesh(Layout({"dp_shard": 2}))
