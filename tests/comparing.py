@@ -3,6 +3,7 @@
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshtrain
+import meshtrain.train
+from meshtrain.config import Config
 from meshtrain.config.locate import model_file
+from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
+from meshtrain.metrics.logger import read
 from meshtrain.parallel.grad_sync import defer_waits, finish_reduce, set_is_last_backward, start_reduce
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
+from tests.parity.experiments import QUICKSTART, SMALL
 
 B, S, V, D = 2, 12, 11, 10  # samples of a microbatch, tokens of a sample, vocabulary, width
 TOLERANCE = 1e-12
@@ -79,11 +85,10 @@ def compare(
     *,
     steps: int = 1,
     microbatches: int = 1,
-    tolerance: float = TOLERANCE,
     **options: Any,
 ) -> tuple[nn.Module, nn.Module]:
     """Compares losses and gradients of steps on the mesh, with these options of `parallelize`, and in one process, on
-    the samples of all data ranks.
+    the samples of all data ranks. `mesh.comm_bytes` counts the steps.
 
     Returns:
         both models.
@@ -92,8 +97,9 @@ def compare(
     model = meshtrain.parallelize(make(), mesh, **{"precision": "float64", **options})
     torch.manual_seed(0)
     plain = make().double()
+    mesh.comm_bytes.restart()
     for _ in range(steps):  # a step must leave nothing behind that affects the next one
-        compare_step(model, plain, mesh, losses, microbatches=microbatches, tolerance=tolerance)
+        compare_step(model, plain, mesh, losses, microbatches=microbatches)
     return model, plain
 
 
@@ -127,6 +133,21 @@ def compare_step(
         start_reduce(model)
         finish_reduce(model)
     same_gradients(model, gradients(plain), tolerance=tolerance)
+
+
+def train(job: Job, output: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Trains the small quickstart on all ranks of this job, as the command does.
+
+    Returns:
+        the rows of its metrics.
+    """
+    keys = [*SMALL, f"train.output={output}", f"data.cache={output.parent / 'cache'}", *overrides]
+    layout = job.layout
+    status = meshtrain.train.run(Config.load(QUICKSTART, keys, world_size=job.world_size, for_training=True), job)
+    assert status == 0
+    job.layout = layout
+    dist.barrier()
+    return read(output / "metrics.jsonl")
 
 
 def small_llama(**keys: Any) -> nn.Module:

@@ -1,13 +1,17 @@
 """Fixtures of tests that compare in float64."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
 
 
 @pytest.fixture
@@ -22,3 +26,16 @@ def float64() -> Iterator[None]:
 def tp(job: Job) -> Mesh:
     """All ranks of the job on the axis `tp`."""
     return build_mesh(Layout({"tp": job.world_size}))
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry for each product in the forward of linear layers that are split from now on."""
+    calls: list[int] = []
+
+    def forward(*inputs: Any) -> Tensor:
+        calls.append(1)
+        return PLAIN.forward(*inputs)
+
+    monkeypatch.setitem(PRODUCTS, PLAIN.name, replace(PLAIN, forward=forward))
+    return calls

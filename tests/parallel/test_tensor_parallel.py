@@ -1,4 +1,4 @@
-"""Tensor-parallel layers and whole models as a user calls them, what they send, and what a block keeps."""
+"""Symmetric memory: where it is refused, chosen, and what it computes on GPUs."""
 
 import json
 import os
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshtrain.metrics.logger import read
 from meshtrain.parallel import collectives
 from meshtrain.parallel.collectives import Endpoint, symmetric_memory_problem
 from tests.launching import Finished, forked, torchrun
@@ -25,27 +24,6 @@ def assert_none_failed(done: Finished, world: int, least: int) -> None:
     for row in found:
         assert row["failures"] == []
         assert row["checked"] >= least
-
-
-@pytest.mark.parametrize(("world", "least"), [(1, 12), (2, 60), (4, 60)])
-def test_layers_bytes_and_saved_tensors(world: int, least: int) -> None:
-    assert_none_failed(forked(world, HERE / "tensor_parallel_cases.py", timeout=200), world, least)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "least"), [(2, 300), (4, 200)])
-def test_whole_models_and_their_training(world: int, least: int, tmp_path: Path) -> None:
-    """Compiled blocks, whole logits, text; and runs in 16 bits, on 4 processes with FSDP over tp."""
-    script = HERE / "tensor_parallel_model_cases.py"
-    assert_none_failed(forked(world, script, str(tmp_path), timeout=500), world, least)
-    rows = {name: read(tmp_path / name / "metrics.jsonl") for name in ("float32", "bfloat16", "float16")}
-    # One rounding of a type of 8 or 11 bits is the most by which the mean of many rounded losses may be off.
-    for name, rounding in (("bfloat16", 2**-8), ("float16", 2**-11)):
-        assert len(rows[name]) == len(rows["float32"]) == 6
-        for row, expected in zip(rows[name], rows["float32"], strict=True):
-            assert row["loss"] == pytest.approx(expected["loss"], rel=rounding), name
-            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=4 * rounding), name
-            assert row["loss"] != expected["loss"], f"{name} does compute in 16 bits"
 
 
 def test_symmetric_memory_is_refused_on_cpus_before_anything_starts(tmp_path: Path) -> None:
@@ -111,5 +89,4 @@ def test_auto_takes_symmetric_memory_where_all_ranks_can(
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs that reach each other's memory")
 def test_symmetric_memory_computes_the_same() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
-    done = torchrun(2, str(HERE / "symmetric_memory_cases.py"), env={"CUDA_VISIBLE_DEVICES": visible})
-    assert_none_failed(done, 2, 20)
+    torchrun(2, str(HERE / "symmetric_memory_cases.py"), env={"CUDA_VISIBLE_DEVICES": visible}).check()

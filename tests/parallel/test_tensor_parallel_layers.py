@@ -1,0 +1,288 @@
+"""Tensor-parallel layers against plain ones, the bytes a step sends, and what a block keeps for its backward."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshtrain
+from meshtrain.data.batch import IGNORE
+from meshtrain.loss import correct_predictions, sample_losses
+from meshtrain.mesh import Mesh
+from meshtrain.parallel import linear_cross_entropy
+from meshtrain.parallel.cross_entropy import gather_logits
+from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.float8 import EMULATED
+from meshtrain.parallel.linear_cross_entropy import LossRequest, fuse_loss, request_loss
+from meshtrain.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from meshtrain.rotary import Rotary
+from tests.comparing import (
+    B,
+    Created,
+    D,
+    S,
+    Sent,
+    V,
+    compare,
+    gradients,
+    latent_attention,
+    same,
+    same_gradients,
+    small_llama,
+    tokens,
+)
+
+pytestmark = pytest.mark.ranks(2, 4)
+
+
+class Gated(nn.Module):
+    """A user's model with layers that read the same input, and a bias in every layer that can have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, D)
+        self.gate, self.up, self.down = nn.Linear(D, 7), nn.Linear(D, 7), nn.Linear(7, D)
+        self.head = nn.Linear(D, V)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.words(inputs)
+        return self.head(x + self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+GATED = {"words": "embedding_rowwise", "gate": "colwise", "up": "colwise", "down": "rowwise"}
+GATED |= {"head": "colwise_gather_output"}
+
+
+def some_targets() -> Tensor:
+    targets = tokens(microbatch=9)
+    targets[0, :5] = IGNORE
+    return targets
+
+
+def part_of(x: Tensor, tp: Mesh, sequence_parallel: bool) -> Tensor:
+    """A leaf with this rank's part of the sequence, or the whole one."""
+    size = x.shape[1] // tp.size("tp")
+    part = x.narrow(1, tp.index("tp") * size, size) if sequence_parallel else x
+    return part.detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize(("sequence_parallel", "regather"), [(True, False), (True, True), (False, False)])
+def test_layers_of_uneven_parts(tp: Mesh, sequence_parallel: bool, regather: bool) -> None:
+    """Losses and gradients of two steps; whole logits on request, and as many hits."""
+    targets = some_targets()
+
+    def weighted_losses(model: nn.Module, data_rank: int, microbatch: int) -> Tensor:
+        return sample_losses(model(tokens(microbatch=microbatch)), targets) * torch.tensor([1.0, 3.0])
+
+    options = {"tp_plan": GATED, "sequence_parallel": sequence_parallel, "regather": regather}
+    model, plain = compare(Gated, tp, weighted_losses, steps=2, microbatches=2, **options)
+    logits, expected = model(tokens()), plain(tokens())
+    assert logits.shape == (B, S, V)
+    same(gather_logits(logits), expected)
+    assert correct_predictions(logits, targets) == correct_predictions(expected, targets)
+
+
+@pytest.mark.parametrize("token", [-1, V, V + 40])
+def test_one_rank_refuses_an_id_outside_of_the_vocabulary(tp: Mesh, token: int) -> None:
+    """As a plain embedding does: no row of zeros stands for such an id."""
+    layer = VocabParallelEmbedding(nn.Embedding(V, D), tp)
+    refusals = torch.tensor(0)
+    try:
+        layer(torch.full((B, S), token))
+    except IndexError:
+        refusals += 1
+        layer(torch.zeros(B, S, dtype=torch.int64))  # the others wait for its addend
+    dist.all_reduce(refusals, group=tp.group("tp"))
+    assert refusals == 1
+
+
+@pytest.mark.parametrize("token", [-1, V, V + 40])
+def test_all_ranks_refuse_a_target_outside_of_the_vocabulary(tp: Mesh, token: int) -> None:
+    """With and without logits."""
+    targets = torch.zeros(B, S, dtype=torch.int64)
+    targets[0, :2] = torch.tensor([IGNORE, token])
+    x = torch.randn(B, S, D)
+    layer = ColumnParallelLinear(nn.Linear(D, V, bias=False), tp, sequence_parallel=False, use_local_output=False)
+    with pytest.raises(RuntimeError, match=f"0 to {V - 1}"):
+        sample_losses(layer(x), targets)
+    fuse_loss(layer, compiled=False)
+    request = request_loss(LossRequest(lambda: targets))
+    with torch.no_grad(), request, pytest.raises(RuntimeError, match=f"0 to {V - 1}"):
+        layer(x)
+
+
+def test_losses_of_logits_whose_exponentials_overflow(tp: Mesh, float64: None) -> None:
+    torch.manual_seed(0)
+    head, x = nn.Linear(D, V, bias=False), torch.randn(B, S, D)
+    head.weight.data *= 10_000
+    layer = ColumnParallelLinear(head, tp, sequence_parallel=False, use_local_output=False)
+    same(sample_losses(layer(x), tokens()), sample_losses(head(x), tokens()))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("vocabulary", [V, 5])
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_loss_without_logits(
+    tp: Mesh,
+    float64: None,
+    sequence_parallel: bool,
+    vocabulary: int,
+    factor: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In chunks of a size that divides nothing; of a vocabulary of 5, the last of 4 ranks has no part. `factor`: on the
+    losses, whose gradient is wanted; None: it is not."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_LOGITS", 0)
+    torch.manual_seed(0)
+    head, whole = nn.Linear(D, vocabulary, bias=False), torch.randn(B, S, D, requires_grad=True)
+    targets = some_targets().clamp(max=vocabulary - 1)
+    expected = sample_losses(head(whole), targets)
+    layer = ColumnParallelLinear(head, tp, sequence_parallel=sequence_parallel, use_local_output=False)
+    fuse_loss(layer, compiled=False)
+    x = part_of(whole, tp, sequence_parallel)
+    tp.comm_bytes.restart()
+    scale = None if factor is None else lambda: torch.tensor(factor)
+    with torch.set_grad_enabled(factor is not None), request_loss(LossRequest(lambda: targets, scale)) as request:
+        output = layer(x)
+    same(request.losses, expected)
+    t, n = tp.size("tp"), B * S
+    share = (t - 1) / t
+    elements_sent = 3 * n * (t - 1)
+    if sequence_parallel:
+        elements_sent += n * D * share
+    if factor is not None:
+        (expected.sum() * factor).backward()
+        output.backward()
+        same(x.grad, part_of(whole.grad, tp, sequence_parallel))
+        same_gradients(layer, gradients(head))
+        elements_sent += n * D * share * (1 if sequence_parallel else 2)
+    assert sum(tp.comm_bytes.by_kind("tp").values()) == round(8 * elements_sent)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_float8_has_a_common_scale(tp: Mesh, float64: None, sequence_parallel: bool) -> None:
+    """Features of very different magnitudes, on different ranks: a rank's own scale would keep what a common scale
+    rounds away."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(D, 7, bias=False), nn.Linear(7, D, bias=False))
+    magnitudes = torch.logspace(0, -14, 7, base=2)
+    plain[0].weight.data *= magnitudes[:, None]
+    plain[1].weight.data *= magnitudes
+    split = nn.Sequential(
+        ColumnParallelLinear(plain[0], tp, sequence_parallel=sequence_parallel),
+        RowParallelLinear(plain[1], tp, sequence_parallel=sequence_parallel),
+    )
+    whole, weights = torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, D)
+    x = part_of(whole, tp, sequence_parallel)
+    for layer in (*plain, *split):
+        use_products(layer, EMULATED["float8"])
+    expected, y = plain(whole), split(x)
+    (expected * weights).sum().backward()
+    (y * part_of(weights, tp, sequence_parallel)).sum().backward()
+    same(y, part_of(expected, tp, sequence_parallel))
+    same(x.grad, part_of(whole.grad, tp, sequence_parallel))
+    same_gradients(split, gradients(plain))
+
+
+class NoOtherCollectives(TorchDispatchMode):
+    """Refuses collectives of torch; those inside our own operators are not seen here, but counted."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not str(func).startswith("c10d.")
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of_a_step(model: nn.Module, tp: Mesh, microbatches: int) -> int:
+    """By the counter, which is compared with what torch sends."""
+    tp.comm_bytes.restart()
+    with NoOtherCollectives(), Sent() as sent:
+        for microbatch in range(microbatches):
+            set_is_last_backward(model, microbatch == microbatches - 1)
+            sample_losses(model(tokens()), tokens()).sum().backward()
+    counted = sum(tp.comm_bytes.by_kind("tp").values())
+    # A tensor that does not divide is sent in parts that differ by an element: the counter uses their mean.
+    assert sent.bytes == pytest.approx(counted, abs=64)
+    return counted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sequence_parallel": False},
+        {"regather": True},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "selective", "regather": True},
+    ],
+)
+def test_bytes_of_two_microbatches_are_those_of_the_formula(tp: Mesh, options: dict[str, Any]) -> None:
+    model = meshtrain.parallelize(small_llama(num_hidden_layers=3), tp, precision="float64", **options)
+    t, n = tp.size("tp"), B * S * 24
+    share = (t - 1) / t
+    activations = 3 * 8 + 4
+    if options.get("regather"):
+        activations += 3 * 2 + 1
+    if options.get("recompute") == "full":
+        activations += 3 * 4
+    loss = 3 * B * S * t
+    partial_gradients = 0  # summed once for both microbatches
+    if options.get("sequence_parallel", True):
+        partial_gradients += 7 * 24  # norms
+    if t > 2:
+        partial_gradients += 3 * 2 * 12 * 24  # key/value weights that all ranks hold
+    expected = round(8 * share * 2 * (activations * n + loss + partial_gradients))
+    assert bytes_of_a_step(model, tp, microbatches=2) == pytest.approx(expected, abs=8)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_bytes_of_latent_attention(tp: Mesh, sequence_parallel: bool) -> None:
+    """Latents and the rotary key are sent, once each, instead of the block's input."""
+    options = {"sequence_parallel": sequence_parallel, "precision": "float64", "verify": False}
+    model = meshtrain.parallelize(latent_attention(), tp, **options)
+    d, latents = 24, 8 + 10 + 2
+    t, n = tp.size("tp"), B * S
+    share = (t - 1) / t
+    partial_gradients = 3 * d + 8 * d + 8 + 12 * d + 10 if sequence_parallel else 0
+    expected = round(8 * share * (n * (6 * d + 2 * latents) + 4 * n * d + 3 * n * t + 2 * partial_gradients))
+    assert bytes_of_a_step(model, tp, microbatches=1) == pytest.approx(expected, abs=8)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("regather", [False, True])
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+def test_elements_that_a_block_keeps_for_its_backward(
+    tp: Mesh, recompute: str, regather: bool, key_value_heads: int
+) -> None:
+    plain = small_llama(num_hidden_layers=1, num_key_value_heads=key_value_heads)
+    model: Any = meshtrain.parallelize(plain, tp, recompute=recompute, regather=regather)
+    t, n, d, f, h, e = tp.size("tp"), B * S, 24, 40, 4, 6
+    x = torch.randn(S // t, B, d).transpose(0, 1).requires_grad_()
+    angles = torch.rand(1, S, 1, e // 2)
+    with Created(besides=model.parameters()) as created:
+        inputs = [x * 1, Rotary(angles.cos(), angles.sin())]
+        output = model.model.layers[0](*inputs, None)
+        del inputs
+    kept_by_the_next_block = output.untyped_storage().nbytes()
+
+    block_input = n * d // t
+    norms = 2 * (2 * n * d + n) // t  # of each norm: input, normalised input, and a number per token
+    heads = h + 2 * max(key_value_heads, t)  # at least one key and value head per rank
+    products = n * (heads * e + 2 * f) // t  # q, k, v, gate and up
+    attended = n * (h * e + h) // t  # the output, and a number per query
+    gathered = 2 * n * d if t > 1 and not regather else 0  # two gathered inputs
+    scaled = 2 * n * d // t  # the norms' outputs
+    expected = {
+        "none": norms + products + attended + 2 * n * f // t + (gathered or scaled),
+        "selective": block_input + products + attended + gathered + 2 * n * d // t,
+        "full": block_input,
+    }
+    rotary = S * e
+    assert created.held() - kept_by_the_next_block == 4 * (rotary + expected[recompute])
