@@ -70,6 +70,8 @@ def why_not(cell: Mapping[str, str]) -> str | None:
         return "experts over tp need sequence parallelism"
     if model in EXPERTS and precision == "float32":
         return "rounding may change a choice"
+    if cell.get("optimizer") == "muon" and precision == "float32":
+        return "Muon makes the small directions of a gradient large, and with them its rounding"
     if model == "lora" and precision in ("float8", "mxfp8"):
         return "8 bits round what adapters are beside"
     if cell.get("optimizer") == "adamw, sharded" and size(cell, "dp_shard") * size(cell, "cp") > 1:
