@@ -1,7 +1,9 @@
 # Each target does all of its own set-up; started again, it sets up nothing twice.
 #
 #   make train    a first training run on real text (configs/quickstart.yaml)
-#   make test     the test suite
+#   make test     what a change breaks first: about 12 minutes on 2 cores
+#   make test-all  the tests that `make test` leaves out: about 20 minutes
+#   make fuzz     random models, data and layouts against one process: make fuzz SEED=1 CELLS=200
 #   make test-cluster  the tests that make several hosts or a SLURM cluster out of this machine: as root, ~15 minutes
 #   make test-integrations  the tests that talk to W&B, Prometheus, an S3 server and others, whose packages it installs
 #   make check    style, types and import contracts
@@ -21,7 +23,7 @@ VERSION_TESTS ?= tests/test_train.py tests/test_mesh.py tests/test_packaging.py 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help train test test-cluster test-integrations test-versions check docs interpreter
+.PHONY: help train test test-all fuzz test-cluster test-integrations test-versions check docs interpreter
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -33,11 +35,20 @@ train: $(VENV)/train.stamp
 		-m meshtrain.train configs/quickstart.yaml $(ARGS)
 
 # Two files at a time, the longest first (tests/conftest.py): a test whose ranks wait for each other leaves a core idle.
-test: $(VENV)/dev.stamp
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The longest tests are listed, and CI keeps the times of all in build/.
+SUITE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
-# A -m of the command line takes the place of the one in pyproject.toml, which leaves these tests out. They mostly wait:
-# two at a time.
+test: $(VENV)/dev.stamp
+	$(SUITE) --junitxml=build/test.xml
+
+# A -m of the command line takes the place of the one in pyproject.toml, which leaves these tests out.
+test-all: $(VENV)/dev.stamp
+	$(SUITE) --junitxml=build/test-all.xml -m slow
+
+fuzz: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CELLS),--cells $(CELLS))
+
+# They mostly wait: two at a time.
 test-cluster: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m cluster -n 2 --dist worksteal
 
