@@ -18,7 +18,8 @@ START = 1_700_000_000
 class FakeTime:
     """In place of the module `time`: it passes when a test sets it."""
 
-    now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
 
     def monotonic(self) -> float:
         return self.now

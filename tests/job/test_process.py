@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError
 from meshtrain.job import process as runtime
@@ -141,32 +143,19 @@ def test_a_gather_takes_few_calls_of_rank_0_and_leaves_nothing_in_the_store() ->
     assert keys == ["all"], "the last answer alone, which somebody may still have to read"
 
 
-MORE = "and 3 other problems on other ranks"
+@pytest.mark.parametrize("case", yaml.safe_load(Path(__file__).with_name("problems.yaml").read_text()))
+def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are(case: dict[str, Any]) -> None:
+    problems, store = case["problems"], dist.HashStore()
 
-
-@pytest.mark.parametrize(
-    ("problems", "text"),
-    [
-        (["", "no a", "no a", "", "no b", "no a"], "rank 1-2, 5: no a\nrank 4: no b"),
-        (["no c", "no a", "no b"], "no c"),  # rank 0's is the one that counts
-        (["", *["no x", ""] * 12], "rank 1, 3, 5, 7, 9, 11, 13, 15 and 4 more: no x"),
-        (["", *"abcdefghijk"], "\n".join([*map("rank {}: {}".format, range(1, 9), "abcdefgh"), MORE])),
-    ],
-)
-def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are(
-    problems: Sequence[str], text: str
-) -> None:
-    store = dist.HashStore()
+    def fail(problem: str) -> None:
+        if problem:
+            raise InputError(problem)
 
     def check(rank: int) -> None:
         job = Job(place(rank, len(problems)), torch.device("cpu"), store)
         with pytest.raises(AgreedError) as agreed, job.collective_check("reading"):
             fail(problems[rank])
-        assert str(agreed.value) == text
-
-    def fail(problem: str) -> None:
-        if problem:
-            raise InputError(problem)
+        assert str(agreed.value) == case["text"]
 
     on_ranks(len(problems), check)
 

@@ -39,12 +39,6 @@ def test_a_rank_is_told_of_hosts_and_of_where_others_listen_alone(starts: tuple[
     assert rest[1] < 40 * many.rounds, "what is all right takes few words"
 
 
-def test_ranks_that_are_played_ask_for_the_same(starts: tuple[start.Start, start.Start]) -> None:
-    played, many = meet(MANY, FEW), starts[1]
-    for name in ("rounds", "calls", "bytes", "largest"):
-        assert getattr(played, name) == getattr(many, name)
-
-
 def test_groups_are_made_by_as_many_calls_in_any_world() -> None:
     (few, _), (many, _) = map(start.make_groups, (64, 4096))
     assert few == many

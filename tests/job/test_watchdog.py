@@ -343,6 +343,7 @@ def test_a_loop_of_ones_own_names_the_rank_too(tmp_path: Path, fault: str, reaso
     script.write_text(LOOP.format(fault=fault))
     job = forked(3, script)
     assert job.status != 0
+    assert job.err.count("Traceback (most recent call last)") == fault.startswith("raise"), job.err
     for other in (0, 2):
         headline = rf"^rank {other} on host \S+ stops, because rank 1 on host \S+ {reason}"
         assert re.search(headline, job.err, re.MULTILINE), job.err

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -60,63 +61,26 @@ def directives(script: str) -> dict[str, str]:
 # The script ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_script_asks_for_what_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder.parent / "modules.sh").touch()
-    script = dry_run(
-        capsys, *NODES, "--partition", "gpu", "--account=lab-7", "--time", "3:50:00", "--env", "NCCL_DEBUG=INFO",
-        "--env", "WORDS=a 'b'", "--activate", "../modules.sh", "layout.tp=2",
-    )  # fmt: skip
-    asked = directives(script)
-    assert asked | {
-        "job-name": "quickstart", "nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "cpus-per-task": "64",
-        "time": "3:50:00", "partition": "gpu", "account": "lab-7", "signal": "USR1@600", "chdir": str(folder),
-        "output": f"{folder}/runs/quickstart/logs/slurm-%j.out",
-    } == asked  # fmt: skip
-    assert (folder / "runs/quickstart/logs").is_dir(), "SLURM fails a job whose output has no folder"
-    lines = script.splitlines()
-    assert "export PROCESSES_PER_NODE=8" in lines
-    assert f"export ACTIVATE={folder}/../modules.sh" in lines
-    assert "set -- configs/quickstart.yaml layout.tp=2" in lines
-    assert "export NCCL_DEBUG=INFO" in lines
-    assert (folder / "runs/quickstart/launch.sbatch").read_text() == script
+def words_of(case: dict[str, Any], folder: Path) -> list[str]:
+    words = shlex.split(case["words"].replace("HERE", str(folder)))
+    return words if case.get("alone") else [*NODES, *words]
 
 
-def test_a_task_per_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    script = dry_run(capsys, *NODES, "--srun", "--gres", "gpu:h100", "--cpus-per-task", "12")
-    asked = directives(script)
-    assert (asked["ntasks-per-node"], asked["cpus-per-task"], asked["gres"]) == ("8", "12", "gpu:h100:8")
-    assert "gpus-per-node" not in asked
-    assert "torchrun" not in script.partition("set -euo")[2]
-
-
-def test_options_for_srun_and_sbatch_and_a_container(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = dry_run(
-        capsys, *NODES, "--srun", "cpu-bind=verbose,ldoms", "--srun", "label=", "--sbatch", "exclude=gpu07,gpu08",
-        "--sbatch", "exclusive", "--sbatch", "mem=0", "--container-image", "nvcr.io/a/b:1", "--container-mounts",
-        f"{folder}:/data",
-    )  # fmt: skip
-    asked = directives(script)
-    assert (asked["exclude"], asked["exclusive"], asked["mem"]) == ("gpu07,gpu08", "", "0")
-    assert asked["ntasks-per-node"] == "1", "--srun with a value is no wish for a task per GPU"
-    lines = script.splitlines()
-    assert "export SRUN_ARGS='--cpu-bind=verbose,ldoms --label'" in lines
-    assert {"export CONTAINER_IMAGE=nvcr.io/a/b:1", f"export CONTAINER_MOUNTS={folder}:/data"} <= set(lines)
-    assert "export ACTIVATE=''" in lines, "the host's environment is none of the container's"
-
-
-def test_files_of_a_container_and_a_home_folder_as_output_are_named_by_their_whole_paths(
+def test_the_script_asks_for_what_was_asked_for(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's shell expands no ~ in a variable, and pyxis takes x.sqsh for a name in a registry."""
     monkeypatch.setenv("HOME", str(folder))
+    (folder.parent / "modules.sh").touch()
     (folder / "x.sqsh").touch()
-    for image, mounts in (("~/x.sqsh", "~:/data,~:/more"), ("x.sqsh", ".:/data,.:/more")):
-        container = ("--container-image", image, "--container-mounts", mounts)
-        script = dry_run(capsys, *NODES, *container, "train.output=~/run")
-        assert f"export CONTAINER_IMAGE={folder}/x.sqsh" in script.splitlines()
-        assert f"export CONTAINER_MOUNTS={folder}:/data,{folder}:/more" in script.splitlines()
-        assert directives(script)["output"] == f"{folder}/run/logs/slurm-%j.out"
-    assert list((folder / "run").iterdir())
+    for case in yaml.safe_load((HERE / "scripts.yaml").read_text().replace("HERE", str(folder))):
+        script = dry_run(capsys, *words_of(case, folder))
+        options = directives(script)
+        assert {name: options.get(name) for name in case["options"]} == case["options"], case
+        assert set(case["lines"]) <= set(script.splitlines()), case
+        output = Path(options["output"])
+        assert output.parent.is_dir(), "SLURM fails a job whose output has no folder"
+        assert (output.parents[1] / "launch.sbatch").read_text() == script
+        assert ("torchrun" in script.partition("set -euo")[2]) == (options["ntasks-per-node"] == "1")
 
 
 @pytest.mark.parametrize("word", ["train.steps=3", "layout={dp_shard: 32}"])
@@ -126,15 +90,6 @@ def test_srun_alone_leaves_the_words_behind_it_to_training(word: str, capsys: py
     assert f"set -- configs/quickstart.yaml {shlex.quote(word)}" in script.splitlines()
     assert cli.main(["launch", "--dry-run", *NODES, "--srun", "configs/quickstart.yaml", word]) == 0
     assert capsys.readouterr().out == script
-
-
-def test_spare_nodes_and_a_short_job_that_saves_in_a_quarter_of_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """The layout is that of the nodes that train."""
-    spare = ("--slurm", "--nodes", "3", "--gpus-per-node", "8", "--spare-nodes=1", "layout.dp_shard=16")
-    script = dry_run(capsys, *spare, "--time", "20")
-    asked = directives(script)
-    assert (asked["nodes"], asked["no-kill"], asked["signal"]) == ("3", "", "USR1@300")
-    assert {"export SPARE_NODES=1", "export SAVE_SECONDS=300"} <= set(script.splitlines())
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -191,8 +146,7 @@ def test_what_is_wrong_is_refused(folder: Path, capsys: pytest.CaptureFixture[st
     (folder / "file").touch()
     wrong = []
     for case in yaml.safe_load((HERE / "refusals.yaml").read_text()):
-        words = shlex.split(case["words"])
-        status = launch("--dry-run", *(words if case.get("alone") else (*NODES, *words)))
+        status = launch("--dry-run", *words_of(case, folder))
         printed = capsys.readouterr()
         files = [path.name for path in folder.iterdir()]
         if (status, printed.out, files) != (2, "", ["file"]) or case["text"] not in printed.err:

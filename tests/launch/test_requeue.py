@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshtrain.launch.requeue import HISTORY, Decision, History, decide, furthest_step, main, read_history
 from meshtrain.metrics.goodput import SPENT, GoodputRecord, JobRecord
@@ -17,29 +18,15 @@ def decided(end: dict | None, failures: int = 1, needed: int = 3, down: tuple[st
     return decide(end, History("1", 7, failures), NODES, needed, tries=2, down=down)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason", "lost"),
-    [
-        ("gone", "rank 1 is gone", True),
-        ("stopped", "rank 1 is stopped", True),
-        ("unreachable", "rank 1 cannot be reached", True),
-        ("silent", "rank 1 does not answer", True),
-        ("failed", "RuntimeError: CUDA error: uncorrectable ECC error encountered", True),
-        ("failed", "NVRM: Xid 79: GPU has fallen off the bus", True),
-        ("failed", "ValueError: recorded", False),
-        ("absent", "rank 1 did not arrive", False),
-        ("deadlock", "", False),
-        ("stuck", "", False),
-        ("ended", "ended by SIGTERM", False),
-    ],
-)
-def test_a_node_is_left_out_if_the_failure_is_its_own(kind: str, reason: str, lost: bool) -> None:
+def test_a_node_is_left_out_if_the_failure_is_its_own() -> None:
     """Its host may call itself by more words than SLURM does."""
-    end = {"status": "failed", "kind": kind, "reason": reason, "hosts": ["gpu08.cluster.local", "elsewhere"]}
-    decision = decided(end)
-    assert (decision.action, decision.lost) == (("requeue", ("gpu08",)) if lost else ("again", ()))
-    assert decided(end, needed=2).action == "again", "there is a spare one"
-    assert decided(end, failures=3).action == "end"
+    for case in yaml.safe_load(Path(__file__).with_name("failures.yaml").read_text()):
+        lost = case.pop("lost")
+        end = case | {"status": "failed", "hosts": ["gpu08.cluster.local", "elsewhere"]}
+        decision = decided(end)
+        assert (decision.action, decision.lost) == (("requeue", ("gpu08",)) if lost else ("again", ())), case
+        assert decided(end, needed=2).action == "again", "there is a spare one"
+        assert decided(end, failures=3).action == "end"
 
 
 @pytest.mark.parametrize("kind", ["training", "input"])

@@ -12,15 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-import meshtrain.run.results
-import meshtrain.run.step_logger
-import meshtrain.train
-from meshtrain.job import signals as stopping
 from meshtrain.metrics import goodput
 from meshtrain.metrics.goodput import FILE, PARTS, GoodputTracker, read
 from meshtrain.metrics.logger import read as read_metrics
-from tests.checkpoint.going_on import Case, alone, small_run
-from tests.launching import torchrun
+from tests.job.conftest import go, small  # noqa: F401  fixtures
 from tests.properties import given, st
 
 START = 1_700_000_000.0
@@ -237,26 +232,6 @@ def test_what_is_no_file_stops_no_job(world: World, make: Callable[[Path], None]
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(small_run(tmp_path_factory.mktemp("small")))
-
-
-@pytest.fixture
-def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Trains in this process."""
-    monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-    monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
-    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
-    options = (f"train.output={tmp_path}/run", "data.workers=0", "data.validation=0.2", "train.eval_every=3")
-
-    def go(*overrides: str, **case: Any) -> dict[str, Any]:
-        return alone(Case(small, (*options, *overrides), **case))
-
-    return go
-
-
 def check_sum(folder: Path, jobs: int) -> dict[str, float]:
     """The parts in exit.json add up to a time between the last step and now."""
     spent = json.loads((folder / "exit.json").read_text())["goodput"]
@@ -270,11 +245,14 @@ def check_sum(folder: Path, jobs: int) -> dict[str, float]:
 
 
 def test_a_run_of_four_jobs(
-    go: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    go: Callable[..., dict[str, Any]],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It fails, is stopped, ends, and is taken further; the log, each row and exit.json say where the time went."""
     run = tmp_path / "run"
-    assert go("checkpoint.every=2", interrupt="crash", at=6)["status"] == 1
+    evaluates = ("data.validation=0.2", "train.eval_every=3")
+    assert go(*evaluates, "checkpoint.every=2", interrupt="crash", at=6)["status"] == 1
     first = check_sum(run, 1)
     assert first["wall_repeated_s"] == first["wall_between_s"] == 0
     assert min(first[f"wall_{part}_s"] for part in ("startup", "training", "data", "evaluation", "saving")) > 0
@@ -285,7 +263,7 @@ def test_a_run_of_four_jobs(
     assert printed.splitlines()[-1].startswith("wall time ")
 
     time.sleep(0.3)
-    assert go("checkpoint.every=2", interrupt="SIGUSR1", at=6) == {"status": 75}
+    assert go(*evaluates, "checkpoint.every=2", interrupt="SIGUSR1", at=6) == {"status": 75}
     second = check_sum(run, 2)
     lost = failed.elapsed - saved.elapsed
     assert second["wall_repeated_s"] == pytest.approx(lost), "what the first job did after its checkpoint of step 4"
@@ -294,32 +272,16 @@ def test_a_run_of_four_jobs(
     assert "until now: wall time " in printed
     assert "lost to restarts: steps done again " in printed.splitlines()[-1]
 
-    assert go("checkpoint.every=2") == {"status": 0}
+    assert go(*evaluates, "checkpoint.every=2") == {"status": 0}
     third = check_sum(run, 3)
     assert third["wall_repeated_s"] == second["wall_repeated_s"], "who stops with everything saved repeats nothing"
-    assert go() == {"status": 0}
+    assert go(*evaluates) == {"status": 0}
     check_sum(run, 3)  # done: nothing is counted, because nothing was done
 
-    assert go("train.steps=10") == {"status": 0}
+    assert go(*evaluates, "train.steps=10") == {"status": 0}
     check_sum(run, 4)
     rows = read_metrics(run / "metrics.jsonl")
     for row in rows:
         assert sum(row[f"wall_{part}_s"] for part in PARTS) == pytest.approx(row["wall_s"])
     walls = [row["wall_s"] for row in rows]
     assert walls == sorted(walls)
-
-
-@pytest.mark.cluster
-def test_a_killed_job_that_its_launcher_starts_again(small: str, tmp_path: Path) -> None:
-    """Rank 0, which keeps the ledger, is killed in step 7 and has no last word; the checkpoint is of step 4."""
-    options = ["data.workers=0", "checkpoint.in_background=false", "train.chaos=[{fault: kill, rank: 0, step: 7}]"]
-    agent = ["--max-restarts=1", "-m", "meshtrain.train", small, f"train.output={tmp_path}/run"]
-    done = torchrun(2, *agent, *options).check()
-    spent = check_sum(tmp_path / "run", 2)
-    assert spent["wall_between_s"] > 0, "the steps since the last line of the killed job, and the new start"
-    assert "until now: wall time " in done.out
-    assert "lost to restarts: " in done.out
-    first, second = read(tmp_path / "run" / FILE)[0]
-    assert (first.first, second.first) == (0, 4)
-    assert [mark.step for mark in first.marks] == [4], "of the killed one its checkpoint stands there"
-    assert spent["wall_saving_s"] >= first.marks[0].seconds["saving"] > 0

@@ -4,35 +4,17 @@ test-integrations`."""
 import json
 import shutil
 import subprocess
-import urllib.request
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshtrain.metrics.sinks import Prometheus, Wandb
-from tests.launching import free_port
-from tests.metrics.test_sinks import ROW, hand_on, prometheus, run_of
+from meshtrain.metrics.sinks import Wandb
+from tests.metrics.test_sinks import hand_on, prometheus
 
 pytestmark = pytest.mark.integrations
 MONITORING = Path(__file__).resolve().parents[2] / "tools" / "monitoring"
-
-
-def test_prometheus_reads_the_file_and_the_page(tmp_path: Path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
-    port = free_port()
-    sink = Prometheus(run_of(tmp_path), port=port, every_s=0)
-    sink.row(ROW | {"loss": float("nan"), "mean/a-b": float("inf")})
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        page = answer.read().decode()
-    sink.close("done")
-    for text in (page, (tmp_path / "metrics.prom").read_text()):
-        families = {family.name: family for family in parser.text_string_to_metric_families(text)}
-        assert {"meshtrain_loss", "meshtrain_mean_a_b", "meshtrain_status", "meshtrain_step"} < families.keys()
-        assert {family.type for family in families.values()} == {"gauge"}
-        assert families["meshtrain_step"].samples[0].labels == {"run": "quickstart"}
-        assert len(families["meshtrain_status"].samples) == 4
 
 
 def test_promtool_accepts_what_is_written_and_the_alerts_fire(tmp_path: Path) -> None:

@@ -108,40 +108,45 @@ def test_each_step_stands_there_once(path: Path) -> None:
     assert read(path) == []
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1, 2]", '{"loss": 1}', '{"step": "3"}', ""])
-def test_a_broken_line_is_named(path: Path, line: str) -> None:
-    written(path, 2).close()
-    path.write_text(path.read_text() + line + "\n" + json.dumps(row(4)) + "\n")
-    with pytest.raises(InputError, match=r"metrics\.jsonl:3: expected"):
-        read(path)
-
-
-@pytest.mark.parametrize("line", [b"nonsense\n", b"\0" * 4096, b'\0\0{"step": 3}\n', b'{"step": 1}\n[1]\n', b"\xff\n"])
-def test_a_damaged_file_is_moved_away_and_what_is_whole_of_it_kept(
-    path: Path, line: bytes, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("line", "number", "rest"),
+    [
+        (b"nonsense\n", 3, [4]),
+        (b"[1, 2]\n", 3, [4]),
+        (b'{"loss": 1}\n', 3, [4]),
+        (b'{"step": "3"}\n', 3, [4]),
+        (b"\n", 3, [4]),
+        (b"\0" * 4096, 3, []),  # what a power failure leaves
+        (b'\0\0{"step": 3}\n', 3, [4]),
+        (b'{"step": 1}\n[1]\n', 4, [4]),
+        (b"\xff\n", 3, [4]),
+    ],
+)
+def test_a_broken_line_is_named_and_the_file_moved_away_but_for_what_is_whole_of_it(
+    path: Path, line: bytes, number: int, rest: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A page of zeros is what a power failure leaves."""
     written(path, 2).close()
     damaged = path.read_bytes() + line + json.dumps(row(4)).encode() + b"\n"
     path.write_bytes(damaged)
+    with pytest.raises(InputError, match=rf"metrics\.jsonl:{number}: expected"):
+        read(path)
     file = MetricsFile(path)
-    rows = [*expected(2), *([] if line.startswith(b"\0" * 9) else [row(4)])]
+    rows = [*expected(2), *map(row, rest)]
     assert read(path) == rows
     file.drop_after(4)
     file.row(row(5))
     assert read(path) == [*rows, row(5)]
-    moved = path.with_name("metrics.jsonl.damaged")
-    assert moved.read_bytes() == damaged
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
     assert f"{path} is damaged (" in capsys.readouterr().err
 
 
-def metrics_in(folder: Path, *, steps: int = 2, **more: Any) -> Metrics:
-    return Metrics(folder, task="language", steps=steps, console=Console(file=StringIO(), width=200), **more)
+def metrics_in(folder: Path, console: Console, **more: Any) -> Metrics:
+    return Metrics(folder, task="language", steps=2, console=console, **more)
 
 
 def test_metrics_go_to_the_file_and_the_console_and_on_from_a_step(tmp_path: Path) -> None:
-    console = Console(file=StringIO(), width=200)
-    first = Metrics(tmp_path, task="language", steps=2, console=console)
+    text = StringIO()
+    first = metrics_in(tmp_path, Console(file=text, width=200))
     first.say("global batch 512")
     first.row(row(1))
     first.evaluation(1, {"eval_loss": 2.0})
@@ -149,10 +154,9 @@ def test_metrics_go_to_the_file_and_the_console_and_on_from_a_step(tmp_path: Pat
     first.epoch(1, {"loss": 2.5})
     first.close()
     first.close()
-    assert isinstance(console.file, StringIO)
-    lines = [line.split("  ")[0] for line in console.file.getvalue().splitlines()]
+    lines = [line.split("  ")[0] for line in text.getvalue().splitlines()]
     assert lines == ["global batch 512", "step 1/2", "eval at step 1: loss 2.0000", "step 2/2", "epoch 1"]
-    second = metrics_in(tmp_path, step=1)
+    second = metrics_in(tmp_path, Console(file=text), step=1)
     second.row(row(2, loss=7.0))
     second.close()
     assert read(tmp_path / metrics.FILE) == [row(1, eval_loss=2.0), row(2, loss=7.0)]
@@ -161,7 +165,7 @@ def test_metrics_go_to_the_file_and_the_console_and_on_from_a_step(tmp_path: Pat
 def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     threads = SinkThreads({"tensorboard": TensorBoard}, SinkRun("a", tmp_path, 2))
-    both = metrics_in(tmp_path, sinks=threads)
+    both = metrics_in(tmp_path, Console(file=StringIO()), sinks=threads)
     for step in (1, 2):
         both.row(row(step, lr=1e-3 * step, step_time_s=0.5, time_data_s=0.1, mfu=None))
     both.evaluation(2, {"eval_loss": 2.0, "perplexity": 7.4})

@@ -4,11 +4,15 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
-from meshtrain.metrics.straggler import LEAST_S, LOOKS, SHARE, RankPace, Straggler, StragglerTest, slow
+from meshtrain.metrics.straggler import LOOKS, RankPace, Straggler, StragglerTest, slow
 from tests.properties import given, st
+
+CASES = yaml.safe_load(Path(__file__).with_name("paces.yaml").read_text())
 
 
 def steady(own: float, *, step: float = 0.5, host: str = "a", queued: float = 0.0) -> RankPace:
@@ -46,36 +50,20 @@ def test_every_set_of_fewer_than_half_is_found_and_nothing_else() -> None:
                 assert slow(paces, [range(ranks)]) == set(chosen)
 
 
-UNEQUAL = list(map(steady, (0.1, 0.4, 0.1, 0.4)))
-# One is slower than the other on average by half, and still not in each step.
-NOISY = [measured([0.10, 0.12, 0.14, 0.16, 0.30] * 4), measured([0.11, 0.17, 0.20, 0.24, 0.28] * 4)]
+def test_who_is_slow() -> None:
+    for case in CASES["looks"]:
+        ranks = range(len(case["own"]))
+        queued, hosts = case.get("queued", [0.0 for _ in ranks]), case.get("hosts", ["a" for _ in ranks])
+        step = case.get("step", 0.5)
+        paces = [steady(case["own"][i], step=step, host=hosts[i], queued=queued[i]) for i in ranks]
+        assert slow(paces, case["groups"]) == set(case["slow"]), case
 
 
-def slower(step: float, excess: float) -> list[RankPace]:
-    return [steady(0.02, step=step), steady(0.02 + excess, step=step)]
-
-
-@pytest.mark.parametrize(
-    ("paces", "groups", "ranks"),
-    [
-        ([steady(0.2), steady(0.3)], [[0, 1]], {1}),
-        # Only ranks with the same work are compared.
-        (UNEQUAL, [[0, 2], [1, 3]], set()),
-        (UNEQUAL, [[0, 1, 2, 3]], {1, 3}),
-        (UNEQUAL, [[0], [1], [2], [3]], set()),
-        # What hardly costs anything is not said.
-        (slower(0.05, 0.99 * LEAST_S), [[0, 1]], set()),
-        (slower(0.05, 1.01 * LEAST_S), [[0, 1]], {1}),
-        (slower(10.0, 9.9 * SHARE), [[0, 1]], set()),
-        (slower(10.0, 10.1 * SHARE), [[0, 1]], {1}),
-        # Who waits for a core on a shared host is not slow; a host whose cores are never free is.
-        ([steady(0.1), steady(0.1, queued=0.2), steady(0.1, queued=0.3)], [[0, 1, 2]], set()),
-        ([steady(0.1), steady(0.1, host="b"), steady(0.1, host="c", queued=0.3)], [[0, 1, 2]], {2}),
-        (NOISY, [[0, 1]], set()),
-    ],
-)
-def test_who_is_slow(paces: list[RankPace], groups: list[list[int]], ranks: set[int]) -> None:
-    assert slow(paces, groups) == ranks
+def test_overlapping_times_are_noise() -> None:
+    """One is slower than the other on average by half, and still not in each step."""
+    paces = [measured([0.10, 0.12, 0.14, 0.16, 0.30]), measured([0.11, 0.17, 0.20, 0.24, 0.28])]
+    assert paces[1].middle > 1.4 * paces[0].middle
+    assert slow(paces, [[0, 1]]) == set()
 
 
 # Look after look ------------------------------------------------------------------------------------------------------
@@ -101,27 +89,16 @@ def test_a_slow_rank_is_found_in_noise(seed: int, ranks: int, data: st.DataObjec
     assert [straggler.rank for straggler in named] == [culprit]
 
 
-@pytest.mark.parametrize(
-    ("looks", "expected"),
-    [
-        (["3"] * 13, {2: "3 is slow"}),  # who stays slow is named, and only once
-        (["3", "3", ""] * 5, {}),  # a good look in between starts the count again
-        # Who recovers is said once and may be named again.
-        ((["1"] * 5 + [""] * 5) * 2, {2: "1 is slow", 7: "1 recovers", 12: "1 is slow", 17: "1 recovers"}),
-        (["1", "1", "1", "", "1", "", "", "1"], {2: "1 is slow"}),  # a single good look is no recovery
-        (["0", "04", "04", "04"], {2: "0 is slow", 3: "4 is slow"}),
-    ],
-)
-def test_who_is_named_and_who_recovers(looks: list[str], expected: dict[int, str]) -> None:
-    """Of five ranks; the slow ones of each look."""
-    test, events = StragglerTest([range(5)]), dict[int, str]()
-    for number, ranks in enumerate(looks):
-        new, recovered = test.update([steady(0.4 if str(rank) in ranks else 0.2) for rank in range(5)])
-        assert test.suspects == set(map(int, ranks))
-        changes = [f"{straggler.rank} is slow" for straggler in new] + [f"{rank} recovers" for rank in recovered]
-        if changes:
-            (events[number],) = changes
-    assert events == expected
+def test_who_is_named_and_who_recovers() -> None:
+    for case in CASES["sequences"]:
+        test, events = StragglerTest([range(5)]), dict[int, str]()
+        for number, ranks in enumerate(case["looks"]):
+            new, recovered = test.update([steady(0.4 if rank in ranks else 0.2) for rank in range(5)])
+            assert test.suspects == set(ranks)
+            changes = [f"{straggler.rank} is slow" for straggler in new] + [f"{rank} recovers" for rank in recovered]
+            if changes:
+                (events[number],) = changes
+        assert events == case["events"]
 
 
 def named(looks: StragglerTest, paces: Sequence[RankPace]) -> list[Straggler]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from meshtrain.metrics.plot import plot_loss, smooth
 from tests.properties import given, st
@@ -34,20 +35,12 @@ def test_smoothing_passes_over_what_is_not_finite() -> None:
 
 
 @needs_matplotlib
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3}],
-        [{"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3}],
-        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": None}],
-        [{"step": s, "loss": 1 / s, "grad_norm": 1.0, "lr": 0.1} for s in range(1, 30)]
-        + [{"step": 30, "loss": 0.1, "grad_norm": None, "lr": 0.1, "eval_loss": 0.2, "accuracy": 0.5}],
-    ],
-)
-def test_any_run_gives_a_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    write(tmp_path, rows)
-    assert plot_loss(str(tmp_path), "a run") == f"loss plot: {tmp_path / 'loss.png'}"
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+def test_any_run_gives_a_picture(tmp_path: Path) -> None:
+    for rows in yaml.safe_load(Path(__file__).with_name("pictures.yaml").read_text()):
+        (tmp_path / "loss.png").unlink(missing_ok=True)
+        write(tmp_path, rows)
+        assert plot_loss(str(tmp_path), "a run") == f"loss plot: {tmp_path / 'loss.png'}"
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @needs_matplotlib

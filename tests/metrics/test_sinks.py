@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from meshtrain.config import Config, ConfigErrors, schema
@@ -27,6 +28,7 @@ from meshtrain.metrics.sink_threads import Make, SinkThreads, find_sinks
 from meshtrain.metrics.sinks import Prometheus, Sink, SinkRun
 from tests.launching import free_port
 
+HERE = Path(__file__).parent
 ROW = {
     "step": 1,
     "loss": 2.5,
@@ -304,37 +306,15 @@ class Other: pass
 """
 
 
-def test_a_sink_of_the_users_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(OWN)
-    name = f"{path}:Mine"
-    hand_on(tmp_path, find_sinks(config(name, **{name: {"file": str(tmp_path / "told")}})), "failed")
-    assert (tmp_path / "told").read_text() == "quickstart failed"
-    for names, options, problem in (
-        ((name,), {}, "missing a required .*argument: 'file'; its options are: file, often"),
-        ((name,), {name: {"file": "a", "colour": 1}}, "unexpected keyword argument 'colour'"),
-        ((f"{path}:Other",), {}, "has no class Other that is a"),
-        ((f"{tmp_path}/none.py:Mine",), {}, "there is no file"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            find_sinks(config(*names, **options))
-    path = tmp_path / "broken.py"
-    path.write_text("1 / 0")
-    with pytest.raises(InputError, match=r"raises ZeroDivisionError: .*broken\.py:1"):
-        find_sinks(config(f"{path}:Mine"))
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"port": "9400"}, r"sink_options\.prometheus\.port: expected int \| None, found '9400'"),
-        ({"port": True}, "found True"),
-        ({"prot": 1}, "'prot'; its options are: textfile, port, bind, every_s"),
-    ],
-)
-def test_wrong_options_are_input_errors(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InputError, match=problem):
-        find_sinks(config("prometheus", prometheus=options))
+def test_a_sink_of_the_users_own_and_wrong_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    hand_on(tmp_path, find_sinks(config("mine.py:Mine", **{"mine.py:Mine": {"file": "written"}})), "failed")
+    assert (tmp_path / "written").read_text() == "quickstart failed"
+    for case in yaml.safe_load((HERE / "sink_refusals.yaml").read_text()):
+        with pytest.raises(InputError, match=case["text"]):
+            find_sinks(config(case["sink"], **{case["sink"]: case["options"]}))
 
 
 def load(*overrides: str) -> schema.Metrics:

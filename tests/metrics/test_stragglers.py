@@ -5,15 +5,18 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
@@ -48,6 +51,7 @@ SMALL = (
     "train.eval_every=0",
     "checkpoint.every=0",
 )
+CASES = yaml.safe_load(Path(__file__).with_name("paces.yaml").read_text())
 PACE = RankPace(0.9, 1.0, 1.1, 0.95, 1.05, 1.15, 1.2, 0.01, "b", 2.0, 8)
 STRAGGLER = Straggler(2, PACE, 3, 1.0, 0.4, 2.0)
 
@@ -166,23 +170,13 @@ def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
 
 
 def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready: list[bool] = []
-    events: list[object] = []
+    ready, events = threading.Event(), list[object]()
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            events.append(self)
+    def event(enable_timing: bool) -> SimpleNamespace:
+        events.append(None)
+        return SimpleNamespace(record=lambda: None, query=ready.is_set, elapsed_time=lambda end: 5.0)
 
-        def record(self) -> None:
-            pass
-
-        def query(self) -> bool:
-            return bool(ready)
-
-        def elapsed_time(self, end: object) -> float:
-            return 5.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", event)
     probe = GpuProbe(10, torch.device("cpu"))
     for step in range(1, 31):
         probe.begin_step(step)
@@ -193,7 +187,7 @@ def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(monkeypatch: pyt
     assert len(events) == 2 * 3
     assert torch.equal(probe._product, torch.eye(2))
     assert probe.pop() == []
-    ready.append(True)
+    ready.set()
     assert probe.pop() == [0.005] * 3
     assert probe.pop() == []
 
@@ -240,19 +234,13 @@ def test_alone_there_is_nothing_to_compare() -> None:
     assert [one.finish_step(step, times(1.0)) for step in range(1, 50)] == [{}] * 49
 
 
-@pytest.mark.parametrize(
-    ("device", "sizes", "expected"),
-    [
-        ("cpu", {"dp_replicate": 4, "tp": 2}, ()),
-        ("cpu", {"dp_shard": 4}, ()),
-        ("cpu", {"dp_replicate": 2, "dp_shard": 2}, ("backward",)),
-        ("cuda", {"dp_replicate": 4, "tp": 2}, ()),
-        ("cuda", {"dp_shard": 4}, ("forward", "backward")),
-    ],
-)
-def test_where_fsdp_waits_unseen(device: str, sizes: dict[str, int], expected: tuple[str, ...]) -> None:
-    mesh = SimpleNamespace(device_type=device, size=Layout(sizes).size, uses_fsdp="dp_shard" in sizes)
-    assert unmeasured_wait_phases(mesh) == expected  # type: ignore[arg-type]
+def test_where_fsdp_waits_unseen() -> None:
+    for case in CASES["unseen_waits"]:
+        layout = Layout(case["layout"])
+        mesh: Any = SimpleNamespace(
+            device_type=case["device"], size=layout.size, uses_fsdp="dp_shard" in case["layout"]
+        )
+        assert unmeasured_wait_phases(mesh) == tuple(case["phases"]), case
 
 
 # What is said -------------------------------------------------------------------------------------------------------
@@ -271,21 +259,10 @@ def test_a_straggler_is_told_in_three_lines() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("pace", "load", "expected"),
-    [
-        ({"data": 0.5}, 2.0, "data.workers or data.prefetch a larger"),
-        ({"data": 0.5, "throttled": True}, 2.0, "data.workers or data.prefetch a larger"),
-        ({"throttled": True, "load": 30.0}, 2.0, "cooling"),
-        ({"load": 9.0}, 2.0, "look with top"),
-        ({"load": 7.0}, 2.0, "meshtrain doctor --local"),  # it has 8 cores
-        ({"load": 20.0}, 3.0, "look with top"),
-        ({"load": 20.0}, 20.0, "meshtrain doctor --local"),  # its peers have it, too
-        ({}, 2.0, "meshtrain doctor --local"),
-    ],
-)
-def test_the_advice_follows_what_is_known(pace: dict, load: float, expected: str) -> None:
-    assert expected in advice(replace(STRAGGLER, pace=replace(PACE, **pace), load=load))
+def test_the_advice_follows_what_is_known() -> None:
+    for case in CASES["advice"]:
+        one = replace(STRAGGLER, pace=replace(PACE, **case["pace"]), load=case.get("of_peers", STRAGGLER.load))
+        assert case["text"] in advice(one), case
 
 
 # Real runs ----------------------------------------------------------------------------------------------------------

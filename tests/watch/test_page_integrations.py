@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from PIL import Image
+import yaml
 
 from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
@@ -28,17 +28,10 @@ def url(tmp_path: Path) -> Iterator[str]:
             for n in range(1, 60)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        ranks = {
-            "step": 40,
-            "axes": {"pp": 2, "tp": 4},
-            "hosts": ["n0"] * 8,
-            "own_time_s": [0.5] * 7 + [0.9],
-            "memory_gib": [1.0] * 8,
-        }
-        (folder / "ranks.json").write_text(json.dumps(ranks))
+        for file, values in yaml.safe_load(Path(__file__).with_name("page_run.yaml").read_text()).items():
+            (folder / file).write_text(json.dumps(values))
         timeline = simulate(build("1f1b", ranks=2, microbatches=4, stages_per_rank=None))
         (folder / "timeline.json").write_text(json.dumps(timeline_json(timeline, "1f1b", "s")))
-        (folder / "exit.json").write_text(json.dumps({"status": "done", "reason": "all steps are done"}))
     with PageServer(("127.0.0.1", 0), [RunFiles(tmp_path / name) for name in ("first", "second")]) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -51,6 +44,8 @@ CHART = "document.querySelector('[data-chart=\"{}\"]')"
 
 
 def test_the_page_in_chromium(url: str, tmp_path: Path) -> None:
+    from PIL import Image
+
     with chromium(tmp_path / "profile") as page:
         for width in (1280, 390):
             page.open(url, width)

@@ -1,8 +1,9 @@
 """What is read of a run's folder, while a run writes into it."""
 
 import json
-import math
 from pathlib import Path
+
+import yaml
 
 from meshtrain.watch.run_files import RunFiles
 
@@ -11,19 +12,28 @@ def lines(*steps: int, **values: float | None) -> str:
     return "".join(json.dumps({"step": step, "loss": float(step), **values}) + "\n" for step in steps)
 
 
-def test_rows_are_read_on_and_a_row_without_its_end_waits(tmp_path: Path) -> None:
+def test_what_the_page_gets(tmp_path: Path) -> None:
+    for case in yaml.safe_load(Path(__file__).with_name("page_data.yaml").read_text()):
+        folder = tmp_path / case["about"]
+        folder.mkdir()
+        for name, text in case["files"].items():
+            (folder / name).write_text(text)
+        for name in case.get("folders", ()):
+            (folder / name).mkdir(parents=True)
+        run = RunFiles(folder)
+        for _ in range(2):  # a line is counted once
+            data = run.page_data(case.get("points", 9))
+            json.dumps(data, allow_nan=False)  # as the page gets it
+            assert data | case["data"] == data, case["about"]
+
+
+def test_rows_are_read_on_and_a_resume_that_cuts_the_file_is_seen(tmp_path: Path) -> None:
     file, run = tmp_path / "metrics.jsonl", RunFiles(tmp_path)
     assert run.page_data(9)["rows"] == 0
     file.write_text(lines(1, 2) + '{"step": 3, "lo')
-    assert run.page_data(9)["columns"] == {"loss": [1.0, 2.0]}
-    file.write_text(lines(1, 2, 3))
-    assert run.page_data(9)["columns"] == {"loss": [1.0, 2.0, 3.0]}
-
-
-def test_a_resume_that_cuts_the_file_and_writes_on_is_seen(tmp_path: Path) -> None:
-    file, run = tmp_path / "metrics.jsonl", RunFiles(tmp_path)
+    assert run.page_data(9)["step"] == [1, 2]
     file.write_text(lines(1, 2, 3, 4))
-    run.page_data(9)
+    assert run.page_data(9)["step"] == [1, 2, 3, 4]
     with file.open("r+") as open_file:  # the same file, shorter, then longer than it was
         open_file.truncate(len(lines(1, 2)))
         open_file.seek(0, 2)
@@ -33,58 +43,16 @@ def test_a_resume_that_cuts_the_file_and_writes_on_is_seen(tmp_path: Path) -> No
     assert data["columns"]["mfu"] == [None, None, 0.5, 0.5, 0.5]
 
 
-def test_a_line_that_is_none_is_left_out_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(lines(1) + "\0\0\n[1]\n" + lines(2))
-    (tmp_path / "exit.json").write_text("{")
-    large = 10**400
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(f'{{"step": {large}}}\n{{"step": 1e400}}\n{{"step": 3, "loss": {large}}}\n' + lines(4))
-    data = RunFiles(tmp_path).page_data(9)
-    assert data["step"] == [1, 2, 4]
-    assert data["columns"]["loss"] == [1.0, 2.0, 4.0]
-    assert data["bad_lines"] == 5
-    assert data["exit"] is None
-
-
-def test_many_rows_are_means_of_neighbours(tmp_path: Path) -> None:
+def test_what_was_summed_up_before_is_what_all_rows_give_at_once(tmp_path: Path) -> None:
     file, run = tmp_path / "metrics.jsonl", RunFiles(tmp_path)
-    file.write_text(lines(*range(1, 11)) + lines(11, mfu=0.25))
-    data = run.page_data(4)
-    assert data["stride"] == 4
-    assert data["step"] == [4, 8, 11]
-    assert data["columns"] == {"loss": [2.5, 6.5, 10.0], "mfu": [None, None, 0.25]}
-    assert data["newest"] == {"loss": 11.0, "mfu": 0.25}
-    for last in range(12, 40):  # what was summed up before is what all rows give at once
+    large = 10**400  # is none
+    file.write_text(f'{{"step": {large}}}\n{{"step": 1, "loss": {large}}}\n')
+    for last in range(2, 40):
         with file.open("a") as open_file:
             open_file.write(lines(last, **({"lr": float(last)} if last % 3 else {})))
         assert run.page_data(4) | {"age_s": 0} == RunFiles(tmp_path).page_data(4) | {"age_s": 0}
-
-
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "lr": null, "name": "x", "ok": true}\n')
-    columns = RunFiles(tmp_path).page_data(9)["columns"]
-    assert columns == {"loss": [None]}
-    (tmp_path / "exit.json").write_text('{"code": NaN, "seconds": 1e999}')
-    (tmp_path / "goodput.jsonl").write_text('{"step": 1, "started": Infinity}\n[]\n{"step": 1e400, "saved": true}\n')
-    data = RunFiles(tmp_path).page_data(9)
-    json.dumps(data, allow_nan=False)  # as the page gets it
-    assert data["exit"] == {"code": None, "seconds": None}
-    assert data["events"] == [{"kind": "started", "step": 1, "value": None}]
-    assert not any(isinstance(v, float) and math.isnan(v) for v in columns["loss"])
-
-
-def test_events_and_checkpoints(tmp_path: Path) -> None:
-    ledger = [{"started": 5.0, "step": 0}, {"step": 7}, {"step": 9, "saved": True}, {"step": 12, "end": "failed"}]
-    (tmp_path / "goodput.jsonl").write_text("\n".join(map(json.dumps, ledger)) + "\nno\n")
-    (tmp_path / "checkpoints" / "step_0000009").mkdir(parents=True)
-    (tmp_path / "checkpoints" / ".step_0000012.tmp").mkdir()
-    (tmp_path / "failures" / "rank_00003").mkdir(parents=True)
-    run = RunFiles(tmp_path)
-    data = [run.page_data(9) for _ in range(2)][1]
-    assert data["bad_lines"] == 0  # of metrics.jsonl, and not once more each time
-    assert data["failures"] == ["rank_00003"]
-    assert [(event["kind"], event["step"]) for event in data["events"]] == [("started", 0), ("saved", 9), ("end", 12)]
-    assert data["checkpoints"] == ["step_0000009"]
+    assert run.page_data(99)["step"] == list(range(2, 40))
+    assert run.page_data(4)["bad_lines"] == 2
 
 
 def test_nothing_outside_of_the_folder_is_read(tmp_path: Path) -> None:
@@ -97,8 +65,4 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path) -> None:
     for name in ("checkpoints", "failures"):
         (folder / name).symlink_to(tmp_path / "elsewhere")
     data = RunFiles(folder).page_data(9)
-    assert data["checkpoints"] == data["failures"] == []
-    assert data["rows"] == 0
-    assert data["exit"] is None
-    assert data["events"] == []
-    assert data["layout"] == ""
+    assert data | {"checkpoints": [], "failures": [], "rows": 0, "exit": None, "events": [], "layout": ""} == data
