@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshtrain.config.schema import Data
 from meshtrain.data import open_data
@@ -37,6 +36,8 @@ TALK = [
 
 def tokenizer_folder(folder: Path, template: str | None = CHATML, **config: Any) -> Path:
     """A byte-level tokenizer without merges, with special tokens, and its config."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

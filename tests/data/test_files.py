@@ -3,18 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from meshtrain.data import Document, OpenData, write
-from meshtrain.data import fingerprint as files_room
+from meshtrain.data import fingerprint
 from meshtrain.data.fingerprint import SAMPLE_BYTES, SAMPLES, Files, sampled_digest
 from meshtrain.errors import InputError
-from tests.data.test_images import write_folder, write_mnist
-from tests.data.test_megatron import write_pair
+from tests.data.conftest import Opener
+from tests.data.files import write_images, write_mnist, write_pair, write_tokens
 
-Opener = Callable[..., OpenData]
 SIZE = 16 << 20
 
 
@@ -30,7 +29,7 @@ def zeroed(path: Path, start: int, stop: int) -> str:
     """The digest of a file while these of its bytes are zeros."""
     with open(path, "r+b") as file:
         file.seek(start)
-        kept = file.read(stop - start)
+        content = file.read(stop - start)
         file.seek(start)
         file.write(bytes(stop - start))
         file.flush()
@@ -38,7 +37,7 @@ def zeroed(path: Path, start: int, stop: int) -> str:
             return sampled_digest(Files.of(path, SIZE), "seed")
         finally:
             file.seek(start)
-            file.write(kept)
+            file.write(content)
 
 
 def test_a_zeroed_run_of_a_32nd_is_found_wherever_it_lies(large: Path) -> None:
@@ -51,13 +50,14 @@ def test_a_zeroed_run_of_a_32nd_is_found_wherever_it_lies(large: Path) -> None:
     assert sampled_digest(Files.of(large, SIZE), "seed") == whole
 
 
-def test_the_seed_tells_the_places_and_no_more_than_4_mib_are_read(large: Path, monkeypatch: Any) -> None:
-    opened: list[Any] = []
-    counting = lambda *them: opened.append(them) or open(*them)  # noqa: E731, SIM115
-    monkeypatch.setattr(files_room, "open", counting, raising=False)
-    one = sampled_digest(Files.of(large, SIZE), "one")
-    assert len(opened) == SAMPLES
-    assert sampled_digest(Files.of(large, SIZE), "other") != one
+def test_the_seed_tells_the_places_and_no_more_than_4_mib_are_read(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = Mock(side_effect=open)
+    monkeypatch.setattr(fingerprint, "open", counting, raising=False)
+    digest = sampled_digest(Files.of(large, SIZE), "one")
+    assert counting.call_count == SAMPLES
+    assert sampled_digest(Files.of(large, SIZE), "other") != digest
     assert SAMPLES * SAMPLE_BYTES == 4 << 20
 
 
@@ -80,12 +80,11 @@ def test_small_files_are_read_whole_and_samples_go_on_in_the_next_file(tmp_path:
 # What a source compares
 
 
-def tokens(folder: Path, seed: int = 0, zeros: int = 0, ids: int = 200) -> dict[str, Any]:
-    values = np.random.default_rng(seed).integers(1, ids, 20_000)
-    write(folder, [Document(values)], vocab_size=300, tokenizer="mine", source="mine")
-    raw = bytearray((folder / "tokens.bin").read_bytes())
-    raw[len(raw) - zeros :] = bytes(zeros)
-    (folder / "tokens.bin").write_bytes(raw)
+def tokens(folder: Path, zeros: int = 0) -> dict[str, Any]:
+    write_tokens(folder, np.random.default_rng(0).integers(1, 200, 20_000))
+    values = np.fromfile(folder / "tokens.bin", "<u2")
+    values[len(values) - zeros // 2 :] = 0
+    values.tofile(folder / "tokens.bin")
     return {"source": "tokens", "path": str(folder)}
 
 
@@ -109,8 +108,8 @@ def mnist(folder: Path, zeros: int = 0) -> dict[str, Any]:
 
 def images(folder: Path, zeros: int = 0) -> dict[str, Any]:
     pytest.importorskip("PIL")
-    write_folder(folder / "train", {"a": 3, "b": 3})
-    write_folder(folder / "held", {"a": 2, "b": 2})
+    write_images(folder / "train", {"a": 3, "b": 3})
+    write_images(folder / "held", {"a": 2, "b": 2})
     if zeros:
         path = next((folder / "held" / "b").iterdir())
         path.write_bytes(bytes(path.stat().st_size))
@@ -120,13 +119,11 @@ def images(folder: Path, zeros: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [tokens, megatron, mnist, images], ids=lambda make: make.__name__)
 def test_hosts_with_damaged_copies_do_not_look_alike(opened: Opener, tmp_path: Path, make: Callable) -> None:
-    def seen(name: str, zeros: int) -> tuple[dict, dict]:
-        found = opened(**({"seq_len": 8} | make(tmp_path / name, zeros=zeros)))
-        return found.identity, found.sampled()
-
-    one = seen("a", 0)
-    assert seen("b", 0) == one
-    assert seen("c", 10_000) != one
+    copies = []
+    for name, zeros in (("a", 0), ("b", 0), ("c", 10_000)):
+        data = opened(**({"seq_len": 8} | make(tmp_path / name, zeros=zeros)))
+        copies.append((data.identity, data.sampled()))
+    assert copies[0] == copies[1] != copies[2]
 
 
 # Ids
@@ -134,15 +131,13 @@ def test_hosts_with_damaged_copies_do_not_look_alike(opened: Opener, tmp_path: P
 
 def test_an_id_that_only_damage_explains_is_an_input_error(opened: Opener, tmp_path: Path) -> None:
     keys = tokens(tmp_path / "a") | {"seq_len": 100, "validation": 0}
-    path = tmp_path / "a" / "tokens.bin"
-    raw = np.fromfile(path, "<u2")
-    raw[15_150] = 65_535
-    raw.tofile(path)
+    samples = opened(**keys, n_outputs=300).train
+    ids = np.fromfile(tmp_path / "a" / "tokens.bin", "<u2")
+    ids[15_150] = 65_535
+    ids.tofile(tmp_path / "a" / "tokens.bin")
     for n_outputs in (300, None):
         with pytest.raises(InputError, match=r"holds the token id 65535, and its header says that 199 is the largest"):
             opened(**keys, n_outputs=n_outputs)  # the beginning of the file is looked at
-    train = opened(**(tokens(tmp_path / "b") | {"seq_len": 100, "validation": 0}), n_outputs=300).train
-    raw.tofile(tmp_path / "b" / "tokens.bin")
-    train.read([(0, 150)], 1)
+    samples.read([(0, 150)], 1)
     with pytest.raises(InputError, match=r"sample 151 .* 65535, and its header says"):
-        train.read([(0, 3), (0, 151)], 2)
+        samples.read([(0, 3), (0, 151)], 2)
