@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtrain.config.schema import Data
-from meshtrain.data import open_data
 from meshtrain.data.chat import ChatTemplate
 from meshtrain.data.tokenizer import FileTokenizer
 from meshtrain.errors import InputError
+from tests.data.conftest import Opener
+from tests.data.files import write_lines
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -55,7 +55,6 @@ def tokenizer_folder(folder: Path, template: str | None = CHATML, **config: Any)
 
 def spoken(file: Path, messages: Any, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
     tokenizer = FileTokenizer(file)
-    assert tokenizer.chat is not None
     return tokenizer.encode_spans(*tokenizer.chat.conversation(messages, tools))
 
 
@@ -89,34 +88,26 @@ def test_the_ids_are_those_of_transformers(template: str, tools: Any, tmp_path: 
             assert loss.sum() == mask.sum() + sum(turn["role"] == "assistant" for turn in talk)
 
 
-def test_lines_with_messages_are_documents(tmp_path: Path) -> None:
+def test_lines_with_messages_are_documents(opened: Opener, tmp_path: Path) -> None:
     file = tokenizer_folder(tmp_path / "tokenizer")
     lines = [{"messages": TALK, "id": 7}, {"prompt": "a", "completion": "b"}, {"messages": TALK[1:3]}]
-    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    keys: dict[str, Any] = {"source": "jsonl", "path": str(tmp_path / "talk.jsonl"), "tokenizer": str(file)}
-    data = open_data(
-        Data(**keys, validation=0, seq_len=8, cache=str(tmp_path / "cache")), n_outputs=None, seed=0, say=print
-    )
-    corpus = data.train.stream.corpus  # type: ignore[attr-defined]
-    expected = [spoken(file, TALK), spoken(file, TALK[1:3])]
+    path = write_lines(tmp_path / "talk.jsonl", lines)
+    corpus = opened(source="jsonl", path=path, tokenizer=str(file), validation=0, seq_len=8).train.stream.corpus
     tokens, loss, piece = corpus.tokens.array, corpus.loss.array, corpus.piece(0, corpus.documents)
-    for (ids, own), start, length in zip(expected, piece.starts[[0, 2]], piece.lengths[[0, 2]], strict=True):
-        assert tokens[start : start + length].tolist() == [*ids, FileTokenizer(file).end]
-        assert loss[start : start + length].tolist() == [*own, 1]
+    for document, talk in ((0, TALK), (2, TALK[1:3])):
+        ids, own = spoken(file, talk)
+        part = slice(piece.starts[document], piece.starts[document] + piece.lengths[document])
+        assert tokens[part].tolist() == [*ids, FileTokenizer(file).end]
+        assert loss[part].tolist() == [*own, 1]
     assert corpus.text_bytes.array[0] == len("Two, 二.<|im_end|>\nthree<|im_end|>\n".encode())
 
 
 def test_a_changed_template_makes_another_corpus(tmp_path: Path) -> None:
-    first = ChatTemplate.beside(tokenizer_folder(tmp_path))
-    other = ChatTemplate.beside(tokenizer_folder(tmp_path, LLAMA))
-    assert first is not None
-    assert other is not None
+    first, other = (ChatTemplate.beside(tokenizer_folder(tmp_path, template)) for template in (CHATML, LLAMA))
     assert first.digest != other.digest
     assert ChatTemplate.beside(tokenizer_folder(tmp_path, None)) is None
     (tmp_path / "chat_template.jinja").write_text(CHATML)
-    again = ChatTemplate.beside(tmp_path / "tokenizer.json")
-    assert again is not None
-    assert again.text == CHATML
+    assert ChatTemplate.beside(tmp_path / "tokenizer.json").text == CHATML
 
 
 FORGETS = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
@@ -137,7 +128,7 @@ FORGETS = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.con
         (FORGETS, TALK, "writes message 2 in another way when others follow"),
     ],
 )
-def test_what_is_wrong_is_said(template: str, messages: Any, message: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_refused(template: str, messages: Any, message: str, tmp_path: Path) -> None:
     file = tokenizer_folder(tmp_path, template)
     with pytest.raises(InputError, match=message):
         spoken(file, messages)
@@ -150,10 +141,3 @@ def test_a_config_that_is_none_is_refused(config: Any, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"tokenizer_config\.json or .* cannot be read as a tokenizer's"):
         ChatTemplate.beside(tmp_path / "tokenizer.json")
-
-
-def test_messages_need_a_template(tmp_path: Path) -> None:
-    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    keys = {"source": "jsonl", "path": str(tmp_path / "talk.jsonl"), "cache": str(tmp_path / "cache")}
-    with pytest.raises(InputError, match=r"talk\.jsonl:1: `messages` need a chat template: data\.tokenizer has to be"):
-        open_data(Data(**keys, validation=0), n_outputs=None, seed=0, say=print)  # type: ignore[arg-type]

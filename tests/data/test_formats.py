@@ -12,30 +12,24 @@ import pytest
 from meshtrain.data import text
 from meshtrain.data.text import TextSource, jsonl_files, parquet_files, text_files
 from meshtrain.data.tokenizer import open_tokenizer
-from meshtrain.data.tokens import Document
 from meshtrain.errors import InputError
-from tests.data.test_text import write_lines
+from tests.data.files import write_lines
 
 ROWS = [{"text": f"line {i} ü\U0001f600 " + "word " * (i % 37)} for i in range(400)]
 PAIRS = [{"prompt": f"{i} + {i} = ", "completion": str(2 * i)} for i in range(300)]
 
 
 def ids_of(source: TextSource) -> list[int]:
-    found: list[Document] = []
-    for shard in source.shards():
-        found += text.documents(source, shard, open_tokenizer("bytes"))
-    return list(chain.from_iterable(document.ids.tolist() for document in found))
+    tokenizer = open_tokenizer("bytes")
+    documents = (document for shard in source.shards() for document in text.documents(source, shard, tokenizer))
+    return list(chain.from_iterable(document.ids.tolist() for document in documents))
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 64, 1000, 4096])
 def test_pieces_of_a_file_have_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for name, raw in (
-        ("plain", "".join(json.dumps(row) + "\n" for row in ROWS[:60]).encode()),
-        ("no end", b'{"text": "a"}\n\n  \n{"text": "b"}'),
-        ("nothing", b""),
-        ("one", b'{"text": "' + b"x" * 3000 + b'"}'),
-    ):
-        path = tmp_path / f"{name}.jsonl"
+    path = tmp_path / "x.jsonl"
+    plain = "".join(json.dumps(row) + "\n" for row in ROWS[:60]).encode()
+    for raw in (plain, b'{"text": "a"}\n\n  \n{"text": "b"}', b"", b'{"text": "' + b"x" * 3000 + b'"}'):
         path.write_bytes(raw)
         whole = ids_of(jsonl_files(path))
         with monkeypatch.context() as patch:
@@ -71,9 +65,8 @@ def test_a_field_of_another_name(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "x.jsonl", [{"content": row["text"], "text": "not read"} for row in ROWS])
     plain = write_lines(tmp_path / "y.jsonl", ROWS)
     assert ids_of(jsonl_files(path, "content")) == ids_of(jsonl_files(plain))
-    tokenizer = open_tokenizer("bytes")
-    assert jsonl_files(path, "content").key(tokenizer) != jsonl_files(path).key(tokenizer)
-    assert text_files(path).key(tokenizer) != jsonl_files(path).key(tokenizer), "the same file, another meaning"
+    sources = jsonl_files(path, "content"), jsonl_files(path), text_files(path)
+    assert len({source.key(open_tokenizer("bytes")) for source in sources}) == 3, "the same file, another meaning"
 
 
 def test_gz_is_read_as_what_is_in_it(tmp_path: Path) -> None:
