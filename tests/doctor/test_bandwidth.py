@@ -11,65 +11,61 @@ from meshtrain.layout import Layout
 from tests.launching import free_port
 
 LAYOUT = Layout({"dp_shard": 2, "tp": 2}).on_hosts([2, 2])
-
-
-def result(seconds: float, *links: dict[str, Any]) -> dict[str, Any]:
-    row = {"axes": "tp", "what": "all-gather", "latency": seconds / 10, "size": 8, "seconds": seconds, "spread": 2.0}
-    return {
-        "backend": "gloo",
-        "compute": seconds,
-        "links": list(links),
-        "timings": [row],
-        "left_out": [],
-        "transport": ["via P2P"],
-    }
+ROW = {"axes": "tp", "what": "all-gather", "latency": 0.1, "size": 8, "seconds": 1.0, "spread": 2.0}
+RESULT: dict[str, Any] = {
+    "backend": "gloo",
+    "compute": 1.0,
+    "links": [],
+    "timings": [ROW],
+    "left_out": [],
+    "transport": ["via P2P"],
+}
 
 
 def test_of_each_collective_the_slowest_rank_counts() -> None:
-    link = {"source": 0, "target": 2, "bandwidth": 5.0}
-    found = merge(LAYOUT, {0: result(1.0, link), 1: result(4.0), 2: result(2.0), 3: result(2.0)})
-    (row,) = found.timings
+    slow = RESULT | {"compute": 4.0, "timings": [ROW | {"seconds": 4.0, "latency": 0.4}]}
+    with_link = RESULT | {"links": [{"source": 0, "target": 2, "bandwidth": 5.0}]}
+    timings = merge(LAYOUT, {0: with_link, 1: slow, 2: RESULT, 3: RESULT})
+    (row,) = timings.timings
     assert (row.axes, row.what, row.ranks, row.crosses) == ("tp", "all-gather", 2, False)
     assert (row.seconds, row.latency, row.bandwidth) == (4.0, 0.4, 1.0)
-    assert found.links == (Link(0, 2, 5.0),)
-    assert found.compute == {"0": 1.0, "1": 4.0, "2": 2.0, "3": 2.0}
-    assert found.stuck == {}
-    assert found.transport == ("via P2P",)
+    assert timings.links == (Link(0, 2, 5.0),)
+    assert timings.compute == {"0": 1.0, "1": 4.0, "2": 1.0, "3": 1.0}
+    assert timings.stuck == {}
+    assert timings.transport == ("via P2P",)
 
 
 def test_groups_that_cross_hosts_are_told_from_those_inside() -> None:
-    rows = {"dp_shard": True, "tp": False, "world": True}
-    timings = [{**result(1.0)["timings"][0], "axes": axes} for axes in rows]
-    found = merge(LAYOUT, {rank: {**result(1.0), "timings": timings} for rank in range(4)})
-    assert {one.axes: one.crosses for one in found.timings} == rows
-    assert axes_to_time(LAYOUT) == list(rows)
+    crosses = {"dp_shard": True, "tp": False, "world": True}
+    result = RESULT | {"timings": [ROW | {"axes": axes} for axes in crosses]}
+    timings = merge(LAYOUT, dict.fromkeys(range(4), result))
+    assert {row.axes: row.crosses for row in timings.timings} == crosses
+    assert axes_to_time(LAYOUT) == list(crosses)
     assert axes_to_time(Layout({"dp_shard": 4, "tp": 1})) == ["dp_shard"]
 
 
-@pytest.mark.parametrize("nonsense", [{}, {**result(1.0), "links": [{"source": "x"}]}, {**result(1.0), "timings": [1]}])
-def test_ranks_that_did_not_arrive_are_named(nonsense: dict[str, Any]) -> None:
-    found = merge(LAYOUT, {0: result(1.0), 1: {"stuck": "not done with meeting"}, 2: nonsense})
-    assert found.stuck is not None
-    assert found.stuck["1"] == "not done with meeting"
-    assert found.stuck["2"].startswith("its numbers make no sense")
-    assert found.stuck["3"] == "nothing came of it"
+def test_ranks_that_did_not_arrive_are_named() -> None:
+    for nonsense in ({}, RESULT | {"links": [{"source": "x"}]}, RESULT | {"timings": [1]}):
+        stuck = merge(LAYOUT, {0: RESULT, 1: {"stuck": "not done with meeting"}, 2: nonsense}).stuck
+        assert stuck is not None
+        assert stuck["1"] == "not done with meeting"
+        assert stuck["2"].startswith("its numbers make no sense")
+        assert stuck["3"] == "nothing came of it"
 
 
-def test_a_worker_whose_partner_does_not_come_says_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_two(seconds: float, ranks: int = 2, started: int = 2) -> list[str]:
+    """What became of the ranks that are started of a job that needs so many."""
+    spec = Spec({"dp_shard": ranks}, ("0 a", "1 b"), free_port(), seconds)
+    results = run_workers(spec, list(range(started)), "127.0.0.1", serves=True)
+    return [result["stuck"] for result in results.values()]
+
+
+def test_a_worker_that_cannot_measure_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stuck in run_two(20.0, ranks=3):
+        assert "layout {dp_shard: 3} needs 3" in stuck
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        assert run_two(8.0) == ["failed at starting: it printed nothing"] * 2
     monkeypatch.setattr("meshtrain.doctor.bandwidth.START_S", 4.0)
-    spec = Spec({"dp_shard": 2}, ("0 a", "1 b"), free_port(), 4.0)
-    found = run_workers(spec, [0], "127.0.0.1", serves=True)
-    assert "meeting" in found[0]["stuck"] or "starting" in found[0]["stuck"]
-
-
-def test_a_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    spec = Spec({"dp_shard": 2}, ("0 a", "1 b"), free_port(), 8.0)
-    found = run_workers(spec, [0, 1], "127.0.0.1", serves=True)
-    assert {one["stuck"] for one in found.values()} == {"failed at starting: it printed nothing"}
-
-
-def test_a_worker_that_fails_says_how() -> None:
-    spec = Spec({"dp_shard": 3}, ("0 a", "1 b"), free_port(), 20.0)  # three ranks, and two are there
-    found = run_workers(spec, [0, 1], "127.0.0.1", serves=True)
-    assert all("layout {dp_shard: 3} needs 3" in one["stuck"] for one in found.values()), found
+    (stuck,) = run_two(4.0, started=1)
+    assert "meeting" in stuck or "starting" in stuck, "its partner does not come"

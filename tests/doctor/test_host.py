@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshtrain.doctor import facts, nccl
 from meshtrain.doctor.nccl import library_cache, net_plugin, settings_of_files, slow_settings, transports
@@ -62,22 +63,20 @@ def test_what_makes_a_job_slower_is_named_with_its_value() -> None:
 def test_the_plugin_of_a_network(tmp_path: Path) -> None:
     mine, whole = tmp_path / "libnccl-net-mine.so", tmp_path / "odd [1]/x.so"
     whole.parent.mkdir()
-    for file in (mine, whole):
-        file.touch()
+    mine.touch()
+    whole.touch()
     cached = {"libnccl-net.so": "/lib/libnccl-net.so", "libnccl-net-ofi.so": "/lib/libnccl-net-ofi.so"}
     path = {"LD_LIBRARY_PATH": f":/:/**:{whole.parent}:{tmp_path}"}
     assert net_plugin({}, {}) == ""
     assert net_plugin({}, cached) == "/lib/libnccl-net.so"
-    for asked, found in {
-        "none": "", "NONE": "", "ofi": "/lib/libnccl-net-ofi.so", "mine": str(mine), "libnccl-net-mine.so": str(mine),
-        "gone,mine": str(mine), str(whole): str(whole), "x.so": str(whole), "gone": "", "/gone/x.so": "",
-    }.items():  # fmt: skip
-        assert net_plugin(path | {"NCCL_NET_PLUGIN": asked}, cached) == found, asked
-
-
-def test_what_the_loader_knows() -> None:
-    known = library_cache()
-    assert known["libc.so.6"].startswith("/")
+    for asked in ("none", "NONE", "gone", "/gone/x.so"):
+        assert net_plugin(path | {"NCCL_NET_PLUGIN": asked}, cached) == "", asked
+    for asked in ("mine", "libnccl-net-mine.so", "gone,mine"):
+        assert net_plugin(path | {"NCCL_NET_PLUGIN": asked}, cached) == str(mine), asked
+    for asked in (str(whole), "x.so"):
+        assert net_plugin(path | {"NCCL_NET_PLUGIN": asked}, cached) == str(whole), asked
+    assert net_plugin(path | {"NCCL_NET_PLUGIN": "ofi"}, cached) == "/lib/libnccl-net-ofi.so"
+    assert library_cache()["libc.so.6"].startswith("/"), "what the loader knows"
 
 
 def test_nccl_reads_files_of_settings_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,31 +130,17 @@ def test_the_ports_of_rdma_cards(tmp_path: Path) -> None:
     assert facts.verbs(tmp_path / "dev")
 
 
-GIB = 2**30
+MEMORY = yaml.safe_load(Path(__file__).with_name("memory_groups.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("groups", "folder", "files", "memory"),
-    [
-        ("0::/job_7/step_0\n", "", {}, (64, 60)),
-        ("0::/job_7/step_0\n", "job_7", {"max": 8 * GIB, "current": 6 * GIB, "inactive_file": GIB}, (8, 3)),
-        ("0::/\n", "", {"max": 8 * GIB, "current": 2 * GIB, "inactive_file": 0}, (8, 6)),
-        ("0::/job_7\n", "job_7", {"max": "max", "current": 6 * GIB, "inactive_file": 0}, (64, 60)),
-        (
-            "9:cpu:/x\n4:memory:/slurm/job_7\n0::/\n", "memory/slurm/job_7",
-            {"limit_in_bytes": 16 * GIB, "usage_in_bytes": 4 * GIB, "total_inactive_file": 2 * GIB}, (16, 14),
-        ),
-    ],
-)  # fmt: skip
-def test_memory_is_that_of_the_group_that_a_job_is_held_to(
-    tmp_path: Path, groups: str, folder: str, files: dict[str, object], memory: tuple[float, float]
-) -> None:
+def test_memory_is_that_of_the_group_that_a_job_is_held_to(tmp_path: Path) -> None:
     host, own = tmp_path / "meminfo", tmp_path / "cgroup"
     host.write_text(f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {60 * 2**20} kB\n")
-    own.write_text(groups)
-    group = tmp_path / "root" / folder
-    group.mkdir(parents=True)
-    for name, value in files.items():
-        file = "stat" if name.endswith("inactive_file") else name
-        (group / f"memory.{file}").write_text(f"{name} {value}\n" if file == "stat" else f"{value}\n")
-    assert facts.memory_gib(host, own, tmp_path / "root") == memory
+    for name, row in MEMORY.items():
+        own.write_text(row["groups"])
+        root = tmp_path / name
+        group = root / row.get("folder", "")
+        group.mkdir(parents=True)
+        for file, text in row.get("files", {}).items():
+            (group / file).write_text(f"{text}\n")
+        assert facts.memory_gib(host, own, root) == tuple(row["gib"]), name
