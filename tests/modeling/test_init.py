@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshtrain.config.locate import model_file
@@ -41,40 +42,33 @@ def test_rules() -> None:
 
 
 def test_values_depend_on_seed_and_name_and_on_nothing_else() -> None:
-    first, second, other = drawn(), drawn(), drawn(seed=1)
+    first = drawn()
     torch.manual_seed(99)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["wide.weight"], other["wide.weight"])
-    assert not torch.equal(first["wide.weight"].flatten()[:32], first["head.weight"].flatten())
-    rows = BLOCK_ELEMENTS // 64
-    assert not torch.equal(first["wide.weight"][:rows], first["wide.weight"][rows : 2 * rows]), "blocks differ"
-    wide = drawn(dtype=torch.float64)
-    assert torch.equal(wide["wide.weight"].float(), first["wide.weight"]), "precision does not change the draw"
+    again, other, double = drawn(), drawn(seed=1), drawn(dtype=torch.float64)
+    wide, rows = first["wide.weight"], BLOCK_ELEMENTS // 64
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert torch.equal(double["wide.weight"].float(), wide), "precision does not change the draw"
+    assert not torch.equal(wide, other["wide.weight"])
+    assert not torch.equal(wide.flatten()[:32], first["head.weight"].flatten())
+    assert not torch.equal(wide[:rows], wide[rows : 2 * rows]), "blocks differ"
 
 
 # torch remembers the coordinate of a mesh of one shape, so each world in this process has a size of its own.
 @pytest.mark.parametrize(("rank", "world"), [(0, 3), (1, 4), (4, 5), (6, 7), (66, 67)])
 def test_a_shard_holds_its_part_of_the_whole(rank: int, world: int) -> None:
     """Shards of rows, and of columns, of which the last is short or empty."""
-    import torch.distributed as dist
-
+    whole = drawn()["wide.weight"]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         mesh = init_device_mesh("cpu", (world,))
-        whole = drawn()
         for placement in (Shard(0), Shard(1), Replicate()):
+            expected = distribute_tensor(whole, mesh, [placement], src_data_rank=None).to_local()
             module = nn.Module()
-            module.wide = nn.Linear(64, ROWS, bias=False, device="meta")
-            local = whole["wide.weight"]
-            dim = placement.dim if isinstance(placement, Shard) else 0
-            parts = local.chunk(world, dim) if isinstance(placement, Shard) else (local,) * world
-            part = parts[rank] if rank < len(parts) else local.narrow(dim, 0, 0)
-            shard = DTensor.from_local(
-                torch.empty_like(part), mesh, [placement], shape=local.shape, stride=local.stride(), run_check=False
-            )
-            module.wide.weight = nn.Parameter(shard)
+            module.wide = nn.Linear(64, ROWS, bias=False)
+            empty = torch.zeros(ROWS, 64)
+            module.wide.weight = nn.Parameter(distribute_tensor(empty, mesh, [placement], src_data_rank=None))
             initialise(module, PLAN, seed=0, std=0.02)
-            assert torch.equal(module.wide.weight.to_local(), part), placement
+            assert torch.equal(module.wide.weight.to_local(), expected), placement
     finally:
         dist.destroy_process_group()
 
@@ -88,10 +82,10 @@ def test_memory_for_a_model_on_the_meta_device_keeps_ties() -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-def test_a_parameter_without_a_rule_is_named() -> None:
-    with pytest.raises(ValueError, match=r"head\.bias"):
-        initialise(
-            Small(), {"wide.*": "normal", "deep.*": "normal", "norm.*": "ones", "head.weight": "ones"}, seed=0, std=1
-        )
-    with pytest.raises(ValueError, match="'xavier'"):
-        initialise(Small(), {"*": "xavier"}, seed=0, std=1)
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [({"*.weight": "ones", "[!h]*.bias": "zeros"}, r"head\.bias"), ({"*": "xavier"}, "'xavier'")],
+)
+def test_a_parameter_without_a_rule_is_named(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        initialise(Small(), plan, seed=0, std=1)

@@ -1,7 +1,5 @@
 """A Llama whose layers also attend to the embedding's output: keys and values come from another tensor than queries."""
 
-from dataclasses import dataclass
-
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -10,17 +8,12 @@ from meshtrain.config.locate import model_file
 from meshtrain.rotary import Rotary, cos_sin
 
 llama = model_file("llama")
-init_plan = llama.init_plan
+Config, init_plan = llama.Config, llama.init_plan
 tp_plan = {
     **llama.tp_plan,
     "model.layers.*.cross.[qkv]_proj": "colwise",
     "model.layers.*.cross.o_proj": "rowwise",
 }
-
-
-@dataclass(frozen=True)
-class Config(llama.Config):
-    pass
 
 
 class Cross(llama.Attention):

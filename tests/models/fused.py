@@ -1,20 +1,13 @@
 """A Llama with gate and up fused in one weight, whose rows cannot be split like those of a single layer."""
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
-init_plan = llama.init_plan
+Config, init_plan = llama.Config, llama.init_plan
 tp_plan = {name.replace("gate_proj", "gate_up_proj"): how for name, how in llama.tp_plan.items() if "up_" not in name}
-
-
-@dataclass(frozen=True)
-class Config(llama.Config):
-    pass
 
 
 class MLP(nn.Module):

@@ -1,14 +1,7 @@
 """A Llama whose embedding and head are not split, so that nothing splits the sequence over ranks."""
 
-from dataclasses import dataclass
-
 from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
-Model, init_plan = llama.Model, llama.init_plan
+Config, Model, init_plan = llama.Config, llama.Model, llama.init_plan
 tp_plan = {name: style for name, style in llama.tp_plan.items() if name.startswith("model.layers.")}
-
-
-@dataclass(frozen=True)
-class Config(llama.Config):
-    pass
