@@ -15,6 +15,7 @@ it crashes by itself or only after others.
 """
 
 import faulthandler
+import fcntl
 import importlib
 import json
 import os
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pipe
@@ -147,6 +148,18 @@ def shared_path() -> Path:
 def session_path() -> Path:
     """A folder that all processes of a session of tests see, with what they compute once."""
     return Path(os.environ[SESSION])
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """The folder, in which `make` has written files: whoever comes first calls it, and others wait."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder.with_suffix(".done")
+        if not done.exists():
+            make(folder)
+            done.touch()
+    return folder
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import yaml
 
 from meshtrain.pipeline.schedule import NAMES
 from tests.parity.covering import AXES, size
+from tests.ranks import made_once
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -213,8 +214,7 @@ def falls_to(name: str) -> float:
 
 def texts(folder: Path) -> dict[str, tuple[str, ...]]:
     """The experiments on text in float64: the plain model, other data, other models."""
-    held_out = folder / "held_out.txt"  # small: a longer evaluation would cost more than the training
-    held_out.write_text("A text that no sample of the training has in it. " * 50)
+    held_out = made_once(folder / "held_out", write_held_out) / "held_out.txt"
     ragged = (
         "data.source=jsonl",
         f"data.path={write_ragged(folder / 'ragged.jsonl')}",
@@ -264,6 +264,11 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
+def write_held_out(folder: Path) -> None:
+    """A small text: a longer evaluation would cost more than the training."""
+    (folder / "held_out.txt").write_text("A text that no sample of the training has in it. " * 50)
+
+
 def write_ragged(path: Path) -> Path:
     """Prompts without and completions with a loss, of very different lengths: many samples have no valid target."""
     rng = random.Random(0)
@@ -273,11 +278,10 @@ def write_ragged(path: Path) -> Path:
         return " ".join(rng.choice(words) for _ in range(rng.randint(least, most))) + " "
 
     lines = [{"prompt": text(1, 60), "completion": text(1, 8)} for _ in range(160)]
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        unfinished.rename(path)  # several ranks may do the same at once
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    unfinished.rename(path)  # several ranks may write the same at once
     return path
 
 

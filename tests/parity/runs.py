@@ -1,6 +1,5 @@
 """Runs of whole configs inside of a test of ranks, and of the same config in one process."""
 
-import fcntl
 import hashlib
 import io
 import json
@@ -29,6 +28,7 @@ from meshtrain.modeling.flops import block_flops
 from meshtrain.parallel import fsdp, linear_cross_entropy
 from tests.parity.cells import assert_same, small
 from tests.parity.experiments import Experiment
+from tests.ranks import made_once
 
 _counted: dict[tuple, tuple[list[float], str]] = {}
 
@@ -98,14 +98,14 @@ def train_alone(job: Job, experiment: Experiment, session_path: Path) -> Run:
     """The experiment in one process: once per session, by the first rank 0 that needs it, while the others wait."""
     name = hashlib.sha256(repr(experiment).encode()).hexdigest()[:16]
     folder = session_path / "alone" / name
-    result = folder / "run.json"
+
+    def train(folder: Path) -> None:
+        with patch.object(dist, "is_initialized", lambda: False):
+            run = train_here(join(read_environment({})), experiment, ["layout={dp_shard: 1}"], folder)
+        (folder / "run.json").write_text(json.dumps(asdict(run)))
+
     if job.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not result.exists():
-                with patch.object(dist, "is_initialized", lambda: False):
-                    run = train_here(join(read_environment({})), experiment, ["layout={dp_shard: 1}"], folder)
-                result.write_text(json.dumps(asdict(run)))
-    dist.barrier()
-    return Run(**json.loads(result.read_text()))
+        made_once(folder, train)
+    if job.store is not None:
+        dist.barrier()
+    return Run(**json.loads((folder / "run.json").read_text()))

@@ -1,7 +1,7 @@
 """Fixed-size messages to experts change nothing: a run with them equals one without, even if rows overflow."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,48 +10,47 @@ from torch import Tensor, nn
 
 from meshtrain.config import Config
 from meshtrain.data.batch import Batch
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.trainer import Trainer
-from tests.parity.cells import assert_same, train
+from tests.parity.cells import assert_same
 from tests.parity.experiments import EP, experiments
+from tests.parity.runs import train_here
 
 FEW = ("train.steps=3", "train.eval_every=2")
-CELLS = {
-    2: [
-        ("{dp_shard: 2}", "experts", (EP(2), "batch.micro_size=2")),
-        ("{dp_replicate: 2}", "experts", (EP(2), "train.precision=float16", "model.hidden_dropout=0.1")),
-    ],
-    4: [
-        ("{pp: 2, dp_shard: 2}", "experts", (EP(2), "pipeline.schedule=zbv")),
-        ("{cp: 2, tp: 2}", "experts, sigmoid", (EP(4), "batch.micro_size=4")),
-    ],
-}
+CELLS = (
+    (2, "{dp_shard: 2}", "experts", (EP(2), "batch.micro_size=2")),
+    (2, "{dp_replicate: 2}", "experts", (EP(2), "train.precision=float16", "model.hidden_dropout=0.1")),
+    (4, "{pp: 2, dp_shard: 2}", "experts", (EP(2), "pipeline.schedule=zbv")),
+    (4, "{cp: 2, tp: 2}", "experts, sigmoid", (EP(4), "batch.micro_size=4")),
+)
 
 
-@pytest.mark.parametrize("world", CELLS)
-def test_expert_rows_change_nothing(tmp_path: Path, world: int) -> None:
+def parameter(world: int, layout: str, name: str, more: tuple[str, ...]) -> Any:
+    marks = [pytest.mark.slow] if world > 2 else []
+    return pytest.param(world, layout, name, more, id=f"{world}-ranks-{layout}", marks=marks)
+
+
+@pytest.mark.parametrize(("job", "layout", "name", "more"), [parameter(*cell) for cell in CELLS], indirect=["job"])
+def test_expert_rows_change_nothing(
+    job: Job, layout: str, name: str, more: tuple[str, ...], shared_path: Path, session_path: Path
+) -> None:
     """Room for an even share, which overflows in every step, and room for all rows. A step that runs again draws random
     numbers, scales and counts as in its first run."""
-    known = experiments(tmp_path)
-    cells = [(layout, known[name], [*more, *FEW]) for layout, name, more in CELLS[world]]
-    rooms = {"null": None, "1.0": True, f"{world}": False}  # whether rows overflow
-    runs = [
-        (e, f"{i}_{room}", layout, (*more, f"parallel.expert_rows={room}"))
-        for i, (layout, e, more) in enumerate(cells)
-        for room in rooms
-    ]
-    train(tmp_path, world, runs)
-    for i, (layout, _, _) in enumerate(cells):
-        rows = {
-            room: [json.loads(line) for line in (tmp_path / f"{i}_{room}" / "metrics.jsonl").open()] for room in rooms
-        }
-        for room, overflows in rooms.items():
-            assert_same(rows[room], rows["null"], 1e-12)
-            found = [row.get("expert_rows_overflow") for row in rows[room]]
-            assert all((n is None) if overflows is None else (n > 0) == overflows for n in found), (layout, room, found)
+    experiment = experiments(session_path)[name]
+    rows = {}
+    for room in ("null", "1.0", str(job.world_size)):
+        keys = [*more, *FEW, f"layout={layout}", f"parallel.expert_rows={room}"]
+        rows[room] = train_here(job, experiment, keys, shared_path / room).rows
+    even, all_rows = rows["1.0"], rows[str(job.world_size)]
+    assert_same(even, rows["null"], 1e-12)
+    assert_same(all_rows, rows["null"], 1e-12)
+    assert all("expert_rows_overflow" not in row for row in rows["null"])
+    assert all(row["expert_rows_overflow"] > 0 for row in even)
+    assert all(row["expert_rows_overflow"] == 0 for row in all_rows)
 
 
 class _Drawing(nn.Module):

@@ -1,29 +1,74 @@
 """Packed documents with variable-length attention, as on GPUs: runs have the same losses as with a mask."""
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tests.parity.cells import assert_same, train
+import pytest
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from meshtrain import attention
+from meshtrain.attention import AttentionContext
+from meshtrain.job.process import Job
+from tests.parity.cells import assert_same
 from tests.parity.experiments import QUICKSTART, SMALL, Experiment
+from tests.parity.runs import train_alone, train_here
+from tests.ranks import made_once
 
 
-def test_runs_with_lengths_have_the_losses_of_runs_with_masks(tmp_path: Path) -> None:
+@pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variable-length attention on CPUs, in all dtypes. Documents that are moved lose their values, so that building a
+    mask from them fails."""
+    import tests.varlen_on_cpu  # noqa: F401  its operators
+
+    plain_to = AttentionContext.to
+
+    def to(self: AttentionContext, *args: Any, **kwargs: Any) -> Any:
+        moved = plain_to(self, *args, **kwargs)
+        if moved.kernel is None:
+            return moved
+        return AttentionContext(moved.documents.to("meta"), moved.lengths, moved.kernel)
+
+    monkeypatch.setattr(AttentionContext, "to", to)
+    monkeypatch.setattr(attention, "VARLEN_TYPES", (*attention.VARLEN_TYPES, torch.float64))
+    monkeypatch.setattr(attention, "varlen_kernel", lambda *_: partial(varlen_attn, enable_gqa=True))
+
+
+def write_texts(folder: Path) -> None:
     texts = [f"{i} " * (1 + i * i % 17) for i in range(400)]  # each sample of 48 tokens has a few texts, or part of one
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = ("data.source=jsonl", f"data.path={tmp_path / 'texts.jsonl'}", "data.mask_documents=true")
-    keys = (*data, f"data.cache={tmp_path / 'cache'}", "train.precision=float64", "train.steps=3", "train.eval_every=3")
-    packed = Experiment("packed", QUICKSTART, (*SMALL, *keys), 1e-9)
-    layouts = {
-        "dp": ("{dp_shard: 2}", ("parallel.recompute=selective",)),
-        "tp": ("{tp: 2}", ("parallel.recompute=full",)),
-        "pp": ("{pp: 2}", ()),
-    }
-    train(tmp_path, 1, [(packed, "masked", "{}", ()), (packed, "whole", "{}", ("data.mask_documents=false",))])
-    train(tmp_path, 2, [(packed, name, *layout) for name, layout in layouts.items()], script="varlen_cells.py")
-    reference, whole, *others = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("masked", "whole", *layouts)
-    )
-    assert abs(whole[-1]["loss"] / reference[-1]["loss"] - 1) > 1e-4, "documents show"
-    for rows in others:
-        assert_same(rows, reference, packed.tolerance)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def packed(session_path: Path, masked: bool) -> Experiment:
+    data = made_once(session_path / "packed", write_texts)
+    keys = ("data.source=jsonl", f"data.path={data}/texts.jsonl", f"data.mask_documents={str(masked).lower()}")
+    keys += (f"data.cache={session_path / 'cache'}", "train.precision=float64", "train.steps=3", "train.eval_every=3")
+    return Experiment("packed", QUICKSTART, (*SMALL, *keys), 1e-9)
+
+
+@pytest.mark.ranks(2)
+def test_documents_show(job: Job, session_path: Path) -> None:
+    masked, whole = (train_alone(job, packed(session_path, value), session_path).rows for value in (True, False))
+    assert abs(whole[-1]["loss"] / masked[-1]["loss"] - 1) > 1e-4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("layout={dp_shard: 2}", "parallel.recompute=selective"),
+        ("layout={tp: 2}", "parallel.recompute=full"),
+        ("layout={pp: 2}",),
+    ],
+    ids=" ".join,
+)
+def test_runs_with_lengths_have_the_losses_of_runs_with_masks(
+    job: Job, keys: tuple[str, ...], shared_path: Path, session_path: Path, request: pytest.FixtureRequest
+) -> None:
+    experiment = packed(session_path, masked=True)
+    reference = train_alone(job, experiment, session_path).rows
+    request.getfixturevalue("varlen")  # from here on: one process has masks
+    assert_same(train_here(job, experiment, keys, shared_path).rows, reference, experiment.tolerance)
