@@ -59,17 +59,22 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lines"
+
+
 @pytest.mark.parametrize("number", NUMBERS, ids=os.strerror)
 @pytest.mark.parametrize("room", [0, 5])
 def test_lines_wait_for_the_disk(
-    disk: Disk, tmp_path: Path, number: int, room: int, capsys: pytest.CaptureFixture[str]
+    disk: Disk, path: Path, number: int, room: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = SideFile(tmp_path / "lines")
+    file = SideFile(path)
     file.append(b"first\n")
     file.replace_last(b"first, and more\n")
     disk.number, disk.room = number, room
     file.append(b"second\n")
-    assert (tmp_path / "lines").read_bytes() == b"first, and more\n", "half a line does not stay"
+    assert path.read_bytes() == b"first, and more\n", "half a line does not stay"
     disk.room = room
     file.append(b"third\n")
     file.replace_last(b"third, again\n")
@@ -77,35 +82,35 @@ def test_lines_wait_for_the_disk(
     file.append(b"fourth\n")
     file.replace_last(b"4\n")
     file.close()
-    assert (tmp_path / "lines").read_bytes() == b"first, and more\nsecond\nthird, again\n4\n"
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
-        f"warning: {tmp_path}/lines cannot be written ({os.strerror(number)}); its lines are kept, and tried again",
-        f"warning: {tmp_path}/lines is written again",
+    file.append(b"opened again\n")
+    assert path.read_bytes() == b"first, and more\nsecond\nthird, again\n4\nopened again\n"
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {path} cannot be written ({os.strerror(number)}); its lines are kept, and tried again",
+        f"warning: {path} is written again",
     ]
 
 
 def test_what_waits_is_bounded_and_the_gap_is_said(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    disk: Disk, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(side_file, "MOST_WAITING", 3)
-    file = SideFile(tmp_path / "lines")
+    file = SideFile(path)
     disk.number = errno.ENOSPC
     for i in range(8):
         file.append(b"%d\n" % i)
     disk.number = None
     file.append(b"8\n")
-    assert (tmp_path / "lines").read_bytes() == b"6\n7\n8\n"
-    assert "is written again; 6 lines of it are lost" in capsys.readouterr().err
+    assert path.read_bytes() == b"6\n7\n8\n"
     disk.number = errno.ENOSPC
     file.append(b"9\n")
     file.close()
-    assert "lacks its last 1 lines" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "is written again; 6 lines of it are lost" in printed
+    assert "lacks its last 1 lines" in printed
 
 
-def test_two_writers_destroy_nothing_of_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_writers_destroy_nothing_of_each_other(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As two jobs whose folder is not locked between their hosts."""
-    path = tmp_path / "lines"
     one, other = SideFile(path), SideFile(path, end=None)
     one.append(b"one 1\n")
     other.append(b"other 1\n")
@@ -117,8 +122,7 @@ def test_two_writers_destroy_nothing_of_each_other(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.count(f"somebody else has written to {path}") == 2, "each says it once"
 
 
-def test_what_is_cut_off_under_a_writer_leaves_no_hole(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+def test_what_is_cut_off_under_a_writer_leaves_no_hole(path: Path) -> None:
     file = SideFile(path)
     file.append(b"first\n")
     os.truncate(path, 0)
@@ -129,10 +133,7 @@ def test_what_is_cut_off_under_a_writer_leaves_no_hole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [b"", b"first\nsomebody\n"])
-def test_a_file_that_changes_while_the_disk_refuses_keeps_what_is_there(
-    disk: Disk, tmp_path: Path, change: bytes
-) -> None:
-    path = tmp_path / "lines"
+def test_a_file_that_changes_while_the_disk_refuses_keeps_what_is_there(disk: Disk, path: Path, change: bytes) -> None:
     file = SideFile(path)
     file.append(b"first\n")
     disk.number, disk.room = errno.ENOSPC, 3
@@ -144,19 +145,8 @@ def test_a_file_that_changes_while_the_disk_refuses_keeps_what_is_there(
     assert path.read_bytes() == change + b"second\nthird\nfourth\n"
 
 
-def test_a_file_that_was_closed_is_opened_again(tmp_path: Path) -> None:
-    file = SideFile(tmp_path / "lines")
-    file.append(b"first\n")
-    file.close()
-    file.close()
-    file.append(b"second\n")
-    file.close()
-    assert (tmp_path / "lines").read_bytes() == b"first\nsecond\n"
-
-
-def test_a_file_that_cannot_be_read_is_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_added_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in it is not cut off."""
-    path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refused)
@@ -196,28 +186,21 @@ def test_a_damaged_exit_json_is_moved_away(tmp_path: Path, text: bytes, capsys: 
     assert folder.last_exit() is None
     assert os.listdir(tmp_path) == ["exit.json.damaged"]
     assert "exit.json is damaged" in capsys.readouterr().err
-    assert folder.last_exit() is None
     folder.write_exit("done", 0, "all steps are done", 3, kind="done")
-    said = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3, "hosts": []}
-    assert folder.last_exit() == said
+    row = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3, "hosts": []}
+    assert folder.last_exit() == row
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda folder: RunFolder(folder).write_exit("done", 0, "all steps are done", 3, kind="done"),
-        lambda folder: GoodputTracker(folder, 0, 0.0),
-    ],
-)
 def test_what_is_written_anew_is_on_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), fsync(file))[1])
     monkeypatch.setattr(Path, "replace", lambda *paths: (order.append("replace"), replace(*paths))[1])
-    write(tmp_path)
-    assert order == ["fsync", "replace"]
+    RunFolder(tmp_path).write_exit("done", 0, "all steps are done", 3, kind="done")
+    GoodputTracker(tmp_path, 0, 0.0)
+    assert order == ["fsync", "replace"] * 2
 
 
 def test_the_picture_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,26 +209,18 @@ def test_the_picture_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert plot.plot_loss(tmp_path, "a").startswith("no loss plot: [Errno 116]")
 
 
-def test_the_ledger_goes_on(disk: Disk, tmp_path: Path) -> None:
+def test_the_ledger_goes_on_and_ends_once(disk: Disk, tmp_path: Path) -> None:
+    """The watchdog ends it for a rank that is stuck, which then fails on its own."""
     ledger = GoodputTracker(tmp_path, 0, 0.0)
     disk.number = errno.EDQUOT
     ledger.begin()
     ledger.saved()
     disk.number = None
-    ledger.end("done")
-    (job,), note = goodput.read(tmp_path / "goodput.jsonl")
-    assert note is None
-    assert [mark.end for mark in job.marks] == [None, None, "done"]
-
-
-def test_a_job_ends_its_ledger_once(tmp_path: Path) -> None:
-    """The watchdog ends it for a rank that is stuck, which then fails on its own."""
-    ledger = GoodputTracker(tmp_path, 0, 0.0)
     ledger.end("failed")
     ledger.saved()
     ledger.end("stopped")
     (job,), note = goodput.read(tmp_path / "goodput.jsonl")
-    assert ([mark.end for mark in job.marks], note) == (["failed"], None)
+    assert ([mark.end for mark in job.marks], note) == ([None, None, "failed"], None)
 
 
 # A whole run ---------------------------------------------------------------------------------------------------------
@@ -295,10 +270,10 @@ def test_a_run_comes_to_its_end_on_a_full_disk(
         result = go("train.steps=8", "checkpoint.every=2")
     assert result["status"] == 1
     assert result["error"].startswith("8 steps of 8 are done and not saved: it needs ")
-    told = capsys.readouterr().err
-    assert f"{small_disk}/metrics.jsonl cannot be written (No space left on device)" in told
-    assert "there is no exit.json, which would say {" in told
-    assert '"status": "failed", "code": 1' in told
+    printed = capsys.readouterr().err
+    assert f"{small_disk}/metrics.jsonl cannot be written (No space left on device)" in printed
+    assert "there is no exit.json, which would say {" in printed
+    assert '"status": "failed", "code": 1' in printed
     (small_disk / "others").unlink()
     assert go("train.steps=8", "checkpoint.every=2") == {"status": 0}
     assert json.loads((small_disk / "exit.json").read_text())["status"] == "done"
@@ -326,6 +301,6 @@ def test_a_run_without_its_small_files(
 ) -> None:
     monkeypatch.setattr(RunFolder, "write", refused)
     assert go("train.steps=2") == {"status": 0}
-    told = capsys.readouterr().err
-    for what in ("config.yaml could not be written", "layout.txt could not be written", "there is no exit.json"):
-        assert f"warning: {what}" in told, told
+    printed = capsys.readouterr().err
+    for warning in ("config.yaml could not be written", "layout.txt could not be written", "there is no exit.json"):
+        assert f"warning: {warning}" in printed, printed
