@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from meshtrain.checkpoint.weights import load_weights
 from meshtrain.cli import main as cli
@@ -22,6 +24,8 @@ from meshtrain.modeling.build import plain_model
 from tests.launching import forked
 
 S = 32
+TABLES = yaml.safe_load(Path(__file__).with_name("generate.yaml").read_text())
+TASKS = TABLES["tasks"]
 CONFIG = """
 model: {preset: llama-3.2-1b, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
         num_key_value_heads: 2, head_dim: 8, vocab_size: 300, initializer_range: 0.3, max_position_embeddings: 48,
@@ -59,23 +63,13 @@ def command(processes: int, *arguments: str | Path) -> str:
 
 
 def test_text_from_the_command_line(run: Path) -> None:
-    common: list[str | Path] = [
-        "generate",
-        run / "runs",
-        "--prompt",
-        "the mesh",
-        "--prompt",
-        "every",
-        "--length",
-        "8",
-        "--temperature",
-        "0",
-    ]
-    done = forked(1, "-m", "meshtrain.cli", *common).check()
+    prompts = ["--prompt", "the mesh", "--prompt", "every"]
+    words: list[str | Path] = ["generate", run / "runs", *prompts, "--length", "8", "--temperature", "0"]
+    done = forked(1, "-m", "meshtrain.cli", *words).check()
     assert done.out.startswith("the mesh")
     assert "\nevery" in done.out
     assert "8/8 tokens" in done.err
-    assert command(2, *common, "--layout", "{tp: 2}") == done.out
+    assert command(2, *words, "--layout", "{tp: 2}") == done.out
 
 
 def test_a_text_goes_on_as_its_tokenizer_writes_words(run: Path) -> None:
@@ -123,18 +117,11 @@ def test_every_token_but_the_first_is_predicted_once() -> None:
         assert all(before == [predicted[0] - 1] for before, predicted in pairs)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["generate", "{run}", "--prompt", "a", "--top-p", "0"], "--top-p above 0"),
-        (["generate", "{run}", "--prompt", "a", "--temperature", "nan"], "--temperature of at least 0"),
-        (["eval", "{run}"], "name what to measure"),
-        (["eval", "{run}", "--files", "/nowhere.txt"], "/nowhere.txt cannot be read"),
-    ],
-)
-def test_wrong_options_are_told(run: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([part.replace("{run}", str(run / "runs")) for part in arguments]) == 2
-    assert says in capsys.readouterr().err
+def test_wrong_options_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, reason in TABLES["wrong options"]:
+        line = words.replace("PROMPT", "generate RUN --prompt").split()
+        assert cli.main([word.replace("RUN", str(run / "runs")) for word in line]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_a_model_without_a_cp_plan_is_refused(
@@ -148,67 +135,28 @@ def test_a_model_without_a_cp_plan_is_refused(
     assert "the model llama has no cp_plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("data", "name", "refused"),
-    [
-        ({"source": "text", "path": "x"}, None, False),
-        ({"source": "tokens", "path": "x"}, None, True),
-        ({"source": "tokens", "path": "x"}, "bytes", False),
-        ({"sources": ({"source": "text", "path": "x"}, {"source": "megatron", "path": "y"})}, None, True),
-    ],
-)
-def test_a_tokenizer_that_nobody_has_named(data: dict[str, Any], name: str | None, refused: bool) -> None:
-    data = {"tokenizer": "bytes", "source": None, **data}
-    data["sources"] = [SimpleNamespace(**source) for source in data.get("sources", ())]
-    config: Any = SimpleNamespace(data=SimpleNamespace(**data))
-    if refused:
-        with pytest.raises(InputError, match=r"--tokenizer FILE\.json, or --tokenizer bytes"):
-            tokenizer_of(config, name)
-    else:
-        assert isinstance(tokenizer_of(config, name), ByteTokenizer)
+def test_a_tokenizer_that_nobody_has_named() -> None:
+    for data, name, taken in TABLES["tokenizers"]:
+        sources = [SimpleNamespace(**source) for source in data.get("sources", ())]
+        section = SimpleNamespace(**{"tokenizer": "bytes", "source": None} | data | {"sources": sources})
+        config: Any = SimpleNamespace(data=section)
+        if taken:
+            assert isinstance(tokenizer_of(config, name), ByteTokenizer)
+        else:
+            with pytest.raises(InputError, match=r"--tokenizer FILE\.json, or --tokenizer bytes"):
+                tokenizer_of(config, name)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "says"),
-    [
-        ("", ["--length", "3"], "at least one token"),
-        ("a", ["--layout", "{tp: 3}"], "tp"),
-        ("a", ["--length", "48"], "49 tokens together, and model.max_position_embeddings is 48"),
-        ("a", ["--tokenizer", "{run}/other.json"], "the text 'a' has the token id 300 by other.json"),
-    ],
-)
-def test_what_does_not_fit_the_model(run: Path, prompt: str, options: list[str], says: str) -> None:
+def test_what_does_not_fit_the_model(run: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.WordLevel({"a": 300, "</s>": 0}, "a")).save(str(run / "other.json"))
-    options = [option.replace("{run}", str(run)) for option in options]
-    wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", prompt, *options)
-    assert wrong.status == 2
-    assert says in wrong.err
-
-
-TASKS = {
-    "tiny_choice": """
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{label}}"
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "tiny_text": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
-""",
-    "tiny_write": """
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[0]}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 6}
-metric_list: [{metric: exact_match}]
-""",
-}
+    other = run / "other.json"
+    Tokenizer(models.WordLevel({"a": 300, "</s>": 0}, "a")).save(str(other))
+    for prompt, options, reason in TABLES["no fit"]:
+        words = [word.replace("OTHER", str(other)) for word in shlex.split(options)]
+        wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", prompt, *words)
+        assert wrong.status == 2
+        assert reason in wrong.err
 
 
 OURS = """
@@ -259,9 +207,10 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
         for i, (a, b, c) in enumerate(zip(words, words[3:], words[5:], strict=False))
     ]
     (tmp_path / "documents.json").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    files = {"test": f"{tmp_path}/documents.json"}
     for name, task in TASKS.items():
-        head = f"task: {name}\ndataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {{test: "
-        (tmp_path / f"{name}.yaml").write_text(f"{head}{tmp_path}/documents.json}}}}{task}")
+        head = {"task": name, "dataset_path": "json", "test_split": "test", "dataset_kwargs": {"data_files": files}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(head | task))
     assert cli.main(["export", str(run / "runs"), str(tmp_path / "exported")]) == 0
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(run / "tokenizer.json"), eos_token="<|endoftext|>")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
@@ -289,70 +238,35 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-6), layout
         assert [likeliest for _, likeliest in ours["loglikelihood"]] == [it for _, it in answers["loglikelihood"]]
 
-    arguments: list[str | Path] = [
-        "--tasks",
-        ",".join(TASKS),
-        "--include-path",
-        tmp_path,
-        "--layout",
-        "{tp: 2}",
-        "--json",
-    ]
-    found = json.loads(command(2, "eval", run / "runs", *arguments).splitlines()[-1])
+    tasks: list[str | Path] = ["--tasks", ",".join(TASKS), "--include-path", tmp_path]
+    out = command(2, "eval", run / "runs", *tasks, "--layout", "{tp: 2}", "--json")
+    ours_of = json.loads(out.splitlines()[-1])
     for name, of_task in expected["results"].items():
         scores = {key: value for key, value in of_task.items() if isinstance(value, float) and "stderr" not in key}
         assert len(scores) in (1, 2)
-        assert {key: found[name][key] for key in scores} == pytest.approx(scores, rel=1e-5), name
-    assert 0 < found["tiny_choice"]["acc,none"] < 1, "worth comparing"
+        assert {key: ours_of[name][key] for key in scores} == pytest.approx(scores, rel=1e-5), name
+    assert 0 < ours_of["tiny_choice"]["acc,none"] < 1, "worth comparing"
 
 
 @pytest.mark.integrations
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, (S - 1, 0.0, 1.0)),
-        ({"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9}, (5, 0.7, 0.9)),
-        ({"max_gen_toks": 4, "max_tokens": 9, "do_sample": True, "temperature": 0.2}, (4, 0.2, 1.0)),
-        ({"do_sample": False, "temperature": 1, "num_beams": 1}, (S - 1, 0.0, 1.0)),
-        ({"do_sample": True}, (S - 1, 1.0, 1.0)),
-        ({"do_sample": True, "temperature": 1.0, "top_k": 1}, (S - 1, 0.0, 1.0)),
-    ],
-)
-def test_options_of_generation_mean_what_they_mean_to_lm_eval(
-    options: dict[str, Any], expected: tuple[int, float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_generation_mean_what_they_mean_to_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     from meshtrain.cli import harness
 
-    seen = []
+    calls = []
 
     def generate_batch(model: None, prompts: list[list[int]], length: int, **settings: Any) -> list[list[int]]:
-        seen.append((length, settings["temperature"], settings["top_p"]))
+        calls.append((len(prompts[0]), length, settings["temperature"], settings["top_p"]))
         return prompts
 
     monkeypatch.setattr(harness, "generate_batch", generate_batch)
     scorer: Any = SimpleNamespace(seq_len=S, model=None, device=None)
-    harness.HarnessModel(scorer, ByteTokenizer())._generate("a", options)
-    assert seen == [expected]
-
-
-@pytest.mark.integrations
-@pytest.mark.parametrize(("asked", "prompt", "length"), [(256, 16, 16), (S, 16, 16), (4, S - 4, 4), (20, 16, 16)])
-def test_a_long_prompt_keeps_half_of_what_the_model_sees(
-    asked: int, prompt: int, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from meshtrain.cli import harness
-
-    seen = []
-    monkeypatch.setattr(harness, "generate_batch", lambda model, rows, n, **_: seen.append((len(rows[0]), n)) or rows)
-    scorer: Any = SimpleNamespace(seq_len=S, model=None, device=None)
-    harness.HarnessModel(scorer, ByteTokenizer())._generate("a" * 50, {"max_gen_toks": asked})
-    assert seen == [(prompt, length)]
-
-
-@pytest.mark.integrations
-def test_an_option_of_generation_that_is_not_followed_is_told() -> None:
-    from meshtrain.cli.harness import HarnessModel
-
-    nothing: Any = None  # it is told before anything runs
+    model = harness.HarnessModel(scorer, ByteTokenizer())
+    for options, expected in TABLES["options"]:
+        model._generate("a", options)
+        assert calls.pop() == (1, *expected), options
+    for asked, prompt, length in TABLES["lengths"]:
+        model._generate("a" * 50, {"max_gen_toks": asked})
+        assert calls.pop()[:2] == (prompt, length), asked
     with pytest.raises(InputError, match="generation_kwargs: num_beams: expected"):
-        HarnessModel(nothing, nothing)._generate("a", {"num_beams": 10, "repetition_penalty": 1.0})
+        model._generate("a", {"num_beams": 10, "repetition_penalty": 1.0})
+    assert not calls, "it is told before anything runs"

@@ -1,10 +1,12 @@
-"""What holds of every command: an example that its parser takes, and completion by a shell."""
+"""What holds of every command, and the console script around them."""
 
 import argparse
-import importlib
+import importlib.metadata
 import json
 import shlex
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,24 +14,62 @@ import pytest
 from meshtrain.cli.main import COMMANDS, main
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example_that_the_command_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module_name, _, example = COMMANDS[name]
-    with pytest.raises(SystemExit) as end:
-        main([name, "--help"])
-    assert end.value.code == 0
-    output = capsys.readouterr().out
-    assert example.split()[:2] == ["meshtrain", name]
-    assert f"example:\n  {example}\n" in output
-    assert max(map(len, output.splitlines())) <= 80
-    parser = argparse.ArgumentParser()
-    module = importlib.import_module(module_name)
-    module.add_arguments(parser)
-    words = shlex.split(example.partition(" > ")[0])[2:]
-    if getattr(module, "HAS_ACTIONS", False):
-        parser.parse_args(words)
-    else:
-        parser.parse_intermixed_args(words)
+def test_help_has_an_example_that_the_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (module_name, _, example) in COMMANDS.items():
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([name, "--help"])
+        output = capsys.readouterr().out
+        assert example.split()[:2] == ["meshtrain", name]
+        assert f"example:\n  {example}\n" in output
+        assert max(map(len, output.splitlines())) <= 80, name
+        parser = argparse.ArgumentParser()
+        module = importlib.import_module(module_name)
+        module.add_arguments(parser)
+        words = shlex.split(example.partition(" > ")[0])[2:]
+        if getattr(module, "HAS_ACTIONS", False):
+            parser.parse_args(words)
+        else:
+            parser.parse_intermixed_args(words)
+
+
+def test_the_overview_fits_a_terminal_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        assert main(words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert {line.split()[0] for line in lines if line.startswith("  ")} == set(COMMANDS)
+        assert all(about in " ".join(lines) for _, about, _ in COMMANDS.values())
+
+
+def test_words_that_are_no_command_or_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plam"]) == 2
+    assert capsys.readouterr().err == "meshtrain has no command 'plam' (did you mean plan?)\n"
+    assert main(["train"]) == 2
+    assert "there are: new, plan, search" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["plan", "quickstart", "--host", "4"])
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"meshtrain": "1.2.3"}.__getitem__)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "meshtrain 1.2.3\n"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, meshtrain.cli.main, meshtrain.cli.plan; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    command = [sys.executable, "-m", "meshtrain.cli", "plan", "quickstart", "layout={dp_shard: 2000}", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
 
 
 def test_bash_completes_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,8 +83,6 @@ def test_bash_completes_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_info_tells_what_a_bug_report_needs_and_no_host(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import socket
-
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
@@ -59,10 +97,3 @@ def test_info_tells_what_a_bug_report_needs_and_no_host(
     assert f'"{socket.gethostname()}"' not in text
     assert main(["info"]) == 0
     assert "open files" in capsys.readouterr().out
-
-
-def test_the_overview_fits_a_terminal_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert {line.split()[0] for line in lines if line.startswith("  ")} == set(COMMANDS)

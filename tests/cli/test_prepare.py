@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,11 +56,23 @@ def section(corpus: Path, cache: str) -> Data:
     return Data(source="jsonl", path=str(corpus), validation=0.1, cache=str(corpus.parent / cache), seq_len=64)
 
 
-def contents(corpus: Path, cache: str) -> dict[str, bytes]:
+def prepared(corpus: Path, cache: str) -> Path:
     """The prepared folder; nothing but a lock may be beside it."""
     (folder,) = [path for path in (corpus.parent / cache).iterdir() if not path.name.endswith(".lock")]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return folder
+
+
+def contents(corpus: Path, cache: str) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in prepared(corpus, cache).iterdir()}
+    assert sorted(files) == sorted(FILES)
+    return files
+
+
+def forked_host(corpus: Path, cache: str, *options: str) -> Any:
+    """A process that prepares, as on another host."""
+    process = FORK.Process(target=lambda: sys.exit(prepare(corpus, cache, *options)))
+    process.start()
+    return process
 
 
 @pytest.fixture
@@ -80,11 +93,11 @@ def test_the_files_are_the_same_whoever_makes_them(
     for workers in ("1", "2", "3"):
         assert prepare(corpus, f"by {workers}", "--workers", workers) == 0
         assert contents(corpus, f"by {workers}") == whole
-    said = capsys.readouterr().out
-    assert re.search(r"corpus: \d+ shards in 3 processes\nmerging \d+ shards into", said)
-    fingerprint = json.loads(whole["header.json"])["fingerprint"]
-    assert f"is prepared: 561 documents, {json.loads(whole['header.json'])['tokens']:,} tokens, fingerprint " in said
-    assert fingerprint[:16] in said
+    printed = capsys.readouterr().out
+    assert re.search(r"corpus: \d+ shards in 3 processes\nmerging \d+ shards into", printed)
+    header = json.loads(whole["header.json"])
+    fingerprint = header["fingerprint"]
+    assert f"is prepared: 561 documents, {header['tokens']:,} tokens, fingerprint {fingerprint[:16]}" in printed
     lines: list[str] = []
     prepare_data(section(corpus, "by 3"), say=lines.append)
     data = open_data(section(corpus, "by 3"), n_outputs=256, seed=0, say=lines.append)
@@ -98,9 +111,7 @@ def test_hosts_may_take_turns_or_work_at_once(
     assert re.search(r"host 1/2 has done its share of .*; the others have \d+ shards to do", capsys.readouterr().out)
     assert prepare(corpus, "turns", "--workers", "2", "--host", "0/2") == 0
     assert contents(corpus, "turns") == whole
-    hosts = [FORK.Process(target=lambda: sys.exit(prepare(corpus, "at once", "--workers", "2"))) for _ in range(2)]
-    for host in hosts:
-        host.start()
+    hosts = [forked_host(corpus, "at once", "--workers", "2") for _ in range(2)]
     for host in hosts:
         host.join(60)
     assert [host.exitcode for host in hosts] == [0, 0]
@@ -135,8 +146,7 @@ def test_a_restart_keeps_what_is_finished(
     corpus: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kill_once(monkeypatch, corpus.parent / "killed", 4)
-    doomed = FORK.Process(target=prepare, args=(corpus, "cache", "--workers", "1"))
-    doomed.start()
+    doomed = forked_host(corpus, "cache", "--workers", "1")
     doomed.join(60)
     assert doomed.exitcode == -signal.SIGKILL
     (shards,) = (corpus.parent / "cache").glob(".*.shards")
@@ -156,7 +166,7 @@ def test_a_restart_keeps_what_is_finished(
 
 def test_a_full_disk_is_said_and_finished_shards_stay(corpus: Path, whole: dict[str, bytes]) -> None:
     def limited() -> None:
-        sys.stderr = open(corpus.parent / "said", "w")  # noqa: SIM115
+        sys.stderr = open(corpus.parent / "error", "w")  # noqa: SIM115
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE // 2, LARGE // 2))  # what the long document does not get
         status = prepare(corpus, "cache", "--workers", "2")
         sys.stderr.close()
@@ -166,8 +176,10 @@ def test_a_full_disk_is_said_and_finished_shards_stay(corpus: Path, whole: dict[
     process.start()
     process.join(60)
     assert process.exitcode == 1
-    said = (corpus.parent / "said").read_text()
-    assert re.search(r"is not prepared: .*File too large.*; \d+ of \d+ shards are finished, and the same command", said)
+    error = (corpus.parent / "error").read_text()
+    assert re.search(
+        r"is not prepared: .*File too large.*; \d+ of \d+ shards are finished, and the same command", error
+    )
     (shards,) = (corpus.parent / "cache").glob(".*.shards")
     finished = {path: path.stat().st_ctime_ns for path in shards.glob("[0-9]*")}
     assert finished
@@ -232,20 +244,18 @@ def test_a_damaged_block_is_found(
     assert prepare(corpus, "cache", "--workers", "2") == 0
     assert verify(corpus, "cache") == 0
     assert capsys.readouterr().out.endswith(": intact\n")
-    (folder,) = [path for path in (corpus.parent / "cache").iterdir() if path.is_dir()]
-    for name in ("tokens.bin", "loss.bin", "bytes.bin"):
-        raw = bytearray((folder / name).read_bytes())
-        at = len(raw) - 1000 if name == "bytes.bin" else 12_345
-        raw[at] ^= 1
-        (folder / name).write_bytes(raw)
+    folder = prepared(corpus, "cache")
+    for name, at in (("tokens.bin", 12_345), ("loss.bin", 12_345), ("bytes.bin", len(whole["bytes.bin"]) - 1000)):
+        damaged = bytearray(whole[name])
+        damaged[at] ^= 1
+        (folder / name).write_bytes(damaged)
         assert main(["data", "verify", str(folder)]) == 1
+        (folder / name).write_bytes(whole[name])
         block = at // 5000 * 5000
-        problem = f"{name}: bytes {block:,} to {min(block + 5000, len(raw)):,} are not those that were written\n"
-        out = capsys.readouterr().out
-        assert "1 problem\n" in out
-        assert out.endswith(problem)
-        raw[at] ^= 1
-        (folder / name).write_bytes(raw)
+        problem = f"bytes {block:,} to {min(block + 5000, len(damaged)):,} are not those that were written"
+        printed = capsys.readouterr().out
+        assert "1 problem\n" in printed
+        assert printed.endswith(f"{name}: {problem}\n")
     assert verify(corpus, "cache") == 0
     os.truncate(folder / "tokens.bin", 100)
     assert verify(corpus, "cache") == 1
@@ -258,7 +268,7 @@ def test_a_damaged_block_is_found(
 def test_folders_of_an_older_meshtrain_are_read_and_looked_at(
     corpus: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder,) = [path for path in (corpus.parent / "whole").iterdir() if path.is_dir()]
+    folder = prepared(corpus, "whole")
     (folder / "checksums.json").unlink()
     assert open_data(section(corpus, "whole"), n_outputs=256, seed=0, say=print).fingerprint
     assert verify(corpus, "whole") == 0
