@@ -72,6 +72,6 @@ class FakePeers:
 def watchdog_of(number: int, *looks: list[RankReport]) -> Watchdog:
     """The watchdog of this rank of three."""
     watch = Watchdog(job_of(number, 3))
-    watch._server, watch._peers = object(), FakePeers(*looks)  # type: ignore[assignment]
+    watch._server, watch._peers = object(), FakePeers(*looks)
     watch._coordinator = Coordinator(watch.peers, watch._clock, watch._closed)
     return watch

@@ -91,7 +91,7 @@ DATA = Fingerprint("the data", {"fingerprint": "abc"}, "use the same data")
 
 def test_ranks_that_are_alike_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With one message of each: the order of what is compared does not count."""
-    rounds: list[int] = []
+    rounds = []
     begin = Job.round
     monkeypatch.setattr(Job, "round", lambda job: rounds.append(job.rank) or begin(job))
     reordered = replace(CONFIG, values=dict(reversed(CONFIG.values.items())))

@@ -73,7 +73,7 @@ def test_a_save_that_waits_for_the_device_is_late_sooner_than_one_that_waits_for
 
     snapshot = Snapshot.__new__(Snapshot)  # the copies of a device that hangs are never there
     copied = SimpleNamespace(synchronize=wait, elapsed_time=lambda _: 0.0)
-    snapshot.host_s, snapshot._events = 0.0, [copied, copied]  # type: ignore[list-item]
+    snapshot.host_s, snapshot._events = 0.0, [copied, copied]
     thread = threading.Thread(target=snapshot.wait if place == "device" else wait, name="checkpoint", daemon=True)
     thread.start()
     begun.wait()

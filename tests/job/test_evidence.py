@@ -148,8 +148,8 @@ def test_a_folder_that_hangs_or_is_none_ends_no_verdict(
 def test_who_waits_for_the_verdict_waits_for_the_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     writes, goes_on = [], threading.Event()
     watch = watchdog.Watchdog(JOB)
-    watch._peers = SimpleNamespace(speaks_for_host=lambda diagnosis: True)  # type: ignore[assignment]
-    watch.on_job_lost(print, tmp_path)  # type: ignore[arg-type]
+    watch._peers = SimpleNamespace(speaks_for_host=lambda diagnosis: True)
+    watch.on_job_lost(print, tmp_path)
     monkeypatch.setattr(evidence, "collect", lambda *of, of_host: (goes_on.wait() and writes.append(of)) or [])
     diagnosis = {"kind": "gone", "ranks": [2], "headline": "", "details": [], "hosts": [], "evidence": "7"}
     watch._learn(diagnosis)

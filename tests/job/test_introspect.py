@@ -71,7 +71,7 @@ def test_who_meets_at_a_store_knows_whom_it_waits_for() -> None:
         def get(self, key: str) -> bytes:
             return b'[1, "here"]\n'
 
-    meeting = Round(Store(), 0, 4, "round 7")  # type: ignore[arg-type]
+    meeting = Round(Store(), 0, 4, "round 7")
 
     def collect() -> None:
         with pytest.raises(CancelledError):
@@ -128,7 +128,7 @@ def test_an_error_is_that_of_a_connection_to_other_ranks_by_where_it_comes_from(
 
     for store, over in (Store(), False), (dist.HashStore(), True):
         with pytest.raises(RuntimeError) as caught:
-            Round(store, 0, 2, "round", lambda over=over: over).gather()  # type: ignore[misc]
+            Round(store, 0, 2, "round", lambda over=over: over).gather()
         assert introspect.is_connection_error(caught.value)
 
 
@@ -179,7 +179,6 @@ def test_a_rank_that_waits_for_no_rank_says_for_what() -> None:
     assert (status.wait, status.resource) == (None, "the next batch")
     busy = RankReport(0, "a", "rank 0 on host a", 1, Reach.ANSWERS, status)
     verdict = diagnose([busy, rank(1, wait=waits(ranks=(0, 1)))], hangs=True)
-    assert verdict is not None
     assert ": rank 0 is in step 6, waiting for the next batch; it is at " in verdict.headline
 
 

@@ -53,7 +53,7 @@ def test_a_process_that_joins_may_open_as_many_files_as_the_system_allows_and_ke
 
 
 def test_the_memory_of_a_gpu_grows_in_segments_unless_the_user_chooses() -> None:
-    variables: dict[str, str] = {}
+    variables = {}
     choose_allocator(variables)
     assert variables == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
@@ -66,7 +66,7 @@ def test_the_memory_of_a_gpu_grows_in_segments_unless_the_user_chooses() -> None
 def test_who_serves_the_store_has_a_descriptor_for_each_rank(
     monkeypatch: pytest.MonkeyPatch, hard: int, refused: bool
 ) -> None:
-    new_limits: list[tuple[int, int]] = []
+    new_limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: new_limits.append(limits))
     serves = Environment("srun", 0, 4096, 0, "a", ("a", 1), hosts_store=True)
@@ -118,13 +118,13 @@ def place(rank: int, world: int) -> Environment:
 
 def test_ranks_meet_with_few_calls_and_each_start_has_a_name_of_its_own() -> None:
     """The second start finds all that the first has left in the store, and its last rank comes late."""
-    world, store, names = 64, CountingStore(), list[str]()
+    world, store, names = 64, CountingStore(), []
     for late_s in (0.0, 2.0):
         store.calls.clear()
 
         def meet(rank: int, late_s: float = late_s) -> str:
             time.sleep(late_s if rank == world - 1 else 0)
-            return runtime._agree_on_start(place(rank, world), store)  # type: ignore[arg-type]
+            return runtime._agree_on_start(place(rank, world), store)
 
         names += set(on_ranks(world, meet))
         assert store.most(range(world)) < world, "not one for each other rank, nor one each 20 ms"
@@ -133,7 +133,7 @@ def test_ranks_meet_with_few_calls_and_each_start_has_a_name_of_its_own() -> Non
 
 def test_a_gather_takes_few_calls_of_rank_0_and_leaves_nothing_in_the_store() -> None:
     world, store = 64, CountingStore()
-    jobs = [Job(place(rank, world), torch.device("cpu"), store) for rank in range(world)]  # type: ignore[arg-type]
+    jobs = [Job(place(rank, world), torch.device("cpu"), store) for rank in range(world)]
     for number in range(3):
         answers = on_ranks(world, lambda rank: jobs[rank].gather("testing", [rank, number]))  # noqa: B023
         assert answers == [[[rank, number] for rank in range(world)]] * world
@@ -161,7 +161,7 @@ def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are
 
 
 def test_what_all_ranks_are_told_is_made_on_rank_0() -> None:
-    store, counts = dist.HashStore(), list[int]()
+    store, counts = dist.HashStore(), []
     jobs = [Job(place(rank, 3), torch.device("cpu"), store) for rank in range(3)]
 
     def total(values: list[int]) -> int:

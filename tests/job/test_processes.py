@@ -76,7 +76,6 @@ def test_a_signal_while_torch_is_imported_is_obeyed_afterwards(
     """Nothing is thrown into the middle of an import, where it might be swallowed or break a library."""
     output = tmp_path / "run"
     job = start(sys.executable, "-v", *TRAIN, small, *LONG, f"train.output={output}")
-    assert job.stdout is not None
     assert any("import 'torch._C'" in line for line in job.stdout)
     assert hears(job.pid, number)
     job.send_signal(number)
@@ -194,7 +193,6 @@ def test_a_task_of_srun_dies_with_the_process_that_watches_over_it(tmp_path: Pat
         task = ["srun", "--nodes=1", sys.executable, str(script)]
         assert slurm.ask(*task, "5").split() == ["began", "ended"]
         job = subprocess.Popen(slurm.on(*task, "12345"), env=slurm.variables(), stdout=subprocess.PIPE, text=True)
-        assert job.stdout is not None
         assert job.stdout.readline() == "began\n"
         (worker,) = (
             int(folder.name)

@@ -64,7 +64,7 @@ def test_a_stranger_is_not_answered(server: StatusServer) -> None:
 
 def test_only_the_same_network_is_asked_by_loopback(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host of the same name may be another."""
-    connect, asked = status_server._connect, list[str]()
+    connect, asked = status_server._connect, []
     monkeypatch.setattr(status_server, "_connect", lambda ip, port: asked.append(ip) or connect(ip, port))
     ask(at(server.port, "::1"), {}, server.token, net="host")
     assert asked == ["::1"]
@@ -113,7 +113,7 @@ def test_strangers_hold_few_threads_and_not_for_long(monkeypatch: pytest.MonkeyP
     """One that says a byte now and then, too."""
     monkeypatch.setattr(status_server, "ANSWER_S", 1.0)
     monkeypatch.setattr(status_server, "READERS", 2)
-    read_line, reading, most, over = status_server._read_line, list[None](), list[int](), threading.Event()
+    read_line, reading, most, over = status_server._read_line, [], [], threading.Event()
 
     def count(connection: socket.socket, seconds: float) -> bytes:
         if threading.current_thread().name != "answer":
@@ -149,7 +149,7 @@ def test_strangers_hold_few_threads_and_not_for_long(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_in_an_answer_is_told_once(capsys: pytest.CaptureFixture) -> None:
-    broken = StatusServer(Watchdog(Fake(1))._answer)  # type: ignore[arg-type]
+    broken = StatusServer(Watchdog(Fake(1))._answer)
     try:
         for _ in range(3):
             with pytest.raises(NoReplyError):
@@ -214,13 +214,12 @@ def test_a_leader_that_many_ask_at_once_keeps_descriptors_for_its_own_questions(
     monkeypatch.setattr(watchdog, "MOST_WAITERS", 0)
     monkeypatch.setattr(watchdog, "AGAIN_S", 0.01)
     question = {"ask": "coordinate", "hangs": False, "failed": True, "late": False}
-    leader, other = (Watchdog(Fake(rank)) for rank in range(2))  # type: ignore[arg-type]
+    leader, other = (Watchdog(Fake(rank)) for rank in range(2))
     assert leader._answer(dict(question)) == {"later": True}
     diagnosis = {"kind": "gone", "ranks": [7], "headline": "", "details": [], "hosts": [], "evidence": ""}
     answers: list[dict[str, Any]] = [{"later": True}, {"later": True}, {"diagnosis": diagnosis}]
-    other._peers = SimpleNamespace(ask=lambda *_: answers.pop(0))  # type: ignore[assignment]
+    other._peers = SimpleNamespace(ask=lambda *_: answers.pop(0))
     assert other._ask_for_diagnosis(at(server.port), question)
-    assert other.diagnosis is not None
     assert other.diagnosis.ranks == (7,)
 
 
@@ -242,7 +241,7 @@ def several(hosts: int, each: int) -> list[Address]:
 
 
 def peers_of(rank: int, server: StatusServer, hosts: int, each: int) -> Peers:
-    return Peers(Fake(rank), server, several(hosts, each))  # type: ignore[arg-type]
+    return Peers(Fake(rank), server, several(hosts, each))
 
 
 def test_a_place_is_not_known_by_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +262,7 @@ def test_hosts_that_are_lost_are_not_asked_rank_by_rank(monkeypatch: pytest.Monk
             raise ConnectionRefusedError
         return {"rank": to.rank}
 
-    asked: list[int] = []
+    asked = []
     monkeypatch.setattr(status_server, "ask", fake)
     answers = ask_all(several(3, 40), {}, "", "")
     assert sorted(asked) == [0, 1, *range(40, 120)]
@@ -275,7 +274,7 @@ def test_hosts_that_are_lost_are_not_asked_rank_by_rank(monkeypatch: pytest.Monk
 def test_processes_of_a_host_with_the_same_name_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, server: StatusServer
 ) -> None:
-    killed: list[int] = []
+    killed = []
     monkeypatch.setattr(status_server, "process_state", lambda pid: "T")
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     peers = peers_of(2, server, 2, 2)
@@ -292,7 +291,7 @@ def test_who_did_not_hear_is_told_again_and_the_lowest_that_lives_is_found_soon(
         rounds.append([to.rank for to in addresses])
         return [{} if to.rank in alive else TimeoutError() for to in addresses]
 
-    rounds: list[list[int]] = []
+    rounds = []
     monkeypatch.setattr(status_server, "ask_all", fake)
     alive = [1, 3]
     peers_of(0, server, 2, 2).tell({1, 2, 3}, {"ask": "end"})
@@ -313,11 +312,11 @@ def test_one_rank_of_each_host_asks_the_leader(monkeypatch: pytest.MonkeyPatch, 
         return {"diagnosis": None}
 
     def watchdog_of(rank: int) -> Watchdog:
-        watch = Watchdog(Fake(rank))  # type: ignore[arg-type]
+        watch = Watchdog(Fake(rank))
         watch._peers = peers_of(rank, server, 4, 8)
         return watch
 
-    asked: list[tuple[str, int]] = []
+    asked = []
     monkeypatch.setattr(status_server, "ask", fake)
     for rank in range(8, 16):
         watchdog_of(rank)._inquire(hangs=True)
@@ -363,7 +362,6 @@ def test_a_stopped_process_is_silent_and_one_that_is_gone_refuses_though_its_chi
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), start_new_session=True
     )
     try:
-        assert parent.stdout is not None
         port = int(parent.stdout.readline())
         assert parent.stdout.readline() == "child\n"
         parent.send_signal(signal.SIGSTOP)

@@ -98,9 +98,9 @@ def test_signals_to_a_child_are_its_own(wakeup: SignalWakeup) -> None:
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watchdog, list[bool]]]:
     """The watchdog of a loop of one's own, and of each inquiry that it leads whether a rank has failed."""
-    watch, inquiries = Watchdog(SimpleNamespace(rank=0)), list[bool]()  # type: ignore[arg-type]
+    watch, inquiries = Watchdog(SimpleNamespace(rank=0)), []
     watch.deadlines.start_s = float("inf")
-    watch._server = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    watch._server = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(watch, "_inquire", lambda hangs, failed=False: inquiries.append(failed))
     watch._wakeup.install()
     watch.handle_sigterm()
@@ -121,7 +121,6 @@ def test_a_signal_that_the_program_handles_does_not_end_it(number: int, watching
     receive(watch, number)
     assert (watch._failure, inquiries, watch._asked_to_end) == (None, [False], False)
     receive(watch, signal.SIGTERM)
-    assert watch._failure is not None
     assert (watch._failure.text, inquiries, watch._asked_to_end) == ("ended by SIGTERM", [False, True], True)
     watch.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -129,7 +128,7 @@ def test_a_signal_that_the_program_handles_does_not_end_it(number: int, watching
 
 def test_a_handler_of_the_users_own_is_respected(watching: tuple[Watchdog, list[bool]]) -> None:
     watch, _ = watching
-    mine: list[int] = []
+    mine = []
     signal.signal(signal.SIGTERM, lambda number, _: mine.append(number))
     assert not watch._wakeup.handle_sigterm()
     receive(watch, signal.SIGTERM)
@@ -197,7 +196,7 @@ def test_a_verdict_does_not_wait_for_a_file_system_that_hangs(
     notified, hang = [], threading.Event()
 
     def lose(diagnosis: Diagnosis) -> None:
-        notified.extend(watch.peers.notified)  # type: ignore[attr-defined]
+        notified.extend(watch.peers.notified)
         hang.wait()
 
     watch.on_job_lost(lose)
@@ -222,7 +221,6 @@ def test_who_is_waited_for_in_a_save_is_told_once_and_ends_the_job_after_three_d
         watch._look()
         printed.append(capsys.readouterr().err)
     assert printed[:2] == ["waiting for rank 2 on host a (dp_shard 2): saving (step 5), for 20 s now\n", ""]
-    assert watch.diagnosis is not None
     assert (watch.diagnosis.kind, watch.diagnosis.ranks) == ("absent", (2,))
 
 
@@ -278,7 +276,7 @@ def test_what_was_looked_into_just_now_is_not_looked_into_again(clock: FakeTime)
         for _ in range(3):
             assert watch._coordinate(hangs=True, failed=False, late=True) is None
         clock.now = seconds
-        return watch._coordinate(**question)  # type: ignore[arg-type]
+        return watch._coordinate(**question)
 
     late = {"hangs": True, "failed": False, "late": True}
     assert verdict(diagnose.FRESH_S - 1, **late) is None
@@ -288,7 +286,6 @@ def test_what_was_looked_into_just_now_is_not_looked_into_again(clock: FakeTime)
         (0, late | {"late": False}),
     ):
         diagnosis = verdict(seconds, **question)
-        assert diagnosis is not None
         assert diagnosis.ranks == (1,)
 
 
@@ -296,7 +293,6 @@ def test_the_block_is_printed_by_the_leader_if_it_is_to_blame_itself(capsys: pyt
     at: dict[str, Any] = {"wait": waits(ranks=ALL)}
     watch = watchdog_of(0, [rank(0, stack=("mine.py:3 wait",)), rank(1, **at), rank(2, **at)])
     verdict = watch._coordinate(hangs=True, failed=False)
-    assert verdict is not None
     assert verdict.ranks == (0,)
     printed = capsys.readouterr().err
     assert printed.startswith("rank 0 on host a stops, because rank 0 on host a (dp_shard 0) did not arrive at ")
