@@ -91,7 +91,7 @@ def test_a_slow_rank_is_found_in_noise(seed: int, ranks: int, data: st.DataObjec
 
 def test_who_is_named_and_who_recovers() -> None:
     for case in CASES["sequences"]:
-        test, events = StragglerTest([range(5)]), dict[int, str]()
+        test, events = StragglerTest([range(5)]), {}
         for number, ranks in enumerate(case["looks"]):
             new, recovered = test.update([steady(0.4 if rank in ranks else 0.2) for rank in range(5)])
             assert test.suspects == set(ranks)

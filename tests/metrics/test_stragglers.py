@@ -90,12 +90,12 @@ def ranks(
 ) -> list[StragglerDetector]:
     layout = Layout({"dp_shard": world_size}).on_hosts([world_size], ["a"])
     jobs = [
-        Job(Environment("none", rank, world_size, rank, "a", None), torch.device("cpu"), store, layout=layout)  # type: ignore[arg-type]
+        Job(Environment("none", rank, world_size, rank, "a", None), torch.device("cpu"), store, layout=layout)
         for rank in range(world_size)
     ]
     each = [StragglerDetector(job, first, messages.append, 0) for job in jobs]
     for one, probe in zip(each, probes, strict=False):
-        one.probe = probe  # type: ignore[assignment]
+        one.probe = probe
     return each
 
 
@@ -118,7 +118,7 @@ RECOVERED = range(20 * LOOKS + 2, 20 * 2 * LOOKS + 2)
 def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    messages: list[str] = []
+    messages = []
     each = ranks(3, dist.HashStore(), messages)
     each[0]._folder = tmp_path
     growing = itertools.count(1)
@@ -140,7 +140,7 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(
 
 
 def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing() -> None:
-    messages: list[str] = []
+    messages = []
     store, probes = dist.HashStore(), [FakeProbe(s) for s in (0.0050, 0.0053, 0.0090, 0.0048)]
     each = ranks(4, store, messages, probes=probes)
     fields = take(each, NAMED)
@@ -159,7 +159,7 @@ def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing(
 
 
 def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
-    messages: list[str] = []
+    messages = []
     probes = [FakeProbe(0.005), FakeProbe(0.005), FakeProbe(0.02, "A100"), FakeProbe(0.04, "L40S")]
     each = ranks(4, dist.HashStore(), messages, probes=probes)
     take(each, NAMED)
@@ -170,7 +170,7 @@ def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
 
 
 def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready, events = threading.Event(), list[object]()
+    ready, events = threading.Event(), []
 
     def event(enable_timing: bool) -> SimpleNamespace:
         events.append(None)

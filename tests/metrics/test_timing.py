@@ -50,7 +50,6 @@ def clock(marks: FakeMarks) -> StepTimer:
 
 
 def phases(times: dict[str, float] | None) -> dict[str, float]:
-    assert times is not None
     return {name: times[f"time_{name}_s"] for name in PHASES}
 
 
@@ -142,7 +141,6 @@ def test_a_phase_in_which_waits_hide_is_not_its_own(marks: FakeMarks) -> None:
             marks.waiting += seconds
     clock.end_step()
     times = clock.pop()
-    assert times is not None
     assert (times["time_own_s"], times["time_forward_s"], times["time_queued_s"]) == (3, 10, 6)
 
 
@@ -174,7 +172,6 @@ def test_restart_forgets_what_was_no_step(clock: StepTimer, marks: FakeMarks) ->
     clock.pop()
     times = clock.pop()
     assert phases(times)["forward"] == 1
-    assert times is not None
     assert times["step_time_s"] <= longest
 
 
@@ -214,7 +211,6 @@ def test_on_the_hosts_own_counter() -> None:
             time.sleep(0.01)
     clock.end_step()
     times = clock.pop()
-    assert times is not None
     assert times["time_forward_s"] >= 0.02
     assert times["time_communication_s"] >= 0.01
     assert sum(phases(times).values()) <= times["step_time_s"]
@@ -235,7 +231,6 @@ def test_on_cuda_events() -> None:
     torch.cuda.synchronize()
     times = [clock.pop() for _ in range(3)]
     last = times[-1]
-    assert last is not None
     assert last["time_forward_s"] > 10 * last["time_optimizer_s"] > 0
 
 

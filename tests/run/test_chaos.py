@@ -92,17 +92,17 @@ SLOW = Fault("slow", 3, 1, seconds=0.5, until=5)
 
 def chaos(*faults: Fault, rank: int = 1, again: bool = False, slept: list[float] | None = None) -> FaultInjector:
     job = SimpleNamespace(rank=rank, again=again)
-    return FaultInjector(faults, job, sleep=([] if slept is None else slept).append)  # type: ignore[arg-type]
+    return FaultInjector(faults, job, sleep=([] if slept is None else slept).append)
 
 
 @pytest.mark.parametrize(("fault", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
 def test_signals_strike_their_rank_at_their_step(
     fault: str, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    struck: list[tuple[int, int]] = []
+    struck = []
     monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
     for rank in (0, 1, 2):
-        injector = chaos(Fault(fault, 7, 1), rank=rank)  # type: ignore[arg-type]
+        injector = chaos(Fault(fault, 7, 1), rank=rank)
         for step in range(1, 20):
             injector.at_step(step)
             injector.in_save(step, tmp_path)
@@ -111,7 +111,7 @@ def test_signals_strike_their_rank_at_their_step(
 
 
 def test_a_slow_rank_is_slow_from_the_first_to_the_last_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    slept: list[float] = []
+    slept = []
     injector = chaos(SLOW, slept=slept)
     counts = []
     for step in range(1, 9):
@@ -145,7 +145,7 @@ def test_an_exception_in_a_step_and_in_a_save(tmp_path: Path) -> None:
 
 
 def test_a_job_that_was_started_again_is_spared_unless_it_was_told_otherwise() -> None:
-    slept: list[float] = []
+    slept = []
     faults = (SLOW, replace(SLOW, seconds=2.0, again=True))
     injector = chaos(*faults, again=True, slept=slept)
     injector.at_step(3)

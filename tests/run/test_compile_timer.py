@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 def test_the_time_of_the_compiler_is_no_training() -> None:
     torch.compiler.reset()
-    printed: list[str] = []
+    printed = []
     goodput = GoodputTracker(None, 0, 0.0)
     goodput.begin()
     timer = CompileTimer(goodput, printed.append)

@@ -77,8 +77,8 @@ def status_of(folder: Path, rank: int = 0, *, begun: bool = True) -> tuple[RunSt
     job: Any = SimpleNamespace(rank=rank, failures=failures, say=lambda text: None)
     status, sinks = RunStatus(RunFolder(folder), job, tell(folder)), FakeSinks()
     if begun:
-        status._goodput = FakeGoodput()  # type: ignore[assignment]
-        status._sinks = sinks  # type: ignore[assignment]
+        status._goodput = FakeGoodput()
+        status._sinks = sinks
     return status, sinks
 
 

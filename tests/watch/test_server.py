@@ -98,7 +98,7 @@ def test_it_is_sent_compressed_and_says_nothing_of_a_page_that_goes_away(
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[str] = []
+    served = []
     monkeypatch.setattr(PageServer, "serve_forever", lambda self: served.extend(run.name for run in self.runs))
     folders = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "other"]
     for folder in folders:
