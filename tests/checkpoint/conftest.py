@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 
-import meshtrain.run.results
-import meshtrain.run.step_logger
-from meshtrain.job import signals, storage
+from meshtrain.job import storage
 from tests.checkpoint.faults import Run, train_alone
-from tests.checkpoint.going_on import small_run
+from tests.checkpoint.going_on import faster, small_run
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _quickly() -> Iterator[None]:
     """Without what takes long once per run, and without pauses between attempts to read a missing file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-        patch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-        patch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
-        patch.setattr(signals, "LOOK_EVERY_S", 0.0)
+        faster(patch.setattr)
         patch.setattr(storage, "PAUSES_S", (0.0, 0.0))
         yield
 

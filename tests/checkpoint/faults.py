@@ -5,6 +5,8 @@ the run is started again, or while that start loads or saves. The start ends as 
 and the next start ends as a run to which nothing has happened.
 """
 
+import builtins
+import errno
 import hashlib
 import json
 import os
@@ -33,7 +35,6 @@ from tests.checkpoint.kill import rows
 
 SHARD = file_of(0)
 OLDER, NEWER = name_of(2), name_of(4)
-AT_REST, LOADING, SAVING = "at rest", "loading", "saving"
 
 
 # The run --------------------------------------------------------------------------------------------------------------
@@ -103,66 +104,43 @@ def tree(folder: Path) -> dict[str, bytes | str | None]:
 
 # Faults ---------------------------------------------------------------------------------------------------------------
 
-# A fault damages files of a run, or patches functions until it is over; returns a list that grows when it is met.
-Fault = Callable[[Run, pytest.MonkeyPatch], list | None]
 
+def failing(
+    run: Run, patch: pytest.MonkeyPatch, function: str, error: str, argument: str = "", times: int = 1000
+) -> list[str]:
+    """A function fails, with an errno or an exception, if its first argument (a path, a thread) has this text; returns
+    the arguments with which it has."""
+    module, _, name = function.rpartition(".")
+    plain = getattr(pkgutil.resolve_name(module), name, getattr(builtins, name, None))
+    met: list[str] = []
 
-def failing(function: str, error: int | BaseException, argument: str = "", times: int = 1000) -> Fault:
-    """A function fails, with an errno or an exception, if its first argument (a path, a thread) has this text."""
-
-    def fault(run: Run, patch: pytest.MonkeyPatch) -> list:
-        plain = (
-            open if function.endswith(".open") and not function.startswith("os.") else pkgutil.resolve_name(function)
-        )
-        met: list[str] = []
-
-        def fail(*arguments: Any, **keywords: Any) -> Any:
-            first = str(arguments[0])
-            if argument not in first or len(met) == times:
-                return plain(*arguments, **keywords)
-            met.append(first)
-            raise OSError(error, os.strerror(error), first) if isinstance(error, int) else error
-
-        patch.setattr(function, fail, raising=False)
-        return met
-
-    return fault
-
-
-def before(function: str, act: Callable[[Run], Any]) -> Fault:
-    """Something happens when a function is called for the first time."""
-
-    def fault(run: Run, patch: pytest.MonkeyPatch) -> list:
-        plain = pkgutil.resolve_name(function)
-        met: list[bool] = []
-
-        def acting(*arguments: Any, **keywords: Any) -> Any:
-            if not met:
-                met.append(True)
-                act(run)
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        first = str(arguments[0])
+        if argument not in first or len(met) == times:
             return plain(*arguments, **keywords)
+        met.append(first)
+        number = getattr(errno, error, None)
+        raise getattr(builtins, error)(error) if number is None else OSError(number, os.strerror(number), first)
 
-        patch.setattr(function, acting)
-        return met
-
-    return fault
-
-
-def both(first: Fault, second: Fault) -> Fault:
-    def fault(run: Run, patch: pytest.MonkeyPatch) -> list | None:
-        first(run, patch)
-        return second(run, patch)
-
-    return fault
+    patch.setattr(function, fail, raising=False)
+    return met
 
 
-def damaged(harm: Callable[[Path], object]) -> Fault:
-    """Damage of the newest checkpoint."""
+def taken(run: Run, patch: pytest.MonkeyPatch, function: str) -> None:
+    """A job on another host takes the run's folders when a function is called."""
+    plain = pkgutil.resolve_name(function)
 
-    def fault(run: Run, _: pytest.MonkeyPatch) -> None:
-        harm(run.newest)
+    def taking(*arguments: Any) -> Any:
+        for folder in (run.folder, run.checkpoints):
+            take(folder)
+        return plain(*arguments)
 
-    return fault
+    patch.setattr(function, taking)
+
+
+def take(folder: Path) -> None:
+    (folder / "other").write_bytes(b"0123 process 7 on host b\n")
+    (folder / "other").replace(folder / OWNER)
 
 
 def small_disk(run: Run, _: pytest.MonkeyPatch) -> None:
@@ -178,51 +156,70 @@ def roomy(_: Run, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(commit, "disk_usage", lambda _: free)
 
 
-def take(folder: Path) -> None:
-    """Takes a folder as a job on another host does."""
-    (folder / "other").write_bytes(b"0123 process 7 on host b\n")
-    (folder / "other").replace(folder / OWNER)
+def occupied(run: Run, _: pytest.MonkeyPatch) -> None:
+    (run.checkpoints / name_of(6)).mkdir()
 
 
-# Damage of a checkpoint -----------------------------------------------------------------------------------------------
+# Damage of the newest checkpoint --------------------------------------------------------------------------------------
 
 
-def write_manifest(checkpoint: Path, text: bytes) -> None:
+def write_manifest(run: Run, _: pytest.MonkeyPatch, text: str) -> None:
     """Another manifest, and a COMPLETE that fits to it, as somebody would write them who means harm."""
-    (checkpoint / MANIFEST).write_bytes(text)
-    (checkpoint / COMPLETE).write_text(complete_text(hashlib.sha256(text).hexdigest()))
+    data = text.encode("latin-1")
+    (run.newest / MANIFEST).write_bytes(data)
+    (run.newest / COMPLETE).write_text(complete_text(hashlib.sha256(data).hexdigest()))
 
 
-def seal(checkpoint: Path, **changes: Any) -> None:
+def seal(run: Run, patch: pytest.MonkeyPatch, changes: dict[str, Any] | None = None) -> None:
     """Makes manifest and COMPLETE agree with the files again."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    data = (checkpoint / SHARD).read_bytes()
+    manifest = json.loads((run.newest / MANIFEST).read_text())
+    data = (run.newest / SHARD).read_bytes()
     manifest["files"] = {SHARD: {"size": len(data), "crc32": f"{zlib.crc32(data):08x}"}}
-    write_manifest(checkpoint, json.dumps(manifest | changes).encode())
+    write_manifest(run, patch, json.dumps(manifest | (changes or {})))
 
 
-def flip_a_bit(checkpoint: Path) -> None:
-    """In the first tensor, which is one of the model's."""
+def flip(checkpoint: Path) -> None:
+    """Flips a bit in the first tensor, which is one of the model's."""
     data = bytearray((checkpoint / SHARD).read_bytes())
     data[8 + int.from_bytes(data[:8], "little") + 500] ^= 4
     (checkpoint / SHARD).write_bytes(data)
 
 
-def link(name: str) -> Callable[[Path], None]:
+def flip_a_bit(run: Run, _: pytest.MonkeyPatch) -> None:
+    flip(run.newest)
+
+
+def truncate(run: Run, _: pytest.MonkeyPatch, file: str, size: int) -> None:
+    os.truncate(run.newest / file, size)
+
+
+def append(run: Run, _: pytest.MonkeyPatch, file: str, text: str) -> None:
+    with (run.newest / file).open("a") as end:
+        end.write(text)
+
+
+def delete(run: Run, _: pytest.MonkeyPatch, file: str) -> None:
+    (run.newest / file).unlink()
+
+
+def replace(run: Run, _: pytest.MonkeyPatch, file: str, checkpoint: str) -> None:
+    shutil.copy(run.checkpoints / checkpoint / file, run.newest / file)
+
+
+def link(run: Run, _: pytest.MonkeyPatch, file: str) -> None:
     """A link in the place of a file, to the file outside."""
-
-    def harm(checkpoint: Path) -> None:
-        outside = checkpoint.parents[2] / "outside"
-        (checkpoint / name).rename(outside)
-        (checkpoint / name).symlink_to(outside)
-
-    return harm
+    (run.newest / file).rename(run.place / "outside")
+    (run.newest / file).symlink_to(run.place / "outside")
 
 
-def huge_header(checkpoint: Path) -> None:
-    data = (checkpoint / SHARD).read_bytes()
-    (checkpoint / SHARD).write_bytes(struct.pack("<Q", 2**60) + data[8:])
-    seal(checkpoint)
+def pipe(run: Run, _: pytest.MonkeyPatch, file: str) -> None:
+    (run.newest / file).unlink()
+    os.mkfifo(run.newest / file)
+
+
+def huge_header(run: Run, _: pytest.MonkeyPatch) -> None:
+    data = (run.newest / SHARD).read_bytes()
+    (run.newest / SHARD).write_bytes(struct.pack("<Q", 2**60) + data[8:])
 
 
 class Harm:
@@ -235,16 +232,10 @@ class Harm:
         return open, (str(self.marker), "w")
 
 
-def pickled(checkpoint: Path) -> None:
-    size = (checkpoint / SHARD).stat().st_size
-    harm = pickle.dumps(Harm(checkpoint.parents[2] / "was_run"))
-    (checkpoint / SHARD).write_bytes(harm.ljust(size, b"\0"))  # nobody reads on behind its end
-    seal(checkpoint)
-
-
-def pipe(checkpoint: Path) -> None:
-    (checkpoint / SHARD).unlink()
-    os.mkfifo(checkpoint / SHARD)
+def pickled(run: Run, _: pytest.MonkeyPatch) -> None:
+    size = (run.newest / SHARD).stat().st_size
+    harm = pickle.dumps(Harm(run.place / "was_run"))
+    (run.newest / SHARD).write_bytes(harm.ljust(size, b"\0"))  # nobody reads on behind its end
 
 
 # The driver -----------------------------------------------------------------------------------------------------------
@@ -252,33 +243,33 @@ def pipe(checkpoint: Path) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, when it is there, and how the start that meets it ends."""
+    """Faults, when they are there, and how the start that meets them ends."""
 
-    fault: Fault
-    when: str
+    faults: Sequence[Sequence[Any]]  # each a function of this module and its arguments
+    when: str  # "at rest", before that start, "loading" or "saving"
     says: str  # what the start prints, or the error; with names of a run's paths, such as {newest}
     status: int = 0
-    steps: tuple[int, ...] = (4, 6, 8)  # the complete checkpoints afterwards
-    options: tuple[str, ...] = ()
+    steps: Sequence[int] = (4, 6, 8)  # the complete checkpoints afterwards
+    options: Sequence[str] = ()
 
 
 def check(row: Row, run: Run) -> None:
     with run.mounted:
         with pytest.MonkeyPatch.context() as patch:
-            is_met = row.fault(run, patch)
-            if row.when == AT_REST:
+            met = [globals()[name](run, patch, *arguments) for name, *arguments in row.faults]
+            if row.when == "at rest":
                 damage = tree(run.newest)
                 is_candidate = 4 in run.steps()
                 refused_by_name(row, run)
-            options = ("train.steps=6",) if row.when == SAVING else ()
+            options = ("train.steps=6",) if row.when == "saving" else ()
             printed = run.train(*options, *row.options, status=row.status)
-        assert is_met is None or is_met, "the fault was never met"
-        assert run.steps() == list(row.steps)
+        assert [] not in met, "a fault was never met"
+        assert run.steps() == list(row.steps), printed
         assert not list(run.checkpoints.glob(".step_*")), "an unfinished checkpoint is left"
     asides = list(run.checkpoints.glob(f"{NEWER}.aside-*"))
-    if row.when != AT_REST or is_candidate:
+    if row.when != "at rest" or is_candidate:
         assert row.says.format(**vars(run)) in printed, printed
-    if row.when != AT_REST:
+    if row.when != "at rest":
         assert not asides, "what is intact was set aside"
     elif row.status == 0:
         assert f"goes on from {run.checkpoints / OLDER}: step 2" in printed

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -263,14 +262,13 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshtrain-kill-") as folder:
         begun = time.monotonic()
-        found = go(Path(folder), kills=options.kills, seed=options.seed, ranks=options.ranks, forked=options.forked)
-    whom = Counter("all" if one.whom == "all" else "one rank" for one in found)
-    lost = sum(one.step - one.newest for one in found)
+        kills = go(Path(folder), kills=options.kills, seed=options.seed, ranks=options.ranks, forked=options.forked)
+    whole_jobs = sum(kill.whom == "all" for kill in kills)
+    lost = sum(kill.step - kill.newest for kill in kills)
     print(
-        f"{len(found)} kills in {time.monotonic() - begun:.0f} s ("
-        + ", ".join(f"{n} of {who}" for who, n in whom.items())
-        + f"; {sum(bool(one.left) for one in found)} left an unfinished checkpoint; "
-        + f"{sum(one.local for one in found)} with local disks): {lost} steps were made again, "
+        f"{len(kills)} kills in {time.monotonic() - begun:.0f} s ({whole_jobs} of all; "
+        f"{sum(bool(kill.left) for kill in kills)} left an unfinished checkpoint; "
+        f"{sum(kill.local for kill in kills)} with local disks): {lost} steps were made again, "
         "none lost, and the end is bit-equal to that of a run never killed"
     )
     return 0

@@ -6,9 +6,7 @@ steps have since been computed in another order (the loss a chunk at a time, cli
 """
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +28,6 @@ ALONE = (1, "{dp_shard: 1}")
 def steps_of(folder: Path) -> list[list[float]]:
     """Loss and gradient norm of the steps of a run."""
     return [[row["loss"], row["grad_norm"]] for row in read(folder / "metrics.jsonl") if row["step"] > SAVED]
-
-
-def record(folder: Path) -> dict[str, Any]:
-    """What `expected.json` holds, from the runs `NAME-same` and `NAME-one` in a folder."""
-    recorded: dict[str, Any] = {}
-    for name in (f"{name}-{where}" for name in LAYOUTS for where in ("same", "one")):
-        recorded[name] = {"steps": steps_of(folder / name)}
-    return recorded
 
 
 def go_on(name: str, where: str, folder: Path, *options: str) -> Path:
@@ -80,8 +70,3 @@ def test_it_is_intact_and_its_weights_load(name: str) -> None:
     first = [weight.detach().clone() for weight in model.parameters()]
     load_weights(checkpoint, model)
     assert not any(torch.equal(weight, other) for weight, other in zip(model.parameters(), first, strict=True))
-
-
-if __name__ == "__main__":  # as the numbers were recorded, beside runs of 9cfe131
-    lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record(Path(sys.argv[1])).items())
-    print("{\n" + ",\n".join(lines) + "\n}")

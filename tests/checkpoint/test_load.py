@@ -97,9 +97,9 @@ def test_damage_is_named_by_file_and_tensor(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    with pytest.raises(DamagedError, match=r"rank_00002.safetensors: model.b: its bytes") as found:
+    with pytest.raises(DamagedError, match=r"rank_00002.safetensors: model.b: its bytes") as refused:
         restore(checkpoint, manifest_of(checkpoint), state)
-    assert (found.value.file, found.value.tensor) == (file, "model.b")
+    assert (refused.value.file, refused.value.tensor) == (file, "model.b")
 
 
 def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +112,14 @@ def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path: Path, monk
     checkpoint = tmp_path / "step_0000004"
     other = on(job, {}, "model.vocab_size=44", "model.num_hidden_layers=5", "train.precision=float64")
     monkeypatch.setattr(Shard, "__init__", lambda *_: pytest.fail("a file was opened"))
-    with pytest.raises(InputError) as found:
+    with pytest.raises(InputError) as refused:
         restore(checkpoint, manifest_of(checkpoint), other)
-    said = str(found.value)
-    assert said.startswith(
+    problem = str(refused.value)
+    assert problem.startswith(
         f"{checkpoint} does not fit the model: the model has no model.model.layers.5.input_layernorm"
     )
-    assert "other shapes: model.model.embed_tokens.weight (there [42, 24], the model's [44, 24])" in said
-    assert "other types: model.model.embed_tokens.weight (there F32, the model's F64)" in said
+    assert "other shapes: model.model.embed_tokens.weight (there [42, 24], the model's [44, 24])" in problem
+    assert "other types: model.model.embed_tokens.weight (there F32, the model's F64)" in problem
 
 
 def test_differences_are_told_in_lists() -> None:
@@ -128,9 +128,11 @@ def test_differences_are_told_in_lists() -> None:
     assert differences({"a": f32}, {"a": f64}) == ["other types: a (there F32, the model's F64)"]
     assert differences({"a": f32}, {}) == ["the model has no a"]
     adam, sgd = {"model.a": f32, "optimizer.a.exp_avg": f32}, {"model.a": f32, "optimizer.a.momentum_buffer": f32}
-    told = "it was written with another optimizer (optimizer.name, state_precision or groups): take those of its config"
-    assert differences(adam, sgd)[-1].startswith(told)
-    assert differences(adam, adam | {"optimizer.a.exp_avg": Placement((2, 3), "BF16")})[-1].startswith(told)
+    optimizer = (
+        "it was written with another optimizer (optimizer.name, state_precision or groups): take those of its config"
+    )
+    assert differences(adam, sgd)[-1].startswith(optimizer)
+    assert differences(adam, adam | {"optimizer.a.exp_avg": Placement((2, 3), "BF16")})[-1].startswith(optimizer)
     assert not differences(adam, sgd | {"model.b": f32})[-1].startswith("it was")
     many = {f"t{i}": f32 for i in range(6)}
     assert differences({}, many) == ["missing t0, t1, t2, t3 and 2 more"]

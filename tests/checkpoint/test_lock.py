@@ -19,7 +19,7 @@ from meshtrain.checkpoint.directory import TakenError, lock_folder
 from meshtrain.errors import InputError
 from meshtrain.job.environment import TORCHRUN, read_environment
 from meshtrain.metrics.logger import read
-from tests.checkpoint.faults import Run, before, failing, take
+from tests.checkpoint.faults import Run, failing, take, taken
 
 # The lock -----------------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ def test_the_second_job_has_it(tmp_path: Path) -> None:
 def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(tmp_path: Path) -> None:
     """torchrun starts the job that stopped again, and that would stop the other one, and so on."""
     many = [f"{number}" + "\N{SNOWMAN}" * 500 for number in range(20)]
-    for launch, again, taken in (
+    for launch, again, refused in (
         ("a", False, False),
         ("a", True, False),
         ("b", False, False),
@@ -129,11 +129,11 @@ def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(t
         *((launch, False, False) for launch in many),
         (many[18], True, True),
     ):
-        token = (tmp_path / folder.OWNER).read_bytes() if taken else b""
+        token = (tmp_path / folder.OWNER).read_bytes() if refused else b""
         refusal = pytest.raises(TakenError, match=r"taken by another job since this one was first started \(process")
-        with refusal if taken else nullcontext(), lock_folder(tmp_path, launch=launch, again=again):
+        with refusal if refused else nullcontext(), lock_folder(tmp_path, launch=launch, again=again):
             folder.check_owner()
-        assert not taken or (tmp_path / folder.OWNER).read_bytes() == token
+        assert not refused or (tmp_path / folder.OWNER).read_bytes() == token
 
 
 def test_the_launch_is_told_from_others() -> None:
@@ -151,7 +151,7 @@ def test_the_launch_is_told_from_others() -> None:
 def test_a_run_whose_folder_was_taken_ends_and_leaves_it_alone(fresh: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a step or two, and not with its next checkpoint: what it would write besides is the other job's."""
     with monkeypatch.context() as patch:
-        before("meshtrain.metrics.goodput.GoodputTracker.begin", lambda run: take(run.folder))(fresh, patch)
+        taken(fresh, patch, "meshtrain.metrics.goodput.GoodputTracker.begin")
         printed = fresh.train("train.steps=100", "checkpoint.every=50", status=1)
     assert f"the folder {fresh.folder} was taken by another job meanwhile (process 7 on host b)" in printed
     assert "there is no exit.json, which would say {" in printed
@@ -166,7 +166,7 @@ def test_a_run_whose_folder_was_taken_ends_and_leaves_it_alone(fresh: Run, monke
 def test_a_file_system_without_locks_is_a_warning(
     fresh: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    failing("fcntl.flock", number)(fresh, monkeypatch)
+    failing(fresh, monkeypatch, "fcntl.flock", errno.errorcode[number])
     with lock_folder(fresh.place):
         take(fresh.place)
         with pytest.raises(TakenError):
@@ -176,7 +176,7 @@ def test_a_file_system_without_locks_is_a_warning(
 
 
 def test_another_failure_to_lock_is_an_error(fresh: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing("fcntl.flock", errno.EIO)(fresh, monkeypatch)
+    failing(fresh, monkeypatch, "fcntl.flock", "EIO")
     with pytest.raises(InputError, match="cannot be locked"), lock_folder(fresh.place):
         pass
 

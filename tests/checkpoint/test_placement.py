@@ -102,16 +102,6 @@ def test_pieces_of_a_large_layout_are_found_without_a_walk_over_its_ranks() -> N
     assert {shape_of(piece) for _, piece in found} == {(16, 6656)}
 
 
-def test_pieces_of_experts_are_found_as_fast() -> None:
-    layout = Layout({"pp": 16, "dp_replicate": 64, "dp_shard": 16, "tp": 8}).with_experts(64)
-    tensor = Placement((256, 4096, 7168), "F32", (("ep", 0), ("efsdp", 0)), (3,))
-    found = list(pieces(tensor, layout, (slice(7, 9), slice(0, 4096), slice(0, 7168))))
-    # 4 experts of a rank of ep are 2 for each of 2 shards, and of 64 copies two write one each.
-    places = [{"edp_replicate": 1, "efsdp": 1, "ep": 1}, {"edp_replicate": 0, "efsdp": 0, "ep": 2}]
-    assert [rank for rank, _ in found] == [layout.rank(pp=3, **place) for place in places]
-    assert [piece[0] for _, piece in found] == [slice(7, 8), slice(8, 9)]
-
-
 @settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40), max_size=6), st.integers(0, 1_000_000))
 def test_the_crc_of_a_whole_follows_from_its_pieces(pieces: list[bytes], zeros: int) -> None:

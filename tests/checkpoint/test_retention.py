@@ -22,6 +22,10 @@ def named(name: str, values: dict[int, float]) -> dict[int, dict[str, float]]:
     return {step: {name: value} for step, value in values.items()}
 
 
+def of_samples(count: int, losses: dict[int, float]) -> dict[int, dict[str, float]]:
+    return {step: {"eval_loss": loss, "eval_samples": count} for step, loss in losses.items()}
+
+
 @pytest.mark.parametrize(
     ("rules", "evaluations", "kept"),
     [
@@ -33,23 +37,14 @@ def named(name: str, values: dict[int, float]) -> dict[int, dict[str, float]]:
         (Retention(1, None, True), named("accuracy", LOSSES), {1, 5}),
         (Retention(1, None, True), {1: {"eval_loss": 0.0}, 2: {"eval_loss": 1.0, "accuracy": 0.5}}, {2, 5}),
         (Retention(1, None, True), named("eval_loss", dict.fromkeys((1, 2), -math.inf)), {5}),
+        # Only evaluations of the same number of samples are compared; older checkpoints do not say how many.
+        (Retention(1, None, True), named("eval_loss", {1: 2.0, 2: 1.0}) | of_samples(8, {3: 5.0, 4: 4.0}), {2, 4, 5}),
         (Retention(9, 7, True), named("eval_loss", LOSSES), {1, 2, 3, 4, 5}),
     ],
 )
 def test_rules(rules: Retention, evaluations: dict[int, dict[str, float]], kept: set[int]) -> None:
     assert steps_to_keep([1, 2, 3, 4, 5], evaluations, rules) == kept
     assert steps_to_keep([], evaluations, rules) == set()
-
-
-def test_only_evaluations_of_the_same_number_of_samples_are_compared() -> None:
-    """Older checkpoints do not say how many; the best of each number stays."""
-    rules = Retention(keep_last=1, keep_best=True)
-    losses = {1: 2.0, 2: 1.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 9.0}
-    evaluations = named("eval_loss", losses)
-    assert steps_to_keep(losses, evaluations, rules) == {2, 6}
-    for step, count in {3: 8, 4: 8, 5: 20, 6: 20}.items():
-        evaluations[step]["eval_samples"] = count
-    assert steps_to_keep(losses, evaluations, rules) == {2, 4, 5, 6}
 
 
 @settings(max_examples=60)

@@ -1,6 +1,5 @@
 """Where host memory is short the state is streamed: the same bytes, in bounded memory, and told once."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from meshtrain.checkpoint import staging
-from meshtrain.checkpoint.directory import complete_steps, name_of
+from meshtrain.checkpoint.directory import name_of, open_manifest
 from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.shard_file import BLOCK
 from meshtrain.checkpoint.staging import Snapshot, find_short_hosts, snapshot_bytes
@@ -21,9 +20,7 @@ from meshtrain.config.schema import Optimizer as Keys
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
-from tests.checkpoint.going_on import Case, faster, small_run
-from tests.checkpoint.going_on import alone as run_alone
-from tests.checkpoint.kill import rows
+from tests.checkpoint.faults import Run
 from tests.checkpoint.known import ABOUT, alone, fill, on
 
 MIB = 2**20
@@ -108,32 +105,23 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     assert find_short_hosts(state, job) == []
 
 
-def test_a_run_goes_on_in_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    faster()
-    options = ("train.steps=6", "checkpoint.every=2", "data.workers=0")
-    assert run_alone(Case(str(small_run(tmp_path)), (*options, f"train.output={tmp_path}/plenty"))) == {"status": 0}
-    assert "memory for copies" not in capsys.readouterr().out
-    made: list[bool] = []
+def test_a_run_goes_on_in_little_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same rows, and the same checksums in its checkpoints."""
+    streaming: list[bool] = []
     init = Snapshot.__init__
 
     def noted(self: Snapshot, *arguments: Any, streams: bool) -> None:
-        made.append(streams)
+        streaming.append(streams)
         init(self, *arguments, streams=streams)
         assert self._memory.nbytes == 0
 
     monkeypatch.setattr(staging, "memory_gib", lambda: (64.0, 6.4))
     monkeypatch.setattr(Snapshot, "__init__", noted)
-    assert run_alone(Case(str(small_run(tmp_path)), (*options, f"train.output={tmp_path}/short"))) == {"status": 0}
-    out = capsys.readouterr().out
-    said = (
-        "checkpoints are written while training waits, because the memory for copies of the state is short: host here"
-    )
-    assert out.count(said) == 1
-    assert made == [True]
-    assert rows(tmp_path / "plenty") == rows(tmp_path / "short")
-    for step in complete_steps(tmp_path / "short" / "checkpoints"):
-        same = [tmp_path / one / "checkpoints" / name_of(step) / "manifest.json" for one in ("plenty", "short")]
-        files = [json.loads(path.read_text())["files"] for path in same]
-        assert files[0] == files[1], "the same checksums"
+    problem = "checkpoints are written while training waits, because the memory for copies of the state is short: host"
+    assert run.train().count(f"{problem} here") == 1
+    assert streaming == [True]
+    assert run.rows() == run.undisturbed()
+    for step in run.steps():
+        names = [folder / "checkpoints" / name_of(step) for folder in (run.folder, run.config.parent / "8 steps")]
+        files = [open_manifest(name)[0].files for name in names]
+        assert files[0] == files[1]

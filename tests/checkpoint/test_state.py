@@ -72,44 +72,17 @@ def test_the_memory_is_that_of_the_training() -> None:
         optimizer.squared_norm()
         optimizer.update(5, None, torch.tensor(overflow))
         scale.update(torch.tensor(overflow) > 0)
-    found = {held.name: held.local for held in state.shards}
-    assert torch.equal(found["model.mean"], model.mean)
-    assert found["model.mean"].abs().sum() > 0
-    assert torch.equal(found["model.a.weight"], model.a.weight)
-    assert found["optimizer.step"].item() == 2, "a skipped update does not count"
-    assert found["loss_scale.value"].item() == LossScale.FIRST / 2
-    assert found["loss_scale.good"].item() == 1
+    local = {held.name: held.local for held in state.shards}
+    assert torch.equal(local["model.mean"], model.mean)
+    assert local["model.mean"].abs().sum() > 0
+    assert torch.equal(local["model.a.weight"], model.a.weight)
+    assert local["optimizer.step"].item() == 2, "a skipped update does not count"
+    assert local["loss_scale.value"].item() == LossScale.FIRST / 2
+    assert local["loss_scale.good"].item() == 1
     (adamw,) = [s for p, s in optimizer.rules["adamw"]._adamw.state.items() if p.shape == (3, 3)]
     assert adamw["step"].item() == 2
-    assert found["optimizer.a.weight.exp_avg"].data_ptr() == adamw["exp_avg"].data_ptr()
-    assert found["optimizer.a.weight.exp_avg"].abs().sum() > 0
-
-
-def test_a_state_that_is_put_back_goes_on_with_the_same_bits() -> None:
-    """The number of updates matters to AdamW: it corrects its averages by it."""
-
-    def step(model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 3)).square().sum().backward()
-        optimizer.squared_norm()
-        optimizer.update(5, None, torch.tensor(0.0))
-
-    first = Model()
-    one = optimizer_of(first)
-    state = State(first, one, ALONE, alone())
-    for _ in range(3):
-        step(first, one)
-    second = Model()
-    other = optimizer_of(second)
-    copied = State(second, other, ALONE, alone())
-    for source, target in zip(state.shards, copied.shards, strict=True):
-        target.local.copy_(source.local)
-    copied.loaded()
-    for _ in range(2):
-        step(first, one)
-        step(second, other)
-        for source, target in zip(state.shards, copied.shards, strict=True):
-            assert torch.equal(source.local, target.local), source.name
+    assert local["optimizer.a.weight.exp_avg"].data_ptr() == adamw["exp_avg"].data_ptr()
+    assert local["optimizer.a.weight.exp_avg"].abs().sum() > 0
 
 
 def test_a_type_that_no_file_holds_is_refused() -> None:
@@ -117,7 +90,6 @@ def test_a_type_that_no_file_holds_is_refused() -> None:
         gather_placements([tensor_spec("w", torch.zeros(2, dtype=torch.complex64))], alone(), Layout({}))
 
 
-@pytest.mark.timeout(400)
 def test_a_buffer_that_has_grown_is_not_cut_to_the_shape_that_it_had() -> None:
     model = Model()
     state = State(model, optimizer_of(model), ALONE, alone())
@@ -127,6 +99,7 @@ def test_a_buffer_that_has_grown_is_not_cut_to_the_shape_that_it_had() -> None:
         _ = held.local
 
 
+@pytest.mark.timeout(400)
 def test_parts_on_every_layout_of_4_ranks(tmp_path: Path) -> None:
     job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "state", timeout=300)
     assert_none_failed(job, 4, 1000)

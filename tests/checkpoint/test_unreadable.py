@@ -20,7 +20,7 @@ from tests.launching import forked
 
 
 def test_commands_do_not_take_it_for_damage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing("os.open", errno.EIO, SHARD)(run, monkeypatch)
+    failing(run, monkeypatch, "os.open", "EIO", SHARD)
     problem = f"{SHARD}: cannot be read (Input/output error)"
     assert problem in run.command("checkpoint", "verify", run.newest, status=1)
     assert problem.replace(":", "") in run.command("checkpoint", "ls", run.folder)

@@ -16,7 +16,7 @@ from meshtrain.checkpoint.directory import complete_steps, name_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import verify
-from tests.checkpoint.going_on import Case, alone, faster, small_run
+from tests.checkpoint.going_on import Case, alone, small_run
 from tests.checkpoint.kill import rows
 
 pytestmark = pytest.mark.integrations
@@ -45,7 +45,6 @@ def test_a_run_goes_on_from_s3(
     """Its folder is lost, and of the newest checkpoint in the bucket a file was exchanged."""
     import boto3
 
-    faster()
     config = str(small_run(tmp_path))
     options = ("checkpoint.every=2", "data.workers=0")
     assert alone(Case(config, (*options, f"train.output={tmp_path}/whole"))) == {"status": 0}
@@ -74,7 +73,6 @@ def test_a_run_goes_on_from_s3(
 def test_a_bucket_that_is_not_there_costs_lines(
     bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faster()
     options = ("checkpoint.every=4", "data.workers=0", "checkpoint.upload=s3://another/prefix")
     assert alone(Case(str(small_run(tmp_path)), options)) == {"status": 0}
     out = capsys.readouterr().out
@@ -156,7 +154,6 @@ def test_a_server_that_refuses_or_does_not_answer(
     """The run is as without it, one line says so, and when the server is well again all comes with the next."""
     import s3fs.core
 
-    faster()
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
     for limit in ("ANSWER_S", "SILENCE_S"):
         monkeypatch.setattr(upload, limit, 5.0)  # of 100 the client waits for ever
@@ -187,7 +184,6 @@ def test_a_server_that_refuses_or_does_not_answer(
 
 def test_a_server_that_is_gone(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checkpoint of its own a run would begin anew, which nobody wants."""
-    faster()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     refused = alone(Case(str(small_run(tmp_path)), ("data.workers=0", "checkpoint.upload=s3://elsewhere/prefix")))
     assert refused["status"] == 2

@@ -15,7 +15,7 @@ from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.checkpoint.weights import read_part
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.locate import model_file
-from meshtrain.errors import DamagedError, InputError
+from meshtrain.errors import InputError
 from meshtrain.huggingface.load import named_tensors
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
@@ -74,8 +74,7 @@ def test_any_part_of_a_tensor(tmp_path: Path) -> None:
 # Into a plain model -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "dtype"), [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)])
 def test_a_plain_model_of_any_type(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     model = made(tie_word_embeddings=tied)
     checkpoint_of(model, tmp_path / "run" / "checkpoints", step=3, **SHARDED)
@@ -138,18 +137,7 @@ def test_a_model_without_memory(tmp_path: Path) -> None:
         load_weights(checkpoint_of(model, tmp_path), other)
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(made(), tmp_path, **SHARDED)
-    file = checkpoint / "rank_00001.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 16
-    file.write_bytes(data)
-    with pytest.raises(DamagedError) as caught:
-        load_weights(checkpoint, made())
-    assert (caught.value.file, caught.value.tensor) == (file, "model.lm_head.weight")
-    file.unlink()
-    with pytest.raises(DamagedError, match=r"rank_00001.safetensors: is missing"):
-        load_weights(checkpoint, made())
+def test_no_checkpoint_holds_no_weights() -> None:
     with pytest.raises(InputError, match="holds no checkpoint"):
         load_weights(Path(__file__).parent, made())
 
