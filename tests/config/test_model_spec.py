@@ -70,8 +70,7 @@ class Model(llama.Model):
 """
 
 
-@pytest.mark.parametrize("plan", ["init_plan = llama.init_plan", ""], ids=["init_plan", "values of the constructor"])
-@pytest.mark.parametrize("layout", ["{dp_shard: 2}", "{pp: 2}"])
+@pytest.mark.parametrize(("layout", "plan"), [("{pp: 2}", "init_plan = llama.init_plan"), ("{dp_shard: 2}", "")])
 def test_a_start_constructs_the_model_once(layout: str, plan: str, tmp_path: Path) -> None:
     """On the meta device; and once more with values where only the constructor knows them."""
     log, file = tmp_path / "log", tmp_path / "counted.py"

@@ -34,13 +34,24 @@ def place(line: str, variables: Mapping[str, str] | None = None) -> Place:
     return read_place(parse(line), variables or {})
 
 
-def test_the_command_line_of_torchrun_is_understood() -> None:
+def test_options_and_variables_of_launchers_are_understood() -> None:
     for row in TABLES["places"]:
-        meeting = place(row["line"], row.get("variables"))
-        assert {name: getattr(meeting, name) for name in row["is"]} == row["is"], row["line"]
+        variables = row.get("variables", {})
+        meeting = place(row["line"], variables)
+        assert {name: plain(getattr(meeting, name)) for name in row["is"]} == row["is"], row
+        if "local rank" in row:
+            speaks = [speaks_for_node(variables | {row["local rank"]: local}, meeting) for local in ("0", "1")]
+            assert speaks == [True, False], row
     for line, words in TABLES["refused"].items():
         with pytest.raises(InputError, match=words):
             place(line)
+    for name in TABLES["numbers"]:
+        with pytest.raises(InputError, match=f"^{name} two: expected a number"):
+            place("", TABLES["task"] | {name: "two", "MASTER_ADDR": "gpu01"})
+
+
+def plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 @pytest.mark.parametrize("module", ["meshtrain.doctor", "meshtrain.operate.doctor"])
@@ -55,39 +66,6 @@ def test_the_config_stands_where_the_script_would() -> None:
     assert arguments.module
     assert [arguments.config, *arguments.overrides] == ["meshtrain.train", "my.yaml", "train.steps=5"]
     assert arguments.wait == 3.0
-
-
-def test_a_worker_of_torchrun() -> None:
-    variables = {
-        "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a",
-        "MASTER_PORT": "1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job",
-    }  # fmt: skip
-    meeting = place("", variables)
-    assert meeting == Place("torchrun", "c10d", "a", 1, "job", 2, 2, 1, "4", False, (4, 5, 6, 7))
-    assert not speaks_for_node(variables, meeting)
-    assert speaks_for_node(variables | {"LOCAL_RANK": "0"}, meeting)
-
-
-def test_a_task_of_srun() -> None:
-    variables = {
-        "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "1", "SLURM_JOB_ID": "77",
-        "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[01-02]", "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "6,2", "SLURMD_NODENAME": "gpu02",
-    }  # fmt: skip
-    meeting = place("", variables)
-    assert (meeting.launcher, meeting.address, meeting.id, meeting.most, meeting.node_rank) == (
-        "srun", "gpu01", "77", 2, 1,
-    )  # fmt: skip
-    assert (meeting.processes, meeting.ranks, meeting.expected) == ("2", (6, 7), ("gpu01", "gpu02"))
-    assert not meeting.serves
-    assert place("", variables | {"SLURM_GTIDS": "1,3"}).ranks == (1, 3), "as --distribution=cyclic deals them"
-    assert speaks_for_node(variables, meeting)
-    assert not speaks_for_node(variables | {"SLURM_LOCALID": "1"}, meeting)
-    assert place("", variables | {"SLURM_NODEID": "0", "SLURM_PROCID": "0"}).serves
-    del variables["SLURM_STEP_NUM_NODES"]
-    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_NODEID"):
-        with pytest.raises(InputError, match=f"^{name} two: expected a number"):
-            place("", variables | {name: "two", "MASTER_ADDR": "gpu01"})
 
 
 def test_interfaces_as_nccl_and_gloo_read_their_names() -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,33 +22,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def ended(cluster: Cluster, job: str, within_s: float = 240) -> str:
-    """What SLURM says of a job that is over."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        said = cluster.ask("scontrol", "show", "job", job)
-        if re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", said):
-            return said
-        time.sleep(1)
-    raise AssertionError(f"job {job} is not over: {said}")
-
-
 @pytest.mark.parametrize("options", [(), ("--srun", "--gres", "gpu", "--cpus-per-task", "2")], ids=["torchrun", "srun"])
 def test_a_launched_job_trains(cluster: Cluster, tmp_path: Path, options: tuple[str, ...]) -> None:
     here = tmp_path / "a folder"
     here.mkdir()
     asked = ("--slurm", "--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "4", "--time", "10", *options)
-    said = cluster.ask(*MESHTRAIN, "launch", "configs/quickstart.yaml", *asked, *SHORT, "train.output=runs/a 50% run",
-                       "--env", "OMP_NUM_THREADS=1", cwd=here)  # fmt: skip
-    found = re.search(r"as job (\d+)", said)
-    assert found is not None, said
-    told = ended(cluster, found[1])
+    printed = cluster.ask(*MESHTRAIN, "launch", "configs/quickstart.yaml", *asked, *SHORT,
+                          "train.output=runs/a 50% run", "--env", "OMP_NUM_THREADS=1", cwd=here)  # fmt: skip
+    number = re.search(r"as job (\d+)", printed)
+    assert number is not None, printed
+    job = cluster.wait(number[1])
     output = here / "runs" / "a 50% run"
-    log = output / "logs" / f"slurm-{found[1]}.out"
-    assert "JobState=COMPLETED" in told, told + log.read_text()
-    assert "NumNodes=2" in told
-    assert "TimeLimit=00:10:00" in told
-    assert "JobName=quickstart" in told
+    log = output / "logs" / f"slurm-{number[1]}.out"
+    assert job["JobState"] == "COMPLETED", log.read_text()
+    assert (job["NumNodes"], job["TimeLimit"], job["JobName"]) == ("2", "00:10:00", "quickstart")
     assert json.loads((output / "exit.json").read_text())["status"] == "done"
     assert "4 processes = 2 hosts x 2" in (output / "layout.txt").read_text()
     assert "done" in log.read_text() or options

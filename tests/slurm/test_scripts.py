@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.launching import ROOT
 
@@ -83,12 +85,10 @@ class Stage:
         for name, text in files.items():
             (self.folder / name).write_text(text)
 
-    def exit(
-        self, status: str, reason: str = "", kind: str = "", hosts: Sequence[str] = (), start: str = "json"
-    ) -> None:
+    def leave(self, end: Mapping[str, object], start: str = "json") -> None:
         """What the run leaves; `start`: in that start of the step."""
-        end = {"status": status, "code": 0, "reason": reason, "step": 5, "kind": kind, "hosts": list(hosts)}
-        self.write(**{f"exit.{start}": json.dumps(end) + "\n"})
+        defaults = {"code": 0, "reason": "", "step": 5, "kind": "", "hosts": []}
+        self.write(**{f"exit.{start}": json.dumps(defaults | end) + "\n"})
 
     def read(self, name: str) -> str:
         path = self.folder / name
@@ -120,197 +120,66 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(folder)
 
 
+ENDS = yaml.safe_load(Path(__file__).with_name("ends.yaml").read_text())
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(
-    ("status", "reason", "step_status", "again"),
-    [
-        ("stopped", "asked to stop by SIGUSR1", "1", True),
-        ("stopped", "asked to stop by the end of SLURM job 70001", "75", True),
-        ("stopped", "asked to stop by the file runs/mine/STOP", "0", False),
-        ("done", "all steps are done", "0", False),
-        ("failed", "TrainingError: it says it stopped", "1", False),
-    ],
-)
-def test_what_goes_back_into_the_queue(
-    stage: Stage, script: str, status: str, reason: str, step_status: str, again: bool
-) -> None:
-    stage.exit(status, reason, kind="training" if status == "failed" else "")
-    stage.write(step_status=step_status)
+def test_how_a_job_ends(tmp_path: Path, script: str) -> None:
+    wrong = []
+    for number, (name, row) in enumerate(ENDS.items()):
+        if row.get("script", script) == script and (problem := wrong_end(tmp_path / f"a stage {number}", script, row)):
+            wrong.append(f"{name}: {problem}")
+    assert not wrong, "\n".join(wrong)
+
+
+def wrong_end(folder: Path, script: str, row: Mapping[str, Any]) -> str:
+    """In what the end of a row's job differs from the row."""
+    folder.mkdir()
+    stage = Stage(folder, row.get("variables", {}))
+    stage.write(**row.get("stage", {}))
+    stage.write(**{"my env": 'export FROM_IT="$SURELY_UNSET"here\n'})
+    for key, start in (("left", "json"), ("left 1", "1"), ("left 2", "2")):
+        if key in row:
+            stage.leave(row[key], start)
+    if "before" in row:
+        stage.leave(row["before"], "before")
+        shutil.move(folder / "exit.before", folder / "run" / "exit.json")
     ended = stage.run(script)
-    assert (stage.requeued, ended.returncode) == (again, 75 if again else int(step_status)), ended
-
-
-def test_how_an_earlier_job_ended_does_not_count(stage: Stage) -> None:
-    """A run that is refused leaves the folder as it was."""
-    stage.exit("stopped", "asked to stop by SIGUSR1")
-    shutil.move(stage.folder / "exit.json", stage.folder / "run" / "exit.json")
-    stage.write(step_status="2")
-    assert stage.run("train.sbatch").returncode == 2
-    assert not stage.requeued
-
-
-def test_a_job_that_was_preempted_while_it_started_goes_back(stage: Stage) -> None:
-    stage.write(step_status="143", job="   PreemptEligibleTime=x PreemptTime=2026-11-21T23:23:40")
-    assert stage.run("train.sbatch").returncode == 75
-    assert stage.requeued
-
-
-def test_a_preempted_job_that_has_failed_or_is_done_does_not_go_back(stage: Stage) -> None:
-    stage.write(step_status="1", job="   PreemptEligibleTime=x PreemptTime=2026-11-21T23:23:40")
-    for status in ("failed", "done"):
-        stage.exit(status, kind="input" if status == "failed" else status)
-        assert stage.run("train.sbatch").returncode == 1
-    assert not stage.requeued
+    updated = f"ExcNodeList={row['updated']}\n" if "updated" in row else ""
+    lines = {"step": stage.read("srun").splitlines(), "env": stage.read("env").splitlines()}
+    expected_lines = {"step": [*row.get("step", ()), *row.get(f"step of {script}", ())], "env": row.get("env", ())}
+    fits = {
+        "status": ended.returncode == row["ends"],
+        "queue": stage.requeued == row.get("back", False),
+        "update": stage.read("updated") == updated,
+        "starts": stage.read("starts") == row.get("starts", stage.read("starts")),
+        "output": row.get("out", "") in ended.stdout and row.get("err", "") in ended.stderr,
+        "step": all(set(expected_lines[name]) <= set(lines[name]) for name in lines),
+        "exit": not ("left" in row and row["ends"] != 2) or (folder / "run" / "exit.json").exists(),
+    }
+    wrong = [name for name, fit in fits.items() if not fit]
+    return f"{wrong}: {ended}" if wrong else ""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_that_has_lost_a_node_comes_back_without_it(stage: Stage, script: str) -> None:
-    stage.exit("failed", "rank 9 on host gpu08 is gone", "gone", ["gpu08.cluster"])
-    stage.write(step_status="1", job="ExcNodeList=gpu01 PreemptTime=None")
-    ended = stage.run(script)
-    assert (ended.returncode, stage.requeued) == (75, True), ended
-    assert stage.read("updated") == "ExcNodeList=gpu08,gpu01\n"
-    assert "comes back without gpu08" in ended.stdout
-
-
-def test_no_node_is_left_out_where_there_are_no_others(stage: Stage) -> None:
-    stage.exit("failed", "rank 9 on host gpu08 is gone", "gone", ["gpu08"])
-    stage.write(step_status="1", partition="gpu07\ngpu08\n")
-    ended = stage.run("train-srun.sbatch")
-    assert (ended.returncode, stage.requeued, stage.read("updated")) == (75, True, ""), ended
-    assert "keeps gpu08: main has 1 nodes besides, and the job needs 2" in ended.stdout
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_spare_node_takes_the_place_of_a_lost_one(stage: Stage, script: str) -> None:
-    """Within the job; when the spare is used up too, the job comes back without both."""
-    stage.variables = {"SLURM_JOB_NUM_NODES": "3", "SPARE_NODES": "1"}
-    stage.write(hostnames="gpu07\ngpu08\ngpu09\n", step_status="1", partition="gpu01\ngpu02\ngpu03\ngpu07\ngpu08\n")
-    stage.exit("failed", "rank 1 on host gpu07 is gone", "gone", ["gpu07"], start="1")
-    stage.exit("failed", "rank 0 on host gpu08 cannot be reached", "unreachable", ["gpu08"], start="2")
-    ended = stage.run(script)
-    assert (ended.returncode, stage.requeued) == (75, True), ended
-    assert stage.read("starts").splitlines() == ["gpu07 gpu08", "gpu08 gpu09"]
-    assert stage.read("updated") == "ExcNodeList=gpu07,gpu08\n"
-    assert "--overlap" in stage.read("srun").splitlines()
-    assert {"MASTER_ADDR=gpu08", "MASTER_PORT=20017", "SLURM_RESTART_COUNT=1"} <= set(stage.read("env").splitlines())
-    if "srun" in script:
-        assert "--ntasks=8" in stage.read("srun").splitlines()
-
-
-def test_a_failure_that_no_node_is_to_blame_for_is_tried_again_at_once_and_so_often(stage: Stage) -> None:
-    stage.exit("failed", "ValueError: x", "failed", ["gpu08"])
-    stage.write(step_status="1")
-    stage.variables = {"MAX_TRIES": "2"}
-    ended = stage.run("train.sbatch")
-    assert (ended.returncode, stage.requeued, stage.read("updated")) == (1, False, "")
-    assert len(stage.read("starts").splitlines()) == 3
-    assert "end: ValueError: x: 3 failures in a row have got no further than step 0" in ended.stdout
-
-
-def test_a_node_that_slurm_has_lost_while_the_ranks_started(stage: Stage) -> None:
-    stage.write(step_status="1", states="gpu07 mix\ngpu08 down*\n")
-    assert stage.run("train-srun.sbatch").returncode == 75
-    assert stage.read("updated") == "ExcNodeList=gpu08\n"
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_node_that_is_not_fit_is_left_out(stage: Stage, script: str) -> None:
-    stage.write(unfit="gpu08")
-    stage.variables = {"PREFLIGHT": "1"}
-    ended = stage.run(script)
-    assert (ended.returncode, stage.read("updated")) == (75, "ExcNodeList=gpu08\n"), ended
-    assert "not fit to train: gpu08 (see " in ended.stdout
-    assert stage.read("starts") == ""
-    stage.write(unfit="none")
-    assert stage.run(script).returncode == 0
-    assert stage.read("starts") == "gpu07 gpu08\n"
-
-
-def test_a_job_goes_back_so_many_times(stage: Stage) -> None:
-    stage.exit("stopped", "asked to stop by SIGUSR1")
-    stage.variables = {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}
-    ended = stage.run("train-srun.sbatch")
-    assert (ended.returncode, stage.requeued) == (1, False)
-    assert "MAX_REQUEUES is 3" in ended.stderr
-    stage.variables["SLURM_RESTART_COUNT"] = "2"
-    assert stage.run("train-srun.sbatch").returncode == 75
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_count_of_starts_that_was_inherited_is_not_the_jobs(stage: Stage, script: str) -> None:
-    """The job was submitted in one that SLURM had started again; `scontrol show job` has its own count."""
-    stage.exit("done")
-    stage.write(job="Requeue=1 Restarts=0 BatchFlag=1 ExcNodeList=(null) PreemptTime=None")
-    stage.variables = {"SLURM_RESTART_COUNT": "3"}
-    assert stage.run(script).returncode == 0
-    assert "SLURM_RESTART_COUNT=0" in stage.read("env").splitlines()
-
-
-def test_slurm_may_refuse_to_take_it_back(stage: Stage) -> None:
-    stage.exit("stopped", "asked to stop by SIGUSR1")
-    stage.write(requeue_status="1")
-    ended = stage.run("train.sbatch")
-    assert ended.returncode == 1
-    assert "submit the same again" in ended.stderr
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_that_slurm_ends_does_not_go_back(stage: Stage, script: str) -> None:
-    """scancel sends SIGTERM to this shell too; the run uses the time that is left for its checkpoint."""
-    stage.exit("stopped", "asked to stop by SIGTERM")
-    stage.write(during="kill -TERM $PPID; sleep 0.5\n", step_status="1")
-    assert stage.run(script).returncode == 1
-    assert not stage.requeued
-    assert (stage.folder / "run" / "exit.json").exists(), "the shell waited for the step"
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_signal_for_the_shell_alone_is_passed_on(stage: Stage, script: str) -> None:
-    stage.exit("stopped", "asked to stop by SIGUSR1")
-    stage.write(during='trap "heard=yes" USR1; kill -USR1 $PPID; sleep 0.5; [[ $heard == yes ]] || exit 9\n')
-    ended = stage.run(script)
-    assert (ended.returncode, stage.requeued) == (75, True), ended
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("hosts", ["", "gpu07\n", "localhost\n"])
-def test_a_node_list_that_cannot_be_read_ends_the_job(stage: Stage, script: str, hosts: str) -> None:
-    stage.write(hostnames=hosts)
-    ended = stage.run(script)
-    assert ended.returncode == 1
-    assert "cannot read 'gpu[07-08]'" in ended.stderr
-    assert not (stage.folder / "srun").exists()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_no_config_and_no_environment(stage: Stage, script: str) -> None:
-    alone = subprocess.run(
-        ["bash", str(SLURM / script)], env={**os.environ, "SLURM_JOB_ID": "1"}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert (alone.returncode, "no config was named" in alone.stderr) == (1, True)
-    stage.variables = {"ACTIVATE": "no/such/activate"}
-    ended = stage.run(script)
-    assert (ended.returncode, "no/such/activate is no file" in ended.stderr) == (1, True)
-    (stage.folder / "my env").write_text('export FROM_IT="$SURELY_UNSET"here\n')
-    stage.variables = {"ACTIVATE": "my env"}
-    assert stage.run(script).returncode == 0
-    assert "FROM_IT=here" in (stage.folder / "env").read_text().splitlines()
+def test_no_config(script: str) -> None:
+    variables = {**os.environ, "SLURM_JOB_ID": "1"}
+    ended = subprocess.run(["bash", SLURM / script], env=variables, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "no config was named" in ended.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_the_step_gets(stage: Stage, script: str) -> None:
     stage.run(script, "my config.yaml", "train.output=runs/a b")
-    words = (stage.folder / "srun").read_text().splitlines()
+    words = stage.read("srun").splitlines()
     assert words[-2:] == ["my config.yaml", "train.output=runs/a b"]
     assert {"--cpus-per-task=6", "--kill-on-bad-exit=0", "--export=ALL"} <= set(words)
-    variables = (stage.folder / "env").read_text().splitlines()
+    variables = stage.read("env").splitlines()
     assert {"MASTER_ADDR=gpu07", "MASTER_PORT=20001"} <= set(variables)
     assert not [line for line in variables if "SOCKET_IFNAME" in line]
     stage.variables = {"SOCKET_INTERFACE": "=ib0"}
     stage.run(script)
-    variables = (stage.folder / "env").read_text().splitlines()
+    variables = stage.read("env").splitlines()
     assert {"NCCL_SOCKET_IFNAME==ib0", "GLOO_SOCKET_IFNAME=ib0"} <= set(variables)
 
 
@@ -356,56 +225,26 @@ def test_a_container_by_pyxis_and_options_of_srun(stage: Stage, script: str) -> 
     assert container | {"--ntasks=1", "--nodelist=gpu07", "--overlap"} <= set(stage.read("srun.one").splitlines())
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        (
-            {"CONTAINER_IMAGE": "./no.sif", "CONTAINER_RUNTIME": "apptainer"},
-            "CONTAINER_IMAGE is ./no.sif, which is not",
-        ),
-        ({"CONTAINER_IMAGE": "a.sqsh"}, "CONTAINER_IMAGE is a.sqsh, which is not there"),
-        ({"CONTAINER_IMAGE": "a", "CONTAINER_RUNTIME": "podhuman"}, "CONTAINER_RUNTIME is podhuman, and "),
-        ({"CONTAINER_IMAGE": "a"}, "this SLURM has no pyxis: set CONTAINER_RUNTIME=apptainer"),
-        (
-            {"CONTAINER_IMAGE": "docker://unknown/image", "CONTAINER_RUNTIME": "apptainer"},
-            "FATAL: no such image\n.*python with meshtrain could not be started in docker://unknown/image",
-        ),
-        ({"SPARE_NODES": "2"}, "SPARE_NODES is 2, and the job has 2 nodes"),
-    ],
-)
-def test_what_a_job_cannot_have_ends_it_with_a_sentence(stage: Stage, variables: dict[str, str], said: str) -> None:
-    stage.variables = variables
-    stage.write(help="no plugins" if "pyxis" in said else "--container-image")
-    ended = stage.run("train-srun.sbatch")
-    assert ended.returncode not in (0, 75)
-    assert re.search(said, ended.stderr, re.DOTALL), ended
-    assert not (stage.folder / "srun").exists()
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_signal_that_comes_early_kills_nothing(stage: Stage, script: str) -> None:
     """SIGUSR1 while python and torchrun start, which cannot hear it yet; SIGTERM ends them as ever."""
     stage.run(script)
-    ignored = int((stage.folder / "ignored").read_text().split()[1], 16)
+    ignored = int(stage.read("ignored").split()[1], 16)
     assert ignored & 1 << (signal.SIGUSR1 - 1)
     assert not ignored & 1 << (signal.SIGTERM - 1)
 
 
-@pytest.mark.parametrize(
-    ("script", "variable", "seen_by", "option"),
-    [
+def test_processes_are_bound_where_that_is_asked_for(stage: Stage) -> None:
+    for script, variable, reader, option in (
         ("train.sbatch", "NUMA_BINDING", "torchrun.1", "--numa-binding=node"),
         ("train-srun.sbatch", "CPU_BIND", "srun", "--cpu-bind=node"),
-    ],
-)
-def test_processes_are_bound_where_that_is_asked_for(
-    stage: Stage, script: str, variable: str, seen_by: str, option: str
-) -> None:
-    stage.run(script)
-    assert option[:10] not in (stage.folder / seen_by).read_text()
-    stage.variables = {variable: "node"}
-    stage.run(script)
-    assert option in (stage.folder / seen_by).read_text().splitlines()
+    ):
+        stage.variables = {}
+        stage.run(script)
+        assert option[:10] not in stage.read(reader)
+        stage.variables = {variable: "node"}
+        stage.run(script)
+        assert option in stage.read(reader).splitlines()
 
 
 def test_torchrun_may_open_as_many_files_as_the_node_allows(stage: Stage) -> None:
@@ -415,13 +254,13 @@ def test_torchrun_may_open_as_many_files_as_the_node_allows(stage: Stage) -> Non
         stage.run("train.sbatch")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (stage.folder / "files").read_text().split() == [str(hard), str(hard)]
+    assert stage.read("files").split() == [str(hard), str(hard)]
 
 
 def test_torchrun_of_each_node(stage: Stage) -> None:
     stage.variables = {"SAVE_SECONDS": "77", "PROCESSES_PER_NODE": "3"}
     stage.run("train.sbatch", "my config.yaml", "train.output=runs/a b")
-    first, second = ((stage.folder / f"torchrun.{node}").read_text().splitlines() for node in (0, 1))
+    first, second = (stage.read(f"torchrun.{node}").splitlines() for node in (0, 1))
     assert {"--rdzv-conf=is_host=1", "--local-addr=gpu07"} <= set(first)
     assert {"--rdzv-conf=is_host=0", "--local-addr=gpu08"} <= set(second)
     for words in (first, second):
@@ -431,28 +270,23 @@ def test_torchrun_of_each_node(stage: Stage) -> None:
         assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in words
 
 
-@pytest.mark.parametrize(("variables", "processes"), [({}, "gpu"), ({"SLURM_GPUS_ON_NODE": "5"}, "5")])
-def test_processes_of_a_node_are_its_gpus(stage: Stage, variables: dict[str, str], processes: str) -> None:
-    stage.variables = variables
-    stage.run("train.sbatch", "my config.yaml")
-    assert f"--nproc-per-node={processes}" in (stage.folder / "torchrun.0").read_text().splitlines()
+def test_processes_of_a_node_are_its_gpus(stage: Stage) -> None:
+    for variables, processes in (({}, "gpu"), ({"SLURM_GPUS_ON_NODE": "5"}, "5")):
+        stage.variables = variables
+        stage.run("train.sbatch", "my config.yaml")
+        assert f"--nproc-per-node={processes}" in stage.read("torchrun.0").splitlines()
 
 
 def test_both_scripts_share_what_is_no_part_of_the_step() -> None:
     """sbatch copies one file to the node, so that they cannot share it in another way."""
+    part = r"^# --- The (job|end): the same in .*?(?=^# --- |\Z)"
     texts = [(SLURM / script).read_text() for script in SCRIPTS]
-    shared = [re.findall(r"^# --- The (job|end): the same in .*?(?=^# --- |\Z)", text, re.M | re.S) for text in texts]
-    assert shared == [["job", "end"], ["job", "end"]]
-    for name in ("job", "end"):
-        one, other = (re.search(rf"^# --- The {name}:.*?(?=^# --- |\Z)", text, re.M | re.S) for text in texts)
-        assert one is not None
-        assert other is not None
-        assert one[0] == other[0]
+    shared = [{found[1]: found[0] for found in re.finditer(part, text, re.M | re.S)} for text in texts]
+    assert list(shared[0]) == ["job", "end"]
+    assert shared[0] == shared[1]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_shellcheck_has_nothing_to_say() -> None:
-    said = subprocess.run(
-        ["shellcheck", *(str(SLURM / script) for script in SCRIPTS)], capture_output=True, text=True, check=False
-    )
-    assert said.stdout == ""
+    command = ["shellcheck", *(str(SLURM / script) for script in SCRIPTS)]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stdout == ""
