@@ -93,9 +93,14 @@ def test_the_fewest_and_the_most_of_a_rank(data: st.DataObject, layout: Layout) 
     shapes = [(data.draw(sizes), data.draw(st.sampled_from([2, 4, 6])), 5) for _ in range(2)]
     specs = dense + [ParameterSpec("", shape, tuple(_expert_cuts(shape, layout))) for shape in shapes]
     counts = []
+    shapes_on_ranks: list[set[tuple[int, ...]]] = [set() for _ in specs]
     for rank in layout.group(0, *(axis for axis in layout.axes if axis != "pp")):
         parts = [spec.part(layout.coordinate(rank, *(cut.axis for cut in spec.cuts))) for spec in specs]
-        counts.append(sum(math.prod(span.stop - span.start for span in part) for part in parts))
+        sizes_of_parts = [tuple(span.stop - span.start for span in part) for part in parts]
+        for on_ranks, size in zip(shapes_on_ranks, sizes_of_parts, strict=True):
+            on_ranks.add(size)
+        counts.append(sum(map(math.prod, sizes_of_parts)))
+    assert [spec.shapes() for spec in specs] == shapes_on_ranks
     held = held_by_ranks(specs, layout, "float32", Optimizer())
     assert (held.fewest, held.most) == (min(counts), max(counts))
     assert held.total == sum(math.prod(spec.shape) for spec in specs)
