@@ -93,13 +93,6 @@ def test_every_sample_comes_at_every_place_about_equally_often(n: int) -> None:
             assert abs(counts[place, sample] - expected) < 6 * spread, (place, sample)
 
 
-def test_neighbours_do_not_stay_neighbours() -> None:
-    samples = np.array(batch_samples(0, 0, 10_000, 10_000))
-    assert abs(np.corrcoef(samples[:-1], samples[1:])[0, 1]) < 0.05
-    assert abs(np.corrcoef(samples, np.arange(10_000))[0, 1]) < 0.05
-    assert np.count_nonzero(np.diff(samples) == 1) < 20
-
-
 def test_is_the_same_on_every_machine_and_version() -> None:
     """Pinned: a run resumed with a newer meshtrain must go on with the same samples."""
     assert batch_samples(0, 0, 8, 100) == PINNED

@@ -114,14 +114,6 @@ def test_refuses_to_write(tmp_path: Path, documents: list, message: str) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_opened_file_travels_as_its_path(tmp_path: Path) -> None:
-    tokens = open_tokens(write_tokens(tmp_path / "a", np.arange(250).repeat(1000))).tokens
-    assert len(tokens.array) == 250_000
-    sent = pickle.dumps(tokens)
-    assert len(sent) < 2000
-    assert (pickle.loads(sent).array == tokens.array).all()
-
-
 # Preparation
 
 

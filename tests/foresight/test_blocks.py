@@ -20,7 +20,6 @@ def layers(file: str, *overrides: str, world_size: int = 2) -> list[Work]:
     """Of a stage whose schedule puts weight gradients off."""
     pipeline = "layout.pp=2", "pipeline.schedule=zb-h1"
     config = Config.load(ROOT / file, [*SMALL[file], *pipeline, *overrides], world_size=world_size)
-    assert config.resolved is not None
     return [work for work in works_of(config, config.resolved) if "layers" in work.name]
 
 
@@ -70,20 +69,18 @@ def test_works_are_counted_in_processes_at_once() -> None:
     loaded = [Config.load("configs/quickstart.yaml", [*overrides, f"layout.tp={tp}"], world_size=4) for tp in (1, 2)]
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
         count_works(loaded, pool)
-    pairs = [blocks._known[blocks._key(config, config.resolved)][0] for config in loaded if config.resolved is not None]
-    assert pairs == [_counted(config, config.resolved) for config in loaded if config.resolved is not None]
+    pairs = [blocks._known[blocks._key(config, config.resolved)][0] for config in loaded]
+    assert pairs == [_counted(config, config.resolved) for config in loaded]
 
 
 def test_what_fsdp_gathers_over_cp_is_not_the_blocks() -> None:
     """Half the tokens read and write half as much, whatever FSDP frees; a search begins with either."""
     overrides = *SMALL["configs/quickstart.yaml"], "train.precision=bfloat16", "model.num_hidden_layers=3"
-    keys = "layout={dp_shard: 1}", "layout={cp: 2}", "layout={cp: 2}"
-    frees = "parallel.reshard_after_forward=true", "parallel.reshard_after_forward=false"
-    alone, split, kept = (
-        Config.load(ROOT / "configs/quickstart.yaml", [*overrides, layout, frees[i == 2]], world_size=1 + (i > 0))
-        for i, layout in enumerate(keys)
-    )
-    pairs = [_counted(config, config.resolved) for config in (alone, split, kept) if config.resolved is not None]
+    pairs = []
+    for layout, frees, world in (("{dp_shard: 1}", "true", 1), ("{cp: 2}", "true", 2), ("{cp: 2}", "false", 2)):
+        keys = [*overrides, f"layout={layout}", f"parallel.reshard_after_forward={frees}"]
+        config = Config.load(ROOT / "configs/quickstart.yaml", keys, world_size=world)
+        pairs.append(_counted(config, config.resolved))
     assert pairs[1] == pairs[2]
     whole, half = (of[max(of)][0].forward.moved for of in pairs[:2] if isinstance(of, dict))
     assert half < 0.6 * whole
@@ -102,23 +99,21 @@ def test_it_grows_with_the_samples() -> None:
 def test_the_product_of_a_convolution(transposed: bool) -> None:
     x, weight = (torch.empty(*sizes, device="meta") for sizes in ((2, 4, 9, 9), (4, 4, 3, 3)))
     keys = [2, 2], [1, 1], [1, 1], transposed, [0, 0], 1
-    with FlopCounterMode(display=False) as counter:
-        output = torch.ops.aten.convolution(x, weight, None, *keys)
-    forward = blocks._product("aten::convolution", (x, weight, None, *keys), output)
-    assert forward is not None
-    assert forward.flops == counter.get_total_flops() > 0
-    arguments = output, x, weight, None, *keys, [True, True, False]
-    with FlopCounterMode(display=False) as counter:
-        gradients = torch.ops.aten.convolution_backward(*arguments)
-    backward = blocks._product("aten::convolution_backward", arguments, gradients)
-    assert backward is not None
-    assert backward.flops == counter.get_total_flops() > 0
+    output = torch.ops.aten.convolution(x, weight, None, *keys)
+    calls = (
+        ("convolution", (x, weight, None, *keys)),
+        ("convolution_backward", (output, x, weight, None, *keys, [True, True, False])),
+    )
+    for name, arguments in calls:
+        with FlopCounterMode(display=False) as counter:
+            results = getattr(torch.ops.aten, name)(*arguments)
+        product = blocks._product(f"aten::{name}", arguments, results)
+        assert product.flops == counter.get_total_flops() > 0
 
 
 def test_convolutions_are_products() -> None:
     """As many FLOPs as torch counts for the forward and the backward of a microbatch of images."""
     config = Config.load(ROOT / "configs/digits.yaml", list(SMALL["configs/digits.yaml"]), world_size=1)
-    assert config.resolved is not None
     works = works_of(config, config.resolved)
     passes = [of for work in works for of in (work.forward, work.input_grad, work.weight_grad)]
     model, images = plain_model(config), torch.zeros(config.batch.micro_size, 1, 8, 8, device="meta")

@@ -38,16 +38,13 @@ def measured_on(hardware: Hardware) -> list[tuple]:
 
 
 def test_the_phases_of_a_step_are_all_of_it() -> None:
-    found = phases(RUNS[0](H100))
-    assert sum(found.values()) == pytest.approx(2 * found["step"])
-    assert min(found.values()) > 0
+    times = phases(RUNS[0](H100))
+    assert sum(times.values()) == pytest.approx(2 * times["step"])
+    assert min(times.values()) > 0
 
 
 def test_runs_on_the_files_own_hardware_move_nothing() -> None:
-    found = fit(measured_on(H100), H100)
-    assert found.compute == H100.compute
-    assert (found.within_host, found.between_hosts) == (H100.within_host, H100.between_hosts)
-    assert found.error == 0.02
+    assert fit(measured_on(H100), H100) == replace(H100, error=0.02)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -56,19 +53,19 @@ def test_runs_on_other_hardware_show_what_it_is(seed: int) -> None:
     true = H100
     for constant in ("launch", "stream", "matmul", "within_host"):
         true = scaled(true, constant, drawn.uniform(1.2, 2.5))
-    found = fit(measured_on(true), H100)
-    assert misfit(measured_on(true), found) < 1 < misfit(measured_on(true), H100)
+    fitted = fit(measured_on(true), H100)
+    assert misfit(measured_on(true), fitted) < 1 < misfit(measured_on(true), H100)
     other = run_of(2048, {"dp_shard": 2, "tp": 4})
-    assert other(found).seconds == pytest.approx(other(true).seconds, rel=0.05)
+    assert other(fitted).seconds == pytest.approx(other(true).seconds, rel=0.05)
     assert other(H100).seconds < 0.85 * other(true).seconds
 
 
 def test_what_no_run_shows_stays_and_what_is_fixed_too() -> None:
     true = scaled(scaled(H100, "between_hosts", 3), "within_host", 3)
-    found = fit(measured_on(true), H100, fixed=("within_host",))
-    assert found.between_hosts == H100.between_hosts  # all runs had one host
-    assert found.within_host == H100.within_host
-    assert found.error > 0.02  # the links that were not to move are still wrong
+    fitted = fit(measured_on(true), H100, fixed=("within_host",))
+    assert fitted.between_hosts == H100.between_hosts  # all runs had one host
+    assert fitted.within_host == H100.within_host
+    assert fitted.error > 0.02  # the links that were not to move are still wrong
     assert fit([], H100) == H100
 
 
@@ -79,12 +76,12 @@ def test_a_share_stays_a_share() -> None:
 
 
 def test_a_calibrated_file_reads_as_it_was_written(tmp_path: Path) -> None:
-    found = replace(scaled(H100, "launch", 1.2345678), source="measured by runs/x")
+    fitted = replace(scaled(H100, "launch", 1.2345678), source="measured by runs/x")
     path = tmp_path / "mine.yaml"
-    path.write_text(as_yaml(found))
+    path.write_text(as_yaml(fitted))
     again = load(str(path))
-    assert again.compute.launch == pytest.approx(found.compute.launch, rel=1e-3)
-    assert replace(again, compute=found.compute) == found
+    assert again.compute.launch == pytest.approx(fitted.compute.launch, rel=1e-3)
+    assert replace(again, compute=fitted.compute) == fitted
 
 
 def folder_of_run(path: Path, steps: int = 6, **fields: object) -> Path:
@@ -92,9 +89,8 @@ def folder_of_run(path: Path, steps: int = 6, **fields: object) -> Path:
     text = Path("configs/quickstart.yaml").read_text().replace("\n  dp_shard: -1", "\n  dp_shard: -1\n  tp: 2")
     (path / "config.yaml").write_text(text)
     ranks = "".join(f"   {rank}  {'ab'[rank // 2]}  {rank % 2}  0  0\n" for rank in range(4))
-    (path / "layout.txt").write_text(
-        f"layout dp_shard 2 x tp 2 on 4 processes\n\nrank  host  local\n{ranks}\ntp: ...\n"
-    )
+    text = f"layout dp_shard 2 x tp 2 on 4 processes\n\nrank  host  local\n{ranks}\ntp: ...\n"
+    (path / "layout.txt").write_text(text)
     times = {column: PHASES[name] for name, column in calibrate.COLUMNS.items()}
     row = {**times, "memory_gib": 3.0, "memory_reserved_gib": 4.0, "sent_bytes_tp": 100, **fields}
     rows = [{**row, "step": step, "step_time_s": 3.7 if step > 3 else 60} for step in range(1, steps + 1)]
@@ -140,21 +136,26 @@ def test_predicted_stands_beside_measured(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_calibrate_reads_runs_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kinds(what: str, crosses: bool, latency: float, bandwidth: float) -> dict[str, object]:
-        return {"what": what, "crosses": crosses, "ranks": 4, "latency": latency, "bandwidth": bandwidth}
-
-    timings = [kinds("all-reduce", False, 6e-5, 2e11), kinds("all-reduce", True, 4e-5, 3e10)]
-    links = [{"source": 0, "target": 1, "bandwidth": 3e11}, {"source": 1, "target": 2, "bandwidth": 4e10}]
-    hosts = [{"ranks": [0, 1]}, {"ranks": [2, 3]}]
+    columns = ("what", "crosses", "ranks", "latency", "bandwidth")
+    timings = [("all-reduce", False, 4, 6e-5, 2e11), ("all-reduce", True, 4, 4e-5, 3e10)]
+    seen = {
+        "timings": {
+            "timings": [dict(zip(columns, row, strict=True)) for row in timings],
+            "links": [
+                {"source": i, "target": i + 1, "bandwidth": bandwidth} for i, bandwidth in enumerate((3e11, 4e10))
+            ],
+        },
+        "hosts": [{"ranks": [0, 1]}, {"ranks": [2, 3]}],
+    }
     report = tmp_path / "doctor.json"
-    report.write_text(json.dumps({"seen": {"timings": {"timings": timings, "links": links}, "hosts": hosts}}))
-    found = calibrate.calibrate([str(report)], H100)
-    assert asdict(found.within_host) == {"bandwidth": 200.0, "latency": pytest.approx(1e-5), "message": 0.0}
-    assert (found.between_hosts.bandwidth, found.between_hosts.latency) == (40.0, pytest.approx(2e-5))
+    report.write_text(json.dumps({"seen": seen}))
+    of_report = calibrate.calibrate([str(report)], H100)
+    assert asdict(of_report.within_host) == {"bandwidth": 200.0, "latency": pytest.approx(1e-5), "message": 0.0}
+    assert (of_report.between_hosts.bandwidth, of_report.between_hosts.latency) == (40.0, pytest.approx(2e-5))
     monkeypatch.setattr(MeasuredRun, "foresee", lambda run, hardware: RUNS[0](hardware))
     run = folder_of_run(tmp_path / "x")
     both = calibrate.calibrate([str(run), str(report)], H100)
-    assert both.within_host == found.within_host
+    assert both.within_host == of_report.within_host
     assert both.compute.matmul < H100.compute.matmul
     assert both.device.usable == 0.75
     assert both.source == f"measured by {run}, {report}"

@@ -1,4 +1,4 @@
-"""What is foreseen, as people see it: a table of memory, bars of a step, a picture."""
+"""What is foreseen, as people see it: bars of a step, a picture; the table of memory is in the docs' plan."""
 
 import importlib.util
 from pathlib import Path
@@ -6,26 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshtrain.foresight.draw import memory_lines, picture, step_lines
+from meshtrain.foresight.draw import picture, step_lines
 from meshtrain.metrics.picture import write_picture
 
 GIB = 2**30
-KEPT = {"weights, float32": 1.5 * GIB, "gradients, float32": 0.0}
 PARTS = {"weights, float32": 1.5 * GIB, "gradients, float32": 2.5 * GIB, "activations": 20 * GIB}
 SECONDS = {"forward": 0.1, "backward": 0.3, "update": 0.0005, "tp": 0.0}
 STEP = SimpleNamespace(seconds=0.4, parts=SECONDS, tokens_per_s=81920.0, mfu=0.41, limit="products")
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the extra meshtrain[plot]"
 )
-
-
-def test_the_table_of_memory() -> None:
-    assert memory_lines(KEPT, PARTS, "memory of a rank") == [
-        "memory of a rank      kept     at the peak",
-        "  weights, float32    1.5 GiB  1.5 GiB",
-        "  gradients, float32           2.5 GiB",
-        "  activations                  20.0 GiB",
-    ]
 
 
 def test_the_bars_of_a_step() -> None:

@@ -6,21 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
-from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from meshtrain.attention import AttentionContext
-from meshtrain.config import Config, ConfigErrors
+from meshtrain.config import ConfigErrors
 from meshtrain.config.locate import model_file
-from meshtrain.huggingface.load import load_weights, open_folder
 from meshtrain.huggingface.safetensors import CONFIG
-from meshtrain.job.environment import read_environment
-from meshtrain.job.process import Job
-from meshtrain.layout import Layout
-from meshtrain.mesh import build_mesh
-from meshtrain.modeling.build import plain_model
 from meshtrain.rotary import (
     cos_sin,
     rotary_frequencies,
@@ -29,35 +19,13 @@ from meshtrain.rotary import (
     rotate,
     rotate_interleaved,
 )
-from meshtrain.run.weights_export import export
+from tests.huggingface.models import MODELS, assert_loads, changed, logits, run_config, table, with_weights, write
 
 llama = model_file("llama")
 MOST, LENGTH = 32, 60  # the length that a model was made for, and that of its sequences
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": MOST}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": YARN,
-    "yarn, original length by default": {"rope_type": "yarn", "factor": 4.0},
-    "yarn, betas": YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False},
-    "yarn, mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
-    "yarn, one mscale": YARN | {"mscale": 0.7, "mscale_all_dim": None},
-    "yarn, attention_factor": YARN | {"attention_factor": 1.3},
-    "yarn, all pairs slow": YARN | {"original_max_position_embeddings": 4},
-    "yarn, factor 1": YARN | {"factor": 1.0},
-    "llama3": LLAMA3 | {"original_max_position_embeddings": MOST},
-    "llama3, original length by default": LLAMA3,
-}
-SIZES: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": MOST,
-}
+SCALINGS: dict[str, dict[str, Any]] = table("scalings")
+SIZES = {key: size for key, size in MODELS["gqa"].items() if key not in ("model_type", "eos_token_id")}
+SIZES |= {"hidden_size": 96, "max_position_embeddings": MOST}
 TOKENS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
@@ -73,19 +41,25 @@ def magnitude(config: Any) -> float:
 @pytest.mark.parametrize("theta", [500.0, 10000.0])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_angles_and_magnitude_are_those_of_transformers(name: str, theta: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     for most in (MOST, 4096):
         sizes = SIZES | {"max_position_embeddings": most, "rope_parameters": {"rope_theta": theta, **SCALINGS[name]}}
-        ours = llama.Config(**sizes)
+        ours, theirs = llama.Config(**sizes), LlamaConfig(**sizes)
         assert llama.check(ours) == []
         for length in (most // 2, most, most + 1, 3 * most):
-            theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes))
-            theirs(torch.zeros(1), torch.arange(length)[None])  # where `dynamic` learns the length
-            torch.testing.assert_close(frequencies(ours, length).float(), theirs.inv_freq, rtol=1e-6, atol=0)
-            assert magnitude(ours) == pytest.approx(theirs.attention_scaling, rel=1e-12)
+            embedding = LlamaRotaryEmbedding(theirs)
+            embedding(torch.zeros(1), torch.arange(length)[None])  # where `dynamic` learns the length
+            torch.testing.assert_close(frequencies(ours, length).float(), embedding.inv_freq, rtol=1e-6, atol=0)
+            assert magnitude(ours) == pytest.approx(embedding.attention_scaling, rel=1e-12)
 
 
 def test_parts_and_interleaved_pairs_turn_as_in_transformers() -> None:
     """Features that do not turn stay; pairs of neighbours come out as halves."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+    from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 7, heads, 12, dtype=torch.float64, generator=draw) for heads in (4, 2))
     positions = torch.randint(100, (2, 7), generator=draw)
@@ -116,6 +90,8 @@ def test_16_bits_are_turned_by_angles_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if "yarn" in name] + ["linear"])
 def test_deepseek_scales_its_scores_as_in_transformers(name: str) -> None:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+
     for scaling in (SCALINGS[name], SCALINGS[name] | ({"mscale_all_dim": 1.0} if "yarn" in name else {})):
         expected = deepseek_v3.yarn_apply_mscale({key: x for key, x in scaling.items() if x is not None}, 0.125)
         assert 0.125 * rotary_score_factor(scaling) == pytest.approx(expected, rel=1e-12)
@@ -131,46 +107,37 @@ def test_the_numbers_of_the_papers() -> None:
     torch.testing.assert_close(frequencies(ours, 8 * 4096)[1], torch.tensor(base ** (-2 / 128), dtype=torch.float64))
 
 
-def read(folder: Path, *overrides: str) -> Config:
-    path = folder.parent / "mine.yaml"
-    path.write_text(f"model: {{weights: {folder}}}\nbatch: {{global_size: 4, micro_size: 4}}\ntrain: {{steps: 2}}\n")
-    return Config.load(str(path), [f"data.seq_len={MOST}", *overrides])
+def scaled_model(folder: Path, name: str) -> torch.nn.Module:
+    """A model of transformers that lies in a folder, too."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def logits_of(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        output = model(TOKENS)
-    return output if isinstance(output, torch.Tensor) else output.logits
+    torch.manual_seed(1)
+    rope = {"rope_theta": 500.0, **SCALINGS[name]}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)).eval()
+    model.save_pretrained(folder)
+    return model
 
 
 @pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "type"])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_a_model_goes_in_and_out_with_its_scaling(name: str, form: str, tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    rope = {"rope_theta": 500.0, **SCALINGS[name]}
-    theirs = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope, initializer_range=0.1)).eval()
-    theirs.save_pretrained(tmp_path / "in")
+    expected = logits(scaled_model(tmp_path / "in", name), TOKENS)
     if form != "rope_parameters":  # as transformers wrote it before 5, and before 4.43
-        keys = json.loads((tmp_path / "in" / CONFIG).read_text())
-        scaling = {(form if key == "rope_type" and form == "type" else key): v for key, v in SCALINGS[name].items()}
-        del keys["rope_parameters"]
-        (tmp_path / "in" / CONFIG).write_text(json.dumps(keys | {"rope_theta": 500.0, "rope_scaling": scaling}))
-    config = read(tmp_path / "in")
-    ours = plain_model(config).to_empty(device="cpu")
-    with open_folder(config.model.weights) as source:
-        load_weights(ours, source)
-    expected = logits_of(theirs)
-    assert (logits_of(ours) - expected).abs().max() <= 1e-5
+        scaling = dict(SCALINGS[name])
+        scaling[form if form == "type" else "rope_type"] = scaling.pop("rope_type")
+        config = changed(tmp_path / "in", rope_parameters=None, rope_theta=500.0) / CONFIG
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_scaling": scaling}))
+    config = run_config(tmp_path / "in")
+    ours = with_weights(config)
+    assert (logits(ours, TOKENS) - expected).abs().max() <= 1e-5
     plain = llama.Model(llama.Config(**SIZES, rope_theta=500.0))
     plain.load_state_dict(ours.state_dict())
     changes = SCALINGS[name]["factor"] > 1
-    assert bool((logits_of(plain) - expected).abs().max() > 1e-2) == changes  # the scaling shows in these tokens
+    assert bool((logits(plain, TOKENS) - expected).abs().max() > 1e-2) == changes, "the scaling shows in these tokens"
 
-    job, mesh = Job(read_environment({}), torch.device("cpu"), None), build_mesh(Layout({}), "cpu")
-    described = llama.to_hugging_face(ours.config)
-    export(ours, tmp_path / "out", job, mesh, dtype=torch.float32, config=described)
-    assert (logits_of(LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()) - expected).abs().max() <= 1e-5
-    again, before = llama.Config(**read(tmp_path / "out").model.keys), llama.Config(**config.model.keys)
+    write(ours, tmp_path / "out", config)
+    assert_loads(tmp_path / "out", expected, TOKENS)
+    again, before = (llama.Config(**run_config(tmp_path / folder).model.keys) for folder in ("out", "in"))
     assert torch.equal(frequencies(again, LENGTH), frequencies(before, LENGTH))
     assert magnitude(again) == magnitude(before)
 
@@ -195,44 +162,11 @@ def test_dynamic_scaling_follows_the_length_of_the_whole_sequence() -> None:
     torch.testing.assert_close(model(TOKENS, positions, documents)[:, :20], part, rtol=1e-9, atol=1e-9)
 
 
-def test_only_dynamic_scaling_takes_sequences_above_the_length_of_the_model(tmp_path: Path) -> None:
-    for name, theirs in {name: SCALINGS[name] for name in ("dynamic", "yarn", "linear")}.items():
-        LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters={"rope_theta": 500.0, **theirs})).save_pretrained(
-            tmp_path / name
-        )
-        if name == "dynamic":
-            assert read(tmp_path / name, f"data.seq_len={LENGTH}").data.seq_len == LENGTH
-        else:
-            with pytest.raises(ConfigErrors, match=f"raise the model's key to {LENGTH}"):
-                read(tmp_path / name, f"data.seq_len={LENGTH}")
-
-
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(
-    ("scaling", "says"),
-    [
-        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' is not built: use linear, dynamic, yarn, llama3"),
-        ({"rope_type": None, "factor": 2.0}, "None is not built"),
-        ({"rope_type": "linear"}, "rope_type linear needs the numbers factor, above 0; missing: factor"),
-        ({"type": "dynamic", "factor": "2"}, "missing: factor"),
-        ({"rope_type": "yarn", "factor": True}, "missing: factor"),
-        ({"rope_type": "linear", "factor": 0.5}, "factor is 0.5: expected at least 1"),
-        ({"rope_type": "linear", "factor": 2, "beta_fast": 3}, "linear has factor, not beta_fast: take it away"),
-        (YARN | {"partial_rotary_factor": 0.5}, "not partial_rotary_factor: take it away"),
-        (YARN | {"truncate": None}, "truncate is None: expected true or false"),
-        (YARN | {"attention_factor": -1.0}, "attention_factor is -1.0: expected a number above 0"),
-        (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_fast must not be smaller than beta_slow"),
-        (YARN | {"rope_theta": 0}, "rope_theta is 0: expected a number above 0"),
-        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor must be larger"),
-    ],
-)
-def test_a_scaling_that_is_refused(key: str, scaling: dict[str, Any], says: str) -> None:
-    (problem,) = llama.check(llama.Config(**{key: scaling}))
-    assert problem[0] == key
-    assert says in problem[1]
-
-
-def test_sizes_that_no_scaling_can_take() -> None:
-    assert "rope_type is missing" in llama.check(llama.Config(rope_scaling={"factor": 2}))[0][1]
-    assert "above 1" in llama.check(llama.Config(rope_theta=1.0, rope_scaling=YARN))[0][1]
-    assert "at least 4 features" in llama.check(llama.Config(head_dim=2, rope_scaling=SCALINGS["dynamic"]))[0][1]
+@pytest.mark.parametrize("name", ["dynamic", "yarn", "linear"])
+def test_only_dynamic_scaling_takes_sequences_above_the_length_of_the_model(name: str, tmp_path: Path) -> None:
+    scaled_model(tmp_path / "in", name)
+    if name == "dynamic":
+        assert run_config(tmp_path / "in", f"data.seq_len={LENGTH}").data.seq_len == LENGTH
+    else:
+        with pytest.raises(ConfigErrors, match=f"raise the model's key to {LENGTH}"):
+            run_config(tmp_path / "in", f"data.seq_len={LENGTH}")
