@@ -2,8 +2,10 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +58,7 @@ def test_logits_that_are_not_finite_are_told() -> None:
     torch.nn.init.constant_(model.tokens.weight, float("nan"))
     for temperature in (0.0, 0.8):
         with pytest.raises(TrainingError, match="logits are not finite, so it writes no text"):
-            generate(model, [65], 1, seq_len=8, device=torch.device("cpu"), seed=0, temperature=temperature)
+            generate(model, [65], 1, seq_len=8, device=CPU, seed=0, temperature=temperature)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -74,15 +76,16 @@ def test_progress_writes_over_itself_where_a_terminal_can(
     terminal: bool, kind: str, writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    stream.isatty = lambda: terminal
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("TERM", kind)
     tick = progress(3, 2)
     for done in (1, 2, 3):
         tick(done)
-    assert stream.getvalue().count("tokens/s") == writes
-    assert stream.getvalue().count("\r") == (writes if terminal and writes > 1 else 0)
-    assert stream.getvalue().endswith("tokens/s\n")
+    printed = stream.getvalue()
+    assert printed.count("tokens/s") == writes
+    assert printed.count("\r") == (writes if writes > 1 else 0)
+    assert printed.endswith("tokens/s\n")
 
 
 def test_a_text_cannot_steer_a_terminal() -> None:
@@ -100,21 +103,27 @@ class Places(torch.nn.Module):
         return (self.tokens(tokens) + self.places(positions)) @ self.tokens.weight.T
 
 
-def test_the_sample_at_the_end_is_as_long_as_the_data_and_of_tokens_alone() -> None:
+@pytest.fixture
+def sample() -> Callable[..., str]:
+    """What a run writes at its end, of samples with these inputs."""
+
+    def of(inputs: tuple[torch.Tensor, ...], tokenizer: Any) -> str:
+        data = OpenData(CustomSamples("mine", [(inputs, inputs[0])], None), None, "language", [], "", tokenizer)
+        job: Any = SimpleNamespace(device=CPU)
+        return sample_text(Config.load("quickstart"), job, build_mesh(Layout({})), data, Places())
+
+    return of
+
+
+def test_the_sample_at_the_end_is_as_long_as_the_data_and_of_tokens_alone(sample: Callable[..., str]) -> None:
     """Else a run of one's own data fails after its last step, at each start, and is never exported."""
-    config, job, mesh = Config.load("quickstart"), SimpleNamespace(device=torch.device("cpu")), build_mesh(Layout({}))
     text = torch.full((8,), 65)
-    for inputs, says in (((text,), "going on from 'AAAAAAAA'"), ((text, text, text, text), "no sample: ")):
-        train = CustomSamples("mine", [(inputs, text)], None)
-        data = OpenData(train, None, "language", [], "", ByteTokenizer())
-        assert says in sample_text(config, job, mesh, data, Places())  # type: ignore[arg-type]
+    assert "going on from 'AAAAAAAA'" in sample((text,), ByteTokenizer())
+    assert "no sample: " in sample((text, text, text, text), ByteTokenizer())
 
 
-def test_the_sample_at_the_end_is_one_text() -> None:
+def test_the_sample_at_the_end_is_one_text(sample: Callable[..., str]) -> None:
     """What a tokenizer writes between two tokens stands between the prompt and what is added, too."""
-    config, job, mesh = Config.load("quickstart"), SimpleNamespace(device=torch.device("cpu")), build_mesh(Layout({}))
-    text = torch.full((8,), 65)
     words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    data = OpenData(CustomSamples("mine", [((text,), text)], None), None, "language", [], "", words)  # type: ignore[arg-type]
-    sample = sample_text(config, job, mesh, data, Places()).splitlines()[-1]  # type: ignore[arg-type]
-    assert len(sample.split(" ")) == 8 + config.train.sample_tokens
+    text = sample((torch.full((8,), 65),), words).splitlines()[-1]
+    assert len(text.split(" ")) == 8 + Config.load("quickstart").train.sample_tokens

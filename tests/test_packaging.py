@@ -13,14 +13,7 @@ import yaml
 from meshtrain.watch.server import PAGE
 
 REPO = Path(__file__).resolve().parent.parent
-SHORT = [
-    "train.steps=2",
-    "train.eval_every=0",
-    "train.sample_tokens=0",
-    "optimizer.warmup_steps=0",
-    "batch.global_size=4",
-    "data.workers=0",
-]
+SHORT = ["train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "optimizer.warmup_steps=0", "data.workers=0"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +35,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> str:
-    found = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -51,49 +44,32 @@ def run(*arguments: str, cwd: Path, **environment: str) -> str:
         timeout=240,
         check=False,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
 
 
-def test_the_wheel_puts_one_package_into_site_packages(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.partition("/")[0] for name in names} == {
-        "meshtrain",
-        f"{'-'.join(wheel.name.split('-')[:2])}.dist-info",
-    }
-    assert any(name.endswith("licenses/LICENSE") for name in names)
-
-
-def test_every_model_config_and_hardware_file_travels(wheel: Path) -> None:
+def test_the_wheel_is_one_package_with_every_model_config_and_hardware_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, pattern in (
-        ("models", "*.py"),
-        ("configs", "*.yaml"),
-        ("hardware", "*.yaml"),
-        ("tools/slurm", "*.sbatch"),
-        ("tools/starter", "*.*"),
-    ):
-        files = list((REPO / folder).glob(pattern))
+    metadata = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {"meshtrain", metadata}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    for pattern in ("models/*.py", "configs/*.yaml", "hardware/*.yaml", "tools/slurm/*.sbatch", "tools/starter/*.*"):
+        files = list(REPO.glob(pattern))
         assert files
-        assert {f"meshtrain/bundled/{folder}/{path.name}" for path in files} <= names
+        assert {f"meshtrain/bundled/{path.relative_to(REPO)}" for path in files} <= names
     assert {f"meshtrain/watch/page/{name}" for name, _ in PAGE.values()} <= names
 
 
 def test_the_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
-    """In an empty folder, as a user's: `quickstart` and its model are those of the wheel."""
-    where = run("-c", "import meshtrain; print(meshtrain.__file__)", cwd=tmp_path, PYTHONPATH=str(installed))
+    """In an empty folder, as a user's: `quickstart` and its model are those of the wheel, and so is a new project."""
+    wheel = {"PYTHONPATH": str(installed)}
+    where = run("-c", "import meshtrain; print(meshtrain.__file__)", cwd=tmp_path, **wheel)
     assert Path(where.strip()).is_relative_to(installed)
-    run("-m", "meshtrain.train", "quickstart", *SHORT, cwd=tmp_path, PYTHONPATH=str(installed))
-    rows = (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
-    assert len(rows) == 2
-
-
-def test_the_installed_wheel_writes_a_project_that_trains(installed: Path, tmp_path: Path) -> None:
-    run("-m", "meshtrain.cli", "new", "project", cwd=tmp_path, PYTHONPATH=str(installed))
-    short = ("train.steps=2", "optimizer.warmup_steps=0", "data.workers=0")
-    run("-m", "meshtrain.train", "train.yaml", *short, cwd=tmp_path / "project", PYTHONPATH=str(installed))
-    rows = (tmp_path / "project" / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
-    assert len(rows) == 2
+    run("-m", "meshtrain.train", "quickstart", *SHORT, "batch.global_size=4", cwd=tmp_path, **wheel)
+    run("-m", "meshtrain.cli", "new", "project", cwd=tmp_path, **wheel)
+    run("-m", "meshtrain.train", "train.yaml", *SHORT, cwd=tmp_path / "project", **wheel)
+    for folder in ("runs/quickstart", "project/runs/first"):
+        assert len((tmp_path / folder / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_image_gets_all_that_the_wheel_is_made_of() -> None:
@@ -106,7 +82,7 @@ def test_the_image_gets_all_that_the_wheel_is_made_of() -> None:
     assert needed <= copied
     assert all((REPO / source).exists() for source in copied)
     base = next(line for line in lines if line.startswith("ARG BASE="))
-    least = next(one for one in project["project"]["dependencies"] if one.startswith("torch>="))
+    least = next(name for name in project["project"]["dependencies"] if name.startswith("torch>="))
     assert least.removeprefix("torch>=") in base
 
 
@@ -121,21 +97,14 @@ def test_the_citation_is_of_this_version() -> None:
         assert {"name", "description", "body"} <= set(yaml.safe_load(template.read_text()))
 
 
-def test_the_installed_wheel_plans(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_plans_and_launches(installed: Path, tmp_path: Path) -> None:
+    """The console script is the same command, and the scripts of tools/slurm are the wheel's own."""
+    wheel = {"PYTHONPATH": str(installed)}
     plan = ("plan", "configs/quickstart.yaml", "--hosts", "4,2")
-    shown = run("-m", "meshtrain.cli", *plan, cwd=tmp_path, PYTHONPATH=str(installed))
-    assert "6 processes = 4 on host 0 + 2 on host 1" in shown
-    # The console script is the same command.
-    script = str(installed / "bin" / "meshtrain")
-    assert run(script, *plan, cwd=tmp_path, PYTHONPATH=str(installed)) == shown
-
-
-def test_the_installed_wheel_launches(installed: Path, tmp_path: Path) -> None:
-    """The scripts of tools/slurm are the wheel's own."""
-    job = ("--slurm", "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
-    script = run(
-        "-m", "meshtrain.cli", "launch", "configs/quickstart.yaml", *job, cwd=tmp_path, PYTHONPATH=str(installed)
-    )
+    printed = run("-m", "meshtrain.cli", *plan, cwd=tmp_path, **wheel)
+    assert "6 processes = 4 on host 0 + 2 on host 1" in printed
+    console = str(installed / "bin" / "meshtrain")
+    assert run(console, *plan, cwd=tmp_path, **wheel) == printed
+    job = ("launch", "configs/quickstart.yaml", "--slurm", "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
     template = (REPO / "tools" / "slurm" / "train.sbatch").read_text()
-    assert script.endswith(template.partition("\nset -euo")[2])
-    assert "#SBATCH --nodes=2\n" in script
+    assert run(console, *job, cwd=tmp_path, **wheel).endswith(template.partition("\nset -euo")[2])
