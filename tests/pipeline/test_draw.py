@@ -79,7 +79,7 @@ def test_later_stages_of_a_rank_are_told_from_its_first() -> None:
     assert styles[f"{first[1]} on {first[0]}"] == styles[f"{second[1]} on {second[0]}"] > 0
 
 
-@pytest.mark.parametrize("width", [36, 47, 80, 133, 200])
+@pytest.mark.parametrize("width", [47, 60, 80, 133, 200])
 def test_a_row_is_the_timeline(width: int) -> None:
     """Each action stands there once and in order, and is as wide as it is long; folded or not."""
     for record in records(1, 2, 1):
