@@ -21,7 +21,6 @@ import gpu_titan
 import kernel_classes
 from gpu_pair import OURS, WORKLOADS, Measured, Sizes, Workload, make_sides, sizes_of, values_of
 from harness import ON_CPU, Side, Turn, model_of
-from meshtrain.config import Config
 from meshtrain.modeling.build import parameter_count
 from meshtrain.modeling.flops import sample_flops
 from tests.launching import ROOT
@@ -35,7 +34,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 300,
 }
-values = {name: values_of(workload) for name, workload in WORKLOADS.items()}
+VALUES = {name: values_of(workload) for name, workload in WORKLOADS.items()}
 
 
 @pytest.fixture
@@ -50,11 +49,11 @@ def test_the_shapes_are_those_of_the_published_models() -> None:
     """GFLOP per token as torchtitan has them (full), and with the half of attention that a causal row needs."""
     published = {"A1": (1_498_482_688, 10.636, 9.025), "A-4k": (1_498_482_688, 9.025, 8.220)}
     for name, (parameters, full, causal) in published.items():
-        sizes, length = sizes_of(values[name]), WORKLOADS[name].seq_len
+        sizes, length = sizes_of(VALUES[name]), WORKLOADS[name].seq_len
         assert sizes.parameters == parameters
         assert sizes.flops(length, causal=False) / 1e9 == pytest.approx(full, abs=5e-4)
         assert sizes.flops(length, causal=True) / 1e9 == pytest.approx(causal, abs=5e-4)
-    assert sizes_of(values["B21"]).parameters == 2_795_573_248
+    assert sizes_of(VALUES["B21"]).parameters == 2_795_573_248
 
 
 def test_sizes_count_what_the_model_multiplies(small: dict[str, Any]) -> None:
@@ -66,31 +65,15 @@ def test_sizes_count_what_the_model_multiplies(small: dict[str, Any]) -> None:
     assert flops == 16 * sizes_of(small).flops(16, causal=False)
 
 
-def test_a_workload_is_a_config_that_meshtrain_takes(tmp_path: Path) -> None:
-    file = tmp_path / "workload.yaml"
-    for name in WORKLOADS:
-        file.write_text(yaml.safe_dump(values[name]))
-        config = Config.load(str(file), world_size=1)
-        assert config.batch.global_size * config.data.seq_len % 8192 == 0
-        assert config.optimizer.weight_decay == 0
-
-
 def test_the_predictions_of_the_document_are_consistent() -> None:
     """Tokens per second, and the utilization that follows from them."""
     text = (ROOT / "docs" / "performance.md").read_text().split("<!-- predicted:")[1].split("<!-- end of predicted")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()[3:]]
     assert len(rows) == 4
     for name, _, *cells in rows:
-        flops = sizes_of(values[name]).flops(WORKLOADS[name].seq_len, causal=True)
+        flops = sizes_of(VALUES[name]).flops(WORKLOADS[name].seq_len, causal=True)
         for rate, share in (cells[:2], cells[2:]):
             assert share == f"{100 * float(rate.replace(',', '')) * flops / 989e12:.0f} %", name
-
-
-def test_sides_stay_together_where_the_memory_is_enough() -> None:
-    assert gpu_pair.fit_together(values["A-4k"], 2, 141 * 2**30)
-    assert not gpu_pair.fit_together(values["B21"], 2, 80 * 2**30)
-    assert not gpu_pair.fit_together(values["B21"], 1, 80 * 2**30), "logits of two sequences"
-    assert gpu_pair.fit_together(values["B21"] | {"batch": {"micro_size": 1}}, 1, 80 * 2**30)
 
 
 # Turns, visits and the result -----------------------------------------------------------------------------------------
@@ -192,25 +175,19 @@ def test_torchtitan_reads_meshtrain_s_samples(small: dict[str, Any], tmp_path: P
     assert all(torch.equal(inputs["input"][:, 1:], targets[:, :-1]) for inputs, targets in batches)
 
 
-def test_torchtitan_s_feed_forward_is_as_wide() -> None:
-    """Its width is 8/3 of the model's, multiplied, rounded down, and up to a multiple."""
-    for model in (values["A1"]["model"], values["B21"]["model"], SMALL):
-        _, config = model_of({"model": model})
-        arguments = gpu_titan.arguments_0_2(config)
-        hidden = int(arguments["ffn_dim_multiplier"] * int(2 * 4 * arguments["dim"] / 3))
-        multiple = arguments["multiple_of"]
-        assert multiple * ((hidden + multiple - 1) // multiple) == config.intermediate_size
-
-
 def test_torchtitan_gets_the_workload_s_numbers() -> None:
-    config = values["A1"] | {"titan": {"baseline": "T-sac", "compile": True, "folder": "x"}}
-    sections = gpu_titan.sections_0_2(config)
+    """Its feed-forward is 8/3 of the model's width, multiplied, rounded down, and up to a multiple."""
+    values = VALUES["A1"] | {"titan": {"baseline": "T-sac", "compile": True, "folder": "x"}}
+    sections = gpu_titan.sections_0_2(values)
     assert sections["training"]["max_norm"] == 1.0
     assert (sections["optimizer"]["beta2"], sections["optimizer"]["weight_decay"]) == (0.95, 0.0)
     assert sections["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
-    assert gpu_titan.rope_scaling(model_of(config)[1])["scaling_factor"] == 32
-    with pytest.raises(ValueError, match="rope_type llama3 alone"):
-        gpu_titan.rope_scaling(SimpleNamespace(rope_scaling={"rope_type": "yarn"}))
+    for model in (VALUES["A1"]["model"], VALUES["B21"]["model"], SMALL):
+        _, config = model_of({"model": model})
+        arguments = gpu_titan.arguments_0_2(config)
+        hidden = int(arguments["ffn_dim_multiplier"] * int(8 * arguments["dim"] / 3))
+        multiple = arguments["multiple_of"]
+        assert -(-hidden // multiple) * multiple == config.intermediate_size
     with pytest.raises(AttributeError, match="no attribute 'stepz'"):
         gpu_titan.put(SimpleNamespace(training=SimpleNamespace(steps=1)), {"training": {"stepz": 2}})
 
@@ -241,10 +218,6 @@ def test_the_first_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu_titan.torch, "__version__", "2.11.0+cu130")
     line = "torchtitan's side needs torchtitan: pip install --no-deps torchtitan==0.2.2"
     assert gpu_titan.needed(["T-none"]) == line
-    monkeypatch.setattr(gpu_titan.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(gpu_titan, "installed", lambda: "0.3.0")
-    assert gpu_titan.needed(["T-none"]) is None
-    assert gpu_titan.needed(["T-amp"]) == "T-amp is a baseline of torchtitan 0.2: 0.3.0 has FSDP on one GPU too"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -284,14 +257,11 @@ def test_every_part_runs_or_says_why_not() -> None:
     rows = {roof.name: gpu_roofs.row_of(roof, seconds) for roof in roofs}
     assert len(rows) == len(roofs), "names are unique"
     measured = {name for name, row in rows.items() if "ms" in row}
-    assert {"small o forward", "small down input gradient", "small qkv weight gradient"} <= measured
-    assert {"attention flash forward", "small loss compiled", "small loss without logits"} <= measured
+    assert {"small qkv weight gradient", "attention flash forward", "small loss compiled"} <= measured
     assert rows["attention cudnn forward"]["not_here"].startswith("RuntimeError: ")
-    forward = rows["small down forward"]
-    assert (forward["ms"], forward["tflops"]) == (pytest.approx(100), pytest.approx(2 * 64 * 48 * 32 / 0.1 / 1e12))
+    assert rows["small down forward"]["tflops"] == pytest.approx(2 * 64 * 48 * 32 / 0.1 / 1e12)
     assert rows["copy float32"]["gb_per_s"] == pytest.approx(8000 / 0.1 / 1e9)
     assert rows["attention flash backward"]["tflops"] == pytest.approx(2.5 * 2 * 2 * 4 * 32 * 32 * 8 / 0.1 / 1e12)
-    assert gpu_roofs.line({"name": "x", "ms": 1.0, "tflops": 98.9}, 989e12, 3.35e12).endswith("99 TF/s  10.0 %")
     assert gpu_roofs.line(rows["copy float32"], 989e12, 8e4).endswith("100.0 %")
 
 
@@ -310,8 +280,7 @@ def test_every_loss_has_the_gradients_of_the_plain_one() -> None:
 
 def test_documents_fill_rows_and_cross_none() -> None:
     ends = gpu_roofs.document_ends(40_000, 8192)
-    assert ends == sorted(set(ends))
-    assert {8192, 16384, 24576, 32768, 40_000} <= set(ends)
+    assert ends == sorted({*ends, 8192, 16384, 24576, 32768, 40_000})
 
 
 def test_a_measurement_is_the_median_of_rounds() -> None:

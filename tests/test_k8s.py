@@ -119,26 +119,24 @@ def test_the_queue_is_kueue_s_and_has_room_for_a_job() -> None:
             assert nodes_of(job)[1] * amount(quantity) <= quota[resource], resource
 
 
-def test_what_the_webhook_of_trainer_asks_for() -> None:
+def test_what_the_webhooks_ask_for() -> None:
     job = manifest("trainjob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     (patch,) = job["spec"]["runtimePatches"]
     assert re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", patch["manager"]), "the manager is a name behind a domain"
-    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     # The names of the runtime torch-distributed; the environment of its container is set by the trainer alone.
-    containers = [(container["name"], "env" in container) for container in pod_of(job)["containers"]]
-    assert (node["name"], containers) == ("node", [("node", False)])
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = pod_of(job)["containers"]
+    assert (node["name"], container["name"], "env" in container) == ("node", "node", False)
     assert not [variable for variable in container_of(job)["env"] if variable["name"].startswith("PET_")]
 
-
-def test_what_the_webhook_of_the_training_operator_asks_for() -> None:
     job = manifest("pytorchjob")
-    assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Worker"]
+    ((role, worker),) = job["spec"]["pytorchReplicaSpecs"].items()
     (container,) = pod_of(job)["containers"]
-    assert container["name"] == "pytorch"
-    assert [port["name"] for port in container["ports"]] == ["pytorchjob-port"]
+    (port,) = container["ports"]
+    assert (role, container["name"], port["name"]) == ("Worker", "pytorch", "pytorchjob-port")
     fewest, most, _ = nodes_of(job)
-    assert fewest <= job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] <= most
+    assert fewest <= worker["replicas"] <= most
 
 
 # The job ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Ten steps of the command against a loop written by hand, on a Megatron file: nothing of meshtrain's is in that loop
 but the plain model, its first weights and the order of the samples."""
 
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.init import initialise
+from tests.data.files import write_pair
 from tests.launching import forked
 
 SEQ, BATCH, STEPS, SEED = 32, 10, 10, 3
@@ -27,18 +27,9 @@ KEYS = {
 }
 
 
-def write_megatron(prefix: Path) -> np.ndarray:
-    """A .bin/.idx pair of documents of uneven length, by the format's own description; returns the tokens."""
+def documents() -> list[list[int]]:
     rng = np.random.default_rng(0)
-    documents = [rng.integers(0, 30, size=n).astype(np.uint16) for n in rng.integers(5, 400, size=40)]
-    tokens = np.concatenate(documents)
-    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
-    lengths = np.array([len(d) for d in documents], dtype=np.int32)
-    pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64) * 2]).astype(np.int64)
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 8) + struct.pack("<QQ", len(documents), len(documents) + 1)
-    index += lengths.tobytes() + pointers.tobytes() + np.arange(len(documents) + 1, dtype=np.int64).tobytes()
-    prefix.with_suffix(".idx").write_bytes(index)
-    return tokens
+    return [rng.integers(0, 30, size=n).tolist() for n in rng.integers(5, 400, size=40)]
 
 
 def plain_loop(tokens: np.ndarray) -> list[tuple[float, float]]:
@@ -50,10 +41,10 @@ def plain_loop(tokens: np.ndarray) -> list[tuple[float, float]]:
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    found = []
+    steps = []
     for step in range(STEPS):
         samples = batch_samples(SEED, step, BATCH, (len(tokens) - 1) // SEQ)
-        rows = torch.tensor(np.stack([tokens[i * SEQ : i * SEQ + SEQ + 1].astype(np.int64) for i in samples]))
+        rows = torch.tensor(np.stack([tokens[i * SEQ : i * SEQ + SEQ + 1] for i in samples]))
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -61,14 +52,15 @@ def plain_loop(tokens: np.ndarray) -> list[tuple[float, float]]:
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         optimizer.step()
-        found.append((loss.item(), norm.item()))
-    return found
+        steps.append((loss.item(), norm.item()))
+    return steps
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_ten_steps_agree_with_a_plain_loop(processes: int, tmp_path: Path) -> None:
-    tokens = write_megatron(tmp_path / "corpus")
-    expected = plain_loop(tokens)
+    sequences = documents()
+    write_pair(tmp_path / "corpus", sequences)
+    expected = plain_loop(np.concatenate(sequences))
     config = tmp_path / "config.yaml"
     config.write_text(
         f"model: {{name: llama, {', '.join(f'{key}: {value}' for key, value in KEYS.items())}}}\n"
