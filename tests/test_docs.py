@@ -287,6 +287,8 @@ def test_what_is_refused_of_experts() -> None:
         with pytest.raises(ConfigErrors) as refused:
             Config.load(str(REPO / "configs" / "moe.yaml"), keys)
         assert sentence in str(refused.value)
+    with pytest.raises(ConfigErrors, match="here no token is dropped"):
+        Config.load(str(REPO / "configs" / "moe.yaml"), ["model.capacity_factor=1.25"])
 
 
 def test_what_a_plan_says_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

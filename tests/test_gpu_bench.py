@@ -54,6 +54,7 @@ def test_the_shapes_are_those_of_the_published_models() -> None:
         assert sizes.flops(length, causal=False) / 1e9 == pytest.approx(full, abs=5e-4)
         assert sizes.flops(length, causal=True) / 1e9 == pytest.approx(causal, abs=5e-4)
     assert sizes_of(VALUES["B21"]).parameters == 2_795_573_248
+    assert sizes_of(VALUES["B21"]).flops(8192, causal=True) / 1e9 == pytest.approx(15.232, abs=5e-4)
 
 
 def test_sizes_count_what_the_model_multiplies(small: dict[str, Any]) -> None:
