@@ -1,9 +1,9 @@
 """Memory that is extended from smaller traces is that of the whole trace; a search's estimate is close to it."""
 
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from meshtrain.errors import bytes_text
 from meshtrain.foresight import compiled, extend, predict, start
 from meshtrain.foresight.hardware import load
 from meshtrain.foresight.live import LiveBytes
+from meshtrain.foresight.memory import RankMemory
 from meshtrain.foresight.model import UntracedError
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.layout import Layout
@@ -26,8 +27,16 @@ from tests.launching import ROOT
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 
 
-def loaded(world_size: int, *overrides: str) -> Config:
-    return Config.load(QUICKSTART, [*LLAMA, *overrides], world_size=world_size)
+def loaded(world_size: int, *overrides: str, compiled: bool = False) -> Config:
+    compile_too = f"parallel.compile={str(compiled).lower()}"
+    return Config.load(QUICKSTART, [*LLAMA, compile_too, *overrides], world_size=world_size)
+
+
+def short_and_whole(config: Config, pp: int = 0) -> tuple[RankMemory, RankMemory]:
+    """A rank's memory extended from smaller traces, and that of the whole trace."""
+    short, whole = (extend.rank_memory(config, config.resolved, pp, limit) for limit in (0, 10**6))
+    assert (short.source, whole.source) == ("extended", "traced")
+    return short, whole
 
 
 @pytest.mark.parametrize(
@@ -42,16 +51,9 @@ def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch
     """To the byte, but for the losses: of each microbatch they stay until the end of the step."""
     monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
     monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
-    config = loaded(
-        4 if "tp" in overrides[0] else 2,
-        "model.num_hidden_layers=6",
-        "batch.global_size=16",
-        "parallel.compile=false",
-        *overrides,
-    )
-    assert config.resolved is not None
-    short, whole = (extend.rank_memory(config, config.resolved, 0, limit) for limit in (0, 10**6))
-    assert (short.source, whole.source) == ("extended", "traced")
+    world = 4 if "tp" in overrides[0] else 2
+    config = loaded(world, "model.num_hidden_layers=6", "batch.global_size=16", *overrides)
+    short, whole = short_and_whole(config)
     losses = 16 * extend.microbatches(16, 2, config.resolved.size("dp_replicate", "dp_shard"))
     for a, b in ((short.resident, whole.resident), (short.parts, whole.parts)):
         assert a.keys() == b.keys()
@@ -85,10 +87,7 @@ def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
     file.write_text(KINDS)
     layers = 32 if "pp" in layout else 16
     config = loaded(2, f"model.name={file}", f"model.num_hidden_layers={layers}", layout, "batch.global_size=16")
-    config = replace(config, parallel=replace(config.parallel, compile=False))
-    assert config.resolved is not None
-    short, whole = (extend.rank_memory(config, config.resolved, 0, limit) for limit in (0, 10**6))
-    assert (short.source, whole.source) == ("extended", "traced")
+    short, whole = short_and_whole(config)
     assert abs(short.total - whole.total) <= 16 * 16, (short, whole)
     for part in ("weights", "gradients", "optimizer state"):
         assert short.parts.get(part) == whole.parts.get(part)
@@ -97,19 +96,11 @@ def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
 def test_extends_a_pipeline(name: str) -> None:
     """To the messages that are under way."""
-    config = loaded(
-        6,
-        "model.num_hidden_layers=9",
-        "layout={pp: 6}",
-        "batch.global_size=24",
-        f"pipeline.schedule={name}",
-        "parallel.compile=false",
-    )
-    assert config.resolved is not None
+    keys = "model.num_hidden_layers=9", "layout={pp: 6}", "batch.global_size=24", f"pipeline.schedule={name}"
+    config = loaded(6, *keys)
     message = 2 * 32 * 48 * 4
     for pp in (0, 3):
-        short, whole = (extend.rank_memory(config, config.resolved, pp, limit) for limit in (0, 10**6))
-        assert short.source == "extended"
+        short, whole = short_and_whole(config, pp)
         assert abs(short.total - whole.total) <= 8 * message, (short, whole)
         for part in ("weights", "gradients", "optimizer state"):
             assert short.parts.get(part) == whole.parts.get(part)
@@ -117,7 +108,7 @@ def test_extends_a_pipeline(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["layout={dp_shard: 2}", "layout={pp: 2}"])
 def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None:
-    overrides = layout, "pipeline.schedule=gpipe", "parallel.compile=false"
+    overrides = layout, "pipeline.schedule=gpipe"
     grown, largest, first = (
         Prediction(loaded(2, *overrides, f"batch.global_size={sizes}"), traced=True)
         for sizes in ("[[0, 4], [2, 12], [5, 8]]", "12", "4")
@@ -127,29 +118,30 @@ def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None
     assert grown.memory.total > first.memory.total
 
 
-def test_what_a_search_reckons_with_is_close() -> None:
-    """For blocks as large as those of models that are trained: their activations and states, not their remainders."""
-    for world, overrides in (
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
         (2, ("layout={dp_shard: 2}", "parallel.recompute=selective")),
         (2, ("layout={tp: 2}", "parallel.recompute=full")),
         (2, ("layout={pp: 2}",)),
         (4096, ("layout={dp_shard: 4096}", "batch.global_size=4096")),  # shards are padded
         (2, ("layout={dp_replicate: 2}", "train.lora={rank: 8}", "batch.micro_size=1")),
         (2, ("layout={dp_shard: 2}", "train.lora={rank: 8}", "batch.micro_size=1")),
-    ):
-        sizes = ("model.hidden_size=512", "model.intermediate_size=1408", "data.seq_len=512")
-        sizes += ("model.num_hidden_layers=4", "train.precision=bfloat16", "parallel.compile=false")
-        config = loaded(world, *sizes, *overrides)
-        reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
-        assert reckoned.total == pytest.approx(traced.total, rel=0.15), (overrides, reckoned, traced)
+    ],
+)
+def test_what_a_search_reckons_with_is_close(world: int, overrides: tuple[str, ...]) -> None:
+    """For blocks as large as those of models that are trained: their activations and states, not their remainders."""
+    sizes = "model.hidden_size=512", "model.intermediate_size=1408", "model.num_hidden_layers=4", "data.seq_len=512"
+    config = loaded(world, *sizes, "train.precision=bfloat16", *overrides)
+    reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
+    assert reckoned.total == pytest.approx(traced.total, rel=0.15), (reckoned, traced)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_two_copies_stand_for_many(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank holds as much; the batch is one that ranks share unevenly."""
-    keys = f"layout={{dp_replicate: 5, dp_shard: {shards}}}", "batch.global_size=24", "parallel.compile=false"
+    keys = f"layout={{dp_replicate: 5, dp_shard: {shards}}}", "batch.global_size=24"
     config = loaded(5 * shards, *keys)
-    assert config.resolved is not None
     few = extend.rank_memory(config, config.resolved, 0)
     monkeypatch.setattr(extend, "_with_few_copies", lambda *whole: whole)
     assert extend.rank_memory(config, config.resolved, 0) == few
@@ -169,18 +161,13 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("train.precision=float64", "parallel.compile=true"),
-        (
-            "train.precision=bfloat16",
-            "train.linear_precision=float8",
-            "model.hidden_size=128",
-            "model.intermediate_size=256",
-        ),
-        ('train.freeze=["*embed*", "*.layers.0.*"]', "parallel.recompute=full", "parallel.compile=true"),
+        "train.precision=float64 parallel.compile=true",
+        "train.precision=bfloat16 train.linear_precision=float8 model.hidden_size=128 model.intermediate_size=256",
+        'train.freeze=["*embed*","*.layers.0.*"] parallel.recompute=full parallel.compile=true',
     ],
 )
-def test_what_is_seldom_is_foreseen_too(overrides: tuple[str, ...]) -> None:
-    seldom = Prediction(loaded(2, *overrides), load("h100"), traced=True)
+def test_what_is_seldom_is_foreseen_too(overrides: str) -> None:
+    seldom = Prediction(loaded(2, *overrides.split()), load("h100"), traced=True)
     assert min(seldom.memory.total, seldom.step.parts["backward"]) > 0
 
 
@@ -204,7 +191,7 @@ class Model(llama.Model):
 def test_a_model_that_does_not_run_with_few_blocks_is_traced_whole(tmp_path: Path) -> None:
     file = tmp_path / "deep.py"
     file.write_text(DEEP)
-    keys = "model.num_hidden_layers=5", "layout={dp_shard: 2}", "parallel.compile=false", "batch.global_size=64"
+    keys = "model.num_hidden_layers=5", "layout={dp_shard: 2}", "batch.global_size=64"
     deep, plain = (
         Prediction(loaded(2, *keys, *name), load("h100"), traced=True) for name in ((f"model.name={file}",), ())
     )
@@ -222,7 +209,7 @@ def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
 
 
 def test_traces_in_processes_beside_each_other_say_the_same() -> None:
-    config, hardware = loaded(2, "layout={pp: 2}", "parallel.compile=false"), load("h100")
+    config, hardware = loaded(2, "layout={pp: 2}"), load("h100")
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
         one, two = (Prediction(config, hardware, traced=True, pool=processes) for processes in (None, pool))
         assert (one.ranks, one.saves) == (two.ranks, two.saves)
@@ -233,7 +220,7 @@ def test_a_schedule_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "1f1b.csv"  # a name that says nothing
     actions = build("zb-h1", ranks=2, microbatches=4).actions
     file.write_text("\n".join(",".join(map(str, row)) for row in actions))
-    keys = "layout={pp: 2}", "batch.global_size=8", "parallel.compile=false"
+    keys = "layout={pp: 2}", "batch.global_size=8"
     of_file, named = (loaded(2, *keys, f"pipeline.schedule={name}") for name in (file, "zb-h1"))
     a, b = (Prediction(config, load("h100"), traced=True) for config in (of_file, named))
     assert (a.ranks, a.step) == (b.ranks, b.step)
@@ -241,27 +228,26 @@ def test_a_schedule_of_a_file(tmp_path: Path) -> None:
     assert Prediction(of_file).memory == Prediction(named).memory
 
 
+def counted(function: Callable, name: str, counts: Counter[str]) -> Callable:
+    def counting(*arguments: Any, **keys: Any) -> Any:
+        counts[name] += 1
+        return function(*arguments, **keys)
+
+    return counting
+
+
 def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 131,072: two traces for what is and for each knob, which share the graphs of one block; no list of ranks for
     each parameter or operator."""
     counts, offsets = Counter[str](), Layout._offsets
 
-    def count(owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def counting(*args: Any, **keys: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **keys)
-
-        monkeypatch.setattr(owner, name, counting)
-
-    for owner, name in ((extend, "trace_rank"), (compiled.Graph, "__init__"), (LiveBytes, "look")):
-        count(owner, name)
-
-    def listed(*args: Any) -> list[int]:
-        counts["ranks"] += len(ranks := offsets(*args))
+    def listed(*arguments: Any) -> list[int]:
+        ranks = offsets(*arguments)
+        counts["ranks"] += len(ranks)
         return ranks
 
+    for owner, name in ((extend, "trace_rank"), (compiled.Graph, "__init__"), (LiveBytes, "look")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), name, counts))
     monkeypatch.setattr(Layout, "_offsets", listed)
     monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
     monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
