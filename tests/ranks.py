@@ -16,6 +16,7 @@ it crashes by itself or only after others.
 
 import faulthandler
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -35,6 +36,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshtrain.job.environment import read_environment
 from meshtrain.job.process import Job, join
@@ -224,12 +226,22 @@ def serve_as_rank(requests: Connection, items: Sequence[pytest.Item], folder: Pa
     config.pluginmanager.register(reports)
     while True:
         position, following = requests.recv()
+        destroy_groups()
         current = Current(job, folder / str(position))
         current.folder.mkdir(exist_ok=True)
         started = time.monotonic()
         nextitem = None if following is None else items[following]
         config.hook.pytest_runtest_protocol(item=items[position], nextitem=nextitem)
         requests.send(reports.outcome(time.monotonic() - started))
+
+
+def destroy_groups() -> None:
+    """Destroys the process groups that the test before has made, which each have threads and sockets. By now no rank
+    uses them: all have ended that test."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 # --------------------------------------------------------------------------- in the process that forks a job's ranks
