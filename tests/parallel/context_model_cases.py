@@ -1,5 +1,6 @@
 """Run as a job of 2 or 4 processes: whole models with context parallelism in a user's loop, and what is refused."""
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +33,7 @@ from meshtrain.optim import clip_gradients, param_groups
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.run.setup import context_parallel
 from meshtrain.run.weights_export import export
-from tests.parallel.context_cases import Cases, Mixer
+from tests.parallel.sharded_attention import Mixer
 from tests.parity.experiments import QUICKSTART, SMALL
 
 llama, CPU = model_file("llama"), torch.device("cpu")
@@ -41,6 +42,35 @@ SIZES = {
     "hidden_size": D, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": V,
 }  # fmt: skip
+
+
+class Cases:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.checked = 0
+        self.failures: list[str] = []
+
+    def close(self, actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+        """Compares by the largest difference, relative to the largest value if that is above 1."""
+        self.checked += 1
+        off = largest(actual.double() - expected.double()) if actual.shape == expected.shape else torch.inf
+        if not off <= tolerance * max(1.0, largest(expected)):
+            self.failures.append(f"rank {self.mesh.rank}: {what}: off by {off:.1e}")
+
+    def equal(self, actual: Any, expected: Any, what: str) -> None:
+        self.checked += 1
+        if actual != expected:
+            self.failures.append(f"rank {self.mesh.rank}: {what}: {actual} and not {expected}")
+
+    def tell(self) -> None:
+        """Prints one line for the test that started this job."""
+        row = {"checked": self.checked, "failures": self.failures[:20]}  # short enough for one atomic write to a pipe
+        print(json.dumps(row) + "\n", end="", flush=True)
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute value; 0 for an empty tensor, since a rank may have only padding."""
+    return float(x.abs().max()) if x.numel() > 0 else 0.0
 
 
 def fresh(cls: type[nn.Module] = llama.Model, **keys: Any) -> nn.Module:

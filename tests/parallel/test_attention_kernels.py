@@ -20,7 +20,7 @@ from meshtrain.parallel.context.kernels import (
     forward_block,
     segments_of,
 )
-from tests.parallel.context_cases import SegmentBySegment
+from tests.parallel.sharded_attention import SegmentBySegment
 from tests.properties import given, st
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])

@@ -1,8 +1,6 @@
 """Attention over sequences that lie in parts on several processes, against one process's attention."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,27 +12,11 @@ from meshtrain.mesh import build_mesh
 from meshtrain.parallel.context import ContextParallel, visible_spans
 from meshtrain.parallel.context.attention import Exchange
 from models import llama
-from tests.launching import Finished, forked, torchrun
+from tests.launching import torchrun
 from tests.properties import given, st
 
-HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()
 SHARED = GPUS > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU hosts several ranks: NCCL 2.30
-
-
-def assert_none_failed(done: Finished, world: int, least: int) -> None:
-    """Each rank of a job of cases has told that at least so many were checked, and no failure."""
-    rows = [json.loads(line) for line in done.check().out.splitlines() if line.startswith("{")]
-    assert len(rows) == world
-    for row in rows:
-        assert row["failures"] == []
-        assert row["checked"] >= least
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "least"), [(2, 2000), (3, 2000), (4, 4000)])
-def test_every_way_computes_what_one_process_does(world: int, least: int) -> None:
-    assert_none_failed(forked(world, HERE / "context_cases.py", timeout=500), world, least)
 
 
 @pytest.mark.gpu
@@ -43,8 +25,8 @@ def test_every_way_computes_what_one_process_does(world: int, least: int) -> Non
 @pytest.mark.parametrize("world", [world for world in (2, 4) if world <= max(GPUS, 2) or SHARED])
 def test_every_way_computes_the_same_on_gpus(world: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
-    script = str(HERE / "context_cases.py")
-    assert_none_failed(torchrun(world, script, timeout=800, env={"CUDA_VISIBLE_DEVICES": visible}), world, 1000)
+    environment = {"CUDA_VISIBLE_DEVICES": visible}
+    torchrun(world, "-m", "tests.parallel.test_context_attention", timeout=800, env=environment).check()
 
 
 @pytest.mark.parametrize("stages", [[(2, 3, 0)], [(2,), (3,), (0,)]], ids=["gather", "ring"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import forked
-from tests.parallel.test_context import assert_none_failed
+from tests.parallel.test_tensor_parallel import assert_none_failed
 
 
 @pytest.mark.timeout(600)
