@@ -44,15 +44,14 @@ def e4m3(x: float) -> float:
 
 def rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
     """What a matrix stands for in 8 bits, with scales along `dim`, number by number."""
-    rows = [row.split(block or len(row)) for row in x.movedim(dim, 1)]
-    result = []
-    for blocks in rows:
+    rows = []
+    for row in x.movedim(dim, 1):
         values: list[float] = []
-        for part in blocks:
+        for part in row.split(block or len(row)):
             scale = 2.0 ** math.ceil(math.log2(float(part.abs().max()) / 448))
             values += [e4m3(value / scale) * scale for value in part.tolist()]
-        result.append(values)
-    return torch.tensor(result, dtype=x.dtype).movedim(1, dim)
+        rows.append(values)
+    return torch.tensor(rows, dtype=x.dtype).movedim(1, dim)
 
 
 def operands(n: int = 24, d: int = 128, f: int = 192) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,35 +80,27 @@ def test_products_are_those_of_rounded_operands(precision: str) -> None:
     """A scale of another dim, or of a whole tensor, would round other numbers away."""
     products, block = EMULATED[precision], {"float8": None, "mxfp8": 32}[precision]
     x, weight, grad = operands()
-    y = rounded(x, 1, block) @ rounded(weight, 1, block).t()
-    torch.testing.assert_close(products.forward(x, weight), y, rtol=0, atol=0)
-    dx = rounded(grad, 1, block) @ rounded(weight, 0, block)
-    torch.testing.assert_close(products.input_grad_sum([grad], [weight]), dx, rtol=1e-12, atol=0)
-    other = operands(d=128, f=160)[1:]
-    dx = dx + products.input_grad_sum([other[1]], [other[0]])
-    torch.testing.assert_close(products.input_grad_sum([grad, other[1]], [weight, other[0]]), dx, rtol=1e-12, atol=0)
-    three = x.view(2, 12, -1)
-    assert products.forward(three, weight).equal(products.forward(x, weight).view(2, 12, -1))
-
-
-def test_rounding_costs_no_more_than_four_bits() -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(64, 256), torch.randn(128, 256)
-    for products in EMULATED.values():
-        error = (products.forward(x, weight) - x @ weight.t()).abs()
-        # Each factor is off by 2**-4 of itself, or by 2**-10 of its scale.
-        bound = (2 * 2**-4 + 2**-8) * (x.abs() @ weight.t().abs()) + 256 * 2**-9
-        assert (error <= bound).all()
-        assert 0.01 < error.norm() / (x @ weight.t()).norm() < 0.05
+    y = products.forward(x, weight)
+    torch.testing.assert_close(y, rounded(x, 1, block) @ rounded(weight, 1, block).t(), rtol=0, atol=0)
+    assert products.forward(x.view(2, 12, -1), weight).equal(y.view(2, 12, -1))
+    _, *other = operands(d=128, f=160)
+    pairs = [(grad, weight), (other[1], other[0])]
+    for count in (1, 2):
+        expected = sum(rounded(g, 1, block) @ rounded(w, 0, block) for g, w in pairs[:count])
+        dx = products.input_grad_sum([g for g, _ in pairs[:count]], [w for _, w in pairs[:count]])
+        torch.testing.assert_close(dx, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_multiplies_the_same_numbers(dtype: torch.dtype) -> None:
     x, weight, grad = (tensor.to(dtype) for tensor in operands())
-    for run, inputs in {"forward": (x, weight), "input_grad_sum": ([grad], [weight])}.items():
-        kernel, emulated = (getattr(kind["float8"], run)(*inputs).double() for kind in (KERNELS, EMULATED))
+    results = []
+    for kind in (KERNELS, EMULATED):
+        products = kind["float8"]
+        results.append((products.forward(x, weight).double(), products.input_grad_sum([grad], [weight]).double()))
+    for kernel, emulated in zip(*results, strict=True):
         error = (kernel - emulated).norm(dim=1) / emulated.norm(dim=1)
-        assert (error < 4 * torch.finfo(dtype).eps).all(), run
+        assert (error < 4 * torch.finfo(dtype).eps).all()
 
 
 @pytest.mark.parametrize("precision", ["float8", "mxfp8"])
@@ -161,12 +152,10 @@ def test_a_gpu_has_a_kernel_or_emulates() -> None:
 def test_which_layers() -> None:
     """Not the head, which is a block by itself, and none that is small or odd."""
     layers, others = float8_layers(model(num_key_value_heads=2), "float8")
-    small = [f"model.layers.{i}.self_attn.{kind}_proj" for i in (0, 1) for kind in "kv"]
-    assert others == [*small, "lm_head"]
     assert len(layers) == 2 * 5
-    assert len(float8_layers(model(intermediate_size=200), "float8")[0]) == 2 * 4
-    assert len(float8_layers(model(intermediate_size=208), "float8")[0]) == 2 * 7
-    assert len(float8_layers(model(intermediate_size=208), "mxfp8")[0]) == 2 * 4
+    assert others == [*(f"model.layers.{i}.self_attn.{kind}_proj" for i in (0, 1) for kind in "kv"), "lm_head"]
+    for width, precision, count in ((200, "float8", 4), (208, "float8", 7), (208, "mxfp8", 4)):
+        assert len(float8_layers(model(intermediate_size=width), precision)[0]) == 2 * count
     routed = model()
     routed.model.layers[1].mlp.gate = nn.Linear(128, 128)
     assert float8_layers(routed, "float8")[1] == ["model.layers.1.mlp.gate", "lm_head"]
@@ -177,12 +166,16 @@ def test_which_layers() -> None:
 
 def test_what_cannot_be_exact_is_refused() -> None:
     few, blocks = model(num_key_value_heads=1, head_dim=128), model()
-    (problem,) = float8_problems(few, "float8", split_layers(few, llama.tp_plan, 4), 4)
-    assert "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, of 1 heads, cannot be split" in problem
-    (problem,) = float8_problems(blocks, "mxfp8", split_layers(blocks, llama.tp_plan, 4), 4)
-    assert "mlp.up_proj, model.layers.*.mlp.down_proj, where each rank needs a multiple of 32 features" in problem
-    assert float8_problems(blocks, "mxfp8", split_layers(blocks, llama.tp_plan, 2), 2) == []
-    assert float8_problems(blocks, "float8", split_layers(blocks, llama.tp_plan, 4), 4) == []
+
+    def problems(plain: nn.Module, precision: str, tp: int) -> str:
+        return "\n".join(float8_problems(plain, precision, split_layers(plain, llama.tp_plan, tp), tp))
+
+    heads = "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, of 1 heads, cannot be split"
+    assert heads in problems(few, "float8", 4)
+    features = "mlp.up_proj, model.layers.*.mlp.down_proj, where each rank needs a multiple of 32 features"
+    assert features in problems(blocks, "mxfp8", 4)
+    assert not problems(blocks, "mxfp8", 2)
+    assert not problems(blocks, "float8", 4)
     with pytest.raises(InputError, match="no linear layer inside of its blocks"):
         parallelize(nn.Sequential(nn.Linear(256, 256)), ALONE, linear_precision="float8")
 
@@ -212,13 +205,13 @@ def losses_and_gradients(trained: nn.Module) -> tuple[Tensor, dict[str, Tensor]]
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_model_has_the_gradients_of_its_layers(recompute: str) -> None:
-    reference = model(num_hidden_layers=1, intermediate_size=128, num_key_value_heads=2).double()
+    keys = {"num_hidden_layers": 1, "intermediate_size": 128, "num_key_value_heads": 2}
+    reference = model(**keys).double()
     for name in float8_layers(reference, "float8")[0]:
         layer: Any = reference.get_submodule(name)
         layer.forward = lambda x, weight=layer.weight: StraightThrough.apply(x, weight)
-    own = model(num_hidden_layers=1, intermediate_size=128, num_key_value_heads=2).double()
     options = ParallelOptions(precision="float64", linear_precision="float8", recompute=recompute)
-    losses, gradients = losses_and_gradients(apply_data_parallel(own, ALONE, options))
+    losses, gradients = losses_and_gradients(apply_data_parallel(model(**keys).double(), ALONE, options))
     expected, expected_gradients = losses_and_gradients(reference)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
     for name, gradient in expected_gradients.items():
@@ -240,13 +233,10 @@ def test_it_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True)
     )
     options = ParallelOptions(linear_precision="float8")
-    losses, gradients = losses_and_gradients(apply_data_parallel(model(), ALONE, options))
+    eager = apply_data_parallel(model(), ALONE, options)
     compiled = apply_data_parallel(model(), ALONE, replace(options, compile=True, recompute="selective"))
-    same, same_gradients = losses_and_gradients(compiled)
+    torch.testing.assert_close(losses_and_gradients(compiled), losses_and_gradients(eager))
     assert products == [7, 7]
-    torch.testing.assert_close(same, losses)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(same_gradients[name], gradient)
 
 
 def test_rounding_alone_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,22 +253,3 @@ def test_rounding_alone_is_compiled_once_for_all_shapes(monkeypatch: pytest.Monk
         counts.append(graphs.frame_count)
     float8._compiled.cache_clear()
     assert 2 <= counts[0] == counts[-1] < 8, "more for each shape, of which the compiler would take eight"
-
-
-def test_training_in_float8_learns_as_much() -> None:
-    """The mean of a curve that falls from 5.1 to 1.6."""
-    means = []
-    for linear_precision in (None, "float8", "mxfp8"):
-        trained = apply_data_parallel(model(), ALONE, ParallelOptions(linear_precision=linear_precision))
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
-        losses = []
-        for _ in range(12):
-            optimizer.zero_grad()
-            loss = sample_losses(trained(TOKENS), TOKENS.roll(-1, 1)).sum() / TOKENS.numel()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        means.append(sum(losses) / len(losses))
-        assert losses[-1] < 0.4 * losses[0]
-    assert len(set(means)) == 3
-    assert means[1:] == pytest.approx([means[0]] * 2, rel=0.01), means
