@@ -60,6 +60,7 @@ def forked_side(start: Callable[..., subprocess.Popen], words: list[str], **opti
     return start(words, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("benchmark", "sides"),
@@ -112,6 +113,7 @@ def test_goals_name_sides_and_all_run_unless_some_are_named() -> None:
         chosen(tensor_parallel.SIDES, tensor_parallel.GOALS, ["torch tp=3"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_idle_shares_are_told_beside_the_simulator_s() -> None:
     schedules = ["1f1b", "zb-h1", "zbv"]
@@ -124,6 +126,7 @@ def test_idle_shares_are_told_beside_the_simulator_s() -> None:
         assert 0 < row["measured"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_overhead_of_an_action_is_told_for_both_engines() -> None:
     rows = json.loads(printed("pipeline_overhead", "--pairs=1", "--json"))
@@ -131,6 +134,7 @@ def test_the_overhead_of_an_action_is_told_for_both_engines() -> None:
     assert all(row["meshtrain"] > 0 and row["torch"] > 0 and row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_checkpoints_are_compared_with_plain_files(ranks: int, tmp_path: Path) -> None:
@@ -154,6 +158,7 @@ def balance_run(load: float, experts: bool = True) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.slow
 def test_balances_of_experts_are_compared(tmp_path: Path) -> None:
     runs = {kind: [balance_run(2.0), balance_run(2.5)] for kind in ("batch", "none")}
     for row in runs["none"][0][-expert_balance.LAST :]:

@@ -115,8 +115,17 @@ def forked_job(command: str) -> tuple[int, list[str]] | None:
     return (1, arguments[1:]) if command.startswith("python -m ") else None
 
 
+def documents_with_commands() -> list[Any]:
+    """README's commands are run by `make test`, all others by `make test-all`."""
+    return [
+        pytest.param(document, id=document.name, marks=[] if document.name == "README.md" else [pytest.mark.slow])
+        for document in DOCUMENTS
+        if commands(document)
+    ]
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if commands(d)], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", documents_with_commands())
 def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
     for name in SEEN:
         (tmp_path / name).symlink_to(REPO / name)

@@ -85,6 +85,7 @@ def options_of(**further: Any) -> argparse.Namespace:
     return argparse.Namespace(**shared, **further)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sides_that_start_one_by_one_train_the_same(small: dict[str, Any], tmp_path: Path) -> None:
     small["parallel"] = {}
@@ -239,6 +240,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_uncompiled")
 def test_every_part_runs_or_says_why_not() -> None:
     """On a CPU, where some back ends do not exist; a clock that gives a tenth of a second for each call."""
@@ -266,6 +268,7 @@ def test_every_part_runs_or_says_why_not() -> None:
     assert gpu_roofs.line(rows["copy float32"], 989e12, 8e4).endswith("100.0 %")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_uncompiled")
 def test_every_loss_has_the_gradients_of_the_plain_one() -> None:
     gradients = []

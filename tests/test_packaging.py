@@ -60,6 +60,7 @@ def test_the_wheel_is_one_package_with_every_model_config_and_hardware_file(whee
     assert {f"meshtrain/watch/page/{name}" for name, _ in PAGE.values()} <= names
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
     """In an empty folder, as a user's: `quickstart` and its model are those of the wheel, and so is a new project."""
     wheel = {"PYTHONPATH": str(installed)}
@@ -97,6 +98,7 @@ def test_the_citation_is_of_this_version() -> None:
         assert {"name", "description", "body"} <= set(yaml.safe_load(template.read_text()))
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_plans_and_launches(installed: Path, tmp_path: Path) -> None:
     """The console script is the same command, and the scripts of tools/slurm are the wheel's own."""
     wheel = {"PYTHONPATH": str(installed)}

@@ -87,6 +87,7 @@ def test_sixteen_bits_stay_near(
     assert losses(rows) != losses(reference), "they do compute in 16 bits"
 
 
+@pytest.mark.slow
 def test_compiling_stays_within_rounding(
     shared: Path,
     tmp_path: Path,
@@ -154,6 +155,7 @@ def test_the_run_folder_can_be_run_again(shared: Path, tmp_path: Path) -> None:
     assert losses(first) == losses(again)
 
 
+@pytest.mark.slow
 def test_digits_are_learned_and_four_processes_agree(tmp_path: Path) -> None:
     """The acceptance of the image path: above 95 % on held-out digits, and within a point of it on 4 processes."""
     command = ("-m", "meshtrain.train", "configs/digits.yaml")

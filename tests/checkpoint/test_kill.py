@@ -7,6 +7,7 @@ import pytest
 from tests.checkpoint import kill
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_some_kills_leave_no_trace(tmp_path: Path) -> None:
     found = kill.go(tmp_path, kills=6, seed=7, forked=True)

@@ -29,6 +29,7 @@ def manifest_of(checkpoint: Path) -> Manifest:
     return open_manifest(checkpoint)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_layout_loads_what_every_other_has_written(tmp_path: Path) -> None:
     """4 ranks in one job, and one process before and after."""

@@ -76,6 +76,7 @@ def at(folder: Path, where: str) -> Path:
     return folder / where / "checkpoints" / name_of(SAVED)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2000)  # the first waits for all jobs
 @pytest.mark.parametrize(("saved", "loaded"), CELLS, ids=lambda name: name)
 def test_another_layout_goes_on(saved: str, loaded: str, folder: Path) -> None:
@@ -94,6 +95,7 @@ def test_another_layout_goes_on(saved: str, loaded: str, folder: Path) -> None:
             assert row[name] == pytest.approx(one[name], rel=1e-5, abs=0), f"step {row['step']}: {name}"
 
 
+@pytest.mark.slow
 def test_the_steps_move_the_model(folder: Path) -> None:
     """States that hardly change would be the same wherever they come from."""
     for layout in LAYOUTS:

@@ -118,6 +118,7 @@ def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None
     assert grown.memory.total > first.memory.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -147,6 +148,7 @@ def test_two_copies_stand_for_many(shards: int, monkeypatch: pytest.MonkeyPatch)
     assert extend.rank_memory(config, config.resolved, 0) == few
 
 
+@pytest.mark.slow
 def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     overrides = [*LLAMA, "layout={tp: 2}"]
     before = predict(QUICKSTART, overrides, hosts=(2,))
@@ -236,6 +238,7 @@ def counted(function: Callable, name: str, counts: Counter[str]) -> Callable:
     return counting
 
 
+@pytest.mark.slow
 def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 131,072: two traces for what is and for each knob, which share the graphs of one block; no list of ranks for
     each parameter or operator."""
