@@ -50,35 +50,47 @@ class Graphs:
         self.backward: list[list[str]] = []
 
     def __call__(self, module: GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        def keep(kept: list[list[str]]) -> Callable:
-            def compile_graph(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
-                called = (node.target for node in graph.graph.nodes if node.op == "call_function")
-                kept.append([getattr(target, "__name__", str(target)).split(".")[0] for target in called])
-                return make_boxed_func(graph.forward)
-
-            return compile_graph
-
-        partition = min_cut_rematerialization_partition  # what decides in earnest what runs again
         return aot_module_simplified(
-            module, inputs, fw_compiler=keep(self.forward), bw_compiler=keep(self.backward), partition_fn=partition
+            module,
+            inputs,
+            fw_compiler=partial(self.compile_graph, self.forward),
+            bw_compiler=partial(self.compile_graph, self.backward),
+            partition_fn=min_cut_rematerialization_partition,  # what decides in earnest what runs again
         )
+
+    @staticmethod
+    def compile_graph(graphs: list[list[str]], graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        targets = (node.target for node in graph.graph.nodes if node.op == "call_function")
+        graphs.append([getattr(target, "__name__", str(target)).split(".")[0] for target in targets])
+        return make_boxed_func(graph.forward)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     backend = Graphs()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    torch.compiler.reset()
-    counters.clear()
-    yield backend
-    torch.compiler.reset()
+    return backend
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler finds graphs, and generates no code."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list[int]:
     """The graphs that there are after each of two steps, with other documents, and an evaluation each."""
     file = model_file(name)
     model = parallelize(file.Model(file.Config(**sizes)), build_mesh(Layout({})), compile=True, **options)
-    found = []
+    counts = []
     for _ in range(2):
         tokens = torch.randint(50, (2, 12))
         inputs = Batch.of((tokens, torch.arange(12).expand(2, 12), None), tokens).with_context().inputs
@@ -86,38 +98,36 @@ def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list
         with torch.no_grad():
             model.eval()(*inputs)
         model.train()
-        found.append(counters["stats"]["unique_graphs"])
-    return found
+        counts.append(counters["stats"]["unique_graphs"])
+    return counts
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "recompute", "precision", "merges"),
     [
-        ("llama", {"recompute": "none", "precision": "bfloat16"}),
-        ("llama", {"recompute": "selective"}),
-        ("llama", {"recompute": "full"}),
-        ("qwen3", {"recompute": "selective", "precision": "bfloat16"}),
-        ("llama", {"recompute": "none", "precision": "bfloat16", "merges": True}),
-        ("llama", {"recompute": "full", "precision": "bfloat16", "merges": True}),
-        ("qwen3", {"recompute": "selective", "precision": "bfloat16", "merges": True}),
+        ("llama", "none", "bfloat16", False),
+        ("llama", "selective", "float32", False),
+        ("llama", "full", "float32", False),
+        ("qwen3", "selective", "bfloat16", False),
+        ("llama", "none", "bfloat16", True),
+        ("llama", "full", "bfloat16", True),
+        ("qwen3", "selective", "bfloat16", True),
     ],
 )
 def test_all_layers_share_a_graph_and_an_evaluation_has_one(
-    name: str, options: dict, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    name: str, recompute: str, precision: str, merges: bool, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`merges`: as on GPUs, where in 16 bits q, k and v are one product, and gate and up."""
-    options = dict(options)
-    merges = options.pop("merges", False)
     monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
-    assert train_and_evaluate(name, SIZES, **options) == [2, 2]
+    assert train_and_evaluate(name, SIZES, recompute=recompute, precision=precision) == [2, 2]
     assert not counters["graph_break"]
     (forward,), (backward,) = (graphs.forward[:1], graphs.backward)
     products = sum(name in PRODUCTS for name in forward)
     assert products == (4 if merges else 7)
     # Two products for each one, for its input and its weight; `full` has all but the last again, which nobody needs.
-    again = products - 1 if options["recompute"] == "full" else 0
+    again = products - 1 if recompute == "full" else 0
     assert sum(name in PRODUCTS for name in backward) == 2 * products + again
-    if options["recompute"] != "full":  # in which attention stands inside of an operator that gives it its random state
+    if recompute != "full":  # in which attention stands inside of an operator that gives it its random state
         attention = {operator._schema.name.split("::")[1] for operator in ATTENTION}
         assert len(attention.intersection(forward)) == 1
         assert not attention.intersection(backward)
@@ -130,7 +140,7 @@ def test_layers_that_read_the_same_input_compute_one_product(
     """The same gradients under the same names: computed in float64, added up in float32, of some weights not."""
     monkeypatch.setattr(parallelizing, "master_dtype", lambda precision: torch.float32)
     monkeypatch.setattr(mixed_precision, "ADDED_ON", ("cpu",))
-    file, found = model_file("llama"), []
+    file, results = model_file("llama"), []
     for merges in (False, True):
         monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
         torch.manual_seed(0)
@@ -148,10 +158,10 @@ def test_layers_that_read_the_same_input_compute_one_product(
         with torch.no_grad():
             outputs.append(model(torch.arange(12).view(2, 6)))
         assert names == [name for name, _ in model.named_parameters()]
-        found.append([*outputs, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)])
+        results.append([*outputs, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)])
     assert sum(name in PRODUCTS for name in graphs.forward[0]) == 4
     assert len(graphs.forward) == 2
-    for plain, merged in zip(*found, strict=True):
+    for plain, merged in zip(*results, strict=True):
         torch.testing.assert_close(merged, plain, rtol=1e-6 if plain.dtype == torch.float32 else 1e-12, atol=1e-7)
 
 
@@ -165,84 +175,75 @@ def test_what_a_layer_gives_is_its_own() -> None:
         torch.testing.assert_close(y.view(-1), 2 * plain.flatten())
 
 
-def test_experts_run_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("eager")
+def test_experts_run_between_graphs() -> None:
     """Five pieces for training and five for evaluation, which all layers share; nothing else breaks a graph."""
-    torch.compiler.reset()
-    counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     assert train_and_evaluate("qwen3_moe", SIZES | EXPERTS) == [10, 10]
     breaks = {str(name) for reason in counters["graph_break"] for name in re.findall(r"function `([\w.]+)`", reason)}
     assert breaks == {"choose", "Balance._count", "attach", "Experts.forward"}
-    torch.compiler.reset()
 
 
-class Branching(torch.nn.Module):
+class Branching(nn.Module):
     """A block whose way depends on values, so that it is no graph."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(8, 8)
+        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
         return x + (y.sin() if y.sum() > 0 else y.cos())
 
 
+def warns(message: str | None) -> Any:
+    return nullcontext() if message is None else pytest.warns(UserWarning, match=message)
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_block_that_is_no_graph_is_recomputed_without_compiling(
-    recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_is_no_graph_is_recomputed_without_compiling(recompute: str) -> None:
     """In 16 bits, where a block that runs again needs its casts again."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     grads = []
-    for compiles in (False, True):
-        torch.compiler.reset()
+    for message in (None, "Branching is recomputed and not compiled"):
         torch.manual_seed(0)
-        options = {"precision": "bfloat16", "recompute": recompute, "compile": compiles}
+        options = {"precision": "bfloat16", "recompute": recompute, "compile": message is not None}
         model = parallelize(Branching(), build_mesh(Layout({})), **options)
-        with pytest.warns(UserWarning, match="Branching is recomputed and not compiled") if compiles else nullcontext():
+        with warns(message):
             model(torch.ones(2, 8)).float().square().sum().backward()
         grads.append(model.layer.weight.grad)
     assert torch.equal(*grads)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_backward_hooks_inside_of_a_block_are_run(recompute: str) -> None:
     grads = []
-    for compiles in (False, True):
+    for message in (None, "Sequential is not compiled: a graph leaves hooks"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] / 2,))
-        with (
-            pytest.warns(UserWarning, match="Sequential is not compiled: a graph leaves hooks")
-            if compiles
-            else nullcontext()
-        ):
-            parallelize(model, build_mesh(Layout({})), recompute=recompute, compile=compiles)
+        with warns(message):
+            parallelize(model, build_mesh(Layout({})), recompute=recompute, compile=message is not None)
         model(torch.ones(2, 4)).square().sum().backward()
         grads.append(model[0].weight.grad)
     assert torch.equal(*grads)
 
 
-def test_a_graph_that_evaluation_has_not_leaves_training_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+class Varied(Branching):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if torch.is_grad_enabled() else super().forward(x)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_graph_that_evaluation_has_not_leaves_training_compiled() -> None:
     """As where evaluations have more shapes than the compiler makes graphs for."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    torch.compiler.reset()
-
-    class Varied(Branching):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) if torch.is_grad_enabled() else super().forward(x)
-
     plain = Varied()
     model = parallelize(deepcopy(plain), build_mesh(Layout({})), recompute="selective", compile=True)
-    for made in (1, 0):
+    for message, graphs in (("not compiled without", 1), (None, 0)):
         counters.clear()
-        with torch.no_grad(), pytest.warns(UserWarning, match="not compiled without") if made else nullcontext():
+        with torch.no_grad(), warns(message):
             assert torch.equal(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
         model(torch.ones(2, 8)).square().sum().backward()
-        assert counters["stats"]["unique_graphs"] == made
-    torch.compiler.reset()
+        assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_selective_keeps_whatever_multiplies_matrices() -> None:
@@ -250,30 +251,29 @@ def test_selective_keeps_whatever_multiplies_matrices() -> None:
     inner = {"_convolution", "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward"}
     inner |= {"_flash_attention_forward", "_efficient_attention_forward"}
     aten = torch.ops.aten
-    known = [packet for packet in flop_registry if "backward" not in packet.__name__ and packet.__name__ not in inner]
-    operators = [
-        getattr(packet, name)
-        for packet in known
-        if packet not in (torch.ops.higher_order.flex_attention,) and str(packet).startswith("aten.")
-        for name in packet.overloads()
-        if "out" not in name and name != "quantized"
-    ]
+    flex_attention = torch.ops.higher_order.flex_attention
+    operators = [flex_attention, aten._grouped_mm.default]
+    for packet in flop_registry:
+        name = packet.__name__
+        if packet is flex_attention or "backward" in name or name in inner or not str(packet).startswith("aten."):
+            continue
+        overloads = (overload for overload in packet.overloads() if "out" not in overload and overload != "quantized")
+        operators += [getattr(packet, overload) for overload in overloads]
     assert {aten.mm.dtype, aten._scaled_mm.default, aten.baddbmm.default} <= set(operators)
-    for operator in (*operators, torch.ops.higher_order.flex_attention, aten._grouped_mm.default):
+    for operator in operators:
         assert _policy(None, operator) is CheckpointPolicy.MUST_SAVE, operator
     assert _policy(None, aten.silu.default) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_auto_is_true_where_kernels_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking: list[str | None] = [None]
-    monkeypatch.setattr(compiling, "missing_tools", lambda capability: lacking[0])
+    monkeypatch.setattr(compiling, "missing_tools", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_compile("auto", CPU, False) == (False, None)
     assert choose_compile(True, CPU, False) == (True, None)
     assert choose_compile(False, CUDA, False) == (False, None)
     assert str(choose_compile("auto", CUDA, False)) == "blocks are compiled"
     assert "blocks are not compiled: the schedule computes gradients" in str(choose_compile("auto", CUDA, True))
-    lacking[0] = "Triton is not installed"
+    monkeypatch.setattr(compiling, "missing_tools", lambda capability: "Triton is not installed")
     assert choose_compile("auto", CUDA, False) == (False, "Triton is not installed")
 
 
@@ -289,16 +289,16 @@ def test_auto_falls_back_where_the_schedule_splits_backwards(
 
 
 def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    missing: dict[str, Any] = {"module": None, "compiler": None}
-    monkeypatch.setattr(compiling, "find_spec", lambda name: missing["module"])
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: missing["compiler"] if name == "gcc" else None)
+    tools: dict[str, str] = {}
+    monkeypatch.setattr(compiling, "find_spec", tools.get)
+    monkeypatch.setattr(compiling.shutil, "which", tools.get)
     monkeypatch.setattr(compiling, "sysconfig", SimpleNamespace(get_path=lambda name: tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert "has 6.1" in str(missing_tools((6, 1)))
     assert "not installed" in str(missing_tools((9, 0)))
-    missing["module"] = "triton"
+    tools["triton"] = "triton"
     assert "no C compiler" in str(missing_tools((9, 0)))
-    missing["compiler"] = "/usr/bin/gcc"
+    tools["gcc"] = "/usr/bin/gcc"
     assert "Python.h" in str(missing_tools((9, 0)))
     (tmp_path / "Python.h").touch()
     assert missing_tools((9, 0)) is None
@@ -314,11 +314,11 @@ def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     keep_compiled_code(tmp_path / "file")
     assert CACHE not in os.environ, "nothing can be written there, as in a container without a home"
-    for torchs_own in (False, True):
-        if torchs_own:
-            monkeypatch.setenv(CACHE, f"{gettempdir()}/torchinductor_me")
-        keep_compiled_code(tmp_path)
-        assert Path(os.environ[CACHE]).parent == tmp_path
+    keep_compiled_code(tmp_path)
+    assert Path(os.environ[CACHE]).parent == tmp_path
+    monkeypatch.setenv(CACHE, f"{gettempdir()}/torchinductor_me")  # torch's own choice
+    keep_compiled_code(tmp_path)
+    assert Path(os.environ[CACHE]).parent == tmp_path
 
     def square(x: torch.Tensor) -> torch.Tensor:
         return x @ x  # a library's kernel: no code is generated for it
@@ -329,4 +329,3 @@ def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.Monk
         torch.compile(square)(torch.ones(3, 3))
         found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
         assert min(found, 1) == hits
-    torch.compiler.reset()
