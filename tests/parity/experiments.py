@@ -577,7 +577,7 @@ _RAGGED_STEPS = f"train.eval_every={STEPS}"
 _OPTIMIZERS = {
     "adamw": (),
     "muon": ("optimizer.name=muon",),
-    "sgd": ("optimizer.name=sgd",),
+    "sgd": ("optimizer.name=sgd", "optimizer.lr=0.1"),
     "adamw, sharded": (),
     "adamw, averaged": ("optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=2", "train.eval_samples=9"),
 }
