@@ -137,6 +137,7 @@ def decoder(rng: random.Random, name: str) -> Keys:
 
 def mixture(rng: random.Random, name: str, experts: str, chosen: str) -> Keys:
     return decoder(rng, name) | {
+        "model.num_hidden_layers": rng.randint(2, 4),  # the first one may have no experts
         experts: rng.choice([3, 4, 6]),
         chosen: rng.choice([1, 2]),
         "model.router_aux_loss_coef": 0.1,
