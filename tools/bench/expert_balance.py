@@ -13,12 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.metrics.logger import read
 from meshtrain.metrics.plot import smooth
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "moe.yaml"
 DENSE = "dense"
@@ -60,7 +61,9 @@ def table(runs: Mapping[str, Sequence[Rows]]) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: Mapping[str, Sequence[Rows]]) -> Figure:
+def draw(runs: Mapping[str, Sequence[Rows]]) -> "Figure":
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
     loss, load = figure.subplots(1, 2)
     for name, seeds in runs.items():
