@@ -6,10 +6,10 @@
     python tools/mutate.py --list                only prints what it would change
 
 A mutation flips an operator, drops a collective, shifts an index or skips a branch in one of the rooms below. Which
-ones is a function of SEED and the text of the product. Each is made in a copy of the checkout and runs, side by side, the
-tests of its room and the parity cells on two ranks, until a test fails, but no longer than LIMIT_S. What no test has
-failed for until then has survived: some mutations change nothing that can be seen, so what counts is the difference
-between two suites.
+ones is a function of SEED and the text of the product. Each is made in a copy of the checkout and runs, side by side,
+the tests of its room and the parity cells on two ranks, until a test fails, but no longer than LIMIT_S. What no test
+has failed for until then has survived: some mutations change nothing that can be seen, so what counts is the
+difference between two suites.
 
 Results are appended to a file, a JSON object per mutation. Started again, it goes on behind the last one.
 """
@@ -49,7 +49,12 @@ ROOMS = {
     "data": (["meshtrain/data"], ["tests/data"]),
     "checkpoint": (["meshtrain/checkpoint"], ["tests/checkpoint"]),
 }
-PARITY = ["tests/parity/test_parity.py", "-k", "test_same_curve_as_one_process and 2-ranks"]
+PARITY = [
+    "tests/parity/test_pairs.py",
+    "tests/parity/test_parity.py",
+    "-k",
+    "test_same_curve_as_one_process and 2-ranks",
+]
 
 COMPARISONS = {
     ast.Lt: ast.LtE,
