@@ -339,8 +339,9 @@ def test_layers_with_windows_and_caps_are_not_compiled_anew(masked: bool) -> Non
     for cut in (2, 5, 7):
         documents = (torch.arange(9) >= cut).long().expand(2, 9) if masked else None
         x = torch.randn(2, 2, 9, 4, dtype=torch.float64, requires_grad=True)
-        y = compiled(x, AttentionContext.of(documents))
-        torch.testing.assert_close(y, layers(x, AttentionContext.of(documents)))
+        context = AttentionContext.of(documents)
+        y = compiled(compiled(x, context), context)
+        torch.testing.assert_close(y, layers(layers(x, context), context))
         y.sum().backward()
     assert counter.frame_count == 1
 
