@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,34 +152,22 @@ def test_which_devices_have_attention_of_variable_length(monkeypatch: pytest.Mon
         assert has_varlen(torch.device(device), dtype and getattr(torch, dtype)) is there, row
 
 
-@pytest.mark.parametrize(
-    ("capability", "installed", "active", "activated"),
-    [
-        ((9, 0), True, None, ["FA3"]),
-        ((9, 0), False, None, []),
-        ((9, 0), True, "FA4", []),  # whoever chose it has reasons
-        ((8, 0), True, None, []),
-        ((10, 0), True, None, []),
-    ],
-)
-def test_the_kernel_is_called_as_this_torch_has_it(
-    capability: tuple[int, int],
-    installed: bool,
-    active: str | None,
-    activated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen: list[str] = []
+def test_the_kernel_is_called_as_this_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {}
+    activated: list[str] = []
     monkeypatch.setattr(module, "has_varlen", lambda *_: True)
-    monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace() if installed else None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(back_ends, "current_flash_attention_impl", lambda: active)
-    monkeypatch.setattr(back_ends, "activate_flash_attention_impl", chosen.append)
-    make_kernel = varlen_kernel.__wrapped__
-    assert make_kernel(torch.device("cuda", 0), torch.bfloat16).keywords == {"enable_gqa": True}
-    assert chosen == activated
+    monkeypatch.setattr(module, "find_spec", lambda name: state["installed"] or None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(state["capability"]))
+    monkeypatch.setattr(back_ends, "current_flash_attention_impl", lambda: state["active"])
+    monkeypatch.setattr(back_ends, "activate_flash_attention_impl", activated.append)
+    make_kernel = partial(varlen_kernel.__wrapped__, torch.device("cuda", 0), torch.bfloat16)
+    for row in TABLES["flash_3"]:
+        activated.clear()
+        state |= row
+        assert make_kernel().keywords == {"enable_gqa": True}
+        assert activated == ["FA3"] * row["activated"], row
     monkeypatch.setattr(varlen, "varlen_attn", lambda q, *others, scale=None, window_size=(-1, -1): q)  # torch 2.11
-    assert make_kernel(torch.device("cuda", 0), torch.bfloat16).keywords == {}
+    assert make_kernel().keywords == {}
 
 
 def test_no_mask_is_made_on_a_device_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,19 +299,6 @@ def test_selective_recomputation_keeps_packed_attention(
     x = torch.randn(1, 2, 5, 8, requires_grad=True)
     checkpoint_block(lambda x: attention(x.sin(), x, x, context).cos(), recompute)(x).sum().backward()
     assert len(calls) == forwards
-
-
-def test_a_whole_model_compiles_into_one_graph() -> None:
-    torch._dynamo.reset()
-    llama = model_file("llama")
-    model = llama.Model(llama.Config(**SIZES))
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    tokens = torch.arange(12).expand(2, 12)
-    for cut in (3, 5):
-        documents = (torch.arange(12) >= cut).long().expand(2, 12)
-        torch.testing.assert_close(compiled(tokens, None, documents), model(tokens, None, documents))
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("masked", [False, True])

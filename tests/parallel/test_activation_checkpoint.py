@@ -22,30 +22,22 @@ from tests.parity.experiments import QUICKSTART, Experiment
 MODELS = Path(__file__).parents[1] / "models"
 
 
-def drawn_model(recompute: str, compile: bool = False) -> nn.Module:
-    """A model that drops by torch's generator in three ways."""
+def drawn_steps(recompute: str, compile: bool = False) -> list[Tensor]:
+    """Outputs and gradients of a model that drops by torch's generator in three ways, of microbatches two of which are
+    under way at once, as in a pipeline."""
     torch.manual_seed(0)
     file = model_file(str(MODELS / "functional_dropout.py"))
-    return parallelize(
+    model = parallelize(
         file.Model(file.Config(vocab_size=30)), build_mesh(Layout({})), recompute=recompute, compile=compile
     )
-
-
-def drawn_steps(model: nn.Module) -> list[Tensor]:
-    """Logits and gradients of microbatches two of which are under way at once, as in a pipeline."""
     torch.manual_seed(3)
     tokens = torch.randint(0, 30, (4, 2, 6), generator=torch.Generator().manual_seed(1))
-    found: list[Tensor] = []
-    first = model(tokens[0])
-    for i in range(1, 4):
-        second = model(tokens[i])
-        first.square().sum().backward()
-        found.append(first.detach())
-        first = second
-    first.square().sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    return [*found, *gradients]
+    outputs = [model(tokens[0])]
+    for following in tokens[1:]:
+        outputs.append(model(following))
+        outputs[-2].square().sum().backward()
+    outputs[-1].square().sum().backward()
+    return [*(output.detach() for output in outputs), *(parameter.grad for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize(("recompute", "compile"), [("full", False), ("selective", False), ("full", True)])
@@ -53,10 +45,10 @@ def test_a_block_that_runs_again_draws_the_same(recompute: str, compile: bool, m
     """F.dropout, attention's own and nn.Dropout: neither a gradient nor what is drawn afterwards may tell."""
     # The partitioner that decides what runs again, without the seconds of generating code.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    expected = drawn_steps(drawn_model("none", compile))
-    assert len({float(x.double().sum()) for x in expected[:3]}) == 3
-    for found, known in zip(drawn_steps(drawn_model(recompute, compile)), expected, strict=True):
-        torch.testing.assert_close(found, known, rtol=1e-5 if compile else 0, atol=1e-6 if compile else 0)
+    expected = drawn_steps("none", compile)
+    assert len({float(x.double().sum()) for x in expected[:4]}) == 4
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if compile else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(drawn_steps(recompute, compile), expected, **rounding)
 
 
 def test_recomputation_in_a_pipeline_draws_the_same(tmp_path: Path) -> None:
@@ -95,22 +87,19 @@ class WritingBlock(nn.Module):
         return x + self.gru(y.sigmoid_())[0]
 
 
-def block_gradients(block: nn.Module, recompute: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), block)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    model.blocks = lambda: list(model)
-    parallelize(model, build_mesh(Layout({})), precision="float64", recompute=recompute)
-    model(torch.randn(2, 3, 4, dtype=torch.float64)).square().sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_a_recomputed_block_may_write_to_its_activations(recompute: str) -> None:
-    known = block_gradients(WritingBlock(), "none")
-    for found, expected in zip(block_gradients(WritingBlock(), recompute), known, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    def gradients(recompute: str) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), WritingBlock())
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        model.blocks = lambda: list(model)
+        parallelize(model, build_mesh(Layout({})), precision="float64", recompute=recompute)
+        model(torch.randn(2, 3, 4, dtype=torch.float64)).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.testing.assert_close(gradients(recompute), gradients("none"), rtol=0, atol=0)
 
 
 def test_attention_that_draws_is_run_again() -> None:
@@ -118,14 +107,10 @@ def test_attention_that_draws_is_run_again() -> None:
     for operator, position in ATTENTION.items():
         assert operator._schema.arguments[position].name == "dropout_p"
         before = [None] * position
-        for args, kwargs, again in (
-            ((*before, 0.1), {}, True),
-            ((*before, 0.0), {}, False),
-            ([None] * 3, {}, False),  # torch leaves defaults out
-            ([None] * 3, {"dropout_p": 0.1}, True),
-        ):
-            policy = _policy(None, operator, *args, **kwargs)
-            assert policy is (CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE)
+        runs_again = [_policy(None, operator, *before, 0.1), _policy(None, operator, dropout_p=0.1)]
+        is_kept = [_policy(None, operator, *before, 0.0), _policy(None, operator, *[None] * 3)]  # a default is left out
+        assert set(runs_again) == {CheckpointPolicy.PREFER_RECOMPUTE}
+        assert set(is_kept) == {CheckpointPolicy.MUST_SAVE}
 
 
 def test_torchs_own_dropout_is_refused_where_ranks_of_tp_have_the_same_activations(

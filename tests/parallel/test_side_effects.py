@@ -53,13 +53,12 @@ HARMLESS: dict[str, Callable[[Changing], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_each_rank_would_change_is_refused(name: str) -> None:
-    model = nn.Sequential(Changing(CHANGES[name]))
+    model, x = nn.Sequential(Changing(CHANGES[name])), torch.ones(1, 2)
     refuse_side_effects(model, RANKS, ())
-    model.eval()(torch.ones(1, 2))
-    with pytest.raises(
-        AgreedError, match=rf"changes 0\.{name} in training, and with several data ranks or cp each rank"
-    ):
-        model.train()(torch.ones(1, 2))
+    model.eval()(x)
+    refusal = rf"changes 0\.{name} in training, and with several data ranks or cp each rank"
+    with pytest.raises(AgreedError, match=refusal):
+        model.train()(x)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -74,13 +73,12 @@ def test_caches_and_what_is_no_state_may_change(name: str) -> None:
 def test_a_block_that_runs_again_may_not_count() -> None:
     """Where it does not run again, one process may have its own, as with a batch norm."""
 
-    def model(recompute: str, verify: bool = True) -> nn.Module:
+    def placed(recompute: str, verify: bool = True) -> nn.Module:
         model = nn.Sequential(Changing(CHANGES["count"]))
         return parallelize(model, build_mesh(Layout({})), recompute=recompute, verify=verify)
 
-    with pytest.raises(
-        AgreedError, match=r"changes 0\.count in training, and a block that is recomputed would change it"
-    ):
-        model("full")(torch.ones(1, 2))
-    for other in (model("none"), model("full", verify=False)):
-        other(torch.ones(1, 2)).sum().backward()
+    x, refusal = torch.ones(1, 2), r"changes 0\.count in training, and a block that is recomputed would change it"
+    with pytest.raises(AgreedError, match=refusal):
+        placed("full")(x)
+    for allowed in (placed("none"), placed("full", verify=False)):
+        allowed(x).sum().backward()
