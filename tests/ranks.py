@@ -43,6 +43,7 @@ from meshtrain.job.process import Job, join
 from tests.launching import forked, free_port
 
 GRACE_S = 20.0  # how long ranks may take to come back once another rank has failed
+FRESH_AFTER = 40  # tests: then new ranks go on, since threads of destroyed groups and compiled code stay in a process
 LIMIT_S = 300.0  # of a test without a mark `timeout`
 JOB_LIMIT_S = 3000.0
 INNER = "the ranks of a job"  # the plugin's name in the process that forks the ranks
@@ -214,6 +215,7 @@ class RankReports:
 def serve_as_rank(requests: Connection, items: Sequence[pytest.Item], folder: Path) -> None:
     """Joins the job, and runs the tests that are asked for: (position, position of the next one or None)."""
     global current  # noqa: PLW0603  the fixtures of this process read it
+    gc.freeze = lambda: None  # what a run of training freezes, its groups among it, would never be collected
     rank = os.environ["RANK"]
     stacks = (folder / f"stack_{rank}").open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks)
@@ -378,7 +380,7 @@ class InnerSession:
             following = i + 1 if i + 1 < len(items) else None
             ended = ranks.run(i, following, limit_of(item))
             outcome = ended.merged()
-            if ended.crashed or ended.stuck:
+            if ended.crashed or ended.stuck or (i + 1) % FRESH_AFTER == 0:
                 ranks.stop()
                 ranks = None
             if ended.crashed:
