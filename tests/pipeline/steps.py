@@ -1,0 +1,124 @@
+"""Steps of pipelines of a small Llama, and of the whole model in one process, in float64."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshtrain.config import Config
+from meshtrain.data.batch import Batch
+from meshtrain.loss import sample_losses
+from meshtrain.mesh import Mesh
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.modeling.build import build_model
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.pipeline.actions import Action
+from meshtrain.pipeline.engine import Pipeline, shapes_of
+from meshtrain.trainer import Trainer
+from tests.comparing import ALONE, CPU, gradients, same_gradients
+from tests.parity.experiments import QUICKSTART
+
+V, D = 24, 16  # vocabulary, width
+B, S = 2, 12  # samples of a microbatch, tokens of a sample
+LAYERS = 6
+MODEL = (
+    f"model={{name: llama, hidden_size: {D}, intermediate_size: 24, num_hidden_layers: {LAYERS}, "
+    f"num_attention_heads: 4, num_key_value_heads: 2, vocab_size: {V}}}",
+    "data.source=tokens",
+    "data.path=tests",
+    "train.precision=float64",
+)
+TIED = "model.tie_word_embeddings=true"
+
+
+def schedules(of_ranks: Mapping[int, Sequence[str]], slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Parametrizes `schedule` by number of ranks. `slow`: repetitions on 4 ranks, which `make test` leaves out."""
+    rows = [(world, name, ()) for world, names in of_ranks.items() for name in names]
+    rows += [(4, name, (pytest.mark.slow,)) for name in slow]
+    cases = [pytest.param(world, name, marks=marks, id=f"{world}-ranks-{name}") for world, name, marks in rows]
+    return pytest.mark.parametrize(("job", "schedule"), cases, indirect=["job"])
+
+
+class Step:
+    """The microbatches of a step: (b, s) tokens each, whose lengths s are those given, in turn."""
+
+    def __init__(self, microbatches: int, b: int = B, lengths: Sequence[int] = (S,), seed: int = 0) -> None:
+        draws = torch.Generator().manual_seed(seed)
+        self.tokens = [torch.randint(V, (b, lengths[i % len(lengths)]), generator=draws) for i in range(microbatches)]
+        self.losses: dict[int, Tensor] = {}
+
+    def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
+        return shapes_of(self.inputs(microbatch))
+
+    def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
+        tokens = self.tokens[microbatch]
+        positions = torch.arange(tokens.shape[1])[None]  # a later stage may have only a part of the tokens
+        return tokens, positions, None
+
+    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+        self.losses[microbatch] = sample_losses(output, self.tokens[microbatch]).sum()
+        return self.losses[microbatch]
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        yield
+
+    def batches(self) -> list[Batch]:
+        return [Batch.of(self.inputs(i), tokens) for i, tokens in enumerate(self.tokens)]
+
+
+def config(mesh: Mesh, schedule: str, microbatches: int, *overrides: str) -> Config:
+    layout = dict(zip(mesh.layout.axes, mesh.layout.shape, strict=True))
+    keys = {
+        "layout": layout,
+        "batch.global_size": B * microbatches * mesh.size("dp_replicate", "dp_shard"),
+        "batch.micro_size": B,
+        "pipeline.schedule": schedule,
+    }
+    return Config.load(QUICKSTART, [*MODEL, *(f"{key}={value}" for key, value in keys.items()), *overrides])
+
+
+def pipeline(mesh: Mesh, schedule: str, microbatches: int, *overrides: str) -> Pipeline:
+    model = build_model(config(mesh, schedule, microbatches, *overrides), mesh, CPU)
+    assert isinstance(model, Pipeline)
+    return model
+
+
+def plain(*overrides: str) -> nn.Module:
+    """The same model in one process."""
+    return build_model(config(ALONE, "1f1b", 1, *overrides), ALONE, CPU)
+
+
+def trainer(model: nn.Module, mesh: Mesh, settings: Config) -> Trainer:
+    optimizer = Optimizer(model, settings.optimizer, mesh, 10)
+    return Trainer(model, optimizer, settings, mesh, CPU, task="language", timer=StepTimer(CPU))
+
+
+def compare_gradients(model: Pipeline, step: Step, *overrides: str, data_ranks: int = 1) -> None:
+    """Asserts the gradients of one process; all data ranks have had the same samples."""
+    alone = plain(*overrides)
+    for i, tokens in enumerate(step.tokens):
+        loss = sample_losses(alone(*step.inputs(i)), tokens).sum()
+        (loss * data_ranks).backward()
+    for stage in model.stages():
+        same_gradients(stage, gradients(alone))
+
+
+def compare_training(
+    mesh: Mesh, schedule: str, *overrides: str, alone: Sequence[str] = ()
+) -> tuple[Pipeline, nn.Module]:
+    """Asserts that four updates have the losses and norms of one process, which has also the overrides `alone`."""
+    overrides = (*overrides, "optimizer.warmup_steps=0", "optimizer.lr=0.01")
+    settings = config(mesh, schedule, 3, *overrides)
+    model, whole = pipeline(mesh, schedule, 3, *overrides), plain(*overrides, *alone)
+    trainers = trainer(model, mesh, settings), trainer(whole, ALONE, settings)
+    batches = Step(3).batches()
+    for number in range(1, 5):
+        for each in trainers:
+            each.forward_backward(number, batches)
+        actual, expected = (each.optimizer_step(number)() for each in trainers)
+        numbers = torch.tensor([[result.loss, result.grad_norm] for result in (actual, expected)], dtype=torch.float64)
+        torch.testing.assert_close(*numbers, rtol=1e-12, atol=1e-12)
+    return model, whole

@@ -1,0 +1,176 @@
+"""Pipelines whose stages are replicated or sharded: gradients are reduced once a step, at the right time, and copies
+stay equal to the bit."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshtrain.job.process import Job
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.parallel import ddp, fsdp
+from meshtrain.parallel.sharding import local_part
+from meshtrain.pipeline.actions import Action, Kind
+from meshtrain.pipeline.schedule import NAMES, build
+from tests.comparing import same
+from tests.pipeline.steps import TIED, Step, compare_gradients, compare_training, config, pipeline, trainer
+
+FLOAT64 = 8  # bytes
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is a unit of FSDP, and DDP has several buckets."""
+    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+    monkeypatch.setattr(ddp, "BUCKET_BYTES", 2000)
+
+
+class Event(NamedTuple):
+    kind: str
+    action: Action | None  # the latest one of this rank
+    running: bool  # it has not ended
+    elements: int
+
+
+class Reductions(Step):
+    """Logs when reductions start and are waited for, and when parameters have their gradients."""
+
+    def __init__(self, microbatches: int, group: Any) -> None:
+        super().__init__(microbatches)
+        self.events: list[Event] = []
+        self.latest: Any = None, False
+        self._all_reduce, self._reduce_scatter, self._group = dist.all_reduce, fsdp.reduce_scatter, group
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        self.latest = action, True
+        yield
+        self.latest = action, False
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        self.events.append(Event(kind, *self.latest, tensor.numel()))
+
+    def all_reduce(self, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        work = self._all_reduce(tensor, group=group, async_op=async_op)
+        if group is not self._group:
+            return work
+        self.add("start", tensor)
+        return Mock(wait=lambda: (self.add("wait", tensor), work.wait()))
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor, group: Any) -> None:
+        self.add("start", whole)
+        self._reduce_scatter(output, whole, group)
+
+
+def parts(stage: Any) -> int:
+    """Into how many reductions the gradients of a stage are cut."""
+    if not isinstance(stage, FSDPModule):
+        return len(stage.gradient_syncs[0]._buckets)
+    states = {module._get_fsdp_state() for module in stage.modules() if isinstance(module, FSDPModule)}
+    return sum(state._fsdp_param_group is not None for state in states)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+@pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs", "zbv"])
+def test_reductions(job: Job, axis: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a stage start within its last backward, or right after its last weight gradients, in the same order on
+    all data ranks. Nothing waits for them before the end of the last action. FSDP gathers a stage once."""
+    mesh = build_mesh(Layout({"pp": 2, axis: 2}))
+    model, replicated = pipeline(mesh, schedule, 6), axis == "dp_replicate"
+    model.run(Step(6))
+    model.zero_grad()
+    step = Reductions(6, mesh.group(axis))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(partial(step.add, "gradient"))
+    monkeypatch.setattr(dist, "all_reduce", step.all_reduce)
+    monkeypatch.setattr(fsdp, "reduce_scatter", step.reduce_scatter)
+    mesh.comm_bytes.restart()
+    model.run(step)
+    size = sum(p.numel() for p in model.parameters()) * FLOAT64
+    sharded = {"all_gather": size // 2, "reduce_scatter": size // 2}
+    assert mesh.comm_bytes.by_kind(axis) == ({"all_reduce": size} if replicated else sharded)
+
+    actions = model.schedule.actions_of(mesh.index("pp"))
+    last = {action.stage: action for action in actions}
+    starts = [event for event in step.events if event.kind == "start"]
+    assert Counter(start.action for start in starts) == {last[stage]: parts(model.stage(stage)) for stage in last}
+    for action in last.values():
+        within = [event.kind for event in step.events if event.action == action and event.running]
+        assert ("start" in within) == (action.kind is not Kind.WEIGHT_GRAD)
+        if replicated and "start" in within:
+            assert "gradient" in within[within.index("start") :]
+    waits = [(event.action, event.running) for event in step.events if event.kind == "wait"]
+    assert waits == [(actions[-1], False)] * (len(starts) if replicated else 0)
+    orders: list[Any] = [None, None]
+    dist.all_gather_object(orders, [start.elements for start in starts], mesh.group(axis))
+    assert orders[0] == orders[1]
+    compare_gradients(model, step, data_ranks=2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_copies_of_a_tied_weight_stay_equal(job: Job, axis: str, schedule: str) -> None:
+    """It counts once in the norm."""
+    mesh = build_mesh(Layout({"pp": 2, axis: 2}))
+    model, alone = compare_training(mesh, schedule, TIED)
+    name = "model.embed_tokens.weight"
+    copies = [local_part(parameter) for other, parameter in model.named_parameters() if other == name]
+    for part, where in copies:
+        same(part, alone.get_parameter(name)[where])
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, [part.detach() for part, _ in copies], mesh.group("pp"))
+    first, second = chain(*gathered)
+    assert torch.equal(first, second)
+
+
+SPLIT = [
+    name
+    for name in NAMES
+    if any(action.kind is Kind.WEIGHT_GRAD for action in build(name, ranks=2, microbatches=2).actions_of(0))
+]
+
+
+def trained(axis: str, schedule: str, microbatches: int, *overrides: str) -> tuple[dict[str, Any], list[float]]:
+    """Name -> part of the gradient of the last of three updates, and its place in the whole one; losses."""
+    mesh = build_mesh(Layout({"pp": 2, axis: 2}))
+    model = pipeline(mesh, schedule, microbatches, *overrides)
+    training = trainer(model, mesh, config(mesh, schedule, microbatches, *overrides))
+    losses, gradients = [], {}
+    for number in (1, 2, 3):
+        step = Step(microbatches, seed=10 * number + mesh.index(axis))
+        training.forward_backward(number, step.batches())
+        for name, parameter in model.named_parameters():
+            part, where = local_part(parameter.grad)
+            gradients[name] = part.clone(), where
+        losses.append(training.optimizer_step(number)().loss)
+    return gradients, losses
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize(("precision", "microbatches"), [("float16", 2), ("bfloat16", 5)])
+def test_sharded_stages_have_the_bits_of_copies_in_16_bits(
+    job: Job, schedule: str, precision: str, microbatches: int
+) -> None:
+    """FSDP adds up in float32, too, what weight gradients that were put off bring: with 2 microbatches after the last
+    input gradient of their stage, with 5 several in a row between two of them."""
+    overrides = (f"train.precision={precision}", "model.num_hidden_layers=3", "optimizer.clip_norm=null")
+    overrides += ("optimizer.warmup_steps=0",)
+    whole, expected = trained("dp_replicate", schedule, microbatches, *overrides)
+    sharded, losses = trained("dp_shard", schedule, microbatches, *overrides)
+    assert losses == expected
+    assert sharded.keys() == whole.keys()
+    for name, (part, where) in sharded.items():
+        assert torch.equal(part, whole[name][0][where]), name

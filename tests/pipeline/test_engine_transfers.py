@@ -1,0 +1,195 @@
+"""What the engine holds, what it sends and over which groups, and what it computes before and after it sends."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import meshtrain.mesh
+from meshtrain.job.process import Job
+from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.pipeline import engine
+from meshtrain.pipeline.actions import Action, Kind, Schedule
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.schedule import NAMES
+from meshtrain.pipeline.simulate import simulate
+from tests.comparing import Created, Sent
+from tests.pipeline.steps import TIED, B, D, S, Step, V, compare_gradients, pipeline, schedules
+
+FLOAT64 = 8  # bytes
+MIDDLE = ("1f1b", "zbv")  # on 4 ranks, of which some have neither end of the model
+
+
+class Watched(Step):
+    """After each action, counts the stage forwards whose graphs are alive, and the live outputs that were sent."""
+
+    def __init__(self, microbatches: int, schedule: Schedule) -> None:
+        super().__init__(microbatches)
+        self.schedule = schedule
+        self.graphs: list[StorageWeakRef] = []
+        self.outputs: list[StorageWeakRef] = []
+        self.counts: list[tuple[Action, int, int]] = []
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        with stage.register_forward_hook(self._watch):
+            yield
+        if action.kind is Kind.FORWARD and not self.schedule.sends(action):
+            self.outputs.pop()
+        graphs, outputs = (sum(not ref.expired() for ref in refs) for refs in (self.graphs, self.outputs))
+        self.counts.append((action, graphs, outputs))
+
+    def _watch(self, stage: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """Adds an operation that holds a tensor of its own as long as its graph is alive."""
+        mark = output.new_ones(1)
+        self.graphs.append(StorageWeakRef(mark.untyped_storage()))
+        marked = output * mark
+        self.outputs.append(StorageWeakRef(marked.untyped_storage()))
+        return marked
+
+
+def bytes_to_send(model: Pipeline, mesh: Mesh) -> int:
+    """For each microbatch, an activation and a gradient at every boundary between ranks."""
+    plan = model.schedule
+    ranks = [plan.rank_of(stage) for stage in range(plan.stages)]
+    sides = sum(pair.count(mesh.index("pp")) for pair in pairwise(ranks) if pair[0] != pair[1])
+    return plan.microbatches * sides * B * S * D * FLOAT64 // mesh.size("tp")
+
+
+@schedules({2: NAMES, 4: MIDDLE}, slow=[name for name in NAMES if name not in MIDDLE])
+def test_what_is_held_and_sent(pp: Mesh, schedule: str) -> None:
+    """Graphs are held from a forward to its input gradient, outputs until they are sent, and nothing after the step."""
+    count = 3 * pp.size("pp")
+    model = pipeline(pp, schedule, count)
+    model.run(Step(count))  # allocates the gradients, finds the shapes
+    step = Watched(count, model.schedule)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    pp.comm_bytes.restart()
+    with Created(besides=(*model.parameters(), *gradients, *step.tokens)) as created, Sent() as sent:
+        model.run(step)
+    assert sent.bytes == pp.comm_bytes.by_kind("pp")["send"] == bytes_to_send(model, pp)
+    held = 0
+    for action, graphs, outputs in step.counts:
+        held += action.kind is Kind.FORWARD
+        held -= action.kind.gives_input_grad
+        assert graphs == held, action
+        assert outputs <= held, action
+    peak = max(graphs for _, graphs, _ in step.counts)
+    simulated = simulate(model.schedule).peak_activations[pp.index("pp")]
+    splits = any(action.kind is Kind.WEIGHT_GRAD for action, _, _ in step.counts)
+    assert peak <= simulated if splits else peak == simulated
+    step.losses.clear()
+    assert created.held() == 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("axis", "schedule"), [("tp", "zb-h1"), ("tp", "zbv"), ("dp_shard", "v-half")])
+def test_bytes_with_another_axis(job: Job, axis: str, schedule: str) -> None:
+    mesh = build_mesh(Layout({"pp": 2, axis: 2}))
+    model = pipeline(mesh, schedule, 4)
+    mesh.comm_bytes.restart()
+    model.run(Step(4))
+    assert mesh.comm_bytes.by_kind("pp")["send"] == bytes_to_send(model, mesh)
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meshes have groups of two ranks, as on NCCL."""
+    monkeypatch.setattr(meshtrain.mesh, "IN_TURN", ("cpu",))
+
+
+@schedules({2: ["zbv"], 4: ["1f1b", "zbv", "interleaved-1f1b"]})
+def test_each_neighbour_and_direction_has_a_group(links: None, pp: Mesh, schedule: str) -> None:
+    """Over which all is sent."""
+    p = pp.size("pp")
+    model, step = pipeline(pp, schedule, p + 1), Step(p + 1)
+    with Sent() as sent:
+        model.run(step)
+    compare_gradients(model, step)
+    near = {(pp.rank + 1) % p, (pp.rank - 1) % p}
+    groups = {pp.link(*ends) for other in near for ends in ((pp.rank, other), (other, pp.rank))}
+    assert len(groups - {pp.group("pp")}) == 2 * len(near)
+    assert all(pp.link(pp.rank, other) == pp.group("pp") for other in set(range(p)) - near)
+    assert sent.groups == {target: {pp.link(pp.rank, target)} for target in sent.groups}
+
+
+class Logged(Step):
+    """Has a list of the actions, to which tests add what happens between them."""
+
+    def __init__(self, microbatches: int) -> None:
+        super().__init__(microbatches)
+        self.log: list[Any] = []
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        self.log.append(action)
+        yield
+
+    def logging(self, event: str, function: Any) -> Any:
+        """The function, logged as this event."""
+
+        def logged(*arguments: Any, **named: Any) -> Any:
+            self.log.append(event)
+            return function(*arguments, **named)
+
+        return logged
+
+
+def compare_gradients_of_a_tied_weight(pp: Mesh, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage sends its gradient once; from the second step on, it is received while the rank computes."""
+    p, receive = pp.size("pp"), dist.irecv
+    model = pipeline(pp, schedule, p + 1, TIED)
+    last_events = []
+    for _ in range(2):
+        step = Logged(p + 1)
+        model.zero_grad()
+        pp.comm_bytes.restart()
+        monkeypatch.setattr(dist, "irecv", step.logging("receive", receive))
+        model.run(step)
+        compare_gradients(model, step, TIED)
+        last_events.append(step.log[-1])
+    if model.ends[0]:  # its last action sends nothing
+        assert last_events[0] == "receive" != last_events[1]
+    own_addend = V * D * FLOAT64 * any(model.ends)
+    assert pp.comm_bytes.by_kind("pp").get("send", 0) == bytes_to_send(model, pp) + own_addend
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs"])
+def test_a_tied_weight(pp: Mesh, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_gradients_of_a_tied_weight(pp, schedule, monkeypatch)
+
+
+@pytest.mark.ranks(4)
+def test_a_tied_weight_between_ranks_that_are_no_neighbours(
+    links: None, pp: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_gradients_of_a_tied_weight(pp, "zb-h2", monkeypatch)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("schedule", "overrides"), [("1f1b", ()), ("interleaved-1f1b", ()), ("1f1b", ("parallel.recompute=full",))]
+)
+def test_the_last_input_gradient_of_a_stage_is_sent_first(
+    pp: Mesh, schedule: str, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it computes weight gradients; other backwards, and those of the first stage, leave nothing for later."""
+    model, step = pipeline(pp, schedule, 3, *overrides), Logged(3)
+    run = engine.run_weight_grads
+    logged = step.logging("weights", run)
+    monkeypatch.setattr(engine, "run_weight_grads", lambda deferred: (logged if deferred else run)(deferred))
+    monkeypatch.setattr(dist, "isend", step.logging("send", dist.isend))
+    model.run(step)
+    last = {action.stage: action for action in model.schedule.actions_of(pp.index("pp")) if action.stage > 0}
+    for action in last.values():
+        following = step.log.index(action) + 1
+        assert step.log[following : following + 2] == ["send", "weights"]
+    assert step.log.count("weights") == len(last)
+    compare_gradients(model, step, *overrides)
