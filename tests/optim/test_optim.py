@@ -4,24 +4,30 @@ import math
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import meshtrain
 from meshtrain.cli.memory import held_by_ranks
 from meshtrain.errors import InputError
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
+from meshtrain.loss import sample_losses
+from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.logger import read
-from meshtrain.optim import clip_gradients, grad_norm
+from meshtrain.optim import clip_gradients, grad_norm, param_groups
 from meshtrain.optim.grad_norm import clip_factor, local_parameters
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import OPTIMIZERS
+from meshtrain.parallel import fsdp
 from meshtrain.parallel.mixed_precision import sum_dtype, sum_dtype_of
-from meshtrain.parallel.sharding import ParameterSpec
-from tests.launching import TORCHRUN, forked, run
+from meshtrain.parallel.sharding import ParameterSpec, local_part
+from tests.comparing import ALONE, small_llama, tokens
+from tests.launching import TORCHRUN, run
 from tests.optim.steps import MESH, assert_same, config, linear_and_norm, optimizer_of, set_gradients, update
-from tests.parallel.test_tensor_parallel import assert_none_failed
 from tests.parity.experiments import SMALL
 
 HERE = Path(__file__).parent
@@ -150,10 +156,38 @@ def test_a_skipped_update_changes_nothing(name: str) -> None:
     assert optimizer.updates == 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_torchs_optimizers_update_split_and_plain_parameters(world: int) -> None:
-    """Many tensors at once, as they do on GPUs."""
-    assert_none_failed(forked(world, HERE / "optimizer_cases.py"), world, 60)
+def trained(mesh: Mesh, optimizer_class: Any, options: dict[str, Any]) -> nn.Module:
+    """In a user's loop."""
+    model = meshtrain.parallelize(small_llama(), mesh, precision="float64")
+    optimizer = optimizer_class(param_groups(model), lr=1e-2, **options)
+    samples = tokens().chunk(mesh.size("dp_shard"))[mesh.index("dp_shard")]
+    for _ in range(3):
+        sample_losses(model(samples), samples).sum().backward()
+        clip_gradients(model, mesh, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
+    ],
+)
+def test_torchs_optimizers_update_split_and_plain_parameters(
+    job: Job, optimizer_class: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tensors at once, as they do on GPUs; on 4 ranks each block is a unit of FSDP."""
+    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+    mesh = build_mesh(Layout({"dp_shard": job.world_size // 2, "tp": 2}))
+    plain = trained(ALONE, optimizer_class, options)
+    for name, parameter in trained(mesh, optimizer_class, options).named_parameters():
+        part, where = local_part(parameter)
+        torch.testing.assert_close(part, plain.get_parameter(name)[where], rtol=1e-9, atol=1e-12, msg=name)
 
 
 # A user's optimizer -------------------------------------------------------------------------------------------------
