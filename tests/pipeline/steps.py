@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,6 +42,13 @@ def schedules(of_ranks: Mapping[int, Sequence[str]], slow: Sequence[str] = ()) -
     return pytest.mark.parametrize(("job", "schedule"), cases, indirect=["job"])
 
 
+class Event(NamedTuple):
+    kind: str
+    action: Action | None  # the latest one of this rank
+    running: bool  # it has not ended
+    elements: int = 0
+
+
 class Step:
     """The microbatches of a step: (b, s) tokens each, whose lengths s are those given, in turn."""
 
@@ -48,6 +56,8 @@ class Step:
         draws = torch.Generator().manual_seed(seed)
         self.tokens = [torch.randint(V, (b, lengths[i % len(lengths)]), generator=draws) for i in range(microbatches)]
         self.losses: dict[int, Tensor] = {}
+        self.events: list[Event] = []
+        self._latest: Any = None, False
 
     def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
         return shapes_of(self.inputs(microbatch))
@@ -63,7 +73,26 @@ class Step:
 
     @contextmanager
     def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        self._latest = action, True
         yield
+        self._latest = action, False
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        """Adds an event."""
+        self.events.append(Event(kind, *self._latest, tensor.numel()))
+
+    def adding(self, kind: str, function: Any) -> Any:
+        """The function, each call of which adds an event."""
+
+        def observed(tensor: Any, *arguments: Any, **named: Any) -> Any:
+            self.events.append(Event(kind, *self._latest))
+            return function(tensor, *arguments, **named)
+
+        return observed
+
+    def kinds(self, action: Action) -> list[str]:
+        """What happened during the action."""
+        return [event.kind for event in self.events if event.action == action and event.running]
 
     def batches(self) -> list[Batch]:
         return [Batch.of(self.inputs(i), tokens) for i, tokens in enumerate(self.tokens)]
@@ -91,11 +120,6 @@ def plain(*overrides: str) -> nn.Module:
     return build_model(config(ALONE, "1f1b", 1, *overrides), ALONE, CPU)
 
 
-def trainer(model: nn.Module, mesh: Mesh, settings: Config) -> Trainer:
-    optimizer = Optimizer(model, settings.optimizer, mesh, 10)
-    return Trainer(model, optimizer, settings, mesh, CPU, task="language", timer=StepTimer(CPU))
-
-
 def compare_gradients(model: Pipeline, step: Step, *overrides: str, data_ranks: int = 1) -> None:
     """Asserts the gradients of one process; all data ranks have had the same samples."""
     alone = plain(*overrides)
@@ -106,19 +130,27 @@ def compare_gradients(model: Pipeline, step: Step, *overrides: str, data_ranks: 
         same_gradients(stage, gradients(alone))
 
 
+def train(
+    mesh: Mesh, schedule: str, microbatches: int, *overrides: str, seed: int = 0
+) -> tuple[nn.Module, list[list[float]]]:
+    """Returns the model after four updates, and the loss and the norm of each."""
+    settings = config(mesh, schedule, microbatches, *overrides, "optimizer.warmup_steps=0", "optimizer.lr=0.01")
+    model = build_model(settings, mesh, CPU)
+    optimizer = Optimizer(model, settings.optimizer, mesh, 10)
+    trainer = Trainer(model, optimizer, settings, mesh, CPU, task="language", timer=StepTimer(CPU))
+    numbers = []
+    for update in range(1, 5):
+        trainer.forward_backward(update, Step(microbatches, seed=10 * update + seed).batches())
+        result = trainer.optimizer_step(update)()
+        numbers.append([result.loss, result.grad_norm])
+    return model, numbers
+
+
 def compare_training(
     mesh: Mesh, schedule: str, *overrides: str, alone: Sequence[str] = ()
-) -> tuple[Pipeline, nn.Module]:
-    """Asserts that four updates have the losses and norms of one process, which has also the overrides `alone`."""
-    overrides = (*overrides, "optimizer.warmup_steps=0", "optimizer.lr=0.01")
-    settings = config(mesh, schedule, 3, *overrides)
-    model, whole = pipeline(mesh, schedule, 3, *overrides), plain(*overrides, *alone)
-    trainers = trainer(model, mesh, settings), trainer(whole, ALONE, settings)
-    batches = Step(3).batches()
-    for number in range(1, 5):
-        for each in trainers:
-            each.forward_backward(number, batches)
-        actual, expected = (each.optimizer_step(number)() for each in trainers)
-        numbers = torch.tensor([[result.loss, result.grad_norm] for result in (actual, expected)], dtype=torch.float64)
-        torch.testing.assert_close(*numbers, rtol=1e-12, atol=1e-12)
+) -> tuple[nn.Module, nn.Module]:
+    """Asserts the losses and norms of one process, which has also the overrides `alone`. Returns both models."""
+    model, numbers = train(mesh, schedule, 3, *overrides)
+    whole, expected = train(ALONE, "1f1b", 3, *overrides, *alone)
+    torch.testing.assert_close(numbers, expected, rtol=1e-12, atol=1e-12)
     return model, whole

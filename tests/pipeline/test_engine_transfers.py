@@ -20,7 +20,7 @@ from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.schedule import NAMES
 from meshtrain.pipeline.simulate import simulate
 from tests.comparing import Created, Sent
-from tests.pipeline.steps import TIED, B, D, S, Step, V, compare_gradients, pipeline, schedules
+from tests.pipeline.steps import TIED, B, D, Event, S, Step, V, compare_gradients, pipeline, schedules
 
 FLOAT64 = 8  # bytes
 MIDDLE = ("1f1b", "zbv")  # on 4 ranks, of which some have neither end of the model
@@ -119,43 +119,21 @@ def test_each_neighbour_and_direction_has_a_group(links: None, pp: Mesh, schedul
     assert sent.groups == {target: {pp.link(pp.rank, target)} for target in sent.groups}
 
 
-class Logged(Step):
-    """Has a list of the actions, to which tests add what happens between them."""
-
-    def __init__(self, microbatches: int) -> None:
-        super().__init__(microbatches)
-        self.log: list[Any] = []
-
-    @contextmanager
-    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
-        self.log.append(action)
-        yield
-
-    def logging(self, event: str, function: Any) -> Any:
-        """The function, logged as this event."""
-
-        def logged(*arguments: Any, **named: Any) -> Any:
-            self.log.append(event)
-            return function(*arguments, **named)
-
-        return logged
-
-
 def compare_gradients_of_a_tied_weight(pp: Mesh, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage sends its gradient once; from the second step on, it is received while the rank computes."""
     p, receive = pp.size("pp"), dist.irecv
     model = pipeline(pp, schedule, p + 1, TIED)
-    last_events = []
+    waits = []
     for _ in range(2):
-        step = Logged(p + 1)
+        step = Step(p + 1)
         model.zero_grad()
         pp.comm_bytes.restart()
-        monkeypatch.setattr(dist, "irecv", step.logging("receive", receive))
+        monkeypatch.setattr(dist, "irecv", step.adding("receive", receive))
         model.run(step)
         compare_gradients(model, step, TIED)
-        last_events.append(step.log[-1])
+        waits.append(Event("receive", model.schedule.actions_of(pp.index("pp"))[-1], False) in step.events)
     if model.ends[0]:  # its last action sends nothing
-        assert last_events[0] == "receive" != last_events[1]
+        assert waits == [True, False]
     own_addend = V * D * FLOAT64 * any(model.ends)
     assert pp.comm_bytes.by_kind("pp").get("send", 0) == bytes_to_send(model, pp) + own_addend
 
@@ -181,15 +159,13 @@ def test_the_last_input_gradient_of_a_stage_is_sent_first(
     pp: Mesh, schedule: str, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it computes weight gradients; other backwards, and those of the first stage, leave nothing for later."""
-    model, step = pipeline(pp, schedule, 3, *overrides), Logged(3)
+    model, step = pipeline(pp, schedule, 3, *overrides), Step(3)
     run = engine.run_weight_grads
-    logged = step.logging("weights", run)
-    monkeypatch.setattr(engine, "run_weight_grads", lambda deferred: (logged if deferred else run)(deferred))
-    monkeypatch.setattr(dist, "isend", step.logging("send", dist.isend))
+    observed = step.adding("weights", run)
+    monkeypatch.setattr(engine, "run_weight_grads", lambda deferred: (observed if deferred else run)(deferred))
+    monkeypatch.setattr(dist, "isend", step.adding("send", dist.isend))
     model.run(step)
     last = {action.stage: action for action in model.schedule.actions_of(pp.index("pp")) if action.stage > 0}
-    for action in last.values():
-        following = step.log.index(action) + 1
-        assert step.log[following : following + 2] == ["send", "weights"]
-    assert step.log.count("weights") == len(last)
+    assert all(step.kinds(action) == ["send", "weights"] for action in last.values())
+    assert [event.kind for event in step.events].count("weights") == len(last)
     compare_gradients(model, step, *overrides)
