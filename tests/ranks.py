@@ -37,6 +37,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshtrain.job.environment import read_environment
 from meshtrain.job.process import Job, join
@@ -239,7 +240,8 @@ def serve_as_rank(requests: Connection, items: Sequence[pytest.Item], folder: Pa
 
 def destroy_groups() -> None:
     """Destroys the process groups that the test before has made, which each have threads and sockets. By now no rank
-    uses them: all have ended that test."""
+    uses them: all have ended that test. torch would find them again in what it has cached for an equal mesh."""
+    _clear_sharding_prop_cache()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
