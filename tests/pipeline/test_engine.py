@@ -13,26 +13,25 @@ from meshtrain.data.batch import Batch
 from meshtrain.evaluate import evaluate
 from meshtrain.generate import generate
 from meshtrain.mesh import Mesh
-from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.pipeline.schedule import build
 from tests.comparing import ALONE, CPU, same
 from tests.pipeline.formulas import csv_text
-from tests.pipeline.steps import B, S, Step, compare_gradients, compare_training, pipeline, plain, schedules
+from tests.pipeline.steps import B, S, Step, compare_gradients, each_schedule, pipeline, plain, schedules, train
 
-MIDDLE = ("interleaved-1f1b", "zbv")  # on 4 ranks, of which some have neither end of the model
 # Samples of a microbatch, lengths of the microbatches in turn.
 STEPS = [(B, [S]), (3, [7]), (B, [S]), (B, [12, 7, 5]), (B, [7, 12, 9])]
 
 
-def compare_step(model: Any, b: int, lengths: list[int], *overrides: str) -> None:
+def compare_step(model: Any, b: int, lengths: list[int]) -> None:
     count = model.schedule.microbatches
     step = Step(count, b, lengths, seed=b + sum(lengths))
     model.zero_grad()
     model.run(step)
-    compare_gradients(model, step, *overrides)
+    compare_gradients(model, step)
     assert len(step.losses) == (count if model.ends[1] else 0)
 
 
-@schedules({2: NAMES, 4: MIDDLE}, slow=[name for name in NAMES if name not in MIDDLE])
+@each_schedule
 def test_steps_of_changing_shapes(pp: Mesh, schedule: str) -> None:
     """Also within a step; then forwards alone."""
     model = pipeline(pp, schedule, pp.size("pp") + 1)
@@ -45,21 +44,6 @@ def test_steps_of_changing_shapes(pp: Mesh, schedule: str) -> None:
         assert (logits is not None) == model.ends[1]
         if logits is not None:
             same(logits, plain()(*inputs))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("schedule", "overrides"),
-    [
-        ("zbv", ["parallel.recompute=full"]),
-        ("zb-h2", ["parallel.recompute=selective", "pipeline.split=[1, 8]"]),
-        ("interleaved-zb", ["pipeline.stages_per_rank=4"]),
-    ],
-)
-def test_steps_of_other_stages(pp: Mesh, schedule: str, overrides: list[str]) -> None:
-    model = pipeline(pp, schedule, 3, *overrides)
-    for b, lengths in STEPS[:3]:
-        compare_step(model, b, lengths, *overrides)
 
 
 @pytest.mark.ranks(2)
@@ -80,8 +64,10 @@ def test_compiled_blocks_with_several_microbatches_in_flight(
 ) -> None:
     """Without slow code generation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    two_layers = ("model.num_hidden_layers=2", "parallel.compile=true", f"parallel.recompute={recompute}")
-    compare_training(pp, "1f1b", *two_layers, "model.hidden_dropout=0.2", alone=["parallel.compile=false"])
+    keys = ("model.num_hidden_layers=2", "model.hidden_dropout=0.2", f"parallel.recompute={recompute}")
+    _, numbers = train(pp, "1f1b", 3, *keys, "parallel.compile=true")
+    _, expected = train(ALONE, "1f1b", 3, *keys)
+    torch.testing.assert_close(numbers, expected, rtol=1e-12, atol=1e-12)
     torch._dynamo.reset()
 
 
@@ -124,8 +110,7 @@ def test_an_evaluation_fills_the_pipeline(pp: Mesh, schedule: str, monkeypatch: 
 
 @pytest.mark.ranks(2)
 def test_text_whose_last_stage_is_on_the_first_rank(pp: Mesh) -> None:
-    texts = [
-        generate(model, [1, 2, 3], 20, seq_len=12, device=CPU, seed=5) for model in (pipeline(pp, "zbv", 2), plain())
-    ]
-    assert texts[0] == texts[1]
-    assert len(set(texts[1])) > 3
+    models = pipeline(pp, "zbv", 2), plain()
+    text, expected = (generate(model, [1, 2, 3], 20, seq_len=12, device=CPU, seed=5) for model in models)
+    assert text == expected
+    assert len(set(expected)) > 3

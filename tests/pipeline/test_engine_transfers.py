@@ -17,13 +17,11 @@ from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.pipeline import engine
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
-from meshtrain.pipeline.schedule import NAMES
 from meshtrain.pipeline.simulate import simulate
 from tests.comparing import Created, Sent
-from tests.pipeline.steps import TIED, B, D, Event, S, Step, V, compare_gradients, pipeline, schedules
+from tests.pipeline.steps import TIED, B, D, Event, S, Step, V, compare_gradients, each_schedule, pipeline, schedules
 
 FLOAT64 = 8  # bytes
-MIDDLE = ("1f1b", "zbv")  # on 4 ranks, of which some have neither end of the model
 
 
 class Watched(Step):
@@ -62,7 +60,7 @@ def bytes_to_send(model: Pipeline, mesh: Mesh) -> int:
     return plan.microbatches * sides * B * S * D * FLOAT64 // mesh.size("tp")
 
 
-@schedules({2: NAMES, 4: MIDDLE}, slow=[name for name in NAMES if name not in MIDDLE])
+@each_schedule
 def test_what_is_held_and_sent(pp: Mesh, schedule: str) -> None:
     """Graphs are held from a forward to its input gradient, outputs until they are sent, and nothing after the step."""
     count = 3 * pp.size("pp")
@@ -98,16 +96,12 @@ def test_bytes_with_another_axis(job: Job, axis: str, schedule: str) -> None:
     assert mesh.comm_bytes.by_kind("pp")["send"] == bytes_to_send(model, mesh)
 
 
-@pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meshes have groups of two ranks, as on NCCL."""
-    monkeypatch.setattr(meshtrain.mesh, "IN_TURN", ("cpu",))
-
-
 @schedules({2: ["zbv"], 4: ["1f1b", "zbv", "interleaved-1f1b"]})
-def test_each_neighbour_and_direction_has_a_group(links: None, pp: Mesh, schedule: str) -> None:
-    """Over which all is sent."""
-    p = pp.size("pp")
+def test_each_neighbour_and_direction_has_a_group(job: Job, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NCCL; all is sent over these groups."""
+    p = job.world_size
+    monkeypatch.setattr(meshtrain.mesh, "IN_TURN", ("cpu",))
+    pp = build_mesh(Layout({"pp": p}))
     model, step = pipeline(pp, schedule, p + 1), Step(p + 1)
     with Sent() as sent:
         model.run(step)
@@ -119,9 +113,13 @@ def test_each_neighbour_and_direction_has_a_group(links: None, pp: Mesh, schedul
     assert sent.groups == {target: {pp.link(pp.rank, target)} for target in sent.groups}
 
 
-def compare_gradients_of_a_tied_weight(pp: Mesh, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage sends its gradient once; from the second step on, it is received while the rank computes."""
-    p, receive = pp.size("pp"), dist.irecv
+@schedules({2: ["1f1b", "looped-bfs"], 4: ["zb-h2"]})
+def test_a_tied_weight(job: Job, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage sends its gradient once; from the second step on, it is received while the rank computes. On 4 ranks
+    with groups as on NCCL, between ranks that are no neighbours."""
+    p, receive = job.world_size, dist.irecv
+    monkeypatch.setattr(meshtrain.mesh, "IN_TURN", ("cpu",) if p == 4 else ())
+    pp = build_mesh(Layout({"pp": p}))
     model = pipeline(pp, schedule, p + 1, TIED)
     waits = []
     for _ in range(2):
@@ -136,19 +134,6 @@ def compare_gradients_of_a_tied_weight(pp: Mesh, schedule: str, monkeypatch: pyt
         assert waits == [True, False]
     own_addend = V * D * FLOAT64 * any(model.ends)
     assert pp.comm_bytes.by_kind("pp").get("send", 0) == bytes_to_send(model, pp) + own_addend
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs"])
-def test_a_tied_weight(pp: Mesh, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare_gradients_of_a_tied_weight(pp, schedule, monkeypatch)
-
-
-@pytest.mark.ranks(4)
-def test_a_tied_weight_between_ranks_that_are_no_neighbours(
-    links: None, pp: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compare_gradients_of_a_tied_weight(pp, "zb-h2", monkeypatch)
 
 
 @pytest.mark.ranks(2)
