@@ -1,8 +1,8 @@
 # Each target does all of its own set-up; started again, it sets up nothing twice.
 #
 #   make train    a first training run on real text (configs/quickstart.yaml)
-#   make test     what a change breaks first: about 12 minutes on 2 cores
-#   make test-all  the tests that `make test` leaves out: about 20 minutes
+#   make test     what a change breaks first
+#   make test-all  the tests that `make test` leaves out
 #   make fuzz     random models, data and layouts against one process: make fuzz SEED=1 CELLS=200
 #   make test-cluster  the tests that make several hosts or a SLURM cluster out of this machine: as root, ~15 minutes
 #   make test-integrations  the tests that talk to W&B, Prometheus, an S3 server and others, whose packages it installs
