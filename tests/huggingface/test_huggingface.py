@@ -15,14 +15,12 @@ from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.huggingface.load import check_weights, named_tensors, open_folder
+from meshtrain.huggingface.load import check_weights, open_folder
 from meshtrain.modeling.build import plain_model
 from meshtrain.run.weights_export import turns
-from tests.checkpoint.by_hand import write_checkpoint
 from tests.huggingface.models import (
     MODELS,
     REST,
-    TOKENS,
     assert_loads,
     changed,
     logits,
@@ -257,34 +255,6 @@ def test_files_go_round_among_the_writers() -> None:
 
 
 # Whole runs ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("processes", [2, 3, 4])
-def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> None:
-    torch.save(TOKENS, tmp_path / "tokens.pt")
-    names = {2: ("llama3", "gqa", "uneven", "mixtral"), 3: ("six",), 4: ("llama3", "gqa", "uneven", "mixtral")}
-    for name in names[processes]:
-        theirs = transformers_model(name)
-        place = tmp_path / (f"experts {name}" if name == "mixtral" else name)
-        theirs.save_pretrained(place / "weights", max_shard_size="50KB")
-        torch.save(logits(theirs), place / "logits.pt")
-        config = run_config(place / "weights")
-        write_checkpoint(
-            place / "checkpoints",
-            {f"model.{names[0]}": tensor for names, tensor in named_tensors(theirs).items()},
-            sizes={"dp_shard": 2, "tp": 5},
-            cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
-            config={"model": {"name": config.model.name, **config.model.keys}},
-        )
-    done = forked(processes, Path(__file__).parent / "huggingface_cases.py", str(tmp_path), timeout=220).check()
-    rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
-    assert len(rows) == processes
-    for row in rows:
-        assert row["failures"] == []
-        assert row["checked"] == {2: 15 + 4, 3: 2, 4: 24 + 5}[processes]
-    for name in names[processes]:
-        assert_loads(next(tmp_path.glob(f"*{name}/export")), torch.load(next(tmp_path.glob(f"*{name}/logits.pt"))))
 
 
 @pytest.mark.timeout(240)

@@ -17,9 +17,10 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.trainer import Trainer
 from tests.parity.cells import assert_same
-from tests.parity.experiments import EP, experiments
+from tests.parity.experiments import experiments
 from tests.parity.runs import train_here
 
+EP = "parallel.expert_parallel={}".format
 FEW = ("train.steps=3", "train.eval_every=2")
 CELLS = (
     (2, "{dp_shard: 2}", "experts", (EP(2), "batch.micro_size=2")),
