@@ -10,7 +10,7 @@ import yaml
 from meshtrain.config import Config
 from meshtrain.data import open_data
 from meshtrain.data.mixture import MixedSamples, sample_order
-from meshtrain.data.order import BatchSizes, Mixture, batch_samples, changes_of, items, mixture_period, whole_weights
+from meshtrain.data.order import BatchSizes, Mixture, changes_of, items, mixture_period, whole_weights
 from meshtrain.data.order_numpy import SampleOrder
 from meshtrain.errors import InputError
 from tests.properties import given, settings, st
@@ -79,11 +79,6 @@ def test_batch_sizes_count_as_a_loop_does(parts: list[tuple[int, int]], step: in
     for samples in (1, sizes.before(step) + 1, sizes.before(step + 1)):
         steps = sizes.steps(samples)
         assert sizes.before(steps) >= samples > sizes.before(steps - 1)
-
-
-def test_one_size_and_one_source_are_batch_samples() -> None:
-    order = SampleOrder(3, BatchSizes.of(6), 50)
-    assert [sample for _, sample in order.of_step(11)] == batch_samples(3, 11, 6, 50)
 
 
 CONFIG = """

@@ -1,6 +1,7 @@
 """What cannot be opened or read is refused with the place and the reason: the rows of refusals.yaml."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def text(folder: Path) -> dict[str, Any]:
     strict = library.Tokenizer(library.models.WordLevel({"</s>": 0, "the": 1}, "[UNK]"))
     strict.save(str(folder / "strict.json"))
     return {"source": "text", "path": folder / "text"}
+
+
+def chat(folder: Path) -> dict[str, Any]:
+    files.tokenizer_folder(folder)
+    path = files.write_lines(folder / "x.jsonl", [{"messages": files.TALK}])
+    return {"source": "jsonl", "path": path, "tokenizer": str(folder / "tokenizer.json")}
 
 
 def tokens(folder: Path) -> dict[str, Any]:
@@ -66,6 +73,7 @@ GOOD = {
     "sections": lambda folder: {},
     "text": text,
     "jsonl": lambda folder: {"source": "jsonl", "path": folder / "x.jsonl"},
+    "chat": chat,
     "tokens": tokens,
     "megatron": megatron,
     "mnist": mnist,
@@ -93,7 +101,9 @@ def damage(folder: Path, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("source", TABLE)
-def test_each_row_is_refused_with_its_reason(opened: Opener, tmp_path: Path, source: str) -> None:
+def test_each_row_is_refused_with_its_reason(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     wrong = []
     for number, row in enumerate(TABLE[source]):
         folder = tmp_path / str(number)
@@ -105,7 +115,9 @@ def test_each_row_is_refused_with_its_reason(opened: Opener, tmp_path: Path, sou
         items = [tuple(item) for item in row.get("read", ())]
         message = "nothing"
         try:
-            data = opened(**section)
+            with monkeypatch.context() as patch:
+                patch.setitem(sys.modules, row.get("hide", "nothing"), None)
+                data = opened(**section)
             if items:
                 data.train.read(items, len(items))
         except InputError as error:

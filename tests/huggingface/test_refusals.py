@@ -1,0 +1,89 @@
+"""Weights from which no run starts are refused with the place and the reason: the rows of refusals.yaml."""
+
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meshtrain.config.locate import model_file
+from meshtrain.errors import InputError
+from meshtrain.huggingface.load import check_weights, load_weights, open_folder
+from meshtrain.huggingface.safetensors import INDEX, SINGLE
+from tests.huggingface.models import MODELS, changed, run_config, stored, table, transformers_model
+
+TABLE: dict[str, list[dict[str, Any]]] = table("refusals")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("good")
+    for name in ("plain", "glm"):
+        transformers_model(name).save_pretrained(path / name)
+    return path
+
+
+def damage(folder: Path, row: dict[str, Any]) -> None:
+    file = folder / SINGLE
+    changed(folder, **row.get("keys", {}))
+    for old, new in row.get("rename", {}).items():
+        (folder / old).rename(folder / new)
+    for name, content in row.get("write", {}).items():
+        text, count = content if isinstance(content, list) else (content, 1)
+        (folder / name).write_bytes(text.encode("latin-1") * count)
+    for offset, content in row.get("patch", {}).items():
+        raw = bytearray(file.read_bytes())
+        raw[offset : offset + len(content)] = content.encode("latin-1")
+        file.write_bytes(raw)
+    if "cut" in row:
+        file.write_bytes(file.read_bytes()[: -row["cut"]])
+    if "header" in row:
+        header = json.dumps(row["header"]).encode()
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(row["data"]))
+    if "take" in row or "add" in row:
+        tensors = {name: value for name, value in stored(folder).items() if not re.search(row.get("take", "^$"), name)}
+        dtype = getattr(torch, row.get("type", "float32"))
+        save_file(tensors | {name: torch.ones(shape, dtype=dtype) for name, shape in row.get("add", {}).items()}, file)
+    if "index" in row:
+        file.unlink()
+        (folder / INDEX).write_text(row["index"].replace("DIR", str(folder)))
+    for name in row.get("remove", ()):
+        (folder / name).unlink()
+
+
+def read(folder: Path, row: dict[str, Any]) -> None:
+    """Loads the weights of a folder as a run does."""
+    overrides = [override.replace("DIR", str(folder)) for override in row.get("run", ())]
+    name = MODELS[row.get("model", "plain")]["model_type"]
+    config = run_config(folder, *overrides, model=name, for_training=True)
+    module = model_file(name)
+    with open_folder(folder) as source:
+        model = module.Model(module.Config(**config.model.keys))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(InputError):
+            load_weights(model, source)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        check_weights(model, source, config.model.keys)
+
+
+@pytest.mark.parametrize("section", TABLE)
+def test_each_row_is_refused_with_its_reason(section: str, good: Path, tmp_path: Path) -> None:
+    wrong = []
+    for number, row in enumerate(TABLE[section]):
+        folder = tmp_path / str(number) / "in"
+        shutil.copytree(good / row.get("model", "plain"), folder)
+        damage(folder, row)
+        errors: list[Any] = []
+        message = "nothing"
+        try:
+            read(folder, row)
+        except InputError as error:
+            message, errors = str(error), getattr(error, "errors", [])
+        if len(errors) > 1 or any(part.replace("DIR", str(folder)) not in message for part in row["says"]):
+            wrong.append(f"{row}: it says {message}")
+    assert not wrong, "\n".join(wrong)
