@@ -28,7 +28,7 @@ from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.weights_export import export
 from tests.checkpoint.by_hand import write_checkpoint
 from tests.huggingface.models import TOKENS, assert_loads, logits, run_config, stored, transformers_model
-from tests.ranks import made_once
+from tests.ranks import made_once, row
 
 DENSE = (  # (layout, schedule)
     ({"dp_shard": 2}, ""),
@@ -61,8 +61,8 @@ OF_EXPERTS = (  # (layout, schedule, expert_parallel)
 
 
 def parameter(layout: Layout, schedule: str, name: str) -> Any:
-    identity = f"{layout.world_size}-ranks-{layout} ep {layout.experts} {schedule} {name}"
-    return pytest.param(layout.world_size, layout, schedule, name, id=identity)
+    identity = f"{layout} ep {layout.experts} {schedule} {name}"
+    return row(layout.world_size, layout, schedule, name, name=identity)
 
 
 def dense(layout: Layout) -> tuple[str, ...]:

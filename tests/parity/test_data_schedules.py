@@ -1,13 +1,13 @@
 """Mixtures of sources and growing batches: the same curve on every layout, and the same bits after a resume."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from meshtrain.data import Document, write
 from meshtrain.job.process import Job
+from tests import ranks
 from tests.parity.cells import assert_same
 from tests.parity.experiments import QUICKSTART, SMALL, Experiment, write_ragged
 from tests.parity.runs import train_alone, train_here
@@ -66,11 +66,10 @@ def experiment_of(name: str, session_path: Path) -> Experiment:
     return Experiment(name, QUICKSTART, (*common, *keys[name]), 1e-9)
 
 
-def parameter(world: int, name: str, layout: str, more: tuple[str, ...]) -> Any:
-    return pytest.param(world, name, layout, more, id=f"{world}-ranks-{name} {layout} {' '.join(more)}".strip())
+ROWS = [ranks.row(*cell, name=" ".join((*cell[1:3], *cell[3])).strip()) for cell in CELLS]
 
 
-@pytest.mark.parametrize(("job", "name", "layout", "more"), [parameter(*cell) for cell in CELLS], indirect=["job"])
+@pytest.mark.parametrize(("job", "name", "layout", "more"), ROWS, indirect=["job"])
 def test_same_curve_as_one_process(
     job: Job, name: str, layout: str, more: tuple[str, ...], shared_path: Path, session_path: Path
 ) -> None:
