@@ -1,6 +1,5 @@
 """What cannot be opened or read is refused with the place and the reason: the rows of refusals.yaml."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import yaml
 from meshtrain.data import Document
 from tests.data import files
 from tests.data.conftest import Opener
-from tests.refusing import check_refusals
+from tests.refusing import check_refusals, damage
 
 TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 
@@ -81,23 +80,6 @@ GOOD = {
     "digits": digits,
     "own": own,
 }
-
-
-def damage(folder: Path, row: dict[str, Any]) -> None:
-    for name, content in row.get("write", {}).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content.encode("latin-1"))
-    for name, patches in row.get("patch", {}).items():
-        raw = bytearray((folder / name).read_bytes())
-        for offset, content in patches.items():
-            raw[offset : offset + len(content)] = content.encode("latin-1")
-        (folder / name).write_bytes(raw)
-    for name, count in row.get("cut", {}).items():
-        (folder / name).write_bytes((folder / name).read_bytes()[:-count])
-    for name, keys in row.get("json", {}).items():
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | keys))
-    for name in row.get("remove", ()):
-        (folder / name).unlink()
 
 
 @pytest.mark.parametrize("source", TABLE)

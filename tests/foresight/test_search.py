@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -40,52 +40,40 @@ from meshtrain.pipeline.simulate import simulate
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
 SLOWER = {"none": 1.0, "selective": 1.1, "full": 1.3}
+KEPT = {"none": 4, "selective": 2, "full": 1}
 
 
 def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter("memory")) -> Forecast:
     """A machine of a few terms: kernels that are launched, messages, a pipeline that fills; exact and quick."""
 
-    def kernels(layout: Layout, micro_size: int) -> float:
-        count = microbatches(24, micro_size, layout.size(*DATA_AXES))
-        return count * max(micro_size / layout.size("tp", "cp"), 0.3) / layout.size("pp")
-
     def work(config: Config) -> float:
-        layout, regather = config.resolved, 1.02 if config.parallel.regather else 1.0
-        sent = 0.01 * layout.size("tp", "cp") * (1.5 if config.parallel.context == "ring" else 1) / layout.context_heads
-        return kernels(layout, config.batch.micro_size) * SLOWER[config.parallel.recompute] * regather + sent
+        layout, parallel, micro_size = config.resolved, config.parallel, config.batch.micro_size
+        count = microbatches(24, micro_size, layout.size(*DATA_AXES))
+        kernels = count * max(micro_size / layout.size("tp", "cp"), 0.3) / layout.size("pp")
+        sent = 0.01 * layout.size("tp", "cp") * (1.5 if parallel.context == "ring" else 1) / layout.context_heads
+        return kernels * SLOWER[parallel.recompute] * (1.02 if parallel.regather else 1.0) + sent
 
-    def bound(config: Config) -> float:
-        layout = config.resolved
-        return work(config) * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+    def predict(config: Config) -> Any:
+        layout, parallel = config.resolved, config.parallel
+        shards = layout.size("dp_shard", "cp")
+        bound = work(config) * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+        parts = {
+            "blocks": bound,
+            "dp_shard": 0.02 * (shards > 1) * (1 + parallel.reshard_after_forward),
+            "dp_replicate": 0.03 * (layout.size("dp_replicate") > 1),
+            "schedule": 0.001 * len(config.pipeline.schedule),
+        }
+        weights = 40 / layout.size("pp", "tp") / shards
+        kept = KEPT[parallel.recompute] * config.batch.micro_size - 0.2 * parallel.regather
+        gathered = 4 * (not parallel.reshard_after_forward) * (shards > 1)
+        return SimpleNamespace(
+            config=config,
+            bound=bound,
+            step=SimpleNamespace(seconds=sum(parts.values()), parts=parts),
+            memory=SimpleNamespace(total=weights + kept / layout.size("tp", "cp") + gathered),
+        )
 
-    @dataclass
-    class Prediction:
-        config: Config
-
-        @property
-        def step(self) -> Any:
-            layout = self.config.resolved
-            gather = 0.02 * (layout.size("dp_shard", "cp") > 1) * (1 + self.config.parallel.reshard_after_forward)
-            sums = 0.03 * (layout.size("dp_replicate") > 1)
-            named = {"blocks": bound(self.config), "dp_shard": gather, "dp_replicate": sums}
-            named["schedule"] = 0.001 * len(self.config.pipeline.schedule)
-            return SimpleNamespace(seconds=sum(named.values()), parts=named)
-
-        @property
-        def bound(self) -> float:
-            return bound(self.config)
-
-        @property
-        def memory(self) -> Any:
-            layout, parallel = self.config.resolved, self.config.parallel
-            weights = 40 / layout.size("pp", "tp") / layout.size("dp_shard", "cp")
-            kept = {"none": 4, "selective": 2, "full": 1}[parallel.recompute] * self.config.batch.micro_size
-            gathered = 4 * (not parallel.reshard_after_forward) * (layout.size("dp_shard", "cp") > 1)
-            return SimpleNamespace(
-                total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
-            )
-
-    return Forecast(lambda configs: None, work, Prediction, lambda prediction: partial(trace, prediction), memory)
+    return Forecast(lambda configs: None, work, predict, lambda prediction: partial(trace, prediction), memory)
 
 
 def space(world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:

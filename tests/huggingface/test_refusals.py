@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.huggingface.load import check_weights, load_weights, open_folder
-from meshtrain.huggingface.safetensors import INDEX, SINGLE
+from meshtrain.huggingface.safetensors import SINGLE
 from tests.huggingface.models import MODELS, changed, run_config, stored, table, transformers_model
-from tests.refusing import check_refusals
+from tests.refusing import check_refusals, damage
 
 TABLE: dict[str, list[dict[str, Any]]] = table("refusals")
 
@@ -29,20 +29,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def damage(folder: Path, row: dict[str, Any]) -> None:
+def damage_weights(folder: Path, row: dict[str, Any]) -> None:
     file = folder / SINGLE
-    changed(folder, **row.get("keys", {}))
-    for old, new in row.get("rename", {}).items():
-        (folder / old).rename(folder / new)
-    for name, content in row.get("write", {}).items():
-        text, count = content if isinstance(content, list) else (content, 1)
-        (folder / name).write_bytes(text.encode("latin-1") * count)
-    for offset, content in row.get("patch", {}).items():
-        raw = bytearray(file.read_bytes())
-        raw[offset : offset + len(content)] = content.encode("latin-1")
-        file.write_bytes(raw)
-    if "cut" in row:
-        file.write_bytes(file.read_bytes()[: -row["cut"]])
+    damage(changed(folder, **row.get("keys", {})), row)
     if "header" in row:
         header = json.dumps(row["header"]).encode()
         file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(row["data"]))
@@ -50,11 +39,6 @@ def damage(folder: Path, row: dict[str, Any]) -> None:
         tensors = {name: value for name, value in stored(folder).items() if not re.search(row.get("take", "^$"), name)}
         dtype = getattr(torch, row.get("type", "float32"))
         save_file(tensors | {name: torch.ones(shape, dtype=dtype) for name, shape in row.get("add", {}).items()}, file)
-    if "index" in row:
-        file.unlink()
-        (folder / INDEX).write_text(row["index"].replace("DIR", str(folder)))
-    for name in row.get("remove", ()):
-        (folder / name).unlink()
 
 
 @pytest.mark.parametrize("section", TABLE)
@@ -62,7 +46,7 @@ def test_each_row_is_refused_with_its_reason(section: str, good: Path, tmp_path:
     def read(row: dict[str, Any], above: Path) -> None:
         kind, folder = row.get("model", "plain"), above / "in"
         shutil.copytree(good / kind, folder)
-        damage(folder, row)
+        damage_weights(folder, row)
         overrides = [override.replace("DIR", str(folder)) for override in row.get("run", ())]
         config = run_config(folder, *overrides, model=MODELS[kind]["model_type"], for_training=True)
         module = model_file(config.model.name)
