@@ -81,7 +81,7 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def copy(x: Tensor | AttentionContext | None) -> Tensor | AttentionContext | None:
         return x.clone() if isinstance(x, Tensor) else x and x.apply(torch.clone)
 
-    def copied(batch: Batch, device: torch.device, dtype: torch.dtype, first: bool, last: bool) -> Batch:
+    def copied(batch: Batch, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True) -> Batch:
         tensors = to(batch, device, dtype, first, last).tensors.items()
         inputs = {name: copy(x) if i or first else x for i, (name, x) in enumerate(tensors)}
         return Batch(inputs, batch.targets.clone() if last else batch.targets)
