@@ -15,7 +15,7 @@ from meshtrain.generate import generate, generate_batch
 from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.build import build_model
-from tests.parity.experiments import EXPERTS, QUICKSTART, ROPE, SMALL
+from tests.parity.experiments import EXPERT_MODELS, QUICKSTART, SMALL, overrides_of
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12]]
@@ -23,10 +23,9 @@ LENGTH, S = 9, 24
 PLAIN = {
     "llama": ("model.num_key_value_heads=1",),
     "qwen3": ("model.name=qwen3", "train.lora={rank: 2}"),
-    "dynamic": ROPE["dynamic rope"],
+    "dynamic": overrides_of("dynamic"),
 }
-WITH_EXPERTS = {name: EXPERTS[name] for name in ("qwen3_moe", "mixtral", "glm", "latent attention")}
-MODELS = {**PLAIN, **WITH_EXPERTS}
+MODELS = {**PLAIN, **EXPERT_MODELS}
 LAYOUTS = {
     1: ["{}"],
     2: ["{tp: 2}", "{pp: 2}", "{cp: 2}", "{dp_shard: 2}"],
