@@ -106,7 +106,7 @@ def tree(folder: Path) -> dict[str, bytes | str | None]:
 
 
 def failing(
-    run: Run, patch: pytest.MonkeyPatch, function: str, error: str, argument: str = "", times: int = 1000
+    _: Run | None, patch: pytest.MonkeyPatch, function: str, error: str, argument: str = "", times: int = 1000
 ) -> list[str]:
     """A function fails, with an errno or an exception, if its first argument (a path, a thread) has this text; returns
     the arguments with which it has."""

@@ -1,7 +1,6 @@
 """What one layout has saved, others load: the same bits, and the same losses from there on. Each goes on from two
 others, and two go on from each; that every one loads what every other has written is in test_load.py."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 from meshtrain.checkpoint.diff import diff
 from meshtrain.checkpoint.directory import name_of, open_manifest
 from meshtrain.metrics.logger import read
-from tests.checkpoint import matrix_cases
-from tests.launching import forked
+from tests.checkpoint.going_on import Case, run_cases
 from tests.parity.experiments import QUICKSTART, SMALL
 
 SAVED, STEPS = 2, 4  # the step that is loaded, and that of the end
@@ -40,66 +38,62 @@ MODEL = (
     "batch.global_size=8",
     "optimizer.schedule=constant",
     "optimizer.warmup_steps=2",
-    f"train.steps={STEPS}",
+    f"checkpoint.every={SAVED}",
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs on every layout, each with a checkpoint in the middle, and then from each of these on two others."""
+    """Runs on every layout, each with a checkpoint in the middle, and then from each of these on two others: a run that
+    ends where the checkpoint stands, which saves what it has loaded, and one that goes on."""
     folder = tmp_path_factory.mktemp("matrix")
-    first = {
-        world: [run(folder, name, name, f"checkpoint.every={SAVED}") for name in WORLDS[world]] for world in WORLDS
-    }
-    then = {
-        world: [
-            run(folder, loaded, f"{saved} to {loaded}", "checkpoint.every=0", f"checkpoint.resume={at(folder, saved)}")
-            for saved, loaded in CELLS
-            if loaded in WORLDS[world]
-        ]
-        for world in WORLDS
-    }
-    for name, runs in (("first", first), ("then", then)):
-        for world, cells in runs.items():
-            file = folder / f"{name}_{world}.json"
-            file.write_text(json.dumps(cells))
-            forked(world, Path(matrix_cases.__file__), str(file), timeout=900).check()
+
+    def case(layout: str, where: str, steps: int, *more: str) -> Case:
+        own = (f"layout={LAYOUTS[layout]}", f"batch.micro_size={MICRO.get(layout, 2)}", f"train.steps={steps}")
+        paths = (f"data.cache={folder / 'cache'}", f"train.output={folder / where}")
+        return Case(QUICKSTART, (*MODEL, *own, *paths, *more))
+
+    first = {name: [case(name, name, STEPS)] for name in LAYOUTS}
+    then: dict[str, list[Case]] = {name: [] for name in LAYOUTS}
+    for saved, loaded in CELLS:
+        resume = f"checkpoint.resume={checkpoint(folder, saved)}"
+        then[loaded].append(case(loaded, f"{saved} to {loaded}", SAVED, resume))
+        then[loaded].append(case(loaded, f"{saved} on {loaded}", STEPS, resume))
+    for cases in (first, then):
+        for world, layouts in WORLDS.items():
+            results, printed = run_cases(world, [case for name in layouts for case in cases[name]], folder)
+            assert all(result == {"status": 0} for result in results), printed
     return folder
 
 
-def run(folder: Path, layout: str, where: str, *more: str) -> tuple[str, list[str]]:
-    own = [f"layout={LAYOUTS[layout]}", f"batch.micro_size={MICRO.get(layout, 2)}", f"train.output={folder / where}"]
-    return QUICKSTART, [*MODEL, f"data.cache={folder / 'cache'}", *own, *more]
-
-
-def at(folder: Path, where: str) -> Path:
-    return folder / where / "checkpoints" / name_of(SAVED)
+def checkpoint(folder: Path, run: str, step: int = SAVED) -> Path:
+    return folder / run / "checkpoints" / name_of(step)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)  # the first waits for all jobs
 @pytest.mark.parametrize(("saved", "loaded"), CELLS, ids=lambda name: name)
 def test_another_layout_goes_on(saved: str, loaded: str, folder: Path) -> None:
-    there, here = at(folder, saved), at(folder, f"{saved} to {loaded}")
+    there, here = checkpoint(folder, saved), checkpoint(folder, f"{saved} to {loaded}")
     manifest, _ = open_manifest(here)
     assert str(manifest.layout) == LAYOUTS[loaded]
     assert any(name.startswith("optimizer.") and name.endswith(".exp_avg_sq") for name in manifest.tensors)
-    found = diff(there, here)
-    assert found.same, found
-    assert found.compared == len(manifest.tensors)
-    expected, rows = (read(folder / name / "metrics.jsonl") for name in (saved, f"{saved} to {loaded}"))
+    difference = diff(there, here)
+    assert difference.same, difference
+    assert difference.compared == len(manifest.tensors)
+    expected, rows = (read(folder / name / "metrics.jsonl") for name in (saved, f"{saved} on {loaded}"))
     assert [row["step"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
-    for row, one in zip(rows, expected[SAVED:], strict=True):
-        assert row["samples_digest"] == one["samples_digest"]
+    for row, wanted in zip(rows, expected[SAVED:], strict=True):
+        assert row["samples_digest"] == wanted["samples_digest"]
         for name in ("loss", "grad_norm"):
-            assert row[name] == pytest.approx(one[name], rel=1e-5, abs=0), f"step {row['step']}: {name}"
+            assert row[name] == pytest.approx(wanted[name], rel=1e-5, abs=0), f"step {row['step']}: {name}"
 
 
 @pytest.mark.slow
 def test_the_steps_move_the_model(folder: Path) -> None:
     """States that hardly change would be the same wherever they come from."""
     for layout in LAYOUTS:
-        first, last = (folder / layout / "checkpoints" / name_of(step) for step in (SAVED, STEPS))
+        first, last = (checkpoint(folder, layout, step) for step in (SAVED, STEPS))
         assert len(diff(first, last).tensors) == len(open_manifest(first)[0].tensors)
     rows = read(folder / "one process" / "metrics.jsonl")
     assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
