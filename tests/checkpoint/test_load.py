@@ -28,7 +28,7 @@ from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.fsdp import apply_fsdp
 from meshtrain.parallel.parallelize import ParallelOptions
 from meshtrain.parallel.sharding import shape_of
-from tests.checkpoint.by_hand import write_checkpoint
+from tests.checkpoint.by_hand import flip, write_checkpoint
 from tests.checkpoint.known import OF_4, alone, check_loaded, clear, fill, on, restore, save, wrong
 from tests.comparing import same
 
@@ -193,9 +193,7 @@ def test_damage_is_named_by_file_and_tensor(tmp_path: Path) -> None:
     )
     state = part_of(tensors, {name: (slice(0, one.shape[0]), slice(0, 8)) for name, one in tensors.items()})
     file = checkpoint / "rank_00002.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
+    flip(file)
     with pytest.raises(DamagedError, match=r"rank_00002.safetensors: model.b: its bytes") as refused:
         restore(checkpoint, state)
     assert (refused.value.file, refused.value.tensor) == (file, "model.b")

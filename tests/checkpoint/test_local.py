@@ -16,6 +16,7 @@ from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.state import State
 from meshtrain.job.process import Job
+from tests.checkpoint.by_hand import flip
 from tests.checkpoint.faults import failing
 from tests.checkpoint.going_on import Case, run_case
 from tests.checkpoint.kill import rows
@@ -44,9 +45,7 @@ def damage(how: str, path: Path) -> None:
     elif how == "cut":
         os.truncate(path, path.stat().st_size - 9)
     else:
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        flip(path)
 
 
 @pytest.mark.ranks(2)

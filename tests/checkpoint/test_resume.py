@@ -15,7 +15,7 @@ from meshtrain.checkpoint.directory import complete_steps, lock_folder, open_man
 from meshtrain.data import OpenData
 from meshtrain.job.process import Job
 from meshtrain.metrics.logger import read
-from tests.checkpoint.faults import NEWER, OLDER, SHARD, Run, flip, tree
+from tests.checkpoint.faults import NEWER, OLDER, SHARD, Run, damage, tree
 from tests.checkpoint.going_on import Case, run_case, run_cases, signals_installed, small_run, written_down
 from tests.parity.experiments import QUICKSTART, SMALL
 
@@ -68,8 +68,8 @@ def test_an_epoch_that_was_interrupted_has_its_sum(fresh: Run) -> None:
 
 
 def test_where_nothing_is_whole_nothing_begins_anew(run: Run) -> None:
-    flip(run.newest)
-    flip(run.checkpoints / OLDER)
+    damage(run.newest)
+    damage(run.checkpoints / OLDER)
     content = tree(run.place)
     refused = run.train("optimizer.lr=0.1", status=2)
     assert "no checkpoint is whole that this run could go on from" in refused
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_does_not_ask_for_the_weights_that_it_began_with(run:
     begun = (f"model.weights={run.place / NEWER}", "train.steps=2")
     run.train(*begun, output="new")
     assert run.rows("new")[0][1] < run.rows()[0][1] - 0.01, "it starts with what the other run had learned"
-    flip(run.place / NEWER)
+    damage(run.place / NEWER)
     run.train(*begun, "train.steps=3", output="new")
     run.train(*begun, output="another", status=2)
 

@@ -54,7 +54,7 @@ def test_what_streams_needs_no_memory(tmp_path: Path, streams: bool) -> None:
 
 
 def test_the_same_bytes(tmp_path: Path) -> None:
-    """Of whole tensors (pieces of a layout are in ranks.py), and of what does not lie in one piece."""
+    """Of whole tensors (pieces of a layout are in test_load.py), and of what does not lie in one piece."""
     state = on(alone(), {}, "train.precision=float16")
     fill(state)
     files = []
