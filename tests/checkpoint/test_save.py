@@ -45,6 +45,9 @@ from tests.checkpoint.known import save as save_once
 from tests.launching import Finished, forked, side_by_side
 
 
+OfFour = Callable[..., tuple[State, Saver]]
+
+
 @pytest.fixture(scope="module")
 def filled() -> State:
     return on(alone(), {})
@@ -73,6 +76,18 @@ def saver(state: State, tmp_path: Path, printed: list[str]) -> Iterator[Callable
     yield make
     for each in savers:
         each.close()
+
+
+@pytest.fixture
+def of_four(job: Job, saver: Callable[..., Saver], shared_path: Path) -> OfFour:
+    """Makes a state of 4 ranks with known values, and what saves it to the folder of all."""
+
+    def make(kind: str, **options: Any) -> tuple[State, Saver]:
+        state = on(job, OF_4[kind], kind=kind)
+        fill(state)
+        return state, saver(job, of=state, **({"folder": shared_path} | options))
+
+    return make
 
 
 @pytest.fixture
@@ -325,8 +340,9 @@ def test_a_rank_that_has_put_its_value_goes_on_and_a_thread_waits_for_the_answer
 
 @pytest.mark.ranks(4)
 def test_all_ranks_go_on_while_the_disk_of_one_is_slow(
-    job: Job, saver: Callable[..., Saver], shared_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job: Job, of_four: OfFour, shared_path: Path, printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With their collectives. A second save waits for the first, in which is what the snapshot had."""
     waits = job.round()
 
@@ -336,9 +352,7 @@ def test_all_ranks_go_on_while_the_disk_of_one_is_slow(
 
     if job.rank == 1:
         monkeypatch.setattr(commit, "write_shard", write_slowly)
-    state = on(job, OF_4["HSDP"])
-    fill(state)
-    one = saver(job, of=state, folder=shared_path)
+    state, one = of_four("HSDP")
     one.save(7, ABOUT)
     for _ in range(50):
         dist.all_reduce(torch.ones(100))
@@ -357,14 +371,12 @@ def test_all_ranks_go_on_while_the_disk_of_one_is_slow(
 
 
 @pytest.mark.ranks(4)
-def test_a_folder_that_vanishes_for_one_rank(job: Job, saver: Callable[..., Saver], shared_path: Path) -> None:
+def test_a_folder_that_vanishes_for_one_rank(job: Job, of_four: OfFour, shared_path: Path) -> None:
     """There is no checkpoint, the message says whose path it is, and the one before stays."""
     target, own = shared_path / "checkpoints", shared_path / f"way_of_rank_{job.rank}"
     target.mkdir(exist_ok=True)
     own.symlink_to(target)
-    state = on(job, OF_4["FSDP"])
-    fill(state)
-    one = saver(job, of=state, folder=own)
+    _, one = of_four("FSDP", folder=own)
     one.save(1, ABOUT, wait=True)
     assert one.problem is None
     if job.rank == 2:
@@ -384,12 +396,11 @@ def test_a_folder_that_vanishes_for_one_rank(job: Job, saver: Callable[..., Save
 
 @pytest.mark.ranks(4)
 def test_only_a_rank_whose_disk_is_full_writes_again(
-    job: Job, saver: Callable[..., Saver], shared_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job: Job, of_four: OfFour, shared_path: Path, printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """When the oldest checkpoint has been deleted."""
-    state = on(job, OF_4["FSDP"])
-    fill(state)
-    one = saver(job, of=state, folder=shared_path, keep=Retention(keep_last=1), make_room=True)
+    state, one = of_four("FSDP", keep=Retention(keep_last=1), make_room=True)
     for step in (1, 2):
         one.save(step, ABOUT, wait=True)
     one._thread.join()  # the first is deleted
@@ -424,8 +435,8 @@ def test_only_a_rank_whose_disk_is_full_writes_again(
     ],
 )
 def test_all_give_up_a_save_when_the_disk_of_one_hangs(
-    job: Job, saver: Callable[..., Saver], shared_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: int,
-    function: str, delay: str,
+    job: Job, of_four: OfFour, shared_path: Path, monkeypatch: pytest.MonkeyPatch,
+    stuck: int, function: str, delay: str,
 ) -> None:  # fmt: skip
     """With the same message; when it is back, saves work again."""
     function = f"meshtrain.checkpoint.commit.{function}"
@@ -437,9 +448,7 @@ def test_all_give_up_a_save_when_the_disk_of_one_hangs(
         assert go.wait(60)
         return plain(*arguments)
 
-    state = on(job, OF_4["FSDP"])
-    fill(state)
-    one = saver(job, of=state, folder=shared_path)
+    state, one = of_four("FSDP")
     if job.rank == stuck:
         monkeypatch.setattr(function, hang)
     one.save(1, ABOUT)
@@ -483,12 +492,11 @@ STAGES = "rank 0 on host HOST (pp 0) and rank 3 on host HOST (pp 3) differ from 
     ],
 )
 def test_copies_that_differ_in_a_bit_are_not_saved(
-    job: Job, saver: Callable[..., Saver], shared_path: Path, kind: str, rank: int, tensor: str, says: str
-) -> None:
+    job: Job, of_four: OfFour, shared_path: Path, kind: str, rank: int, tensor: str,
+    says: str,
+) -> None:  # fmt: skip
     """The rank and the tensor are named."""
-    state = on(job, OF_4[kind], kind=kind)
-    fill(state)
-    one = saver(job, of=state, folder=shared_path)
+    state, one = of_four(kind)
     one.save(1, ABOUT, wait=True)
     assert one.problem is None
     if job.rank == rank:
