@@ -44,7 +44,6 @@ from tests.checkpoint.known import ABOUT, CPU, OF_4, alone, check_loaded, clear,
 from tests.checkpoint.known import save as save_once
 from tests.launching import Finished, forked, side_by_side
 
-
 OfFour = Callable[..., tuple[State, Saver]]
 
 
@@ -455,7 +454,7 @@ def test_all_give_up_a_save_when_the_disk_of_one_hangs(
     write = one._current
     if job.rank == stuck:
         assert begun.wait(60)
-    if job.rank == 0 != stuck:
+    if job.rank == 0 and stuck != 0:
         wait_until(lambda: write._gathering is write._commit_round and write._gathering.missing() == [stuck])
     job.gather("hanging", None)
     time_is_over(one)
