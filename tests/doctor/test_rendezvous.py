@@ -95,14 +95,6 @@ def test_a_different_number_of_nodes_ends_the_waiting_early(monkeypatch: pytest.
     assert cluster_of(lead).waited < 300
 
 
-def test_two_nodes_of_one_rank() -> None:
-    port = free_port()
-    static = {"backend": "static", "fewest": 3, "most": 3}
-    ranks = [{"node_rank": 0, "serves": True}, {"node_rank": 1}, {"node_rank": 1}]
-    lead, *others = meet(*(node(port, **static, **rank) for rank in ranks))
-    assert ids(lead) == ids(others[0]) == {"node-rank-twice"}
-
-
 def test_who_waits_alone_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Stand-ins for what a watchdog meets: a clock that a test sets, reports of ranks, and the other ranks of its job."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +76,16 @@ def watchdog_of(number: int, *looks: list[RankReport]) -> Watchdog:
     watch._server, watch._peers = object(), FakePeers(*looks)
     watch._coordinator = Coordinator(watch.peers, watch._clock, watch._closed)
     return watch
+
+
+def raised(error: Exception) -> Exception:
+    """The error with a traceback."""
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def send(number: int) -> None:
+    """A signal to this process."""
+    os.kill(os.getpid(), number)

@@ -21,7 +21,7 @@ from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.diagnose import diagnose
 from meshtrain.job.watchdog.introspect import Failure, local_status
 from meshtrain.job.watchdog.records import RankReport, RankStatus, Reach
-from tests.job.fakes import job_of, rank, waits
+from tests.job.fakes import job_of, raised, rank, waits
 from tests.launching import forked
 
 
@@ -101,13 +101,6 @@ def test_a_recorder_that_takes_too_long_or_fails_is_not_waited_for(
         assert local_status(job_of(), DeadlineClock(), None).begun == {}
         assert ("ZeroDivisionError" in capsys.readouterr().err) == printed
     hang.set()
-
-
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except type(error) as caught:
-        return caught
 
 
 def test_an_error_is_that_of_a_connection_to_other_ranks_by_where_it_comes_from() -> None:

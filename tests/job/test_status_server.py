@@ -27,6 +27,7 @@ from meshtrain.job.watchdog.status_server import (
     process_state,
 )
 from meshtrain.job.watchdog.watchdog import Watchdog
+from tests.job.fakes import job_of
 from tests.launching import ROOT, environment
 
 
@@ -111,23 +112,28 @@ def test_another_program_on_the_port_of_a_rank_is_not_that_rank(answer: bytes) -
 
 def test_strangers_hold_few_threads_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says a byte now and then, too."""
-    monkeypatch.setattr(status_server, "ANSWER_S", 1.0)
     monkeypatch.setattr(status_server, "READERS", 2)
     read_line, reading, most, over = status_server._read_line, [], [], threading.Event()
 
     def count(connection: socket.socket, seconds: float) -> bytes:
-        if threading.current_thread().name != "answer":
-            return read_line(connection, seconds)  # of the one that asks
+        if connection.getpeername() not in strange:
+            return read_line(connection, 60.0)  # of the one that asks, and what it is answered
+        assert seconds == status_server.ANSWER_S
         reading.append(None)
         most.append(len(reading))
         try:
-            return read_line(connection, seconds)
+            return read_line(connection, 0.5)
         finally:
             reading.pop()
 
-    monkeypatch.setattr(status_server, "_read_line", count)
     server = StatusServer(lambda question: {})
-    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
+    strangers = [socket.socket() for _ in range(4)]
+    for stranger in strangers:
+        stranger.bind(("127.0.0.1", 0))
+    strange = {stranger.getsockname() for stranger in strangers}
+    monkeypatch.setattr(status_server, "_read_line", count)
+    for stranger in strangers:
+        stranger.connect(("127.0.0.1", server.port))
 
     def talk() -> None:
         while not over.wait(0.1):
@@ -149,7 +155,7 @@ def test_strangers_hold_few_threads_and_not_for_long(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_in_an_answer_is_told_once(capsys: pytest.CaptureFixture) -> None:
-    broken = StatusServer(Watchdog(Fake(1))._answer)
+    broken = StatusServer(Watchdog(job_of(1))._answer)
     try:
         for _ in range(3):
             with pytest.raises(NoReplyError):
@@ -214,7 +220,7 @@ def test_a_leader_that_many_ask_at_once_keeps_descriptors_for_its_own_questions(
     monkeypatch.setattr(watchdog, "MOST_WAITERS", 0)
     monkeypatch.setattr(watchdog, "AGAIN_S", 0.01)
     question = {"ask": "coordinate", "hangs": False, "failed": True, "late": False}
-    leader, other = (Watchdog(Fake(rank)) for rank in range(2))
+    leader, other = (Watchdog(job_of(rank)) for rank in range(2))
     assert leader._answer(dict(question)) == {"later": True}
     diagnosis = {"kind": "gone", "ranks": [7], "headline": "", "details": [], "hosts": [], "evidence": ""}
     answers: list[dict[str, Any]] = [{"later": True}, {"later": True}, {"diagnosis": diagnosis}]
@@ -226,13 +232,6 @@ def test_a_leader_that_many_ask_at_once_keeps_descriptors_for_its_own_questions(
 # Many ranks -----------------------------------------------------------------------------------------------------------
 
 
-class Fake:
-    """A job of which this process is some rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.host = rank, "same"
-
-
 def several(hosts: int, each: int) -> list[Address]:
     return [
         Address(rank, "same", rank, 1, ("a",), f"net {rank // each}", f"pids {rank // each}")
@@ -241,7 +240,7 @@ def several(hosts: int, each: int) -> list[Address]:
 
 
 def peers_of(rank: int, server: StatusServer, hosts: int, each: int) -> Peers:
-    return Peers(Fake(rank), server, several(hosts, each))
+    return Peers(job_of(rank), server, several(hosts, each))
 
 
 def test_a_place_is_not_known_by_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +311,7 @@ def test_one_rank_of_each_host_asks_the_leader(monkeypatch: pytest.MonkeyPatch, 
         return {"diagnosis": None}
 
     def watchdog_of(rank: int) -> Watchdog:
-        watch = Watchdog(Fake(rank))
+        watch = Watchdog(job_of(rank))
         watch._peers = peers_of(rank, server, 4, 8)
         return watch
 

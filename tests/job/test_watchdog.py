@@ -28,7 +28,7 @@ from meshtrain.job.watchdog.records import (
     RankReport,
 )
 from meshtrain.job.watchdog.watchdog import Watchdog, watched
-from tests.job.fakes import FakeTime, job_of, rank, waits, watchdog_of
+from tests.job.fakes import FakeTime, job_of, raised, rank, send, waits, watchdog_of
 from tests.launching import forked
 
 ALL = (0, 1, 2)
@@ -47,10 +47,6 @@ def _handlers_are_put_back() -> Iterator[None]:
 
 
 # Signals --------------------------------------------------------------------------------------------------------------
-
-
-def send(number: int) -> None:
-    os.kill(os.getpid(), number)
 
 
 @pytest.fixture
@@ -138,13 +134,6 @@ def test_a_handler_of_the_users_own_is_respected(watching: tuple[Watchdog, list[
 
 
 # A rank of three that examines the others -----------------------------------------------------------------------------
-
-
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except type(error) as caught:
-        return caught
 
 
 @pytest.mark.parametrize("kind", ["absent", "failed", "deadlock"])

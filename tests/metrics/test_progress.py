@@ -78,27 +78,24 @@ def lines_of(console: Console) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def steps_of(lines: list[str]) -> list[int]:
-    return [int(re.search(r"(\d+)/", line)[1]) for line in lines]
-
-
-def test_a_log_has_the_first_steps_then_one_line_every_few_seconds_and_the_last() -> None:
+@pytest.mark.parametrize(
+    ("first", "seconds", "expected", "left"),
+    [
+        (1, 0.5, [1, 2, 3, 4, 5, 15, 25, 35, 45, 55, 65, 75, 85, 95, 100], "left 2s"),
+        (81, 6.0, list(range(81, 101)), "left 6s"),  # slow ones are all shown
+    ],
+)
+def test_a_log_has_the_first_steps_then_one_line_every_few_seconds_and_the_last(
+    first: int, seconds: float, expected: list[int], left: str
+) -> None:
     console = Console(file=StringIO())
     progress, clock = shown(PlainLines, console)
-    for step in range(1, 101):
-        clock.time += 0.5
-        progress.row({"step": step, "loss": 1.0})
-    assert steps_of(lines_of(console)) == [1, 2, 3, 4, 5, 15, 25, 35, 45, 55, 65, 75, 85, 95, 100]
-
-
-def test_slow_steps_are_all_shown() -> None:
-    console = Console(file=StringIO())
-    progress, clock = shown(PlainLines, console)
-    for step in range(81, 101):
-        clock.time += 6
-        progress.row({"step": step, "loss": 1.0, "step_time_s": 6.0})
-    assert steps_of(lines_of(console)) == list(range(81, 101))
-    assert lines_of(console)[-2].endswith("left 6s")
+    for step in range(first, 101):
+        clock.time += seconds
+        progress.row({"step": step, "loss": 1.0, "step_time_s": seconds})
+    lines = lines_of(console)
+    assert [int(re.search(r"(\d+)/", line)[1]) for line in lines] == expected
+    assert lines[-2].endswith(left)
 
 
 def test_a_log_line_is_not_wrapped_and_not_interpreted() -> None:

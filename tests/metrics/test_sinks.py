@@ -1,7 +1,5 @@
 """Sinks get what metrics.jsonl gets; one that raises, hangs or is slow neither ends the run nor holds it."""
 
-import errno
-import os
 import re
 import socket
 import struct
@@ -23,7 +21,7 @@ from rich.console import Console
 from meshtrain.config import Config, ConfigErrors, schema
 from meshtrain.errors import InputError
 from meshtrain.metrics import sink_threads, sinks
-from meshtrain.metrics.logger import Metrics, read
+from meshtrain.metrics.logger import Metrics
 from meshtrain.metrics.sink_threads import Make, SinkThreads, find_sinks
 from meshtrain.metrics.sinks import Prometheus, Sink, SinkRun
 from tests.launching import free_port
@@ -229,18 +227,6 @@ def test_a_port_that_is_taken_leaves_the_file(tmp_path: Path, capfd: pytest.Capt
         hand_on(tmp_path, prometheus(port=taken.getsockname()[1], every_s=0))
     assert 'meshtrain_step{run="quickstart"} 2' in (tmp_path / "metrics.prom").read_text()
     assert capfd.readouterr().err.count("prometheus cannot listen on 127.0.0.1:") == 1
-
-
-def test_a_full_disk_is_said_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(sinks, "write_whole", full)
-    hand_on(tmp_path, prometheus(every_s=0))
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert capfd.readouterr().err.count("No space left on device") == 1
 
 
 class FakeRun:

@@ -3,11 +3,8 @@
 import itertools
 import json
 import re
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +18,8 @@ import yaml
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.metrics import straggler
+from meshtrain.metrics import step_timer, straggler
 from meshtrain.metrics.gpu_probe import GpuProbe
-from meshtrain.metrics.logger import read
 from meshtrain.metrics.straggler import (
     LOOKS,
     RANKS_PER_STEP,
@@ -34,23 +30,9 @@ from meshtrain.metrics.straggler import (
     describe,
 )
 from meshtrain.parallel.fsdp import unmeasured_wait_phases
-from tests.launching import forked
+from meshtrain.run.fault_injection import FaultInjector
+from tests.comparing import train
 
-SMALL = (
-    "configs/quickstart.yaml",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=2",
-    "data.seq_len=32",
-    "data.workers=0",
-    "batch.global_size=6",
-    "batch.micro_size=2",
-    "train.sample_tokens=0",
-    "train.eval_every=0",
-    "checkpoint.every=0",
-)
 CASES = yaml.safe_load(Path(__file__).with_name("paces.yaml").read_text())
 PACE = RankPace(0.9, 1.0, 1.1, 0.95, 1.05, 1.15, 1.2, 0.01, "b", 2.0, 8)
 STRAGGLER = Straggler(2, PACE, 3, 1.0, 0.4, 2.0)
@@ -268,48 +250,60 @@ def test_the_advice_follows_what_is_known() -> None:
 # Real runs ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def busy_machine(processes: int = 3) -> Iterator[None]:
-    """Others compute on the same cores, in bursts, as on a machine that people share."""
-    code = "import time\nwhile True:\n  end = time.time() + 0.05\n  while time.time() < end: pass\n  time.sleep(0.03)"
-    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
+class OwnTime:
+    """In place of the module `time` of the step timer: each look takes a millisecond, and sleep what it does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def train(processes: int, folder: Path, *keys: str) -> str:
-    """What a small run prints."""
-    places = (f"train.output={folder}", f"data.cache={folder.parent / 'cache'}")
-    return forked(processes, "-m", "meshtrain.train", *SMALL, *places, *keys).check().out
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def train_with(job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Trains with a fault on a clock of the rank's own: what else the machine does counts for nothing."""
+    own_time = OwnTime()
+    monkeypatch.setattr(step_timer, "time", own_time)
+    monkeypatch.setattr(step_timer.TimeSource, "queued", lambda source: 0.0)
+    monkeypatch.setitem(FaultInjector.__init__.__kwdefaults__, "sleep", own_time.sleep)
+    return lambda fault, *keys: train(job, shared_path / "run", f"train.chaos=[{fault}]", *keys)
 
 
 def slow_ranks(out: str) -> list[str]:
     return re.findall(r"warning: (rank \d+) on host \S+ \([^)]*\) is slow", out)
 
 
-def test_a_slowed_rank_is_named_and_no_other_on_a_busy_machine(tmp_path: Path) -> None:
-    """Three ranks on the cores of one machine, with others beside them: only the sleeper is named, and its recovery."""
-    chaos = "train.chaos=[{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}]"
-    with busy_machine():
-        out = train(3, tmp_path, "train.steps=125", chaos)
-    assert slow_ranks(out) == ["rank 2"], out
-    assert re.search(r"known of it: [\d.]+ ms waiting for data, [\d.]+ ms waiting for a core, load of its host", out)
-    assert out.count("is as fast as its peers again") == 1
-    looks = {row["step"]: row for row in read(tmp_path / "metrics.jsonl") if "own_time_max_rank" in row}
+@pytest.mark.ranks(3)
+def test_a_slowed_rank_of_a_run_is_named_and_no_other(
+    job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = train_with("{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}", "train.steps=125")
+    looks = {row["step"]: row for row in rows if "own_time_max_rank" in row}
     assert list(looks) == [22, 42, 62, 82, 102, 122]
     for step in (22, 42, 62):
         assert looks[step]["own_time_max_rank"] == 2
-        assert looks[step]["own_time_max_s"] - looks[step]["own_time_median_s"] > 0.1
+        assert looks[step]["own_time_max_s"] - looks[step]["own_time_median_s"] == pytest.approx(0.15)
+    printed = capsys.readouterr().out
+    if job.rank == 0:
+        assert slow_ranks(printed) == ["rank 2"], printed
+        assert printed.count("is as fast as its peers again") == 1
 
 
-@pytest.mark.cluster
-def test_a_stage_of_a_pipeline_that_becomes_slow_is_named(tmp_path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_stage_of_a_pipeline_that_becomes_slow_is_named(
+    job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is alone in its stage, so that it can be compared only with what it took before."""
-    chaos = "train.chaos=[{fault: slow, rank: 1, step: 21, seconds: 0.15}]"
-    out = train(2, tmp_path, "layout={pp: 2}", "train.steps=85", chaos)
-    assert slow_ranks(out) == ["rank 1"], out
-    assert "at first it took" in out
+    train_with("{fault: slow, rank: 1, step: 21, seconds: 0.15}", "layout={pp: 2}", "train.steps=85")
+    printed = capsys.readouterr().out
+    if job.rank == 0:
+        assert slow_ranks(printed) == ["rank 1"], printed
+        assert "at first it took" in printed

@@ -248,29 +248,11 @@ def test_a_person_ends_a_run(cluster: Cluster, submit: Submit, script: str) -> N
     assert cancelled["Restarts"] == "0"
 
 
-def test_a_person_stops_a_run_with_a_file(submit: Submit) -> None:
-    job = submit("train.sbatch", SLOW)
-    job.reaches(2)
-    (job.run.folder / "STOP").touch()
-    completed = job.ends("COMPLETED")
-    assert (completed["Restarts"], completed["ExitCode"]) == ("0", "0:0")
-    assert job.run.stopped_at
-
-
 def test_torchrun_makes_up_for_a_lost_process(submit: Submit, losses: list[float]) -> None:
     """A rank of the second node is killed; both nodes start anew from the last checkpoint, in the same job."""
     job = submit("train.sbatch", "train.chaos=[{fault: kill, rank: 3, step: 10}]")
     assert job.completes(losses)["Restarts"] == "0"
     assert [name for name in job.run.logs(0) if "/attempt_1/" in name]
-
-
-def test_a_lost_process_ends_a_job_of_srun(submit: Submit) -> None:
-    """The others end too, and it is not tried again where MAX_TRIES says so."""
-    job = submit("train-srun.sbatch", "train.chaos=[{fault: kill, rank: 3, step: 10}]", MAX_TRIES="0")
-    assert job.ends("FAILED")["Restarts"] == "0"
-    end = job.run.exit
-    assert (end["status"], end["kind"], end["hosts"]) == ("failed", "gone", ["node2"])
-    assert "rank 3 on host node2" in job.run.printed(0)
 
 
 def test_a_wrong_config_ends_the_job_before_the_step(submit: Submit) -> None:
@@ -316,13 +298,6 @@ def test_a_container_and_a_preflight(cluster: Cluster, config: Path, losses: lis
     (folder,) = job.run.folder.glob("logs/slurm-*.0")
     assert {log.name for log in folder.glob("preflight_*.log")} == {"preflight_node1.log", "preflight_node2.log"}
     assert "collectives over gloo" in (folder / "preflight_node2.log").read_text()
-
-
-def test_an_image_that_is_missing_ends_the_job_before_the_step(submit: Submit) -> None:
-    job = submit("train.sbatch", CONTAINER_IMAGE="/no/image.sqsh", CONTAINER_RUNTIME="true")
-    job.ends("FAILED")
-    assert "CONTAINER_IMAGE is /no/image.sqsh, which is not there" in job.printed
-    assert not job.run.folder.exists()
 
 
 def test_nodes_with_different_numbers_of_gpus(

@@ -39,9 +39,3 @@ def test_a_launched_job_trains(cluster: Cluster, tmp_path: Path, options: tuple[
     assert json.loads((output / "exit.json").read_text())["status"] == "done"
     assert "4 processes = 2 hosts x 2" in (output / "layout.txt").read_text()
     assert "done" in log.read_text() or options
-
-
-def test_what_slurm_cannot_give_is_said_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    asked = ("--slurm", "--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "4", "--partition", "none")
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 1: .*sbatch has refused .*invalid partition"):
-        cluster.ask(*MESHTRAIN, "launch", "configs/quickstart.yaml", *asked, cwd=tmp_path)
