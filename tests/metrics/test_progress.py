@@ -20,6 +20,7 @@ from meshtrain.metrics.progress import (
     open_progress,
     step_line,
 )
+from tests.job.fakes import FakeTime
 
 ROW = {
     "step": 40, "loss": 2.34123, "grad_norm": 0.8142, "lr": 3e-4, "tokens_per_s": 12340.4, "mfu": 0.312,
@@ -61,17 +62,9 @@ def test_the_pace_forgets_the_first_step() -> None:
     assert pace.remaining(10) == pytest.approx(20)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-def shown(kind: type, console: Console, **more: Any) -> tuple[Any, Clock]:
-    clock = Clock()
-    return kind(console, task="language", steps=100, now=clock, **more), clock
+def shown(kind: type, console: Console, **more: Any) -> tuple[Any, FakeTime]:
+    clock = FakeTime()
+    return kind(console, task="language", steps=100, now=clock.monotonic, **more), clock
 
 
 def lines_of(console: Console) -> list[str]:
@@ -91,7 +84,7 @@ def test_a_log_has_the_first_steps_then_one_line_every_few_seconds_and_the_last(
     console = Console(file=StringIO())
     progress, clock = shown(PlainLines, console)
     for step in range(first, 101):
-        clock.time += seconds
+        clock.now += seconds
         progress.row({"step": step, "loss": 1.0, "step_time_s": seconds})
     lines = lines_of(console)
     assert [int(re.search(r"(\d+)/", line)[1]) for line in lines] == expected
@@ -133,7 +126,7 @@ def test_the_live_line_stays_one_line(width: int) -> None:
     console = terminal(width)
     progress, clock = shown(LiveLine, console)
     for step in (1, 2, 3):
-        clock.time += 1
+        clock.now += 1
         progress.row(ROW | {"step": step})
         frame = console.render_lines(progress._frame(ROW | {"step": step}, None), pad=False)
         assert len(frame) == 1
@@ -151,7 +144,7 @@ def test_the_live_line_is_drawn_a_few_times_a_second_and_at_the_end() -> None:
     console = terminal(100)
     progress, clock = shown(LiveLine, console)
     for step in range(1, 101):
-        clock.time += 0.01
+        clock.now += 0.01
         progress.row(ROW | {"step": step})
     progress.close()
     drawn = [int(step) for step in re.findall(r"(\d+)/100", console.file.getvalue())]
