@@ -221,7 +221,7 @@ cp "$2" "$(dirname "$0")/submitted" && echo "4211;a-cluster"
 
 
 def test_what_was_submitted_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That the script trains is seen on a real SLURM (tests/slurm/test_launch.py)."""
+    """That the script trains is seen on a real SLURM (tests/slurm/test_cluster.py)."""
     program(folder, "sbatch", SBATCH)
     two = ("--slurm", "--nodes", "2", "--gpus-per-node", "1")
     assert launch(*two, "train.output=runs/a run") == 0

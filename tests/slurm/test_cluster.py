@@ -1,4 +1,4 @@
-"""The sbatch scripts in a real SLURM, on two nodes of two processes."""
+"""The sbatch scripts, and those of `meshtrain launch`, in a real SLURM, on two nodes of two processes."""
 
 import json
 import re
@@ -162,9 +162,24 @@ def preempt(cluster: Cluster) -> None:
 
 
 @both
-def test_a_run_trains_to_its_end(submit: Submit, losses: list[float], script: str) -> None:
-    job = submit(script)
-    assert job.completes(losses)["ExitCode"] == "0:0"
+def test_a_launched_run_trains_to_its_end(
+    cluster: Cluster, config: Path, losses: list[float], tmp_path: Path, script: str
+) -> None:
+    """`meshtrain launch` writes the script, and sbatch reads it."""
+    here = tmp_path / "a folder"
+    here.mkdir()
+    options = ["--slurm", "--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "2", "--time", "10"]
+    if script == "train-srun.sbatch":
+        options += ["--srun", "--gres", "gpu"]
+    run = (str(config), f"train.steps={STEPS}", "train.output=runs/a 50% run", "--env", "OMP_NUM_THREADS=1")
+    printed = cluster.ask(sys.executable, "-m", "meshtrain.cli", "launch", *options, *run, cwd=here)
+    (number,) = re.findall(r"as job (\d+)", printed)
+    output = here / "runs" / "a 50% run"
+    job = Job(cluster, number, Run(output), output / "logs" / f"slurm-{number}.out")
+
+    ended = job.completes(losses)
+    assert (ended["NumNodes"], ended["TimeLimit"], ended["JobName"]) == ("2", "00:10:00", config.stem)
+    assert ended["ExitCode"] == "0:0"
     assert (job.run.exit["status"], job.run.exit["step"]) == ("done", STEPS)
     assert "4 processes = 2 hosts x 2" in job.run.printed(0)
     names = sorted(job.run.logs(0))
