@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import meshtrain.train
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.directory import complete_steps
 from meshtrain.job import signals as stopping
@@ -238,15 +237,6 @@ def test_a_run_saves_and_stops(go: Go, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_run_that_was_asked_in_its_last_step_is_done(go: Go, tmp_path: Path) -> None:
     assert go(interrupt="SIGUSR1", at=8) == {"status": 0}
     assert exit_of(tmp_path / "run")["status"] == "done"
-
-
-def test_a_signal_before_training_ends_the_run(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshtrain.train, "build_mesh", lambda *_: send(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        go()
-    ended = exit_of(tmp_path / "run")
-    assert ended.pop("hosts") == ["here"]
-    assert ended == {"status": "failed", "code": 1, "reason": "ended by SIGTERM", "kind": "ended", "step": 0}
 
 
 def test_a_time_limit_stops_a_run(go: Go, tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshtrain.checkpoint.directory import complete_steps
+from meshtrain.job.watchdog.status_server import process_state
 from tests.checkpoint.going_on import small_run
-from tests.launching import ROOT, forked
+from tests.launching import ROOT, forked, wait_for
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [
@@ -275,6 +278,37 @@ def test_a_wrong_config_ends_the_job_before_the_step(submit: Submit) -> None:
     assert job.ends("FAILED")["ExitCode"] == "2:0"
     assert "stepz" in job.printed
     assert not job.run.folder.exists()
+
+
+TASK = """
+import os, sys, time
+from meshtrain.job.signals import end_with_launcher
+
+end_with_launcher(os.environ)
+print("began", flush=True)
+time.sleep(float(sys.argv[1]))
+print("ended", flush=True)
+"""
+
+
+def test_a_task_of_srun_dies_with_the_process_that_watches_over_it(cluster: Cluster, tmp_path: Path) -> None:
+    """And with nothing else: the first job ends by itself."""
+    script = tmp_path / "task.py"
+    script.write_text(TASK)
+    task = ["srun", "--nodes=1", sys.executable, str(script)]
+    assert cluster.ask(*task, "5").split() == ["began", "ended"]
+    job = subprocess.Popen(cluster.on(*task, "12345"), env=cluster.variables(), stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "began\n"
+    processes = psutil.process_iter(["name", "cmdline"])
+    (worker,) = (
+        process
+        for process in processes
+        if process.info["name"].startswith("python") and "12345" in (process.info["cmdline"] or ())
+    )
+    worker.parent().kill()
+    wait_for(lambda: process_state(worker.pid) in ("", "Z"))
+    job.kill()
+    job.wait()
 
 
 # A container runtime with the words of apptainer, for a folder as image: the programs of the host are put there.
