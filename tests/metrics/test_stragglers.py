@@ -6,9 +6,11 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,22 +41,6 @@ STRAGGLER = Straggler(2, PACE, 3, 1.0, 0.4, 2.0)
 
 
 # The talk of the ranks ----------------------------------------------------------------------------------------------
-
-
-class CountingStore:
-    """A store that counts what is asked of it."""
-
-    def __init__(self) -> None:
-        self.store, self.calls = dist.HashStore(), 0
-
-    def set(self, key: str, text: str) -> None:
-        self.calls += 1
-        self.store.set(key, text)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        assert all(self.store.check([key]) for key in keys), "rank 0 would have to wait"
-        self.calls += 1
-        return self.store.multi_get(keys)
 
 
 class FakeProbe:
@@ -184,30 +170,37 @@ def test_a_probe_of_a_real_gpu_takes_milliseconds() -> None:
     assert all(0.0005 < seconds < 0.2 for seconds in probe.pop()[1:])
 
 
+def counting_store() -> Mock:
+    """It would wait for a second for what is not there yet, and raise."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    return Mock(wraps=store)
+
+
 def test_between_two_looks_nobody_asks_the_store_for_anything() -> None:
-    store = CountingStore()
+    store = counting_store()
     each = ranks(4, store, [])
     calls = {}
     for step in range(1, 62):
-        store.calls = 0
+        store.reset_mock()
         take(each, range(step, step + 1))
-        if store.calls:
-            calls[step] = store.calls
+        if store.mock_calls:
+            calls[step] = len(store.mock_calls)
     assert calls == {20: 4, 21: 1, 40: 4, 41: 1, 60: 4, 61: 1}
-    store.calls = 0
+    store.reset_mock()
     one_of_many = ranks(40 * RANKS_PER_STEP, store, [])[5]
     for step in range(1, 81):
         one_of_many.finish_step(step, times(0.1))
-    assert store.calls == 2, "a large world looks more seldom"
+    assert len(store.mock_calls) == 2, "a large world looks more seldom"
 
 
 def test_the_first_steps_and_looks_at_too_few_do_not_count() -> None:
-    store = CountingStore()
+    store = counting_store()
     each = ranks(2, store, [], first=12)
     take(each, range(12, 21), 0)  # 9 steps, 3 of which warm up
-    assert store.calls == 0
+    assert store.mock_calls == []
     fields = take(each, range(21, 42))
-    assert store.calls == 2 + 1
+    assert len(store.mock_calls) == 2 + 1
     assert fields["own_time_max_s"] == 0.1
 
 
