@@ -61,20 +61,22 @@ def ranks(
         Job(Environment("none", rank, world_size, rank, "a", None), torch.device("cpu"), store, layout=layout)
         for rank in range(world_size)
     ]
-    each = [StragglerDetector(job, first, messages.append, 0) for job in jobs]
-    for one, probe in zip(each, probes, strict=False):
-        one.probe = probe
-    return each
+    detectors = [StragglerDetector(job, first, messages.append, 0) for job in jobs]
+    for detector, probe in zip(detectors, probes, strict=False):
+        detector.probe = probe
+    return detectors
 
 
 def times(own: float) -> dict[str, float]:
     return {"time_own_s": own, "time_queued_s": 0.0, "step_time_s": 1.0, "time_data_s": 0.0}
 
 
-def take(each: list[StragglerDetector], steps: range, slow: int | None = None) -> dict[str, float]:
+def take(detectors: list[StragglerDetector], steps: range, slow: int | None = None) -> dict[str, float]:
     """All ranks look after each step, rank 0 first, as late as the others may be. Returns the last fields of rank 0."""
     for step in steps:
-        rows = [one.finish_step(step, times(0.5 if rank == slow else 0.1)) for rank, one in enumerate(each)]
+        rows = [
+            detector.finish_step(step, times(0.5 if rank == slow else 0.1)) for rank, detector in enumerate(detectors)
+        ]
         assert not any(rows[1:])
     return rows[0]
 
@@ -87,31 +89,31 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     messages = []
-    each = ranks(3, dist.HashStore(), messages)
-    each[0]._folder = tmp_path
+    detectors = ranks(3, dist.HashStore(), messages)
+    detectors[0]._folder = tmp_path
     growing = itertools.count(1)
     monkeypatch.setattr(straggler, "memory_gib", lambda device: next(growing))
-    take(each, NAMED[:-1], 1)
+    take(detectors, NAMED[:-1], 1)
     assert messages == []
-    each[0]._writer.join()
-    fields = take(each, NAMED[-1:])
+    detectors[0]._writer.join()
+    fields = take(detectors, NAMED[-1:])
     (message,) = messages
     assert message.startswith("warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms")
     assert "the other 2 ranks with the same work take 100 ms. All ranks wait for it" in message
-    each[0]._writer.join()
+    detectors[0]._writer.join()
     table = json.loads((tmp_path / "ranks.json").read_text())
     assert table.pop("memory_gib")[2] == fields.pop("memory_max_gib")
     assert table == {"step": 60, "axes": {"dp_shard": 3}, "hosts": ["a"] * 3, "own_time_s": [0.1, 0.5, 0.1]}
     assert fields == {"own_time_median_s": 0.1, "own_time_max_s": 0.5, "own_time_max_rank": 1, "memory_max_rank": 2}
-    take(each, RECOVERED)
+    take(detectors, RECOVERED)
     assert messages[1:] == ["rank 1 on host a (dp_shard 1) is as fast as its peers again"]
 
 
 def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing() -> None:
     messages = []
     store, probes = dist.HashStore(), [FakeProbe(s) for s in (0.0050, 0.0053, 0.0090, 0.0048)]
-    each = ranks(4, store, messages, probes=probes)
-    fields = take(each, NAMED)
+    detectors = ranks(4, store, messages, probes=probes)
+    fields = take(detectors, NAMED)
     probed = {name: value for name, value in fields.items() if name.startswith("gpu_probe")}
     assert probed == {"gpu_probe_median_s": 0.00515, "gpu_probe_max_s": 0.009, "gpu_probe_max_rank": 2}
     (message,) = messages
@@ -121,7 +123,7 @@ def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing(
     )
     assert store.get("pace/suspects") == b"[2]", "nvidia-smi is asked for it"
     probes[2].seconds = 0.0051
-    take(each, RECOVERED)
+    take(detectors, RECOVERED)
     assert messages[1:] == ["rank 2 on host a (dp_shard 2): its GPU is as fast as the others again"]
     assert store.get("pace/suspects") == b"[]"
 
@@ -129,11 +131,11 @@ def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing(
 def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
     messages = []
     probes = [FakeProbe(0.005), FakeProbe(0.005), FakeProbe(0.02, "A100"), FakeProbe(0.04, "L40S")]
-    each = ranks(4, dist.HashStore(), messages, probes=probes)
-    take(each, NAMED)
+    detectors = ranks(4, dist.HashStore(), messages, probes=probes)
+    take(detectors, NAMED)
     assert messages == []
     probes[3].seconds = 0.08  # in the middle of a look
-    take(each, range(RECOVERED[0], RECOVERED[-1] + 21))
+    take(detectors, range(RECOVERED[0], RECOVERED[-1] + 21))
     assert ["the GPU of rank 3" in message and "at first it took" in message for message in messages] == [True]
 
 
@@ -179,11 +181,11 @@ def counting_store() -> Mock:
 
 def test_between_two_looks_nobody_asks_the_store_for_anything() -> None:
     store = counting_store()
-    each = ranks(4, store, [])
+    detectors = ranks(4, store, [])
     calls = {}
     for step in range(1, 62):
         store.reset_mock()
-        take(each, range(step, step + 1))
+        take(detectors, range(step, step + 1))
         if store.mock_calls:
             calls[step] = len(store.mock_calls)
     assert calls == {20: 4, 21: 1, 40: 4, 41: 1, 60: 4, 61: 1}
@@ -196,10 +198,10 @@ def test_between_two_looks_nobody_asks_the_store_for_anything() -> None:
 
 def test_the_first_steps_and_looks_at_too_few_do_not_count() -> None:
     store = counting_store()
-    each = ranks(2, store, [], first=12)
-    take(each, range(12, 21), 0)  # 9 steps, 3 of which warm up
+    detectors = ranks(2, store, [], first=12)
+    take(detectors, range(12, 21), 0)  # 9 steps, 3 of which warm up
     assert store.mock_calls == []
-    fields = take(each, range(21, 42))
+    fields = take(detectors, range(21, 42))
     assert len(store.mock_calls) == 2 + 1
     assert fields["own_time_max_s"] == 0.1
 
