@@ -28,12 +28,9 @@ def _a_look_at_the_folder_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def signals() -> Iterator[Signals]:
-    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     signals = Signals.install()
     yield signals
     signals.restore()
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def text_of(requests: StopRequest, step_s: float = 0.0, save_s: float = 0.0) -> str | None:
@@ -162,13 +159,6 @@ def test_a_look_for_which_there_is_no_thread_is_made_later(tmp_path: Path, monke
         patch.setattr(threading.Thread, "start", refused)
         assert text_of(requests) is None
     assert text_of(requests) == f"the file {tmp_path}/STOP"
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    clock = FakeTime()
-    monkeypatch.setattr(stopping, "time", clock)
-    return clock
 
 
 @pytest.mark.parametrize(

@@ -35,17 +35,6 @@ ALL = (0, 1, 2)
 ONE_IS_GONE = [rank(0), rank(1, reach="gone"), rank(2)]
 
 
-@pytest.fixture(autouse=True)
-def _handlers_are_put_back() -> Iterator[None]:
-    """A rank that is told a verdict ignores signals, and so would the jobs that are started after it."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
 # Signals --------------------------------------------------------------------------------------------------------------
 
 
