@@ -200,6 +200,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def wait_for(there: Callable[[], bool], seconds: float = 120) -> None:
+    """Waits until something has come."""
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
 def marked(mark: str, session: int | None = None) -> list[int]:
     """The living processes of a job or of a session (zombies do not count)."""
     found = []
