@@ -25,16 +25,14 @@ from meshtrain.attention import (
     varlen_kernel,
     wants_repeated,
 )
-from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from tests import varlen_on_cpu
+from tests.comparing import CPU, V, small_llama
 
 TABLES = yaml.safe_load(Path(__file__).with_name("attention_kernels.yaml").read_text())
 VARLEN = partial(varlen.varlen_attn, enable_gqa=True)  # as torch 2.12 and later have it
-CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 6, [0] * 2 + [1] + [4] * 8, [0] * 11])
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
 
 
 @pytest.fixture
@@ -263,16 +261,14 @@ def test_a_compiled_block_is_not_compiled_anew_for_other_documents_or_layers(
 ) -> None:
     monkeypatch.setattr(module, "varlen_kernel", lambda *_: VARLEN if packed else None)
     torch._dynamo.reset()
-    llama = model_file("llama")
-    torch.manual_seed(0)
-    model = llama.Model(llama.Config(**SIZES, num_key_value_heads=2))
+    model: Any = small_llama(num_hidden_layers=3)
     plain = copy.deepcopy(model)
     counter = CompileCounterWithBackend("aot_eager")
     for layer in model.model.layers:
         layer.forward = torch.compile(checkpoint_block(layer.forward, recompute), backend=counter)
     positions = torch.arange(12)
     for step in range(3):
-        tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(step))
         documents = torch.stack([positions >= step + 3, positions * 5**step // 12])
         batch = Batch.of((tokens, positions.expand(2, 12), documents), tokens).with_context()
         inputs = batch.to(CPU, torch.float32).inputs

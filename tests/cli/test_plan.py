@@ -259,12 +259,6 @@ def test_experts_of_a_token_or_two() -> None:
         assert line in plan.experts.describe_sent()
 
 
-def test_what_no_file_of_weights_has_is_no_parameter() -> None:
-    """The published number of Qwen3-30B-A3B, whose routers remember the loads of their experts."""
-    plan = make_plan("quickstart", ["model={name: qwen3_moe, preset: qwen3-30b-a3b}", "layout={dp_shard: 1}"])
-    assert plan.memory.total == plan.memory.most == 30_532_122_624
-
-
 def test_hosts_are_read(tmp_path: Path, capsys: Captured) -> None:
     for text, counts in EXPECTED["counts"].items():
         assert read_hosts(text) == tuple(counts)
