@@ -326,14 +326,13 @@ def test_active_parameters_are_what_is_counted() -> None:
 
 def test_in_16_bits_what_is_counted_stays_in_32() -> None:
     model = parallelize(fresh(score="sigmoid"), ALONE, precision="bfloat16")
-    gate = model.model.layers[1].mlp.gate
     types = []
 
     def record(gate: Router, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor]) -> None:
         tensors = (*inputs, gate.weight, gate.e_score_correction_bias, gate.balance.loads, outputs[1])
         types.append([x.dtype for x in tensors])
 
-    gate.register_forward_hook(record)
+    model.model.layers[1].mlp.gate.register_forward_hook(record)
     microbatches(model, TOKENS[0], 7)
     assert types == [2 * [torch.bfloat16] + 3 * [torch.float32]]
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)

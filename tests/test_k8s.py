@@ -23,7 +23,8 @@ from tests.launching import ROOT, TORCHRUN, free_port, run_together
 K8S = ROOT / "tools" / "k8s"
 SHORT = ["train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "batch.global_size=4", "data.workers=0"]
 Json = dict[str, Any]
-each = pytest.mark.parametrize("name", ["trainjob", "pytorchjob"])
+MEETS_AT = {"trainjob": "meshtrain-node-0-0.meshtrain:29500", "pytorchjob": "meshtrain-worker-0:23456"}
+each_job = pytest.mark.parametrize("name", MEETS_AT)
 
 
 def manifest(name: str, options: bool = False) -> Json:
@@ -76,7 +77,7 @@ def read_by_kubeflow(job: Json) -> Json:
     return client.sanitize_for_serialization(read)
 
 
-@each
+@each_job
 def test_kubeflow_understands_a_manifest_and_its_lines_for_fast_networks(name: str) -> None:
     plain, job = manifest(name), manifest(name, options=True)
     assert read_by_kubeflow(plain) == plain
@@ -111,7 +112,7 @@ def test_the_queue_is_kueue_s_and_has_room_for_a_job() -> None:
     assert flavor["name"] == queue["ResourceFlavor"]["metadata"]["name"]
     quota = {resource["name"]: amount(resource["nominalQuota"]) for resource in flavor["resources"]}
     assert list(quota) == group["coveredResources"], "Kueue wants one order"
-    for name in ("trainjob", "pytorchjob"):
+    for name in MEETS_AT:
         job = manifest(name, options=True)
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == queue["LocalQueue"]["metadata"]["name"]
         needs = resources_of(job)["limits"] | resources_of(job)["requests"]
@@ -165,7 +166,7 @@ def operators_variables(job: Json, node: int) -> dict[str, str]:
     }
 
 
-@each
+@each_job
 def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.run import get_args_parser
 
@@ -178,6 +179,10 @@ def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkey
     assert (options.module, options.training_script) == (True, "meshtrain.train")
     assert options.nnodes == (str(most) if fewest == most else f"{fewest}:{most}")
     assert options.nproc_per_node == str(processes)
+    # With `command: [meshtrain, doctor]`, as the manifests say, the nodes are checked instead.
+    place = read_place(parse(" ".join(container["args"])), operators_variables(job, node=1))
+    assert (place.endpoint, place.node_rank) == (MEETS_AT[name], 1 if name == "trainjob" else None)
+    assert (place.fewest, place.most, place.processes) == (fewest, most, str(processes))
     path, *overrides = options.training_script_args
     for nodes in range(fewest, most + 1):
         config = Config.load(path, overrides, world_size=nodes * processes)
@@ -198,21 +203,8 @@ def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkey
     assert options.shutdown_timeout < pod["terminationGracePeriodSeconds"]
 
 
-@pytest.mark.parametrize(
-    ("name", "endpoint", "node_rank"),
-    [("trainjob", "meshtrain-node-0-0.meshtrain:29500", 1), ("pytorchjob", "meshtrain-worker-0:23456", None)],
-)
-def test_the_doctor_reads_the_same_job(name: str, endpoint: str, node_rank: int | None) -> None:
-    """As the manifests say: with `command: [meshtrain, doctor]` the nodes are checked instead."""
-    job = manifest(name)
-    fewest, most, processes = nodes_of(job)
-    place = read_place(parse(" ".join(container_of(job)["args"])), operators_variables(job, node=1))
-    assert (place.endpoint, place.node_rank) == (endpoint, node_rank)
-    assert (place.fewest, place.most, place.processes) == (fewest, most, str(processes))
-
-
 @pytest.mark.cluster
-@each
+@each_job
 def test_two_nodes_train(name: str, tmp_path: Path) -> None:
     """The container's own command with what the operator tells it, but for names that only a cluster can resolve."""
     job, port = manifest(name), free_port()

@@ -23,8 +23,6 @@ ON_RANKS = [
     (8, Layout({"tp": 2, "dp_replicate": 2, "cp": 2}).with_experts(8)),
     (8, Layout({"dp_replicate": 2, "pp": 2, "dp_shard": 2}).with_experts(2)),
     (6, Layout({"pp": 3, "dp_shard": 2})),
-    (6, Layout({"dp_replicate": 3, "tp": 2})),
-    (6, Layout({"dp_shard": 6})),
 ]
 
 

@@ -111,14 +111,14 @@ def test_what_waits_is_bounded_and_the_gap_is_said(
 
 def test_two_writers_destroy_nothing_of_each_other(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As two jobs whose folder is not locked between their hosts."""
-    one, other = SideFile(path), SideFile(path, end=None)
-    one.append(b"one 1\n")
-    other.append(b"other 1\n")
-    one.append(b"one 2\n")
-    other.replace_last(b"other 1, and more\n")
-    one.append(b"one 3\n")
-    one.replace_last(b"one 3, and more\n")
-    assert path.read_bytes() == b"one 1\nother 1\none 2\nother 1, and more\none 3, and more\n"
+    first, second = SideFile(path), SideFile(path, end=None)
+    first.append(b"first 1\n")
+    second.append(b"second 1\n")
+    first.append(b"first 2\n")
+    second.replace_last(b"second 1, and more\n")
+    first.append(b"first 3\n")
+    first.replace_last(b"first 3, and more\n")
+    assert path.read_bytes() == b"first 1\nsecond 1\nfirst 2\nsecond 1, and more\nfirst 3, and more\n"
     assert capsys.readouterr().err.count(f"somebody else has written to {path}") == 2, "each says it once"
 
 

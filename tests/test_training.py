@@ -156,9 +156,9 @@ def test_digits_are_learned_and_four_processes_agree(tmp_path: Path) -> None:
     command = ("-m", "meshtrain.train", "configs/digits.yaml")
     alone = forked(1, *command, f"train.output={tmp_path}/one").check()
     forked(4, *command, f"train.output={tmp_path}/four", "data.workers=0").check()
-    one, four = (read(tmp_path / name / "metrics.jsonl")[-1]["accuracy"] for name in ("one", "four"))
-    assert one > 0.95
-    assert abs(one - four) <= 0.01
+    of_one, of_four = (read(tmp_path / name / "metrics.jsonl")[-1]["accuracy"] for name in ("one", "four"))
+    assert of_one > 0.95
+    assert abs(of_one - of_four) <= 0.01
     assert re.search(r"^epoch 1  loss \d\.\d{4}  accuracy \d\d\.\d\d %$", alone.out, re.MULTILINE)
     assert json.loads((tmp_path / "one/exit.json").read_text())["status"] == "done"
 
