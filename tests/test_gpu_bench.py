@@ -183,26 +183,6 @@ def test_torchtitan_gets_the_workload_s_numbers() -> None:
         gpu_titan.put(SimpleNamespace(training=SimpleNamespace(steps=1)), {"training": {"stepz": 2}})
 
 
-def test_losses_of_torchtitan_stay_apart_by_step() -> None:
-    class Trainer:
-        step = 0
-
-        def train_step(self, data_iterator: Iterator[Any]) -> None:
-            for _ in range(2):
-                self.forward_backward_step(inputs=next(data_iterator))
-
-        def forward_backward_step(self, *, inputs: float) -> torch.Tensor:
-            return torch.tensor(inputs, requires_grad=True)
-
-    steps: list[int] = []
-    trainer = gpu_titan.paced(steps.append)(Trainer)()
-    data = iter([1.0, 2.0, 3.0, 4.0])
-    for trainer.step in (1, 2):
-        trainer.train_step(data)
-    assert steps == [1, 2]
-    assert [[loss.item() for loss in losses] for losses in trainer.losses] == [[1, 2], [3, 4]]
-
-
 # Roofs ----------------------------------------------------------------------------------------------------------------
 
 
