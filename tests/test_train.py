@@ -196,15 +196,6 @@ def own(tmp_path: Path) -> tuple[str, ...]:
     return (str(tmp_path / "own.yaml"),)
 
 
-def test_a_model_of_ones_own(own: tuple[str, ...], tmp_path: Path) -> None:
-    """A plain model without tables and with a buffer, the same under HSDP as in one process."""
-    forked(4, *MAIN, *own, "layout={dp_replicate: 2, dp_shard: 2}").check()
-    forked(1, *MAIN, *own, f"train.output={tmp_path}/one").check()
-    losses, expected = ([row["loss"] for row in read(tmp_path / name / "metrics.jsonl")] for name in ("run", "one"))
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert expected[-1] < expected[0]
-
-
 def test_a_failing_rank_is_named(own: tuple[str, ...], tmp_path: Path) -> None:
     done = torchrun(2, *MAIN, *own, "model.fail_on_rank=1", "layout={dp_replicate: 2}")
     assert done.status == 1
