@@ -222,7 +222,7 @@ def marked(mark: str, session: int | None = None) -> list[int]:
     return found
 
 
-def wait_until_gone(mark: str, seconds: float = 15, session: int | None = None) -> list[int]:
+def wait_until_gone(mark: str, seconds: float = 60, session: int | None = None) -> list[int]:
     """The processes left of a job after a while; DataLoader's workers notice within seconds that their parent ended."""
     deadline = time.monotonic() + seconds
     while (left := marked(mark, session)) and time.monotonic() < deadline:
