@@ -39,8 +39,6 @@ SMALL = (
 # Users' models, with the overrides that each needs.
 MODELS = Path(__file__).parents[1] / "models"
 OWN_MODELS: dict[str, tuple[str, ...]] = {
-    "between": ("parallel.recompute=full",),
-    "cross_attention": (),
     "mixing": ("parallel.sequence_parallel=false",),
     "whole_sequence": (),
 }
@@ -126,23 +124,22 @@ _WIDE = (
 FLOAT8 = {"float8": (*_WIDE, "model.intermediate_size=208"), "mxfp8": (*_WIDE, "model.intermediate_size=192")}
 
 # Users' models over pp, with features that llama lacks.
-_FROZEN = "model.name=tests/models/frozen.py"
+_UNUSUAL = "model.name=tests/models/unusual_layers.py"
 STAGED_MODELS = {
     "scaled and capped in blocks": (
         "model.name=tests/models/between_blocks.py",
         "model.tweak=inside",
         "optimizer.lr=0.01",
     ),
-    "gradients that stop": ("model.name=tests/models/stopped.py",),
-    "layers with the same parameters": ("model.name=tests/models/shared_block.py", "model.one_module=false"),
-    "frozen layers": (_FROZEN,),
+    "gradients that stop": (_UNUSUAL, "model.kind=stopped"),
+    "layers with the same parameters": (_UNUSUAL, "model.kind=shared parameters"),
+    "frozen layers": ('train.freeze=["*.up_proj.weight", "*.k_proj.weight", "*.1.*.o_proj.weight"]',),
     "a frozen tied embedding": (
-        _FROZEN,
-        'model.frozen=["*embed*"]',
+        'train.freeze=["*embed*"]',
         "model.tie_word_embeddings=true",
         "optimizer.lr=0.05",  # at 0.1 the loss is so curved that rounding grows to 1e-9 within a step
     ),
-    "a frozen stage": (_FROZEN, 'model.frozen=["*embed*", "*layers*"]', "optimizer.lr=0.03"),
+    "a frozen stage": ('train.freeze=["*embed*", "*layers*"]', "optimizer.lr=0.03"),
 }
 # Adapters on frozen layers: with dropout before them, also of features split over tp; layers of every kind in attention
 # and experts; and a model with other parts frozen.
@@ -159,7 +156,7 @@ TUNED = {
 }
 
 # Users' models over pp and tp.
-CROSSED_MODELS = {"a norm beside both layers": ("model.name=tests/models/own_norm.py",)}
+CROSSED_MODELS = {"a norm beside both layers": (_UNUSUAL, "model.kind=own norm")}
 
 
 @dataclass(frozen=True)
@@ -193,14 +190,6 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             for name, keys in texts(folder).items()
         ),
         Experiment("digits", "configs/digits.yaml", digits, 1e-9, falls_to("digits")),
-        # Which ranks and microbatches use a layer depends on their samples.
-        Experiment(
-            "rare",
-            "configs/digits.yaml",
-            (*digits, "model.name=tests/models/rare.py", "batch.micro_size=2"),
-            1e-9,
-            falls_to("rare"),
-        ),
     ]
     return {experiment.name: experiment for experiment in every}
 
@@ -295,7 +284,6 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
                 "float32",
                 "float64",
                 "selective",
-                "rare",
                 "attached, recomputed",
                 ATTACHED_EVEN,
                 "float8",
@@ -344,7 +332,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         (
             "{dp_replicate: 2, dp_shard: 2}",
             (
-                *("float32", "float64", "ragged", "dropout", "rare"),
+                *("float32", "float64", "ragged", "dropout"),
                 *("experts", "experts, sigmoid", MUON, MUON_EXPERTS),
             ),
         ),
@@ -449,7 +437,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
     tried = name == "float64" and layout in ("{tp: 2}", "{dp_shard: 2, tp: 2}")
-    names = ("uneven", "few heads", "between", "attached", "latent, no experts", "mxfp8", "lora")
+    names = ("uneven", "few heads", "attached", "latent, no experts", "mxfp8", "lora")
     if tried or (len(sizes) == 1 and name in (names if world < 4 else ("few heads",))):
         found.append((own, "parallel.sequence_parallel=false"))
     if "dp_replicate" in sizes and name == "uneven":
