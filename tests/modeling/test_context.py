@@ -84,7 +84,7 @@ def test_as_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_a_group_of_all_ranks_of_cp_is_that_of_cp(heads: int) -> None:
-    text = layout_text(Layout({"cp": 4}).with_context_heads(heads))
+    text = layout_text(Layout({"cp": 4}).with_context_heads(heads).on_hosts((4,)))
     assert "cp: 1 group of 4 ranks" in text
     assert not {"cp_", "fsdp"} & set(re.findall("cp_|fsdp", text))
 

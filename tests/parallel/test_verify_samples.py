@@ -182,7 +182,7 @@ def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
     refused = forked(2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / 'run'}")
     assert refused.status == 2
     assert refused.err.count("does not compute what it does on one device: blocks_.0: input 0 differs by") == 1
-    assert "Use tp: 1, or mend the model or its tp_plan" in refused.err
+    assert "Use parallel.sequence_parallel: false, which passes this check, or mend the model" in refused.err
     assert "parallel.verify: false" in refused.err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
