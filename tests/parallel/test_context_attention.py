@@ -185,7 +185,8 @@ def test_segments(
     way = Way(job, method, heads)
     for s, kv in ((37, 3), (48, 1)):
         check(way, Case(s, kv, documents, **options))
-        assert ("mask" in visibilities) == (documents == "returning")
+        if "window" not in options:  # where one ends within a block, a ring needs a mask
+            assert ("mask" in visibilities) == (documents == "returning")
         visibilities.clear()
 
 

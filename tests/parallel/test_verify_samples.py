@@ -251,7 +251,7 @@ def test_a_block_that_runs_again_may_not_count() -> None:
 
     def placed(recompute: str, verify: bool = True) -> nn.Module:
         model = nn.Sequential(Changing(CHANGES["count"]))
-        return parallelize(model, build_mesh(Layout({})), recompute=recompute, verify=verify)
+        return parallelize(model, ALONE, precision="float64", recompute=recompute, verify=verify)
 
     x, refusal = torch.ones(1, 2), r"changes 0\.count in training, and a block that is recomputed would change it"
     with pytest.raises(AgreedError, match=refusal):
