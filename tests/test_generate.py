@@ -23,15 +23,15 @@ from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import build_model
 from meshtrain.run.results import sample_text
 from tests.comparing import ALONE, CPU, small_llama
-from tests.parity.experiments import EXPERTS, QUICKSTART, ROPE, SMALL
+from tests.parity.experiments import EXPERT_MODELS, QUICKSTART, SMALL, overrides_of
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12]]
 LENGTH, S = 9, 24
 MODELS = {
     "llama": ("model.num_key_value_heads=1",),
     "qwen3": ("model.name=qwen3", "train.lora={rank: 2}"),
-    "dynamic rope": ROPE["dynamic rope"],
-    **{name: EXPERTS[name] for name in ("qwen3_moe", "mixtral", "glm", "latent attention")},
+    "dynamic rope": overrides_of("dynamic"),
+    **EXPERT_MODELS,
 }
 CELLS = {  # few on several ranks, since each costs many exchanges
     (1, "{dp_shard: 1}"): tuple(MODELS),

@@ -1,8 +1,10 @@
 """The sbatch scripts, and those of `meshtrain launch`, in a real SLURM, on two nodes of two processes."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from meshtrain.checkpoint.directory import complete_steps
@@ -291,22 +292,34 @@ print("ended", flush=True)
 """
 
 
+def processes_of(command: list[str]) -> list[int]:
+    """The processes with this command line, also those of other namespaces."""
+    wanted = "".join(f"{argument}\0" for argument in command).encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "cmdline").read_bytes() == wanted:
+                found.append(int(folder.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_a_task_of_srun_dies_with_the_process_that_watches_over_it(cluster: Cluster, tmp_path: Path) -> None:
     """And with nothing else: the first job ends by itself."""
     script = tmp_path / "task.py"
     script.write_text(TASK)
     task = ["srun", "--nodes=1", sys.executable, str(script)]
     assert cluster.ask(*task, "5").split() == ["began", "ended"]
-    job = subprocess.Popen(cluster.on(*task, "12345"), env=cluster.variables(), stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(cluster.on(*task, "600"), env=cluster.variables(), stdout=subprocess.PIPE, text=True)
     assert job.stdout.readline() == "began\n"
-    processes = psutil.process_iter(["name", "cmdline"])
-    (worker,) = (
-        process
-        for process in processes
-        if process.info["name"].startswith("python") and "12345" in (process.info["cmdline"] or ())
-    )
-    worker.parent().kill()
-    wait_for(lambda: process_state(worker.pid) in ("", "Z"))
+    (worker,) = processes_of([sys.executable, str(script), "600"])
+    os.kill(parent_of(worker), signal.SIGKILL)
+    wait_for(lambda: process_state(worker) in ("", "Z"))
     job.kill()
     job.wait()
 
