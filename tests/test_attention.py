@@ -248,6 +248,7 @@ def test_a_context_moves_whole() -> None:
 # Compiled and recomputed ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_all_types")
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("packed", [False, True])

@@ -115,17 +115,9 @@ def forked_job(command: str) -> tuple[int, list[str]] | None:
     return (1, arguments[1:]) if command.startswith("python -m ") else None
 
 
-def documents_with_commands() -> list[Any]:
-    """README's commands are run by `make test`, all others by `make test-all`."""
-    return [
-        pytest.param(document, id=document.name, marks=[] if document.name == "README.md" else [pytest.mark.slow])
-        for document in DOCUMENTS
-        if commands(document)
-    ]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", documents_with_commands())
+@pytest.mark.parametrize("document", filter(commands, DOCUMENTS), ids=lambda document: document.name)
 def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
     for name in SEEN:
         (tmp_path / name).symlink_to(REPO / name)
@@ -249,6 +241,7 @@ def test_the_lists_of_documents_and_configs_are_complete() -> None:
 # What stands in single documents --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory"])
 def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
@@ -288,6 +281,7 @@ def test_what_is_refused_of_experts() -> None:
         assert sentence in str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_a_plan_says_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "qwen3.yaml"
     config.write_text(

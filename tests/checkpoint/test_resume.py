@@ -252,7 +252,9 @@ def test_a_manifest_says_what_the_run_was(fresh: Run) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "tp", "pp"])
+@pytest.mark.parametrize(
+    "axis", [*(pytest.param(axis, marks=pytest.mark.slow) for axis in ("dp_replicate", "cp", "tp")), "dp_shard", "pp"]
+)
 def test_two_ranks_go_on_with_the_same_bits(
     axis: str, hosts: Job, shared_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -461,6 +461,8 @@ def test_all_give_up_a_save_when_the_disk_of_one_hangs(
     one.wait()
     problem = f"it took longer than 0 s (checkpoint.timeout_s): {delay.replace('HOST', job.host)}"
     assert (one.saved, one.problem) == (None, problem)
+    if job.rank != stuck:
+        one._thread.join(60)  # it gives up as well
     one.save(2, ABOUT)
     problem = f"rank {stuck} still waits for the disk with that of step 1, which was given up"
     assert (one.saved, one.problem, one.wants_stop) == (None, problem, None)
@@ -528,6 +530,7 @@ def test_running_statistics_may_differ(job: Job, shared_path: Path) -> None:
 # A whole job --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
     """Rank 1 takes several deadlines for its second file: in the background, and while all wait, in jobs side by side,
     which sleep for most of their time."""

@@ -201,6 +201,7 @@ def mute(storage: Any, monkeypatch: pytest.MonkeyPatch) -> type[Mute]:
     return Mute
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers(train: Train, fresh: Run, mute: type[Mute]) -> None:
     """Each call is given up and cancelled, the run ends and says so, and its checkpoints are in its folder."""
     mute.mute = "put_file"

@@ -172,6 +172,7 @@ train: {steps: 50, precision: bfloat16}
 """
 
 
+@pytest.mark.slow
 def test_a_plan_with_experts(tmp_path: Path, capsys: Captured) -> None:
     config = tmp_path / "experts.yaml"
     config.write_text(WITH_EXPERTS)

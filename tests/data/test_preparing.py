@@ -142,6 +142,7 @@ def test_parts_of_a_document_have_the_ids_of_the_whole(
         assert headers[0] == headers[1], "and the fingerprint is the same"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = open_tokenizer(str(tokenizers_of(tmp_path)["none"]))
     path = tmp_path / "x.txt"

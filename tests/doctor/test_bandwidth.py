@@ -60,6 +60,7 @@ def run_two(seconds: float, ranks: int = 2, started: int = 2) -> list[str]:
     return [result["stuck"] for result in results.values()]
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_measure_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for stuck in run_two(60.0, ranks=3):
         assert "layout {dp_shard: 3} needs 3" in stuck

@@ -267,6 +267,7 @@ def test_workers_of_torchrun(tmp_path: Path) -> None:
     assert job.out.count("collectives over gloo") == 1
 
 
+@pytest.mark.slow
 def test_tasks_of_srun(tmp_path: Path) -> None:
     """Two nodes with two tasks and one, as SLURM numbers them; here all are on this machine."""
     common = {

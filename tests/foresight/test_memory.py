@@ -95,6 +95,7 @@ DEEP = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["layout={dp_replicate: 2}", "layout={pp: 2}"])
 def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
     """Each by itself, to the byte but for the losses."""
@@ -105,7 +106,9 @@ def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
     assert_near(*short_and_whole(config), 16 * 16)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "1f1b", "interleaved-1f1b")), "zbv"]
+)
 def test_extends_a_pipeline(name: str) -> None:
     """To the messages that are under way."""
     keys = "model.num_hidden_layers=9", "layout={pp: 6}", "batch.global_size=24", f"pipeline.schedule={name}"
@@ -202,6 +205,7 @@ def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
             getattr(prediction, name)
 
 
+@pytest.mark.slow
 def test_traces_in_processes_beside_each_other_say_the_same() -> None:
     config, hardware = loaded(2, "layout={pp: 2}"), load("h100")
     with ProcessPoolExecutor(2, get_context("fork")) as pool:

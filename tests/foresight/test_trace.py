@@ -1,7 +1,7 @@
 """A traced step has the live bytes of the same step with real CPU tensors, to the byte, and sends what it counts."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
@@ -41,6 +41,7 @@ CASES = {
     "Muon": (QUICKSTART, FSDP, "optimizer.name=muon"),
     **{f"pp, {name}": (QUICKSTART, PP, f"pipeline.schedule={name}") for name in NAMES},
 }
+SLOW = [f"pp, {name}" for name in NAMES if name not in ("1f1b", "zbv")]
 
 
 def config_of(name: str) -> Config:
@@ -48,18 +49,18 @@ def config_of(name: str) -> Config:
     return Config.load(ROOT / file, [*SMALL[file], *overrides], world_size=2)
 
 
-def write_traces(folder: Path) -> None:
+def write_traces(names: Sequence[str], folder: Path) -> None:
     """Traces both ranks of each case, in a process of its own: a trace has process groups that send nothing."""
-    process = get_context("spawn").Process(target=trace_all, args=(folder / "traces.json",))
+    process = get_context("spawn").Process(target=trace_all, args=(names, folder / "traces.json"))
     process.start()
     process.join()
     assert process.exitcode == 0
 
 
-def trace_all(file: Path) -> None:
+def trace_all(names: Sequence[str], file: Path) -> None:
     fsdp.MIN_UNIT_SIZE = 0
     traces = {}
-    for name in CASES:
+    for name in names:
         config = config_of(name)
         ranks = [trace.trace_rank(config, config.resolved, rank, device_type="cpu") for rank in range(2)]
         traces[name] = [asdict(traced) for traced in ranks]
@@ -101,12 +102,16 @@ def leave_to_the_host(step: TracedStep, x: Tensor | AttentionContext) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
 @pytest.mark.usefixtures("as_traced")
 def test_equals_real_tensors(name: str, job: Job, session_path: Path) -> None:
-    folder = session_path / "traces"
+    is_slow = name in SLOW
+    traced_together = [other for other in CASES if (other in SLOW) == is_slow]
+    folder = session_path / ("traces of slow cases" if is_slow else "traces")
     if job.rank == 0:
-        made_once(folder, write_traces)
+        made_once(folder, partial(write_traces, traced_together))
     dist.barrier()
     traces = json.loads((folder / "traces.json").read_text())
     config = config_of(name)

@@ -141,6 +141,7 @@ def test_files_go_round_among_the_writers() -> None:
 # Whole runs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_train_export_and_start_from_it(tmp_path: Path) -> None:
     """On two processes: trains two stages and exports, then goes on from the export with another layout.

@@ -276,6 +276,7 @@ def slow_ranks(out: str) -> list[str]:
     return re.findall(r"warning: (rank \d+) on host \S+ \([^)]*\) is slow", out)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 def test_a_slowed_rank_of_a_run_is_named_and_no_other(
     job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
@@ -292,6 +293,7 @@ def test_a_slowed_rank_of_a_run_is_named_and_no_other(
         assert printed.count("is as fast as its peers again") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_stage_of_a_pipeline_that_becomes_slow_is_named(
     job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]

@@ -74,6 +74,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_as_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     context = json.loads(planned(capsys, llama, "parallel.compile=false", "--json"))["context"]
     assert context["line"] == costs_of(llama).describe()

@@ -209,6 +209,7 @@ def test_what_another_optimizer_keeps_is_known_without_a_job() -> None:
     assert held_by_ranks([matrix], Layout({}), "float64", config(state_precision="bfloat16")).optimizer_bytes == 4 * 60
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_another_optimizer_trains_and_resumes_on_any_layout(tmp_path: Path) -> None:
     """One class and one line of the registry: the config's check, the norm, checkpoints and layouts follow."""

@@ -97,12 +97,12 @@ def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list
 @pytest.mark.parametrize(
     ("name", "recompute", "precision", "merges"),
     [
-        ("llama", "none", "bfloat16", False),
+        pytest.param("llama", "none", "bfloat16", False, marks=pytest.mark.slow),
         ("llama", "selective", "float32", False),
-        ("llama", "full", "float32", False),
+        pytest.param("llama", "full", "float32", False, marks=pytest.mark.slow),
         ("qwen3", "selective", "bfloat16", False),
         ("llama", "none", "bfloat16", True),
-        ("llama", "full", "bfloat16", True),
+        pytest.param("llama", "full", "bfloat16", True, marks=pytest.mark.slow),
         ("qwen3", "selective", "bfloat16", True),
     ],
 )

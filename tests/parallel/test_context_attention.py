@@ -208,6 +208,7 @@ def test_memory_of_a_backward(job: Job, method: str, heads: int) -> None:
     assert 0.5 < peak.bytes / 8 / numbers <= 1
 
 
+@pytest.mark.slow
 @each_way
 def test_recomputed_and_compiled(job: Job, method: str, heads: int) -> None:
     """Gradients are bit-equal, or equal up to rounding if compiled; only `full` sends again; one graph serves all."""

@@ -19,6 +19,7 @@ from meshtrain.parallel.expert import RowLimit, limit_rows
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.sharding import chunk_range, expert_shard_dim, local_part
 from meshtrain.parallel.tp_plan import SplitError, expert_modules
+from tests import ranks
 from tests.comparing import CPU, B, S, V, compare_step, same, tokens
 
 D, WIDE, LAYERS, MICROBATCHES = 7, 4, 2, 2
@@ -37,11 +38,14 @@ PLACES: list[tuple[int, dict[str, int], int]] = [
     (4, {"dp_replicate": 4}, 2),
     (4, {"dp_replicate": 4}, 4),
 ]
+SLOW_PLACES = PLACES[1:3] + PLACES[5:6] + PLACES[7:9]
 each_place = pytest.mark.parametrize(
     ("job", "sizes", "ep"),
-    PLACES,
+    [
+        ranks.row(world, sizes, ep, name=f"{'-'.join(sizes)}-ep{ep}", slow=(world, sizes, ep) in SLOW_PLACES)
+        for world, sizes, ep in PLACES
+    ],
     indirect=["job"],
-    ids=[f"{world}-ranks-{'-'.join(sizes)}-ep{ep}" for world, sizes, ep in PLACES],
 )
 
 

@@ -129,6 +129,7 @@ def test_backward_is_refused_whose_weights_have_changed_and_are_gone(tp: Mesh) -
         early.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_runs_in_each_precision(job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With FSDP over cp and tp. Rotary angles must reach every block in float32."""
@@ -156,6 +157,7 @@ def test_runs_in_each_precision(job: Job, shared_path: Path, monkeypatch: pytest
 # Compiled -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "options", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": "full", "regather": True}]
@@ -181,6 +183,7 @@ def test_compiled_blocks(
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"recompute": "selective", "regather": True}])
 def test_merged_weights(

@@ -96,7 +96,8 @@ def write_ragged(path: Path) -> Path:
 # -------------------------------------------------------------------------------------------- the cells of covering.py
 
 SHARED = "parallel.shard_optimizer=true"
-_RAGGED_STEPS = f"train.eval_every={STEPS}"
+CELL_STEPS = 3
+_EVALUATED = f"train.eval_every={CELL_STEPS}"
 _OPTIMIZERS = {
     "adamw": (),
     "muon": ("optimizer.name=muon",),
@@ -114,12 +115,12 @@ _SIZES = {"convnet": 21, **dict.fromkeys(EXPERT_MODELS, 7)}  # samples per step;
 
 def experiment_of(cell: Mapping[str, str], folder: Path) -> Experiment:
     """What a cell trains, but for what the layout may not change: its layout, schedule, recomputation."""
-    keys: tuple[str, ...] = (f"data.cache={folder / 'cache'}", "optimizer.warmup_steps=2", f"train.steps={STEPS}")
+    keys: tuple[str, ...] = (f"data.cache={folder / 'cache'}", "optimizer.warmup_steps=2", f"train.steps={CELL_STEPS}")
     model, precision = cell["model"], cell["precision"]
     keys += (f"train.precision={'float32' if precision == 'float32' else 'float64'}",)
     if model == "convnet":
         config = "configs/digits.yaml"
-        keys += ("train.epochs=null", "data.workers=0", _RAGGED_STEPS)
+        keys += ("train.epochs=null", "data.workers=0", _EVALUATED)
     else:
         config = QUICKSTART
         ragged = write_ragged(folder / "ragged.jsonl")
@@ -127,7 +128,7 @@ def experiment_of(cell: Mapping[str, str], folder: Path) -> Experiment:
         keys = (*SMALL, *data, *keys)
     keys += {
         "llama": ("model.tie_word_embeddings=true",),
-        "qwen3": ("model.name=qwen3", _RAGGED_STEPS, "train.eval_samples=9"),
+        "qwen3": ("model.name=qwen3", _EVALUATED, "train.eval_samples=9"),
         "with terms": overrides_of("attached"),
         "lora": overrides_of("adapters"),
         "convnet": (),
@@ -154,6 +155,7 @@ def layout_of(cell: Mapping[str, str]) -> list[str]:
     data_ranks = sizes["dp_replicate"] * sizes["dp_shard"]
     micro_size = -(-_SIZES.get(cell["model"], 14) // (data_ranks * microbatches))
     keys = [f"layout={{{layout}}}", f"batch.micro_size={micro_size}", f"parallel.recompute={cell['recompute']}"]
+    keys.append(f"parallel.verify={cell['verify']}")
     for axis in AXES:
         keys += _AXES.get(cell[axis], ())
     if sizes["pp"] > 1:

@@ -33,6 +33,7 @@ CELLS = (
 ROWS = [row(*cell, name=cell[1], slow=cell[0] > 2) for cell in CELLS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "layout", "name", "more"), ROWS, indirect=["job"])
 def test_expert_rows_change_nothing(
     job: Job, layout: str, name: str, more: tuple[str, ...], shared_path: Path, session_path: Path

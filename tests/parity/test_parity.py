@@ -1,5 +1,6 @@
 """The promise, for what test_pairs.py has no factor for: data, users' models, settings of one kind of layout, larger
-meshes. Each experiment is trained once by `make test`, and the whole table by `make test-all`."""
+meshes. An experiment that has something of its own is trained once by `make test`, and the whole table by `make
+test-all`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from meshtrain.pipeline.schedule import NAMES
 from tests import ranks
 from tests.launching import torchrun
 from tests.parity.cells import assert_same
-from tests.parity.experiments import QUICKSTART, STEPS, experiments
+from tests.parity.experiments import EXPERT_MODELS, QUICKSTART, STEPS, experiments
 from tests.parity.runs import assert_parity, train_alone
 
 Row = tuple[int, str, str, tuple[str, ...]]  # ranks, layout, experiment, more overrides
@@ -35,12 +36,19 @@ def cells() -> Iterator[Row]:
 
 
 CELLS = list(cells())
+# What test_pairs.py trains as well, but for a few settings.
+IN_PAIRS = {
+    *("float64", "selective", "averaged weights", "digits", "lora", "lora, experts", "lora, latent attention"),
+    *("muon", "muon, experts", "float8", "mxfp8", "attached", "attached, recomputed", "qwen3"),
+    *EXPERT_MODELS,
+}
 
 
 def parameters() -> list[Any]:
-    """The rows of the table: `slow` but for the first of each experiment, and for three ranks, which divide little."""
+    """The rows of the table: `slow` but for the first of each experiment that has something of its own, and for three
+    ranks, which divide little."""
     rows = []
-    trained = set()
+    trained = set(IN_PAIRS)
     for world, layout, name, more in CELLS:
         slow = name in trained and world != 3
         trained.add(name)

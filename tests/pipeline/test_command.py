@@ -163,6 +163,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "slow.yaml"
 
 
+@pytest.mark.slow
 def test_the_timeline_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     layout = "layout={pp: 2, dp_replicate: 2}"

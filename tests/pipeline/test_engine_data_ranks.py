@@ -86,7 +86,12 @@ def test_copies_of_a_tied_weight_stay_equal(job: Job, axis: str, schedule: str) 
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev"])
+SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[] if name == "zbv" else pytest.mark.slow) for name in SPLITTING]
+)
 @pytest.mark.parametrize(("precision", "microbatches"), [("float16", 2), ("bfloat16", 5)])
 def test_sharded_stages_have_the_bits_of_copies_in_16_bits(
     job: Job, schedule: str, precision: str, microbatches: int
