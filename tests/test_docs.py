@@ -117,7 +117,7 @@ def forked_job(command: str) -> tuple[int, list[str]] | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", filter(commands, DOCUMENTS), ids=lambda document: document.name)
+@pytest.mark.parametrize("document", list(filter(commands, DOCUMENTS)), ids=lambda document: document.name)
 def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
     for name in SEEN:
         (tmp_path / name).symlink_to(REPO / name)

@@ -55,6 +55,7 @@ def test_under_torchrun_wrong_input_is_printed_once_and_whole(broken: Path) -> N
     assert "exitcode  : 2" in done.err
 
 
+@pytest.mark.slow
 def test_under_two_agents_wrong_input_is_printed_by_rank_0(broken: Path) -> None:
     done = two_hosts((1, 1), *MAIN, str(broken))
     check_input_errors("".join(agent.err for agent in done))

@@ -40,7 +40,7 @@ def go_on(name: str, where: str, folder: Path, *options: str) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("where", ["same", "one"])
+@pytest.mark.parametrize("where", ["same", pytest.param("one", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_goes_on_as_the_first_edition_did(name: str, where: str, tmp_path: Path) -> None:
     expected = json.loads((HERE / "expected.json").read_text())
@@ -50,7 +50,7 @@ def test_a_run_goes_on_as_the_first_edition_did(name: str, where: str, tmp_path:
         assert numbers == pytest.approx(wanted, rel=1e-6, abs=0)
 
 
-@pytest.mark.parametrize("where", ["same", "one"])
+@pytest.mark.parametrize("where", ["same", pytest.param("one", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_its_state_is_loaded_to_the_bit(name: str, where: str, tmp_path: Path) -> None:
     """A run that ends where the checkpoint stands saves what it has loaded."""

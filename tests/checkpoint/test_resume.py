@@ -278,6 +278,7 @@ def test_two_ranks_go_on_with_the_same_bits(
         assert f"goes on from {saved}: step 3" in printed
 
 
+@pytest.mark.slow
 def test_other_worlds_use_every_sample_of_the_epoch_once(fresh: Run, tmp_path: Path) -> None:
     """4, 2, then 6 ranks: what the steps see is what one process sees, and the losses agree."""
     options = ("model.noise=0", "batch.global_size=14", "train.steps=null", "train.epochs=1")

@@ -261,6 +261,7 @@ def test_a_host_alone(tmp_path: Path) -> None:
     assert "first mend layout-does-not-fit" in job.out
 
 
+@pytest.mark.slow
 def test_workers_of_torchrun(tmp_path: Path) -> None:
     job = torchrun(2, "-m", "meshtrain.doctor", CONFIG, f"train.output={tmp_path}/run")
     assert "all is well" in job.check().out

@@ -49,9 +49,11 @@ def assert_near(short: RankMemory, whole: RankMemory, most: int) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("layout={dp_replicate: 2}", "train.precision=bfloat16", "parallel.recompute=full"),
+        pytest.param(
+            ("layout={dp_replicate: 2}", "train.precision=bfloat16", "parallel.recompute=full"), marks=pytest.mark.slow
+        ),
         ("layout={dp_shard: 2}", "parallel.reshard_after_forward=false", "parallel.recompute=selective"),
-        ("layout={dp_shard: 2, tp: 2}", "parallel.regather=true"),
+        pytest.param(("layout={dp_shard: 2, tp: 2}", "parallel.regather=true"), marks=pytest.mark.slow),
     ],
 )
 def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

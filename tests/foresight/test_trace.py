@@ -42,6 +42,7 @@ CASES = {
     **{f"pp, {name}": (QUICKSTART, PP, f"pipeline.schedule={name}") for name in NAMES},
 }
 SLOW = [f"pp, {name}" for name in NAMES if name not in ("1f1b", "zbv")]
+SLOW += ["FSDP that keeps", "tp, selective", "ZeRO-1", "Muon"]
 
 
 def config_of(name: str) -> Config:

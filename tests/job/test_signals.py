@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import meshtrain.train
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.directory import complete_steps
 from meshtrain.job import signals as stopping
@@ -236,6 +237,15 @@ def test_a_time_limit_stops_a_run(go: Go, tmp_path: Path) -> None:
     ended = exit_of(tmp_path / "run")
     assert (ended["reason"], ended["kind"]) == ("asked to stop by train.time_limit", "time_limit")
     assert complete_steps(tmp_path / "run/checkpoints") == [ended["step"]] == [1]
+
+
+def test_a_signal_before_training_ends_the_run(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meshtrain.train, "build_mesh", lambda *_: send(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        go()
+    ended = exit_of(tmp_path / "run")
+    assert ended.pop("hosts") == ["here"]
+    assert ended == {"status": "failed", "code": 1, "reason": "ended by SIGTERM", "kind": "ended", "step": 0}
 
 
 # Saves that fail ----------------------------------------------------------------------------------------------------

@@ -40,18 +40,22 @@ CELLS = list(cells())
 IN_PAIRS = {
     *("float64", "selective", "averaged weights", "digits", "lora", "lora, experts", "lora, latent attention"),
     *("muon", "muon, experts", "float8", "mxfp8", "attached", "attached, recomputed", "qwen3"),
+    "attached, even",  # compiled; tests/parallel/test_compile.py is quicker
     *EXPERT_MODELS,
 }
 
 
 def parameters() -> list[Any]:
-    """The rows of the table: `slow` but for the first of each experiment that has something of its own, and for three
-    ranks, which divide little."""
+    """The rows of the table: `slow` but for the first of each experiment that has something of its own, and the first
+    of each layout of three ranks, which divide little."""
     rows = []
     trained = set(IN_PAIRS)
+    layouts = set()
     for world, layout, name, more in CELLS:
-        slow = name in trained and world != 3
+        first_of_three = world == 3 and layout not in layouts
+        slow = name in trained and not first_of_three
         trained.add(name)
+        layouts.add(layout)
         rows.append(ranks.row(world, layout, name, more, name=f"{layout} {name} {' '.join(more)}".strip(), slow=slow))
     return rows
 
