@@ -5,7 +5,6 @@ import os
 import pkgutil
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
@@ -42,7 +41,7 @@ from tests.checkpoint.faults import SHARD
 from tests.checkpoint.going_on import small_run
 from tests.checkpoint.known import ABOUT, CPU, OF_4, alone, check_loaded, clear, fill, on, whole
 from tests.checkpoint.known import save as save_once
-from tests.launching import Finished, forked, side_by_side
+from tests.launching import Finished, forked, side_by_side, wait_for
 
 OfFour = Callable[..., tuple[State, Saver]]
 
@@ -108,13 +107,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 def time_is_over(one: Saver) -> None:
     assert one._current is not None
     one._current.limit_s = 0.0
-
-
-def wait_until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_training_goes_on_while_its_state_is_written(
@@ -223,7 +215,7 @@ def test_a_rank_that_is_stuck_when_ranks_have_diverged_is_given_up(
     thread.start()
     stuck._prepare_round.put([{}, []])
     assert stuck._prepare_round.receive()["apart"] == [[0, ["w"]]]
-    wait_until(lambda: first._gathering is first._divergence_round)
+    wait_for(lambda: first._gathering is first._divergence_round)
     assert first.poll()
     assert stuck.poll()
     thread.join(60)
@@ -327,7 +319,7 @@ def test_a_rank_that_has_put_its_value_goes_on_and_a_thread_waits_for_the_answer
     thread.start()
     assert job.gather("meeting meanwhile", job.rank) == [0, 1, 2, 3]
     first.put(None)
-    wait_until(lambda: bool(answers))
+    wait_for(lambda: bool(answers))
     third.cancel()
     thread.join(60)
     assert answers == ([6, "given up"] if job.rank == 0 else [6])
@@ -455,7 +447,7 @@ def test_all_give_up_a_save_when_the_disk_of_one_hangs(
     if job.rank == stuck:
         assert begun.wait(60)
     if job.rank == 0 and stuck != 0:
-        wait_until(lambda: write._gathering is write._commit_round and write._gathering.missing() == [stuck])
+        wait_for(lambda: write._gathering is write._commit_round and write._gathering.missing() == [stuck])
     job.gather("hanging", None)
     time_is_over(one)
     one.wait()

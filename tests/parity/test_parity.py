@@ -36,11 +36,12 @@ def cells() -> Iterator[Row]:
 
 
 CELLS = list(cells())
-# What test_pairs.py trains as well, but for a few settings.
-IN_PAIRS = {
+# Experiments that other tests of `make test` show but for a few settings: test_pairs.py, and for what is compiled
+# tests/parallel/test_compile.py.
+SHOWN_ELSEWHERE = {
     *("float64", "selective", "averaged weights", "digits", "lora", "lora, experts", "lora, latent attention"),
     *("muon", "muon, experts", "float8", "mxfp8", "attached", "attached, recomputed", "qwen3"),
-    "attached, even",  # compiled; tests/parallel/test_compile.py is quicker
+    "attached, even",
     *EXPERT_MODELS,
 }
 
@@ -49,7 +50,7 @@ def parameters() -> list[Any]:
     """The rows of the table: `slow` but for the first of each experiment that has something of its own, and the first
     of each layout of three ranks, which divide little."""
     rows = []
-    trained = set(IN_PAIRS)
+    trained = set(SHOWN_ELSEWHERE)
     layouts = set()
     for world, layout, name, more in CELLS:
         first_of_three = world == 3 and layout not in layouts
