@@ -1,6 +1,7 @@
 """A disk that is full, over its quota or gone for a moment ends no run for the sake of a file beside its work."""
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshtrain.job import signals as stopping
-from meshtrain.job import storage as side_file
+from meshtrain.job import storage
 from meshtrain.job.storage import SideFile
 from meshtrain.metrics import goodput, plot
 from meshtrain.metrics.goodput import GoodputTracker
@@ -32,7 +33,7 @@ class Disk:
         self.number: int | None = None
         self.room = 0  # bytes that it takes all the same
         self.fdopen = os.fdopen
-        monkeypatch.setattr(side_file.os, "fdopen", self.opened)
+        monkeypatch.setattr(storage.os, "fdopen", self.opened)
 
     def opened(self, descriptor: int, mode: str, **more: Any) -> Any:
         disk, file = self, self.fdopen(descriptor, mode, **more)
@@ -93,7 +94,7 @@ def test_lines_wait_for_the_disk(
 def test_what_waits_is_bounded_and_the_gap_is_said(
     disk: Disk, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(side_file, "MOST_WAITING", 3)
+    monkeypatch.setattr(storage, "MOST_WAITING", 3)
     file = SideFile(path)
     disk.number = errno.ENOSPC
     for i in range(8):
@@ -279,3 +280,17 @@ def test_a_run_without_its_small_files(
     printed = capsys.readouterr().err
     for warning in ("config.yaml could not be written", "layout.txt could not be written", "there is no exit.json"):
         assert f"warning: {warning}" in printed, printed
+
+
+def test_a_line_and_its_end_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two writes another thread's line would come."""
+    writes: list[str] = []
+
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    storage.warn("the disk is full")
+    assert writes == ["warning: the disk is full\n"]

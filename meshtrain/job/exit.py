@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from meshtrain.errors import AgreedError, InputError, TrainingError
 from meshtrain.job.environment import already_printed
 from meshtrain.job.process import Job
+from meshtrain.job.storage import print_error
 from meshtrain.job.store import describe
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 from meshtrain.layout import LayoutError
@@ -40,7 +41,7 @@ def job_exit(job: Job) -> Iterator[None]:
     except AgreedError as error:
         # torchrun ends the other ranks as soon as one exits: none may exit before rank 0 has printed this, once.
         if job.rank == 0 and not already_printed(str(error), os.environ):
-            print(error, file=sys.stderr, flush=True)
+            print_error(error)
         _barrier_and_destroy(job)
         raise SystemExit(2) from None
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -54,7 +55,7 @@ def job_exit(job: Job) -> Iterator[None]:
         if not isinstance(error, Exception):
             raise
         if isinstance(error, InputError | LayoutError):  # on this rank only: the others learn of it through the store
-            print(error if job.world_size == 1 else f"{job}: {error}", file=sys.stderr, flush=True)
+            print_error(error if job.world_size == 1 else f"{job}: {error}")
             raise SystemExit(2) from None
         headline = f"{job} failed: {describe(error)}"
         print_failure(job, Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,)))
@@ -67,8 +68,7 @@ def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> No
     """Writes the text for people, unless printed elsewhere, and the machine-readable line to stderr in one piece."""
     line = failure_line(diagnosis, *job.failures.progress())
     sys.stdout.flush()
-    sys.stderr.write(f"{line}\n" if text is None else f"{text}\n{line}\n")
-    sys.stderr.flush()
+    print_error(line if text is None else f"{text}\n{line}")
 
 
 def signal_of(error: BaseException) -> str | None:

@@ -16,8 +16,14 @@ from meshtrain.errors import InputError, UnreadableError
 MOST_WAITING = 10_000  # lines kept in memory until the disk accepts them
 
 
+def print_error(text: object) -> None:
+    """Prints to stderr in one piece: `print` writes the end of the line apart, behind another thread's text."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print_error(f"warning: {text}")
 
 
 def show_any_text() -> None:

@@ -3,13 +3,13 @@
 import errno
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from meshtrain.config.schema import Fault
 from meshtrain.job.process import Job
+from meshtrain.job.storage import print_error
 
 _EFFECTS = {
     "kill": "is killed (SIGKILL)",
@@ -54,7 +54,7 @@ class FaultInjector:
     def _strike(self, fault: Fault, path: Path | None = None) -> None:
         if fault not in self._struck:
             self._struck.add(fault)
-            print(f"train.chaos: {self.job}: {fault.fault} strikes, as planted", file=sys.stderr, flush=True)
+            print_error(f"train.chaos: {self.job}: {fault.fault} strikes, as planted")
         if fault.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.fault == "stop":

@@ -3,7 +3,6 @@
 torchrun names the process that ended first, and ranks that waited report a time-out: both are often victims.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from meshtrain.errors import group_values, ranges
+from meshtrain.job.storage import print_error
 from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.records import (
     Diagnosis,
@@ -346,4 +346,4 @@ class Coordinator:
         kind, text = ("busy", waited_for_line(reports)) if puzzle is None else ("puzzle", f"warning: {puzzle}")
         if self._noted != (noted := (kind, self._clock.since)):
             self._noted = noted
-            print(text, file=sys.stderr, flush=True)
+            print_error(text)

@@ -25,6 +25,7 @@ from meshtrain.job.exit import print_failure
 from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
 from meshtrain.job.sockets import call_with_timeout, in_thread
+from meshtrain.job.storage import print_error
 from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
 from meshtrain.job.watchdog.records import VERDICT, Diagnosis, DiagnosisKind, failure_line
 
@@ -135,7 +136,7 @@ class FailureReport:
                 call_with_timeout(WRITE_S, write, diagnosis)
         except Exception as error:  # the job ends all the same
             problem = f": {error}" if str(error) else f" within {WRITE_S:.0f} s"
-            print(f"{self._job} could not write that down{problem}", file=sys.stderr, flush=True)
+            print_error(f"{self._job} could not write that down{problem}")
 
     def make_evidence_folder(self, diagnosis: Diagnosis, phase: str | None, step: int) -> Diagnosis:
         """The diagnosis, with the folder to which all ranks that learn of it write evidence, if it can be created."""
@@ -145,7 +146,7 @@ class FailureReport:
             verdict = f"{failure_line(diagnosis, phase, step)}\n{diagnosis.text}\n"
             name = call_with_timeout(PREPARE_S, make_folder, self.failures, step, verdict)
         except OSError as error:  # TimeoutError is one, too
-            print(f"{self.failures} cannot be written to, so there is no evidence: {error!r}", file=sys.stderr)
+            print_error(f"{self.failures} cannot be written to, so there is no evidence: {error!r}")
             return diagnosis
         return replace(diagnosis, evidence=name)
 
@@ -153,7 +154,7 @@ class FailureReport:
         if self.failures is not None:  # None: the run's folder is not known yet
             problems = collect(self.failures / diagnosis.evidence, self._job, of_host=of_host)
             for problem in problems if of_host else ():
-                print(f"{self._job}: evidence: {problem}", file=sys.stderr, flush=True)
+                print_error(f"{self._job}: evidence: {problem}")
 
     def abort(self, diagnosis: Diagnosis) -> NoReturn:
         """Ends this process, with the reason in torchrun's summary."""

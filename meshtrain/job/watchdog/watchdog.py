@@ -7,7 +7,6 @@ block, and tells the others. All ranks end before the time limits of the process
 
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -22,6 +21,7 @@ from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit, signal_of
 from meshtrain.job.process import Job, join
 from meshtrain.job.signals import SignalWakeup, end_with_launcher, ignore_signals, in_main_thread, install_handlers
+from meshtrain.job.storage import print_error, warn
 from meshtrain.job.store import Failures, RemoteFailure, describe
 from meshtrain.job.watchdog import introspect
 from meshtrain.job.watchdog.deadlines import MEASURED, DeadlineClock, Deadlines, process_group_timeout
@@ -184,7 +184,7 @@ class Watchdog(Failures):
         if (text := describe(error)) != self._last_error:
             self._last_error = text
             trace = "".join(traceback.format_exception(error))
-            print(f"warning: the watchdog of {self.job} has failed, and goes on:\n{trace}", file=sys.stderr, flush=True)
+            warn(f"the watchdog of {self.job} has failed, and goes on:\n{trace}")
 
     def _look(self) -> None:
         if self._failure is not None:
@@ -251,7 +251,7 @@ class Watchdog(Failures):
             survivors = self._coordinator.broadcast(diagnosis, self.job.rank)
             if diagnosis.evidence:
                 folder = f"{self._report.failures}/{diagnosis.evidence}"
-                print(f"evidence of ranks and hosts: meshtrain explain {folder}", file=sys.stderr, flush=True)
+                print_error(f"evidence of ranks and hosts: meshtrain explain {folder}")
             if self.job.rank > 0 and self.job.rank == min(survivors):
                 self._report.write_exit_json(diagnosis)
             self._learn(asdict(diagnosis))
@@ -364,7 +364,7 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
     try:
         job = join(read_environment(os.environ), timeout_s)
     except InputError as error:
-        print(error, file=sys.stderr, flush=True)
+        print_error(error)
         raise SystemExit(2) from None
     with watched(job) as watchdog, job_exit(job):
         watchdog.handle_sigterm()
