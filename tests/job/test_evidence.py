@@ -35,11 +35,11 @@ os.environ["PATH"] = sys.argv[2] + ":" + os.environ["PATH"]
 job = join(read_environment(os.environ))
 with watched(job) as watchdog, job_exit(job):
     watchdog.handle_sigterm()
-    watchdog.deadlines.start_s = 2.0
     watchdog.on_job_lost(print, Path(sys.argv[1]))
     job.connect(60)
-    watchdog.enter_phase("its own loop", 7)
     dist.all_reduce(torch.ones(4))
+    watchdog.deadlines.start_s = 2.0
+    watchdog.enter_phase("its own loop", 7)
     if job.rank == 1:
         time.sleep(1000)
     dist.all_reduce(torch.ones(4))

@@ -243,10 +243,18 @@ def test_a_run_that_is_preempted_while_it_starts_comes_back(
     job.completes(losses)
 
 
-def test_a_run_saves_before_its_time_limit_and_comes_back(submit: Submit, losses: list[float]) -> None:
-    """SLURM sends the signal itself: 60 seconds before the end of these two minutes, or up to 30 seconds earlier."""
-    slow = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 19, seconds: 6}]"
-    job = submit("train.sbatch", slow, options=("--gpus-per-node=2", "--time=2", "--signal=USR1@60"))
+def test_a_run_saves_before_its_time_limit_and_comes_back(
+    cluster: Cluster, submit: Submit, losses: list[float]
+) -> None:
+    """SLURM sends the signal itself: 60 seconds before the end of the job's time, or up to 30 seconds earlier.
+
+    The time is shortened once the run trains, however long its start has taken: 2 to 3 minutes are left then.
+    """
+    slow = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 19, seconds: 8}]"
+    job = submit("train.sbatch", slow, options=("--gpus-per-node=2", "--time=30", "--signal=USR1@60"))
+    job.reaches(1)
+    _, minutes, _ = map(int, cluster.job(job.number)["RunTime"].split(":"))
+    cluster.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 3}")
     job.start_again(restarts=1)
     stopped = job.run.stopped_at
     assert job.run.exit["reason"].startswith("asked to stop by SIGUSR1")
