@@ -22,9 +22,13 @@ from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.logger import read
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.modeling.build import build_model
+from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.grad_sync import defer_waits, finish_reduce, set_is_last_backward, start_reduce
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
+from meshtrain.trainer import Trainer
 from tests.parity.experiments import QUICKSTART, SMALL
 
 B, S, V, D = 2, 12, 11, 10  # samples of a microbatch, tokens of a sample, vocabulary, width
@@ -150,8 +154,15 @@ def train(job: Job, output: Path, *overrides: str) -> list[dict[str, Any]]:
     return read(output / "metrics.jsonl")
 
 
-def small_llama(**keys: Any) -> nn.Module:
-    """A small plain Llama, with the same weights at each call."""
+def trainer_of(config: Config, mesh: Mesh) -> Trainer:
+    """For ten updates."""
+    model = build_model(config, mesh, CPU)
+    optimizer = Optimizer(model, config.optimizer, mesh, 10)
+    return Trainer(model, optimizer, config, mesh, CPU, task="language", timer=StepTimer(CPU))
+
+
+def small_llama(kind: Callable[[Any], nn.Module] = llama.Model, **keys: Any) -> nn.Module:
+    """A small plain Llama or one of another kind, with the same weights at each call."""
     sizes = {
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -161,7 +172,7 @@ def small_llama(**keys: Any) -> nn.Module:
         "vocab_size": V,
     }
     torch.manual_seed(0)
-    return llama.Model(llama.Config(**(sizes | keys)))
+    return kind(llama.Config(**(sizes | keys)))
 
 
 def latent_attention() -> nn.Module:
@@ -228,3 +239,16 @@ class Created(TorchDispatchMode):
         """The bytes that are still held."""
         gc.collect()
         return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+class Peak(Created):
+    """The most memory that such tensors had at a time, and the largest of them, in bytes."""
+
+    bytes = largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        alive = [size for storage, size in self._made.values() if not storage.expired()]
+        self.bytes = max(self.bytes, sum(alive))
+        self.largest = max(self.largest, *alive, 0)
+        return result

@@ -13,7 +13,6 @@ __all__ = ["job", "pytest_generate_tests", "pytest_runtest_protocol", "session_p
 # Start the longest files first: when two files run at a time, a long one at the end would leave a core idle.
 LONGEST = (
     "parity/test_parity.py",
-    "checkpoint/test_matrix.py",
     "test_docs.py",
     "test_bench.py",
     "test_train.py",

@@ -200,6 +200,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def wait_for(there: Callable[[], bool], seconds: float = 120) -> None:
+    """Waits until something has come."""
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
 def marked(mark: str, session: int | None = None) -> list[int]:
     """The living processes of a job or of a session (zombies do not count)."""
     found = []
@@ -214,7 +222,7 @@ def marked(mark: str, session: int | None = None) -> list[int]:
     return found
 
 
-def wait_until_gone(mark: str, seconds: float = 15, session: int | None = None) -> list[int]:
+def wait_until_gone(mark: str, seconds: float = 60, session: int | None = None) -> list[int]:
     """The processes left of a job after a while; DataLoader's workers notice within seconds that their parent ended."""
     deadline = time.monotonic() + seconds
     while (left := marked(mark, session)) and time.monotonic() < deadline:

@@ -76,6 +76,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("job", mark.args, indirect=True, ids=[f"{world}-ranks" for world in mark.args])
 
 
+def row(world: int, *values: Any, name: str, slow: bool = False) -> Any:
+    """Parameters of a test of `world` ranks: `job`, which is indirect, and these values."""
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(world, *values, id=f"{world}-ranks-{name}", marks=marks)
+
+
 def leave_limits_to_the_job(items: Sequence[pytest.Item]) -> None:
     """The first test of a job waits for the whole job; the job limits each test."""
     for item in items:

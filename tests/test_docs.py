@@ -115,17 +115,9 @@ def forked_job(command: str) -> tuple[int, list[str]] | None:
     return (1, arguments[1:]) if command.startswith("python -m ") else None
 
 
-def documents_with_commands() -> list[Any]:
-    """README's commands are run by `make test`, all others by `make test-all`."""
-    return [
-        pytest.param(document, id=document.name, marks=[] if document.name == "README.md" else [pytest.mark.slow])
-        for document in DOCUMENTS
-        if commands(document)
-    ]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", documents_with_commands())
+@pytest.mark.parametrize("document", filter(commands, DOCUMENTS), ids=lambda document: document.name)
 def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
     for name in SEEN:
         (tmp_path / name).symlink_to(REPO / name)
@@ -249,6 +241,7 @@ def test_the_lists_of_documents_and_configs_are_complete() -> None:
 # What stands in single documents --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory"])
 def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
@@ -280,26 +273,15 @@ def test_which_ranks_hold_which_experts() -> None:
 
 
 def test_what_is_refused_of_experts() -> None:
-    """Each sentence of the list, by the overrides that bring it about."""
-    eight = "model={name: qwen3_moe, num_experts: 8}"
-    overrides = [
-        ("layout={dp_shard: 8, tp: 2}", "parallel.expert_parallel=6"),
-        (eight, "layout={dp_shard: 16}", "parallel.expert_parallel=16"),
-        ("model={name: llama}", "layout={dp_shard: 2}", "parallel.expert_parallel=2"),
-        ("layout={tp: 2}", "parallel.sequence_parallel=false"),
-        ("layout={ep: 8}",),
-        (eight, "model.num_experts_per_tok=9"),
-    ]
     section = (REPO / "docs" / "experts.md").read_text().split("## What is refused")[1].split("\n## ")[0]
     sentences = re.findall(r"^- `(.*)`$", section, re.MULTILINE)
-    for sentence, keys in zip(sentences, overrides, strict=True):
+    for sentence, overrides in zip(sentences, TABLES["refused"], strict=True):
         with pytest.raises(ConfigErrors) as refused:
-            Config.load(str(REPO / "configs" / "moe.yaml"), keys)
+            Config.load(str(REPO / "configs" / "moe.yaml"), overrides)
         assert sentence in str(refused.value)
-    with pytest.raises(ConfigErrors, match="here no token is dropped"):
-        Config.load(str(REPO / "configs" / "moe.yaml"), ["model.capacity_factor=1.25"])
 
 
+@pytest.mark.slow
 def test_what_a_plan_says_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "qwen3.yaml"
     config.write_text(

@@ -12,18 +12,15 @@ from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
 from meshtrain.experts import Experts, Router, choose, load_metrics
-from meshtrain.layout import Layout
 from meshtrain.loss import GlobalCount, StepTerms, sample_losses
-from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import sample_flops
 from meshtrain.parallel.linear import grouped, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
 from meshtrain.parallel.parallelize import parallelize
 from meshtrain.parallel.torch_private import backward_is_running, never_compiled
+from tests.comparing import ALONE, CPU, V
 
-ALONE = Mesh(Layout({}), 0, "cpu", None, {})
-CPU = torch.device("cpu")
-SAMPLES, S, V, E, J = 7, 5, 11, 6, 2
+SAMPLES, S, E, J = 7, 5, 6, 2
 moe = model_file("tests/models/moe.py")
 
 
@@ -68,28 +65,16 @@ def layer_inputs(route: str, *shape: int) -> tuple[Experts, Tensor, Tensor, Tens
     return experts, x, chosen, weights
 
 
-def gradients_of(experts: Experts, x: Tensor, weights: Tensor) -> list[Tensor | None]:
-    """Which are taken away."""
-    gradients = []
-    for tensor in (x, weights, *experts.parameters()):
-        gradients.append(tensor.grad)
-        tensor.grad = None
-    return gradients
-
-
 @pytest.mark.parametrize("n", [0, 1, 20])
 @pytest.mark.parametrize("route", ROUTES)
 def test_experts_are_a_loop_over_experts(route: str, n: int) -> None:
     """Also where the gradients of their weights wait."""
     experts, x, chosen, weights = layer_inputs(route, n)
-    expected = loop(experts, x, chosen, weights)
-    expected.square().sum().backward()
-    expected_gradients = gradients_of(experts, x, weights)
-    y = experts(x, chosen, weights)
-    y.square().sum().backward()
+    inputs = (x, weights, *experts.parameters())
+    y, expected = experts(x, chosen, weights), loop(experts, x, chosen, weights)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-14)
-    gradients = gradients_of(experts, x, weights)
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-14)
+    gradients = [torch.autograd.grad(output.square().sum(), inputs) for output in (y, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
     queue = WeightGradQueue()
     use_products(nn.Sequential(experts), queue=queue)
     y = experts(x, chosen, weights)
@@ -97,7 +82,7 @@ def test_experts_are_a_loop_over_experts(route: str, n: int) -> None:
         y.square().sum().backward()
     assert all(p.grad is None for p in experts.parameters())
     run_weight_grads(deferred)
-    torch.testing.assert_close(gradients_of(experts, x, weights), gradients, rtol=0, atol=0)
+    torch.testing.assert_close(tuple(tensor.grad for tensor in inputs), gradients[0], rtol=0, atol=0)
 
 
 def test_padding_gets_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,27 +158,19 @@ def test_groups_without_a_bias_go_by_their_best_expert() -> None:
 
 
 class Plain(nn.Module):
-    """A layer's experts as papers have them, for a whole batch at once, with its terms of the loss in a list."""
+    """A layer whose terms of the loss are written as papers have them, for a whole batch at once, into a list."""
 
     def __init__(self, layer: nn.Module, config: object, terms: list[Tensor]) -> None:
         super().__init__()
         self.gate, self.experts, self.config, self.terms = layer.gate, layer.experts, config, terms
+        self.gate.balance = None
         self.loads, self.counted = torch.zeros(E, dtype=torch.float64), torch.zeros(E, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
+        chosen, weights = self.gate(x)
         logits = x @ self.gate.weight.t()
-        if self.config.score == "softmax":
-            scores = ranked = probabilities = logits.softmax(-1)
-        else:
-            scores = logits.sigmoid()
-            probabilities = scores / scores.sum(-1, keepdim=True)
-            ranked = scores + self.gate.e_score_correction_bias
-            groups = ranked.unflatten(-1, (3, 2)).sum(-1).argsort(dim=-1, descending=True)[..., :2]
-            inside = (groups[..., None] == torch.arange(3)).any(-2).repeat_interleave(2, dim=-1)
-            ranked = torch.where(inside, ranked, -1)
-        chosen = ranked.argsort(dim=-1, descending=True, stable=True)[..., :J]
-        weights = scores.gather(-1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True) * (1 if self.config.score == "softmax" else 1.5)
+        scores = logits.softmax(-1) if self.config.score == "softmax" else logits.sigmoid()
+        probabilities = scores / scores.sum(-1, keepdim=True)
         hits = F.one_hot(chosen, E).sum(-2).double()  # (b, s, E)
         self.counted = hits.sum((0, 1))
         if self.config.router_balance == "batch":
@@ -247,7 +224,10 @@ def test_a_step_is_that_of_the_whole_batch(score: str, balance: str, size: int) 
         for layer, known in zip(model.model.layers[1:], reference.model.layers[1:], strict=True):
             known.mlp.end_step()
             assert layer.mlp.gate.balance.loads.equal(known.mlp.loads)
-            assert score == "softmax" or layer.mlp.gate.e_score_correction_bias.abs().max() > 0
+            if score == "sigmoid":
+                biases = [of.mlp.gate.e_score_correction_bias for of in (layer, known)]
+                assert biases[0].any()
+                torch.testing.assert_close(*biases, rtol=0, atol=1e-6)
         for pair in trained:
             torch.testing.assert_close(pair[0].grad, pair[1].grad, rtol=1e-12, atol=1e-13)
             for p in pair:
@@ -334,14 +314,13 @@ def test_active_parameters_are_what_is_counted() -> None:
 
 def test_in_16_bits_what_is_counted_stays_in_32() -> None:
     model = parallelize(fresh(score="sigmoid"), ALONE, precision="bfloat16")
-    gate = model.model.layers[1].mlp.gate
     types = []
 
     def record(gate: Router, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor]) -> None:
         tensors = (*inputs, gate.weight, gate.e_score_correction_bias, gate.balance.loads, outputs[1])
         types.append([x.dtype for x in tensors])
 
-    gate.register_forward_hook(record)
+    model.model.layers[1].mlp.gate.register_forward_hook(record)
     microbatches(model, TOKENS[0], 7)
     assert types == [2 * [torch.bfloat16] + 3 * [torch.float32]]
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)

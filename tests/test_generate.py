@@ -1,15 +1,15 @@
 """Generation: with a cache of keys and values the same texts as without, on every layout, from the command line too."""
 
 import io
-import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import meshtrain
 from meshtrain.cli.generate import progress
 from meshtrain.config import Config
 from meshtrain.data import OpenData
@@ -17,29 +17,76 @@ from meshtrain.data.custom import CustomSamples
 from meshtrain.data.tokenizer import ByteTokenizer
 from meshtrain.errors import InputError, TrainingError, printable
 from meshtrain.generate import _draw, generate, generate_batch
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
+from meshtrain.modeling.build import build_model
 from meshtrain.run.results import sample_text
-from tests import generate_cases
-from tests.launching import forked
-from tests.test_models import make
+from tests.comparing import ALONE, CPU, small_llama
+from tests.parity.experiments import EXPERT_MODELS, QUICKSTART, SMALL, overrides_of
 
-CPU = torch.device("cpu")
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12]]
+LENGTH, S = 9, 24
+MODELS = {
+    "llama": ("model.num_key_value_heads=1",),
+    "qwen3": ("model.name=qwen3", "train.lora={rank: 2}"),
+    "dynamic rope": overrides_of("dynamic"),
+    **EXPERT_MODELS,
+}
+CELLS = {  # few on several ranks, since each costs many exchanges
+    (1, "{dp_shard: 1}"): tuple(MODELS),
+    (2, "{tp: 2}"): ("llama", "dynamic rope", "latent attention"),
+    (2, "{pp: 2}"): ("llama", "qwen3"),
+    (2, "{cp: 2}"): ("llama", "dynamic rope"),
+    (2, "{dp_shard: 2}"): ("qwen3",),
+    (4, "{dp_shard: 2, tp: 2}"): ("mixtral",),
+    (4, "{pp: 2, tp: 2}"): ("llama",),
+    (4, "{cp: 2, tp: 2}"): ("glm",),
+}
 
 
-@pytest.mark.parametrize("name", generate_cases.MODELS)
-def test_every_model_writes_the_same_with_and_without_a_cache(name: str) -> None:
-    """Of prompts of different lengths together."""
-    assert generate_cases.compare(name, "{}", 1) == 4
+def config_of(name: str, layout: str, world: int) -> Config:
+    keys = [*SMALL, *MODELS[name], "train.precision=float64", f"data.seq_len={S}", f"layout={layout}"]
+    keys += ["model.initializer_range=0.3", "parallel.verify=false", "model.num_hidden_layers=3"]
+    return Config.load(QUICKSTART, keys, world_size=world)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", [2, 4])
-def test_every_layout_writes_the_same_text(processes: int) -> None:
-    done = forked(processes, Path(__file__).parent / "generate_cases.py").check()
-    rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
-    cells = sum(len(generate_cases.OF_LAYOUT[layout]) for layout in generate_cases.LAYOUTS[processes])
-    assert [row["compared"] for row in rows] == [4 * cells]
+@cache
+def expected_texts(name: str) -> tuple[list[list[int]], list[int]]:
+    """By one process without a cache: the text of each prompt, and the first again at a temperature."""
+    model = build_model(config_of(name, "{}", 1), ALONE, CPU)
+
+    def text(prompt: list[int], temperature: float) -> list[int]:
+        return generate(model, prompt, LENGTH, temperature=temperature, seq_len=S, device=CPU, seed=3)
+
+    greedy = [text(prompt, 0) for prompt in PROMPTS]
+    assert all(len(set(text)) > 4 for text in greedy), "the texts are worth comparing"
+    return greedy, text(PROMPTS[0], 1.5)
+
+
+@pytest.mark.parametrize(
+    ("job", "layout", "name"),
+    [
+        pytest.param(world, layout, name, id=f"{world}-ranks-{layout}-{name}")
+        for (world, layout), names in CELLS.items()
+        for name in names
+    ],
+    indirect=["job"],
+)
+def test_texts_with_a_cache_on_any_layout_are_those_without(job: Job, layout: str, name: str) -> None:
+    """Of prompts of different lengths together, of which the others change nothing."""
+    greedy, drawn = expected_texts(name)
+    config = config_of(name, layout, job.world_size)
+    assert config.resolved is not None
+    model = build_model(config, meshtrain.build_mesh(config.resolved), CPU)
+
+    def texts(prompts: list[list[int]], temperature: float) -> list[list[int]]:
+        return generate_batch(model, prompts, LENGTH, temperature=temperature, seq_len=S, device=CPU, seed=3)
+
+    assert texts(PROMPTS, 0) == greedy
+    assert texts(PROMPTS[:1], 0) == greedy[:1]
+    assert texts(PROMPTS, 1.5)[0] == drawn
+    assert texts(PROMPTS[:1], 1.5) == [drawn]
 
 
 def test_top_p_draws_from_the_likeliest() -> None:
@@ -62,7 +109,7 @@ def test_logits_that_are_not_finite_are_told() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    model = make()
+    model = small_llama()
     for prompts in ([[1, 2]], [[1], []]):
         with pytest.raises(InputError, match="at least one token in each, and at most 6 together"):
             generate_batch(model, prompts, 5, seq_len=6, device=CPU, seed=0)

@@ -1,4 +1,4 @@
-"""tools/k8s: Kubeflow's own models read the manifests, and their commands train where Kubeflow would run them.
+"""tools/k8s: Kubeflow's own models read the manifests, and torchrun, meshtrain and its doctor their commands.
 
 What the operators put into a container's environment is taken from their sources (Trainer 2.3: the torch plugin;
 Training Operator 1.9: envvar.go, elastic.go); so are the rules of their webhooks.
@@ -6,7 +6,6 @@ Training Operator 1.9: envvar.go, elastic.go); so are the rules of their webhook
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,12 @@ from meshtrain.config.layout_advice import host_warnings
 from meshtrain.doctor.torchrun_options import read_place
 from meshtrain.layout import Layout
 from tests.doctor.test_torchrun_options import parse
-from tests.launching import ROOT, TORCHRUN, free_port, run_together
+from tests.launching import ROOT
 
 K8S = ROOT / "tools" / "k8s"
-SHORT = ["train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "batch.global_size=4", "data.workers=0"]
 Json = dict[str, Any]
-each = pytest.mark.parametrize("name", ["trainjob", "pytorchjob"])
+MEETS_AT = {"trainjob": "meshtrain-node-0-0.meshtrain:29500", "pytorchjob": "meshtrain-worker-0:23456"}
+each_job = pytest.mark.parametrize("name", MEETS_AT)
 
 
 def manifest(name: str, options: bool = False) -> Json:
@@ -76,7 +75,7 @@ def read_by_kubeflow(job: Json) -> Json:
     return client.sanitize_for_serialization(read)
 
 
-@each
+@each_job
 def test_kubeflow_understands_a_manifest_and_its_lines_for_fast_networks(name: str) -> None:
     plain, job = manifest(name), manifest(name, options=True)
     assert read_by_kubeflow(plain) == plain
@@ -111,7 +110,7 @@ def test_the_queue_is_kueue_s_and_has_room_for_a_job() -> None:
     assert flavor["name"] == queue["ResourceFlavor"]["metadata"]["name"]
     quota = {resource["name"]: amount(resource["nominalQuota"]) for resource in flavor["resources"]}
     assert list(quota) == group["coveredResources"], "Kueue wants one order"
-    for name in ("trainjob", "pytorchjob"):
+    for name in MEETS_AT:
         job = manifest(name, options=True)
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == queue["LocalQueue"]["metadata"]["name"]
         needs = resources_of(job)["limits"] | resources_of(job)["requests"]
@@ -165,7 +164,7 @@ def operators_variables(job: Json, node: int) -> dict[str, str]:
     }
 
 
-@each
+@each_job
 def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.run import get_args_parser
 
@@ -178,6 +177,10 @@ def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkey
     assert (options.module, options.training_script) == (True, "meshtrain.train")
     assert options.nnodes == (str(most) if fewest == most else f"{fewest}:{most}")
     assert options.nproc_per_node == str(processes)
+    # With `command: [meshtrain, doctor]`, as the manifests say, the nodes are checked instead.
+    place = read_place(parse(" ".join(container["args"])), operators_variables(job, node=1))
+    assert (place.endpoint, place.node_rank) == (MEETS_AT[name], 1 if name == "trainjob" else None)
+    assert (place.fewest, place.most, place.processes) == (fewest, most, str(processes))
     path, *overrides = options.training_script_args
     for nodes in range(fewest, most + 1):
         config = Config.load(path, overrides, world_size=nodes * processes)
@@ -196,42 +199,3 @@ def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkey
     assert config.train.output.startswith("/workspace/")
     assert options.log_dir == f"{config.train.output}/logs"
     assert options.shutdown_timeout < pod["terminationGracePeriodSeconds"]
-
-
-@pytest.mark.parametrize(
-    ("name", "endpoint", "node_rank"),
-    [("trainjob", "meshtrain-node-0-0.meshtrain:29500", 1), ("pytorchjob", "meshtrain-worker-0:23456", None)],
-)
-def test_the_doctor_reads_the_same_job(name: str, endpoint: str, node_rank: int | None) -> None:
-    """As the manifests say: with `command: [meshtrain, doctor]` the nodes are checked instead."""
-    job = manifest(name)
-    fewest, most, processes = nodes_of(job)
-    place = read_place(parse(" ".join(container_of(job)["args"])), operators_variables(job, node=1))
-    assert (place.endpoint, place.node_rank) == (endpoint, node_rank)
-    assert (place.fewest, place.most, place.processes) == (fewest, most, str(processes))
-
-
-@pytest.mark.cluster
-@each
-def test_two_nodes_train(name: str, tmp_path: Path) -> None:
-    """The container's own command with what the operator tells it, but for names that only a cluster can resolve."""
-    job, port = manifest(name), free_port()
-    if name == "trainjob":
-        job["spec"]["trainer"] |= {"numNodes": 2, "numProcPerNode": 1}
-        meeting = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)}
-    else:
-        job["spec"]["nprocPerNode"] = "1"
-        job["spec"]["elasticPolicy"] |= {"minReplicas": 2, "maxReplicas": 2}
-        meeting = {"PET_RDZV_ENDPOINT": f"localhost:{port}"}
-    arguments = [argument.replace("/workspace", str(tmp_path)) for argument in container_of(job)["args"]]
-    nodes = []
-    for node in range(2):
-        variables = operators_variables(job, node) | meeting
-        own = [f"{variable}={value}" for variable, value in variables.items()]
-        nodes.append(["env", *own, *TORCHRUN, *arguments, *SHORT])
-    for finished in run_together(nodes):
-        finished.check()
-    folder = tmp_path / "runs" / "quickstart"
-    assert json.loads((folder / "exit.json").read_text())["status"] == "done"
-    logs = sorted(path.relative_to(folder / "logs").parts[-2:] for path in folder.glob("logs/*/*/*/stdout.log"))
-    assert logs == [("0", "stdout.log"), ("0", "stdout.log")], "one of each node's rank"

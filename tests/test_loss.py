@@ -11,9 +11,7 @@ from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import Layout
 from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, attach, record, sample_losses
 from meshtrain.mesh import Mesh
-
-ALONE = Mesh(Layout({}), 0, "cpu", None, {})
-CPU = torch.device("cpu")
+from tests.comparing import ALONE, CPU
 
 
 class Attaching(nn.Module):

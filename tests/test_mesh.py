@@ -1,8 +1,6 @@
-"""The mesh against the layout it was made from: real groups on 8 and on 4 + 2 processes, and 4,096 ranks in one."""
+"""The mesh against the layout it was made from: real groups on 8 and on 6 processes, and 4,096 ranks in one."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,51 +8,76 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshtrain.job.process import Job
 from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
-from meshtrain.mesh import _splits, build_mesh, rounds
-from tests.launching import forked, two_hosts
+from meshtrain.mesh import Mesh, _splits, build_mesh, rounds
 
-SCRIPT = Path(__file__).parent / "gather_groups.py"
-EIGHT = [
-    {"pp": 2, "dp_shard": 2, "tp": 2},
-    {"tp": 2, "dp_replicate": 2, "dp_shard": 2},
-    {"dp_shard": 2, "dp_replicate": 4},
-    {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
-    {"dp_shard": 8},
-    {"dp_shard": 1, "pp": 8},
-    {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "experts": 2},
-    {"tp": 2, "dp_replicate": 2, "cp": 2, "experts": 8},
-    {"dp_replicate": 2, "pp": 2, "dp_shard": 2, "experts": 2},
+ON_RANKS = [
+    (8, Layout({"pp": 2, "dp_shard": 2, "tp": 2})),
+    (8, Layout({"tp": 2, "dp_replicate": 2, "dp_shard": 2})),
+    (8, Layout({"dp_shard": 2, "dp_replicate": 4})),
+    (8, Layout({"dp_replicate": 2, "dp_shard": 2, "cp": 2})),
+    (8, Layout({"dp_shard": 8})),
+    (8, Layout({"dp_shard": 1, "pp": 8})),
+    (8, Layout({"dp_replicate": 2, "dp_shard": 2, "tp": 2}).with_experts(2)),
+    (8, Layout({"tp": 2, "dp_replicate": 2, "cp": 2}).with_experts(8)),
+    (8, Layout({"dp_replicate": 2, "pp": 2, "dp_shard": 2}).with_experts(2)),
+    (6, Layout({"pp": 3, "dp_shard": 2})),
 ]
-SIX = [{"pp": 3, "dp_shard": 2}, {"dp_replicate": 3, "tp": 2}, {"dp_shard": 6}]
 
 
-def check_gathered(printed: str, layouts: list[dict[str, int]]) -> None:
-    """What every rank gathered over every group is what the layout says, and all ranks made the same groups."""
-    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    world = Layout(layouts[0]).world_size
-    assert len(rows) == world * len(layouts)
-    for row in rows:
-        sizes = dict(layouts[row["layout"]])
-        experts = sizes.pop("experts", 1)
-        layout = Layout(sizes).with_experts(experts)
-        of_experts = [("cp", "tp"), *((axis,) for axis in EXPERT_AXES)] if experts > 1 else []
-        for axes, ranks in row["groups"]:
-            assert ranks == layout.group(row["rank"], *axes), (layout, row["rank"], axes)
-        assert {tuple(axes) for axes, _ in row["groups"]} == {
-            axes
-            for axes in [(axis,) for axis in layout.axes] + list(VIEWS.values()) + of_experts
-            if layout.size(*axes) > 1
-        }
-        assert row["own"] == sorted(own_axes(layout, "cuda"))
-        shared = [ranks for axes, ranks in row["groups"] if axes[0] not in row["own"]]
-        distinct = {tuple(ranks) for ranks in shared} | {tuple(range(world))}
-        assert row["created"] == len(distinct), "one group per distinct set of ranks"
-        column = layout.group(row["rank"], "pp")
-        i, p = column.index(row["rank"]), len(column)
-        near = {column[(i + 1) % p], column[(i - 1) % p]} - {row["rank"]}
-        ends = {(row["rank"], other) for other in near} | {(other, row["rank"]) for other in near}
-        assert {tuple(link): ranks for link, ranks in row["links"]} == {link: sorted(link) for link in ends}
+def axes_with_groups(layout: Layout) -> list[tuple[str, ...]]:
+    single = [(axis,) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)]
+    of_experts = [("cp", "tp"), *((axis,) for axis in EXPERT_AXES)] if layout.experts > 1 else []
+    return single + list(VIEWS.values()) + of_experts
+
+
+def check_groups(mesh: Mesh, own_axes: set[str]) -> None:
+    """One group for each set of ranks, which are those that the layout says. `own_axes` share theirs with no axis."""
+    shared = {tuple(range(mesh.layout.world_size)): mesh.world}
+    for axes in axes_with_groups(mesh.layout):
+        ranks = mesh.layout.group(mesh.rank, *axes)
+        group = mesh.group(*axes)
+        assert (mesh.size(*axes), mesh.index(*axes)) == (len(ranks), ranks.index(mesh.rank))
+        assert (group is None) == (len(ranks) == 1), "a rank alone has no group"
+        if group is None:
+            continue
+        assert dist.get_process_group_ranks(group) == ranks
+        if axes[0] not in own_axes:
+            assert shared.setdefault(tuple(ranks), group) is group
+    assert mesh._groups == shared, "no group is made in vain"
+    assert mesh._own.keys() == own_axes
+    groups = [*mesh._groups.values(), *mesh._own.values(), *mesh._links.values()]
+    assert len(set(groups)) == len(groups)
+
+
+@pytest.mark.parametrize(
+    ("job", "layout"),
+    [pytest.param(world, layout, id=f"{world}-ranks-{layout}") for world, layout in ON_RANKS],
+    indirect=["job"],
+)
+def test_ranks_meet_in_groups_as_the_layout_says(job: Job, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours in a pipeline, too, who have the groups that they have on NCCL."""
+    monkeypatch.setattr("meshtrain.mesh.IN_TURN", ("cpu",))
+    mesh = build_mesh(layout)
+    check_groups(mesh, {"ep"} if layout.experts > 1 else set())
+
+    def gathered(group: dist.ProcessGroup) -> list[int]:
+        ranks = [-1] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, job.rank, group=group)
+        return ranks
+
+    for axes in axes_with_groups(layout):
+        group = mesh.group(*axes)
+        assert group is None or gathered(group) == layout.group(job.rank, *axes)
+    for dim in layout.expert_mesh_dims:
+        submesh = mesh.submesh(dim)
+        assert submesh is None or submesh.get_group() is mesh.group(dim)
+    column = layout.group(job.rank, "pp")
+    place = column.index(job.rank)
+    neighbours = {column[(place + 1) % len(column)], column[place - 1]} - {job.rank}
+    ends = {(job.rank, other) for other in neighbours} | {(other, job.rank) for other in neighbours}
+    assert {link: gathered(group) for link, group in mesh._links.items()} == {link: sorted(link) for link in ends}
 
 
 def test_neighbours_are_paired_in_two_or_three_rounds() -> None:
@@ -65,16 +88,6 @@ def test_neighbours_are_paired_in_two_or_three_rounds() -> None:
         pairs = [frozenset(pair) for some in made for pair in some if len(pair) == 2]
         assert len(pairs) == len(set(pairs))
         assert set(pairs) == {frozenset({i, (i + 1) % ranks}) for i in range(ranks)} - {frozenset({0})}
-
-
-def test_eight_processes_gather_what_the_layout_says() -> None:
-    done = forked(8, SCRIPT, json.dumps(EIGHT)).check()
-    check_gathered(done.out, EIGHT)
-
-
-def test_four_and_two_processes_under_two_agents() -> None:
-    first, second = two_hosts((4, 2), str(SCRIPT), json.dumps(SIX))
-    check_gathered(first.check().out + second.check().out, SIX)
 
 
 ME = 2049
@@ -93,26 +106,25 @@ def _fake_world() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fake_world")
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "ep", "own_on_cpu"),
     [
-        Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8}),
-        *(layout.with_experts(32) for layout in ORDERS),
-        *(Layout({"dp_shard": 512, "cp": 4, "tp": 2}).with_context_heads(heads) for heads in (1, 2, 4)),
+        (Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8}), 1, set()),
+        *((layout, 32, set()) for layout in ORDERS),
+        *((Layout({"dp_shard": 512, "cp": 4, "tp": 2}).with_context_heads(heads), 1, set()) for heads in (1, 2, 4)),
+        (Layout({"dp_replicate": 64, "tp": 64}), 64, {"edp_replicate"}),
+        (Layout({"dp_shard": 512, "tp": 8}), 4096, set()),
+        (Layout({"dp_replicate": 16, "dp_shard": 256}), 256, set()),
+        (Layout({"pp": 2, "dp_replicate": 2048}), 1024, {"edp_replicate"}),
     ],
     ids=str,
 )
-def test_groups_are_those_of_the_layout_and_one_for_one_set_of_ranks(layout: Layout) -> None:
-    mesh = build_mesh(layout, "cpu")
-    groups = {tuple(range(4096)): mesh.world}
-    experts = [("cp", "tp"), *((axis,) for axis in EXPERT_AXES)] if layout.experts > 1 else []
-    for axes in [(axis,) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)] + list(VIEWS.values()) + experts:
-        ranks = layout.group(ME, *axes)
-        group = mesh.group(*axes)
-        assert (group is None) == (len(ranks) == 1), "a rank alone has no group"
-        assert group is None or dist.get_process_group_ranks(group) == ranks
-        assert groups.setdefault(tuple(ranks), group) is group
-        assert (mesh.size(*axes), mesh.index(*axes)) == (len(ranks), ranks.index(ME))
+def test_groups_of_4096_ranks(layout: Layout, ep: int, own_on_cpu: set[str], device_type: str) -> None:
+    """Messages to experts and their reducer share no group: two orders over one group deadlock on NCCL where ranks do
+    not agree on which is first."""
+    own_axes = own_on_cpu | ({"ep"} if device_type == "cuda" and ep > 1 else set())
+    check_groups(build_mesh(layout.with_experts(ep), device_type), own_axes)
 
 
 @pytest.mark.usefixtures("_fake_world")
@@ -133,40 +145,6 @@ def test_fsdp_and_experts_have_dims_of_their_own(layout: Layout) -> None:
     for mixed in [("edp_replicate", "fsdp"), ("dp_replicate", "ep")]:
         with pytest.raises(LayoutError, match="axes of experts and other axes have no common mesh"):
             mesh.submesh(*mixed)
-
-
-def own_axes(layout: Layout, device_type: str) -> set[str]:
-    """`ep` where collectives of a group run in turn, and where nothing shards parameters `edp_replicate`."""
-    axes = ({"ep"} if device_type == "cuda" else set()) | (set() if layout.size("fsdp") > 1 else {"edp_replicate"})
-    return {axis for axis in axes if layout.experts > 1 and layout.size(axis) > 1}
-
-
-@pytest.mark.usefixtures("_fake_world")
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    ("sizes", "ep", "same"),
-    [
-        ({"dp_replicate": 64, "tp": 64}, 64, {"ep": ("tp",), "edp_replicate": ("dp_replicate",)}),
-        ({"dp_shard": 512, "tp": 8}, 4096, {"ep": ("dp_shard", "tp")}),  # the world's
-        ({"dp_replicate": 16, "dp_shard": 256}, 256, {"ep": ("fsdp",), "edp_replicate": ("dp_replicate",)}),
-        ({"pp": 2, "dp_replicate": 2048}, 1024, {}),
-    ],
-)
-def test_messages_to_experts_and_their_reducer_share_no_group(
-    sizes: dict[str, int], ep: int, same: dict[str, tuple[str, ...]], device_type: str
-) -> None:
-    """Two orders over one group deadlock on NCCL where ranks do not agree on which is first."""
-    layout = Layout(sizes).with_experts(ep)
-    mesh = build_mesh(layout, device_type)
-    own = own_axes(layout, device_type)
-    for axis in EXPERT_AXES:
-        group = mesh.group(axis)
-        assert group is None or dist.get_process_group_ranks(group) == layout.group(ME, axis)
-        others = [*mesh._groups.values(), *mesh._links.values(), *(g for name, g in mesh._own.items() if name != axis)]
-        if axis in own:
-            assert all(group is not other for other in others)
-        elif axis in same:
-            assert group is mesh.group(*same[axis])
 
 
 @pytest.mark.usefixtures("_fake_world")

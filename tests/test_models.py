@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from meshtrain.config.locate import model_file
+from tests.comparing import V, llama, small_llama
 
-llama = model_file("llama")
 convnet = model_file("convnet")
 
 PUBLISHED = {
@@ -15,18 +15,6 @@ PUBLISHED = {
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
 }
-
-
-def make(**keys: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    small = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 50,
-    }
-    return llama.Model(llama.Config(**(small | keys))).double()
 
 
 def test_parameter_counts_of_presets_are_the_published_ones_and_their_sizes_possible() -> None:
@@ -40,8 +28,8 @@ def test_parameter_counts_of_presets_are_the_published_ones_and_their_sizes_poss
 
 
 def test_masked_documents_are_as_if_each_were_alone() -> None:
-    model = make(num_key_value_heads=1)
-    tokens = torch.randint(0, 50, (1, 12))
+    model = small_llama(num_key_value_heads=1).double()
+    tokens = torch.randint(V, (1, 12))
     documents = torch.tensor([[0] * 5 + [1] * 7])
     positions = torch.tensor([[*range(5), *range(7)]])
     together = model(tokens, positions, documents)
@@ -53,25 +41,6 @@ def test_masked_documents_are_as_if_each_were_alone() -> None:
 def test_blocks_hold_every_parameter(module: object) -> None:
     model = module.Model(module.Config())
     assert {id(p) for block in model.blocks() for p in block.parameters()} == {id(p) for p in model.parameters()}
-
-
-@pytest.mark.parametrize(
-    ("keys", "key", "way_out"),
-    [
-        ({"hidden_size": -1}, "hidden_size", "at least 1"),
-        ({"num_attention_heads": 0}, "num_attention_heads", "at least 1"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads", "at least 1"),
-        ({"num_attention_heads": 7}, "num_attention_heads", "4 or 8"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads", "2 or 4"),
-        ({"head_dim": 15}, "head_dim", "odd"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling", "llama3"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling", "low_freq_factor"),
-    ],
-)
-def test_impossible_llamas_are_named(keys: dict, key: str, way_out: str) -> None:
-    (problem,) = llama.check(llama.Config(**({"num_attention_heads": 8, "hidden_size": 256} | keys)))
-    assert problem[0] == key
-    assert way_out in problem[1]
 
 
 def test_a_sample_of_the_convnet_does_not_depend_on_its_neighbours() -> None:

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launching import run
 
 REPO = Path(__file__).resolve().parent.parent
@@ -10,6 +12,7 @@ TOOL = REPO / "tools" / "mutate.py"
 ROOMS = ("layout", "loss", "parallel", "pipeline", "optim", "data", "checkpoint")
 
 
+@pytest.mark.slow
 def test_mutations_are_spread_over_rooms_and_kinds() -> None:
     listed = run([sys.executable, str(TOOL), "--list", "--count", "42"]).check().out
     lines = listed.splitlines()

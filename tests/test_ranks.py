@@ -10,6 +10,7 @@ from tests.launching import run
 SECTION = re.compile(r"^_{3,} (\w+)\[.*\] _{3,}$", re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_test_is_reported_and_the_job_goes_on() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "tests/rank_examples.py"]

@@ -1,22 +1,32 @@
-"""Checkpoints as the ranks of any layout would write them, made by one process."""
+"""Checkpoints as the ranks of any layout would write them, made by one process; and damage to them."""
 
 import dataclasses
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.placement import Placement, part_to_write
 from meshtrain.checkpoint.shard_file import write_shard
-from meshtrain.huggingface.load import KINDS
+from meshtrain.huggingface.load import KINDS, named_tensors
 from meshtrain.huggingface.safetensors import Entry
 from meshtrain.layout import Layout
 
 Cuts = tuple[tuple[str, int], ...]
+SHARDED: dict[str, Any] = {  # how `write_checkpoint` writes what is sharded over 3 ranks
+    "sizes": {"dp_shard": 3},
+    "cuts": lambda name, tensor: (("dp_shard", 0),) * bool(tensor.dim()),
+}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """As a checkpoint names them."""
+    return {f"model.{names[0]}": tensor.detach() for names, tensor in named_tensors(model).items()}
 
 
 def write_checkpoint(
@@ -64,3 +74,15 @@ def write_checkpoint(
         written="2026-01-01T00:00:00Z",
     )
     return folder.finish(where, step, dataclasses.replace(manifest, **about).to_json())
+
+
+def data_of(shard: Path) -> int:
+    """Where the tensors' bytes begin."""
+    return 8 + struct.unpack("<Q", shard.read_bytes()[:8])[0]
+
+
+def flip(file: Path, bit: int = -1) -> None:
+    """Flips a bit; a negative number counts from the end."""
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)

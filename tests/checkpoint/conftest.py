@@ -1,14 +1,22 @@
 """For all checkpoint tests: runs that begin quickly, of which one has done 4 steps of 8."""
 
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from meshtrain.job import storage
+from meshtrain.job.process import Job
 from tests.checkpoint.faults import Run, train_alone
 from tests.checkpoint.going_on import faster, small_run
+
+MEMORY = "memory://bucket/prefix"
+Train = Callable[..., str]
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -45,3 +53,34 @@ def run(fresh: Run) -> Run:
     """A run that has done 4 steps, and saved after 2 of them and at the end."""
     shutil.copytree(fresh.config.parent / "4 steps", fresh.folder)
     return fresh
+
+
+@pytest.fixture
+def train(fresh: Run) -> Train:
+    """Trains a run in a folder, and waits until its checkpoints are uploaded."""
+
+    def train(folder: str, *more: str, steps: int = 8, url: str = MEMORY, **how: Any) -> str:
+        printed = fresh.train(f"train.steps={steps}", f"checkpoint.upload={url}", *more, output=folder, **how)
+        for thread in threading.enumerate():  # of a run that was interrupted
+            if thread.name == "upload":
+                thread.join()
+        return printed
+
+    return train
+
+
+@pytest.fixture
+def hosts(job: Job, shared_path: Path) -> Job:
+    """A job of this job's ranks, each on a host of its own."""
+    environment = replace(job.environment, host=f"n{job.rank}", local_rank=0)
+    assert job.store is not None
+    return Job(environment, job.device, dist.PrefixStore(str(shared_path), job.store))
+
+
+@pytest.fixture
+def small(hosts: Job, shared_path: Path) -> Path:
+    """The config of a small run of all ranks."""
+    if hosts.rank == 0:
+        small_run(shared_path)
+    hosts.gather("writing the config", None)
+    return shared_path / "small.yaml"

@@ -30,6 +30,7 @@ from meshtrain.checkpoint.manifest import MANIFEST, file_of
 from meshtrain.cli import main as cli
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
+from tests.checkpoint.by_hand import data_of, flip
 from tests.checkpoint.going_on import Case, alone
 from tests.checkpoint.kill import rows
 
@@ -106,7 +107,7 @@ def tree(folder: Path) -> dict[str, bytes | str | None]:
 
 
 def failing(
-    run: Run, patch: pytest.MonkeyPatch, function: str, error: str, argument: str = "", times: int = 1000
+    _: Run | None, patch: pytest.MonkeyPatch, function: str, error: str, argument: str = "", times: int = 1000
 ) -> list[str]:
     """A function fails, with an errno or an exception, if its first argument (a path, a thread) has this text; returns
     the arguments with which it has."""
@@ -178,15 +179,14 @@ def seal(run: Run, patch: pytest.MonkeyPatch, changes: dict[str, Any] | None = N
     write_manifest(run, patch, json.dumps(manifest | (changes or {})))
 
 
-def flip(checkpoint: Path) -> None:
+def damage(checkpoint: Path) -> None:
     """Flips a bit in the first tensor, which is one of the model's."""
-    data = bytearray((checkpoint / SHARD).read_bytes())
-    data[8 + int.from_bytes(data[:8], "little") + 500] ^= 4
-    (checkpoint / SHARD).write_bytes(data)
+    shard = checkpoint / SHARD
+    flip(shard, 8 * (data_of(shard) + 500))
 
 
 def flip_a_bit(run: Run, _: pytest.MonkeyPatch) -> None:
-    flip(run.newest)
+    damage(run.newest)
 
 
 def truncate(run: Run, _: pytest.MonkeyPatch, file: str, size: int) -> None:

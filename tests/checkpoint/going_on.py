@@ -29,6 +29,7 @@ from meshtrain.job.environment import Environment, read_environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
 from meshtrain.job.signals import Signals
+from tests.launching import forked
 
 # A model and data so small that a step takes milliseconds. It draws from the generators of torch, numpy and Python.
 MODEL = """
@@ -114,10 +115,17 @@ def alone(case: Case) -> dict[str, Any]:
     """Runs a case in this process, as a world of one on the CPU."""
     job = join(Environment("none", 0, 1, 0, "here", None, restarts=int(case.again)))
     job.device = torch.device("cpu")
+    with signals_installed() as signals:
+        return run_case(case, job, signals)
+
+
+@contextmanager
+def signals_installed() -> Iterator[Signals]:
+    """Has the handlers of a run in this process for a while."""
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     signals = Signals.install()
     try:
-        return run_case(case, job, signals)
+        yield signals
     finally:
         signals.restore()  # else its alarm goes off in the next run
         for number, handler in before.items():
@@ -187,6 +195,14 @@ def faster(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(storage, "PAUSES_S", (0.01, 0.01))
 
 
+def run_cases(processes: int, cases: Sequence[Case], folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Runs cases one after another in a job of its own; returns their results, and what the job printed."""
+    requests, results = folder / f"cases_{processes}.json", folder / f"results_{processes}.json"
+    requests.write_text(json.dumps([asdict(case) for case in cases]))
+    job = forked(processes, Path(__file__), requests, results, timeout=900).check()
+    return json.loads(results.read_text()), job.out
+
+
 def main() -> None:
     faster()
     job = join(read_environment(os.environ))
@@ -198,10 +214,6 @@ def main() -> None:
             results.append(run_case(Case(**case), job, signals))
         if job.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(results))
-
-
-def as_json(cases: Sequence[Case]) -> str:
-    return json.dumps([asdict(case) for case in cases])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Kills a run again and again, at any moment, and checks that it ends as if nothing had happened.
 
-    python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--ranks 3] [--forked]
+    python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--forked]
 
 A job of a small model saves its state in the background every few steps. One rank or all processes, launcher included,
 are ended with SIGKILL, and the job is started again: while it starts or loads, in the middle of training, when a
@@ -32,12 +32,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from meshtrain.checkpoint.diff import diff  # noqa: E402
 from meshtrain.checkpoint.directory import complete_steps, name_of, read_manifest  # noqa: E402
 from meshtrain.errors import InputError  # noqa: E402
 from meshtrain.metrics import logger as metrics  # noqa: E402
 from tests.checkpoint.going_on import small_run  # noqa: E402
 from tests.launching import MARK, TORCHRUN, environment, kill_marked, wait_until_gone  # noqa: E402
 
+RANKS = 3
 EVERY = 4  # steps between checkpoints
 AHEAD = 16  # the most steps beyond those of the previous job after which a job is killed
 STEPS = 30  # steps of the run per kill; those after the last kill run undisturbed
@@ -120,16 +122,16 @@ class Job:
 class Run:
     """A run of a model in a folder, job after job."""
 
-    def __init__(self, folder: Path, config: Path, ranks: int, steps: int, forked: bool, local: bool = False) -> None:
+    def __init__(self, folder: Path, config: Path, steps: int, forked: bool, local: bool = False) -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.local = folder.with_name(f"{folder.name}_local")
-        self._ranks, self._jobs, self._forked, self._has_local = ranks, 0, forked, local
-        launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
+        self._jobs, self._forked, self._has_local = 0, forked, local
+        launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={RANKS}"]
         if forked:
-            launcher = [sys.executable, str(ROOT / "tests" / "forked.py"), str(ranks)]
+            launcher = [sys.executable, str(ROOT / "tests" / "forked.py"), str(RANKS)]
         options = (f"train.steps={steps}", f"checkpoint.every={EVERY}", "data.workers=0", f"train.output={folder}")
         options += (f"checkpoint.local={self.local}",) * local
-        self._command = [*launcher, "-m", "meshtrain.train", str(config), *options, f"layout={{dp_shard: {ranks}}}"]
+        self._command = [*launcher, "-m", "meshtrain.train", str(config), *options, f"layout={{dp_shard: {RANKS}}}"]
 
     def start(self) -> Job:
         self._jobs += 1
@@ -154,7 +156,7 @@ class Run:
             for step in complete_steps(rank):
                 with suppress(InputError):  # it was just deleted
                     by_rank[-1].add((step, read_manifest(rank / name_of(step))[1]))
-        whole = set.intersection(*by_rank) if len(by_rank) == self._ranks else set()
+        whole = set.intersection(*by_rank) if len(by_rank) == RANKS else set()
         return max(found | {step for step, _ in whole}, default=0)
 
     def unfinished(self) -> list[Path]:
@@ -166,7 +168,7 @@ class Run:
         job = self.start()
         try:
             self._aim(job, moment, before + rng.randint(1, AHEAD), rng)
-            whom = job.kill(rng.choice([None, *range(self._ranks)]))
+            whom = job.kill(rng.choice([None, *range(RANKS)]))
         finally:
             if sys.exc_info()[0] is not None:
                 kill_marked(job.mark)
@@ -179,7 +181,7 @@ class Run:
     def _aim(self, job: Job, moment: str, target: int, rng: random.Random) -> None:
         """Waits for the moment."""
         if moment == "starting":
-            job.until(lambda: len(job.workers()) == self._ranks, 0.02)
+            job.until(lambda: len(job.workers()) == RANKS, 0.02)
             time.sleep(rng.uniform(0.0, 0.5 if self._forked else 3.0))
             return
         if moment == "snapshot":  # it follows the row of its step
@@ -222,26 +224,23 @@ def compare(run: Run, whole: Run, steps: int) -> None:
     for row, expected in zip(rows(run.folder), rows(whole.folder), strict=True):
         assert row == expected, f"{row} where the run that was not killed has {expected}"
     assert run.unfinished() == []
-    last = [str(each.checkpoints / name_of(steps)) for each in (run, whole)]
-    diff = [sys.executable, "-m", "meshtrain.cli", "checkpoint", "diff", *last]
-    done = subprocess.run(diff, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "tensors are equal to the bit" in done.stdout, done.stdout
+    difference = diff(*(each.checkpoints / name_of(steps) for each in (run, whole)))
+    assert difference.same, difference
 
 
-def go(folder: Path, *, kills: int, seed: int, ranks: int = 3, forked: bool = False) -> list[Killed]:
+def go(folder: Path, *, kills: int, seed: int, forked: bool = False) -> list[Killed]:
     """Kills two runs in `folder`, each half of the times, and returns the outcome of each kill."""
     rng, config = random.Random(seed), small_run(folder)
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(kills)]
     rng.shuffle(moments)
     half = -(-kills // 2)
     steps = STEPS * half
-    whole = Run(folder / "whole", config, ranks, steps, forked)
+    whole = Run(folder / "whole", config, steps, forked)
     job = whole.start()
     assert job.ended() == 0, job.log.read_text()
     found = []
     for local, some in ((False, moments[:half]), (True, moments[half:])):
-        run = Run(folder / f"run_{local}", config, ranks, steps, forked, local)
+        run = Run(folder / f"run_{local}", config, steps, forked, local)
         for moment in some:
             found.append(run.killed(moment, rng))
             print(found[-1], flush=True)
@@ -257,12 +256,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kills a run again and again, and compares it with one never killed.")
     parser.add_argument("--kills", type=int, default=50, help="how often (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=3, help="processes (%(default)s)")
     parser.add_argument("--forked", action="store_true", help="start jobs without torchrun, which is faster")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshtrain-kill-") as folder:
         begun = time.monotonic()
-        kills = go(Path(folder), kills=options.kills, seed=options.seed, ranks=options.ranks, forked=options.forked)
+        kills = go(Path(folder), kills=options.kills, seed=options.seed, forked=options.forked)
     whole_jobs = sum(kill.whom == "all" for kill in kills)
     lost = sum(kill.step - kill.newest for kill in kills)
     print(

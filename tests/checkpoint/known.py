@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshtrain.checkpoint.directory import name_of, open_manifest
 from meshtrain.checkpoint.load import exchange, read_shares
-from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.placement import Placement
+from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.state import UPDATES, State
 from meshtrain.config import Config
 from meshtrain.huggingface.load import DTYPES
@@ -55,10 +56,26 @@ ABOUT: dict[str, Any] = {
 }
 
 
-def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
+def save(state: State, job: Job, folder: Path, step: int = 4, **options: Any) -> Path:
+    """Saves the state as a checkpoint, whose path is returned. All ranks call it."""
+    saver = Saver(state, folder, job, say=lambda _: None, **options)
+    saver.save(step, ABOUT, wait=True)
+    saver.close()
+    assert saver.problem is None
+    return folder / name_of(step)
+
+
+def restore(checkpoint: Path, state: State) -> None:
     """Loads a checkpoint as a run does. All ranks call it."""
-    read_shares(checkpoint, manifest, state)
+    read_shares(checkpoint, open_manifest(checkpoint)[0], state)
     exchange(state)
+
+
+def check_loaded(checkpoint: Path, state: State) -> None:
+    """Loads a checkpoint, whose tensors must have their known values. All ranks call it."""
+    clear(state)
+    restore(checkpoint, state)
+    assert wrong(state) == [], f"{checkpoint} -> {state.layout}"
 
 
 def alone() -> Job:

@@ -13,7 +13,7 @@ import yaml
 from meshtrain.checkpoint.directory import COMPLETE, LOCK, complete_steps, lock_folder
 from meshtrain.checkpoint.manifest import MANIFEST
 from meshtrain.cli.main import main
-from tests.checkpoint.by_hand import write_checkpoint
+from tests.checkpoint.by_hand import flip, write_checkpoint
 
 LOSSES = {100: 3.0, 200: 2.5, 300: 2.75, 400: math.nan}
 
@@ -60,12 +60,6 @@ def test_what_is_printed_and_what_is_wrong(run_folder: Path, typed: Any) -> None
     assert not list((run_folder / "checkpoints/step_0000100").glob(LOCK))
 
 
-def spoil(checkpoint: Path, file: str = "rank_00001.safetensors") -> None:
-    text = bytearray((checkpoint / file).read_bytes())
-    text[-1] ^= 64
-    (checkpoint / file).write_bytes(text)
-
-
 def test_ls(run_folder: Path, typed: Any) -> None:
     os.truncate(run_folder / "checkpoints" / "step_0000300" / "rank_00001.safetensors", 5)
     status, out, _ = typed("ls", run_folder)
@@ -89,7 +83,7 @@ def test_show_as_json(run_folder: Path, typed: Any) -> None:
     assert content.pop("path") == str(checkpoint)
     assert content.pop("manifest_sha256") == json.loads((checkpoint / COMPLETE).read_text())["manifest_sha256"]
     assert content == json.loads((checkpoint / MANIFEST).read_text())
-    spoil(checkpoint, MANIFEST)
+    flip(checkpoint / MANIFEST)
     assert typed("show", checkpoint)[0] == 2
 
 
@@ -101,7 +95,7 @@ def test_show_prints_nothing_that_a_terminal_obeys(tmp_path: Path, typed: Any) -
 
 def test_verify(run_folder: Path, typed: Any) -> None:
     place = run_folder / "checkpoints"
-    spoil(place / "step_0000300")
+    flip(place / "step_0000300/rank_00001.safetensors")
     status, out, _ = typed("verify", run_folder)
     assert status == 1
     assert out.splitlines()[2:4] == [

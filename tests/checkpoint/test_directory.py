@@ -13,7 +13,7 @@ import torch
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.directory import COMPLETE, complete_steps, name_of, open_manifest, step_of, steps
 from meshtrain.checkpoint.manifest import MANIFEST
-from meshtrain.errors import DamagedError, InputError
+from meshtrain.errors import DamagedError
 from tests.checkpoint.by_hand import write_checkpoint
 
 SHARD = "rank_00001.safetensors"
@@ -123,9 +123,3 @@ def test_removing_touches_what_links_lead_to_as_little_as_reading(tmp_path: Path
     folder.remove(mine)
     assert os.listdir(place) == ["step_0000100"]
     open_manifest(other)
-
-
-def test_no_checkpoint_at_all_is_no_damage(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no checkpoint") as refused:
-        open_manifest(tmp_path / "x")
-    assert not isinstance(refused.value, DamagedError)

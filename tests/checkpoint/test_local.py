@@ -1,57 +1,104 @@
 """Checkpoints on the hosts' own disks: a run goes on from the newest that is whole over all of them, or is shared."""
 
-import json
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tests.checkpoint.going_on import small_run
+import pytest
+import yaml
+
+import meshtrain.train
+from meshtrain.checkpoint.directory import name_of
+from meshtrain.checkpoint.local import LocalDisk
+from meshtrain.checkpoint.resume import Resume
+from meshtrain.checkpoint.state import State
+from meshtrain.job.process import Job
+from tests.checkpoint.by_hand import flip
+from tests.checkpoint.faults import failing
+from tests.checkpoint.going_on import Case, run_case
 from tests.checkpoint.kill import rows
-from tests.launching import forked
+
+STARTS = yaml.safe_load(Path(__file__).with_name("local_starts.yaml").read_text())
 
 
-def test_a_run_goes_on_from_what_is_whole(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Start:
+    """A row of local_starts.yaml."""
+
+    goes_on_from: int = 0
+    local_only: bool = False
+    says: Sequence[str] = ()
+    fails_at: int = 0
+    refused: Sequence[int] = ()
+    own_full: bool = False
+    harm: Sequence[tuple[str, str]] = ()
+
+
+def damage(how: str, path: Path) -> None:
+    if how == "delete" and path.is_dir():
+        shutil.rmtree(path)
+    elif how == "delete":
+        path.unlink()
+    elif how == "cut":
+        os.truncate(path, path.stat().st_size - 9)
+    else:
+        flip(path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", STARTS)
+def test_a_run_goes_on_from_what_is_whole(
+    name: str, hosts: Job, small: Path, shared_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Full disks, a lost one, changed and cut files: no more is lost than the steps since the newest whole one."""
-    job = forked(2, "tests/checkpoint/local_cases.py", str(small_run(tmp_path)), str(tmp_path)).check()
-    results = json.loads((tmp_path / "results.json").read_text())
-    found, stored, branch = results[:6], results[6:11], results[11:]
-    begun = [(step, local_only, notes[-1] if notes else "") for _, step, local_only, notes in found]
-    read = "{} of 2 ranks read from their local disks"
-    assert begun == [
-        (0, False, ""),
-        (6, True, read.format(2)),
-        (8, False, read.format(1)),  # host n1 has lost its disk
-        (12, False, read.format(1)),  # a changed file is read from the shared folder
-        (16, False, read.format(0)),  # the local disk of n1 was full
-        (16, False, read.format(0)),  # what is cut is not there
-    ], job.err
-    assert [result["status"] for result, *_ in found] == [1, 1, 1, 1, 1, 0]
-    for at, step in ((2, 10), (5, 18)):
-        passed = f"step {step} is on the local disks of 1 of 2 ranks, not whole: passed over"
-        assert passed in found[at][3], found[at]
-    assert "the shared folder is read instead" in job.err
-    assert "checkpoint step_0000014: is not on the local disks: rank 1 on host n1" in job.out
-    assert "No space left on device" in job.out
-    assert rows(tmp_path / "run") == rows(tmp_path / "whole"), "no step was lost or mixed"
-    local = [sorted(path.name for path in disk.iterdir()) for disk in (tmp_path / "disk_0").glob("*/rank_00000")]
-    assert all(names == ["step_0000018", "step_0000020"] for names in local), "two stay"
-    of_three_copies(tmp_path, stored)
-    # What began with another run's checkpoint goes on from its own, though only the local disks have it.
-    assert [[step, local_only] for _, step, local_only, _ in branch] == [[16, False], [18, True]]
-    assert branch[0][0]["status"] == 1
-    assert rows(tmp_path / "branch") == rows(tmp_path / "whole")[16:]
+    options = ("train.steps=20", "data.workers=0", "checkpoint.every=2", "layout={dp_replicate: 2}")
+    whole = Case(str(small), (*options, f"train.output={shared_path}/whole"))
+    assert run_case(whole, hosts) == {"status": 0}
 
+    own_disk = shared_path / f"disk_{hosts.rank}"
+    monkeypatch.setattr(meshtrain.train, "LocalDisk", lambda root, *rest: LocalDisk(own_disk, *rest))
+    restore = Resume.restore
+    begun: list[tuple[int, bool]] = []
 
-def of_three_copies(folder: Path, found: list[Any]) -> None:
-    """The newest step that is whole anywhere is gone on from, whatever is missing or damaged elsewhere."""
-    assert [result["status"] for result, *_ in found] == [1, 1, 1, 1, 0], found
-    assert [[step, local_only] for _, step, local_only, _ in found] == [
-        [0, False],
-        [6, True],  # the shared manifest is damaged
-        [10, False],  # a local disk is lost, and a shared file is damaged: from storage
-        [14, True],  # a shared file is missing, and one in storage is damaged
-        [12, False],  # of 16 and 14 no copy is whole
-    ], found
-    assert any("step_0000010 was brought from file://" in note for note in found[2][3])
-    assert any("step_0000016 is passed over" in note for note in found[4][3])
-    assert any("step_0000014 is passed over" in note for note in found[4][3])
-    assert rows(folder / "stored") == rows(folder / "whole"), "no step was lost or mixed"
+    def restored(resume: Resume, state: State) -> None:
+        restore(resume, state)
+        begun.append((resume.step, resume._local_only))
+
+    monkeypatch.setattr(Resume, "restore", restored)
+    options += (f"train.output={shared_path}/{name}", "checkpoint.local=anywhere")
+    if name == "stored":
+        options += (f"checkpoint.upload=file://{shared_path}/store",)
+    if name == "branch":
+        options += (f"checkpoint.resume={shared_path}/whole/checkpoints/{name_of(16)}",)
+    for start in [Start(**row) for row in STARTS[name]]:
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            if hosts.rank == 1:
+                for step in start.refused:
+                    failing(None, patch, "meshtrain.checkpoint.commit.write_shard", "ENOSPC", name_of(step))
+                if start.own_full:
+                    failing(None, patch, "meshtrain.checkpoint.local.write_shard", "ENOSPC")
+            interrupt = "end" if start.fails_at else None
+            result = run_case(Case(str(small), options, interrupt, start.fails_at, hosts.rank), hosts)
+        for thread in threading.enumerate():
+            if thread.name == "upload":
+                thread.join()
+        assert result["status"] == (1 if start.fails_at else 0), result
+        assert begun[-1] == (start.goes_on_from, start.local_only)
+        printed = "".join(hosts.gather("reading", "".join(capsys.readouterr())))
+        for text in start.says:
+            assert text in printed
+        if hosts.rank == 0:
+            for how, pattern in start.harm:
+                (path,) = shared_path.glob(pattern)
+                damage(how, path)
+        hosts.gather("going on", None)
+
+    expected = rows(shared_path / "whole")
+    assert rows(shared_path / name) == expected[16 if name == "branch" else 0 :], "no step was lost or mixed"
+    (disk,) = shared_path.glob("disk_0/*/rank_00000")
+    assert sorted(path.name for path in disk.iterdir()) == [name_of(18), name_of(20)]

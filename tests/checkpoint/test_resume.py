@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import pytest
 
 from meshtrain.checkpoint.directory import complete_steps, lock_folder, open_manifest
 from meshtrain.data import OpenData
+from meshtrain.job.process import Job
 from meshtrain.metrics.logger import read
-from tests.checkpoint import going_on
-from tests.checkpoint.faults import NEWER, OLDER, SHARD, Run, flip, tree
-from tests.checkpoint.going_on import Case, as_json, small_run, written_down
-from tests.launching import forked
+from tests.checkpoint.faults import NEWER, OLDER, SHARD, Run, damage, tree
+from tests.checkpoint.going_on import Case, run_case, run_cases, signals_installed, small_run, written_down
+from tests.parity.experiments import QUICKSTART, SMALL
 
 TIMES = re.compile(r"time|per_s|mfu|memory|sent_bytes|goodput|wall")
 EVALUATED = ("data.validation=0.2", "train.eval_every=2")
@@ -68,8 +68,8 @@ def test_an_epoch_that_was_interrupted_has_its_sum(fresh: Run) -> None:
 
 
 def test_where_nothing_is_whole_nothing_begins_anew(run: Run) -> None:
-    flip(run.newest)
-    flip(run.checkpoints / OLDER)
+    damage(run.newest)
+    damage(run.checkpoints / OLDER)
     content = tree(run.place)
     refused = run.train("optimizer.lr=0.1", status=2)
     assert "no checkpoint is whole that this run could go on from" in refused
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_does_not_ask_for_the_weights_that_it_began_with(run:
     begun = (f"model.weights={run.place / NEWER}", "train.steps=2")
     run.train(*begun, output="new")
     assert run.rows("new")[0][1] < run.rows()[0][1] - 0.01, "it starts with what the other run had learned"
-    flip(run.place / NEWER)
+    damage(run.place / NEWER)
     run.train(*begun, "train.steps=3", output="new")
     run.train(*begun, output="another", status=2)
 
@@ -248,42 +248,34 @@ def test_a_manifest_says_what_the_run_was(fresh: Run) -> None:
     assert manifest.rng["seed"] == 0
 
 
-# Jobs ---------------------------------------------------------------------------------------------------------------
+# Several ranks ------------------------------------------------------------------------------------------------------
 
 
-def job(processes: int, cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
-    """Runs one after another in one job."""
-    folder.mkdir(exist_ok=True)
-    (folder / "cases.json").write_text(as_json(cases))
-    arguments = (str(folder / "cases.json"), str(folder / "results.json"))
-    ended = forked(processes, Path(going_on.__file__), *arguments).check()
-    (folder / "printed").write_text(ended.out)
-    return json.loads((folder / "results.json").read_text())
-
-
-def test_two_ranks_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    """Runs on two ranks: whole, and stopped on the request of one rank and gone on with."""
-    from tests.parity.experiments import QUICKSTART, SMALL
-
-    cases = []
-    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-    dropout = "model.hidden_dropout=0.1"
-    options = (*SMALL, f"data.cache={tmp_path}/cache", dropout, "train.steps=6", "checkpoint.every=2")
-    for axis in axes:
-        split = (*options, f"layout={{{axis}: 2}}")
-        cases.append(Case(QUICKSTART, (*split, f"train.output={tmp_path}/{axis}-whole")))
-        part = (*split, f"train.output={tmp_path}/{axis}")
-        cases += [Case(QUICKSTART, part, interrupt="SIGUSR1", at=2, rank=1), Case(QUICKSTART, part)]
-    results = job(2, cases, tmp_path)
-    assert [result["status"] for result in results] == [0, 75, 0] * len(axes), results
-    for axis in axes:
-        assert values(tmp_path / axis) == values(tmp_path / f"{axis}-whole"), axis
-        assert len(values(tmp_path / axis)) == 6
-    printed = (tmp_path / "printed").read_text()
-    saved = f"{tmp_path}/cp/checkpoints/step_0000003"
-    assert "stopped after step 3 of 6: asked to stop by SIGUSR1 on rank 1" in printed
-    assert f"the state is in {saved}\nto go on, start the same command again\n" in printed
-    assert f"goes on from {saved}: step 3" in printed
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "axis", [*(pytest.param(axis, marks=pytest.mark.slow) for axis in ("dp_replicate", "cp", "tp")), "dp_shard", "pp"]
+)
+def test_two_ranks_go_on_with_the_same_bits(
+    axis: str, hosts: Job, shared_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When the run was stopped on the request of one of them."""
+    keys = (*SMALL, f"layout={{{axis}: 2}}", "model.hidden_dropout=0.1", "train.steps=6", "checkpoint.every=2")
+    keys += (f"data.cache={shared_path}/cache",)
+    whole = Case(QUICKSTART, (*keys, f"train.output={shared_path}/whole"))
+    case = Case(QUICKSTART, (*keys, f"train.output={shared_path}/run"))
+    assert run_case(whole, hosts) == {"status": 0}
+    with signals_installed() as signals:
+        assert run_case(replace(case, interrupt="SIGUSR1", at=2, rank=1), hosts, signals) == {"status": 75}
+    assert run_case(case, hosts) == {"status": 0}
+    rows = values(shared_path / "run")
+    assert rows == values(shared_path / "whole")
+    assert len(rows) == 6
+    if hosts.rank == 0:
+        printed = capsys.readouterr().out
+        saved = shared_path / "run/checkpoints/step_0000003"
+        assert "stopped after step 3 of 6: asked to stop by SIGUSR1 on rank 1" in printed
+        assert f"the state is in {saved}\nto go on, start the same command again\n" in printed
+        assert f"goes on from {saved}: step 3" in printed
 
 
 def test_other_worlds_use_every_sample_of_the_epoch_once(fresh: Run, tmp_path: Path) -> None:
@@ -294,6 +286,7 @@ def test_other_worlds_use_every_sample_of_the_epoch_once(fresh: Run, tmp_path: P
     last = expected_rows[-1]["step"]
     third = last // 3
     seen = f"{tmp_path}/seen"
+    printed = {}
     for processes, layout, at in (
         (4, "{dp_shard: 4}", third),
         (2, "{dp_replicate: 2}", 2 * third),
@@ -301,8 +294,8 @@ def test_other_worlds_use_every_sample_of_the_epoch_once(fresh: Run, tmp_path: P
     ):
         own = (*options, f"train.output={fresh.folder}", f"layout={layout}")
         case = Case(str(fresh.config), own, "STOP" if at else None, at, record=f"{seen}-{processes}")
-        (result,) = job(processes, [case], tmp_path / f"job-{processes}")
-        assert result["status"] == (75 if at else 0), result
+        results, printed[processes] = run_cases(processes, [case], tmp_path)
+        assert results == [{"status": 75 if at else 0}]
     assert not (fresh.folder / "STOP").exists()
     samples = sorted(line for ranks in (4, 2, 6) for line in written_down(Path(f"{seen}-{ranks}")))
     assert samples == written_down(Path(f"{seen}-whole"))
@@ -310,6 +303,5 @@ def test_other_worlds_use_every_sample_of_the_epoch_once(fresh: Run, tmp_path: P
     for row, expected in zip(values(fresh.folder), expected_rows, strict=True):
         assert row["samples_digest"] == expected["samples_digest"]
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    printed = (tmp_path / "job-2/printed").read_text()
-    assert "layout: {dp_shard: 4} -> {dp_replicate: 2}" in printed
-    assert "global batch 14 over 2 data ranks" in printed
+    assert "layout: {dp_shard: 4} -> {dp_replicate: 2}" in printed[2]
+    assert "global batch 14 over 2 data ranks" in printed[2]

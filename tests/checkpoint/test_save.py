@@ -1,10 +1,13 @@
 """Saving: whole or not at all, beside the training, and told aloud when it goes wrong (more faults: test_faults.py)."""
 
+import errno
 import os
+import pkgutil
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,25 +17,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
+import meshtrain
 from meshtrain.checkpoint import commit, save
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.commit import CheckpointWrite, checkpoint_bytes
+from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.replica_check import Sums, bit_sum, describe_divergence, find_divergence
+from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.shard_file import write_shard
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
+from meshtrain.config.schema import Optimizer as Keys
 from meshtrain.errors import bytes_text
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.optim.optimizer import Optimizer
 from tests.checkpoint.faults import SHARD
 from tests.checkpoint.going_on import small_run
-from tests.checkpoint.known import ABOUT, CPU, alone, clear, fill, on, whole
+from tests.checkpoint.known import ABOUT, CPU, OF_4, alone, check_loaded, clear, fill, on, whole
+from tests.checkpoint.known import save as save_once
 from tests.launching import Finished, forked, side_by_side
-from tests.parallel.test_tensor_parallel import assert_none_failed
+
+OfFour = Callable[..., tuple[State, Saver]]
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +68,25 @@ def saver(state: State, tmp_path: Path, printed: list[str]) -> Iterator[Callable
     """Makes one that writes to the test's folder."""
     savers: list[Saver] = []
 
-    def make(job: Job | None = None, **options: Any) -> Saver:
-        savers.append(Saver(state, tmp_path, job or alone(), say=printed.append, **options))
+    def make(job: Job | None = None, *, of: State = state, folder: Path = tmp_path, **options: Any) -> Saver:
+        savers.append(Saver(of, folder, job or alone(), say=printed.append, **options))
         return savers[-1]
 
     yield make
     for each in savers:
         each.close()
+
+
+@pytest.fixture
+def of_four(job: Job, saver: Callable[..., Saver], shared_path: Path) -> OfFour:
+    """Makes a state of 4 ranks with known values, and what saves it to the folder of all."""
+
+    def make(kind: str, **options: Any) -> tuple[State, Saver]:
+        state = on(job, OF_4[kind], kind=kind)
+        fill(state)
+        return state, saver(job, of=state, **({"folder": shared_path} | options))
+
+    return make
 
 
 @pytest.fixture
@@ -84,6 +108,13 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 def time_is_over(one: Saver) -> None:
     assert one._current is not None
     one._current.limit_s = 0.0
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_training_goes_on_while_its_state_is_written(
@@ -192,9 +223,7 @@ def test_a_rank_that_is_stuck_when_ranks_have_diverged_is_given_up(
     thread.start()
     stuck._prepare_round.put([{}, []])
     assert stuck._prepare_round.receive()["apart"] == [[0, ["w"]]]
-    deadline = time.monotonic() + 60
-    while first._gathering is not first._divergence_round and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: first._gathering is first._divergence_round)
     assert first.poll()
     assert stuck.poll()
     thread.join(60)
@@ -276,28 +305,232 @@ def test_nothing_is_summed_up_where_nobody_else_holds_the_same(state: State) -> 
     assert sums.inconsistent_ties() == []
 
 
-# Jobs ---------------------------------------------------------------------------------------------------------------
+# Several ranks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(400)
-def test_ranks_agree_whatever_happens_to_one(tmp_path: Path) -> None:
-    """A slow disk, a folder that vanishes, copies that differ: see ranks.py."""
-    job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "save", timeout=300)
-    assert_none_failed(job, 4, 50)
+@pytest.mark.ranks(4)
+def test_a_rank_that_has_put_its_value_goes_on_and_a_thread_waits_for_the_answer(job: Job) -> None:
+    first, second, third = (job.round() for _ in range(3))
+    answers: list[Any] = []
+
+    def wait_for_answers() -> None:
+        second.put(job.rank)
+        if job.rank == 0:
+            second.broadcast(sum(second.gather()))
+        answers.append(second.receive())
+        if job.rank == 0:
+            with pytest.raises(CancelledError, match="waits no longer for ranks 0-3"):
+                third.gather()
+            answers.append("given up")
+
+    thread = threading.Thread(target=wait_for_answers)
+    thread.start()
+    assert job.gather("meeting meanwhile", job.rank) == [0, 1, 2, 3]
+    first.put(None)
+    wait_until(lambda: bool(answers))
+    third.cancel()
+    thread.join(60)
+    assert answers == ([6, "given up"] if job.rank == 0 else [6])
+    job.gather("meeting once more", None)
+    assert job.store is not None
+    left = [job.store.check([f"{meeting.name}/given"]) for meeting in (first, second)]
+    assert left == [True, False], "what was collected is cleared away"
 
 
-@pytest.mark.timeout(400)
-def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint(tmp_path: Path) -> None:
-    job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "killed", timeout=300)
-    assert job.status != 0
-    place = tmp_path / "killed"
-    assert sorted(os.listdir(place)) == [".step_0000002.tmp", "step_0000001"]
-    assert folder.complete_steps(place) == [1]
-    assert not verify(place / "step_0000001")
-    assert folder.clear_unfinished(place) == [place / ".step_0000002.tmp"]
-    shutil.rmtree(place)
+@pytest.mark.ranks(4)
+def test_all_ranks_go_on_while_the_disk_of_one_is_slow(
+    job: Job, of_four: OfFour, shared_path: Path, printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With their collectives. A second save waits for the first, in which is what the snapshot had."""
+    waits = job.round()
+
+    def write_slowly(*arguments: Any) -> Any:
+        waits.receive()
+        return write_shard(*arguments)
+
+    if job.rank == 1:
+        monkeypatch.setattr(commit, "write_shard", write_slowly)
+    state, one = of_four("HSDP")
+    one.save(7, ABOUT)
+    for _ in range(50):
+        dist.all_reduce(torch.ones(100))
+    job.gather("going on", None)
+    one.poll()
+    assert one.saved is None
+    clear(state)
+    if job.rank == 0:
+        monkeypatch.setattr(Saver, "_warn_if_slow", lambda *_: waits.broadcast(None))  # it is called while one waits
+    one.save(8, ABOUT)
+    assert one.saved == 7
+    assert one.last_wait_s > 0
+    one.wait()
+    assert len([line for line in printed if "still being written" in line]) == (job.rank == 0)
+    check_loaded(shared_path / name_of(7), state)
 
 
+@pytest.mark.ranks(4)
+def test_a_folder_that_vanishes_for_one_rank(job: Job, of_four: OfFour, shared_path: Path) -> None:
+    """There is no checkpoint, the message says whose path it is, and the one before stays."""
+    target, own = shared_path / "checkpoints", shared_path / f"way_of_rank_{job.rank}"
+    target.mkdir(exist_ok=True)
+    own.symlink_to(target)
+    _, one = of_four("FSDP", folder=own)
+    one.save(1, ABOUT, wait=True)
+    assert one.problem is None
+    if job.rank == 2:
+        own.unlink()
+    one.save(2, ABOUT, wait=True)
+    unfinished = f"{shared_path}/way_of_rank_2/.step_0000002.tmp"
+    assert str(one.problem).startswith(f"rank 2 on host {job.host} (dp_shard 2): {unfinished}")
+    assert str(one.problem).endswith("No such file or directory")
+    assert (one.saved, one.diverged, one.wants_stop) == (1, False, None)
+    job.gather("looking", None)
+    assert os.listdir(target) == ["step_0000001"]
+    if job.rank == 2:
+        own.symlink_to(target)
+    one.save(3, ABOUT, wait=True)
+    assert (one.saved, one.problem) == (3, None)
+
+
+@pytest.mark.ranks(4)
+def test_only_a_rank_whose_disk_is_full_writes_again(
+    job: Job, of_four: OfFour, shared_path: Path, printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """When the oldest checkpoint has been deleted."""
+    state, one = of_four("FSDP", keep=Retention(keep_last=1), make_room=True)
+    for step in (1, 2):
+        one.save(step, ABOUT, wait=True)
+    one._thread.join()  # the first is deleted
+    job.gather("looking", None)
+    if job.rank == 0:
+        shutil.copytree(shared_path / name_of(2), shared_path / name_of(1))
+    written = []
+
+    def write(path: Path, tensors: Any) -> Any:
+        written.append(path)
+        if job.rank == 2 and len(written) == 1:
+            path.write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write_shard(path, tensors)
+
+    monkeypatch.setattr(commit, "write_shard", write)
+    one.save(3, ABOUT, wait=True)
+    assert (one.saved, one.problem) == (3, None)
+    assert len(written) == (2 if job.rank == 2 else 1)
+    made_room = [line for line in printed if "step_0000001 was deleted before step 3 was saved" in line]
+    assert len(made_room) == (job.rank == 0)
+    check_loaded(shared_path / name_of(3), state)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("stuck", "function", "delay"),
+    [
+        (2, "write_shard", "rank 2 has not written its file"),
+        (0, "write_shard", "rank 0 on host HOST (dp_shard 0) has not finished it"),
+        (0, "directory.begin", "rank 0 on host HOST (dp_shard 0) has not finished it"),
+    ],
+)
+def test_all_give_up_a_save_when_the_disk_of_one_hangs(
+    job: Job, of_four: OfFour, shared_path: Path, monkeypatch: pytest.MonkeyPatch,
+    stuck: int, function: str, delay: str,
+) -> None:  # fmt: skip
+    """With the same message; when it is back, saves work again."""
+    function = f"meshtrain.checkpoint.commit.{function}"
+    plain = pkgutil.resolve_name(function)
+    begun, go = threading.Event(), threading.Event()
+
+    def hang(*arguments: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return plain(*arguments)
+
+    state, one = of_four("FSDP")
+    if job.rank == stuck:
+        monkeypatch.setattr(function, hang)
+    one.save(1, ABOUT)
+    write = one._current
+    if job.rank == stuck:
+        assert begun.wait(60)
+    if job.rank == 0 and stuck != 0:
+        wait_until(lambda: write._gathering is write._commit_round and write._gathering.missing() == [stuck])
+    job.gather("hanging", None)
+    time_is_over(one)
+    one.wait()
+    problem = f"it took longer than 0 s (checkpoint.timeout_s): {delay.replace('HOST', job.host)}"
+    assert (one.saved, one.problem) == (None, problem)
+    if job.rank != stuck:
+        one._thread.join(60)  # it gives up as well
+    one.save(2, ABOUT)
+    problem = f"rank {stuck} still waits for the disk with that of step 1, which was given up"
+    assert (one.saved, one.problem, one.wants_stop) == (None, problem, None)
+    go.set()
+    one._thread.join(60)
+    job.gather("coming back", None)
+    one.save(3, ABOUT, wait=True)
+    assert (one.saved, one.problem) == (3, None)
+    job.gather("looking", None)
+    assert folder.complete_steps(shared_path) == [3]
+    check_loaded(shared_path / name_of(3), state)
+
+
+AVERAGE = "optimizer.model.layers.3.mlp.up_proj.weight.exp_avg_sq"
+TWO = "rank 0 on host HOST (dp_replicate 0, dp_shard 0) and rank 2 on host HOST (dp_replicate 1, dp_shard 0)"
+STAGES = "rank 0 on host HOST (pp 0) and rank 3 on host HOST (pp 3) differ from each other"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "rank", "tensor", "says"),
+    [
+        ("DDP", 2, AVERAGE, "rank 2 on host HOST (dp_replicate 2) differs from the 3 other ranks"),
+        ("HSDP", 2, "model.model.layers.0.mlp.up_proj.weight", f"{TWO} differ from each other"),
+        ("tp", 1, "model.model.norm.weight", "rank 1 on host HOST (tp 1) differs from the 3 other ranks"),
+        ("pp", 3, "model.model.embed_tokens.weight", STAGES),
+        ("V", 0, "model.model.embed_tokens.weight", "rank 0 on host HOST (pp 0) holds two different copies"),
+    ],
+)
+def test_copies_that_differ_in_a_bit_are_not_saved(
+    job: Job, of_four: OfFour, shared_path: Path, kind: str, rank: int, tensor: str,
+    says: str,
+) -> None:  # fmt: skip
+    """The rank and the tensor are named."""
+    state, one = of_four(kind)
+    one.save(1, ABOUT, wait=True)
+    assert one.problem is None
+    if job.rank == rank:
+        held = next(held for held in state.shards if held.name == tensor)
+        bits = held.local.detach().view(-1).view(torch.int32)
+        bits[-1] ^= 1 << 20
+    one.save(2, ABOUT, wait=True)
+    assert one.diverged
+    assert f"what must be equal on several ranks is not: {says.replace('HOST', job.host)}" in str(one.wants_stop)
+    assert tensor in str(one.wants_stop)
+    job.gather("looking", None)
+    assert os.listdir(shared_path) == ["step_0000001"]
+
+
+@pytest.mark.ranks(4)
+def test_running_statistics_may_differ(job: Job, shared_path: Path) -> None:
+    """They depend on a rank's own samples."""
+    mesh = build_mesh(Layout({"dp_replicate": 4}))
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(5).eval()
+    model = meshtrain.parallelize(nn.Sequential(nn.Linear(3, 5), norm), mesh, verify=False)
+    norm.train()  # afterwards, since parallelize would refuse it
+    state = State(model, Optimizer(model, Keys(), mesh, 1), mesh, job)
+    model(torch.full((4, 3), float(job.rank)))
+    means = job.gather("comparing", norm.running_mean.tolist())
+    assert means[0] != means[1]
+    save_once(state, job, shared_path)
+
+
+# A whole job --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
 def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
     """Rank 1 takes several deadlines for its second file: in the background, and while all wait, in jobs side by side,
     which sleep for most of their time."""

@@ -19,6 +19,7 @@ from meshtrain.checkpoint.shard_file import BLOCK, FORMAT, Shard, write_shard
 from meshtrain.errors import DamagedError
 from meshtrain.huggingface.safetensors import SIZES, Entry
 from meshtrain.job.storage import fsync_file
+from tests.checkpoint.by_hand import data_of, flip
 from tests.properties import given, settings, st
 
 LARGE = np.random.default_rng(0).integers(0, 2**32, (1100, 2048), dtype=np.uint32).view(np.int32)  # 8.6 MiB: 3 blocks
@@ -101,17 +102,11 @@ def test_a_disk_that_takes_a_little_at_a_time_gets_all(tmp_path: Path, monkeypat
 # Damage -------------------------------------------------------------------------------------------------------------
 
 
-def data_of(path: Path) -> int:
-    """Where the tensors' bytes begin."""
-    return 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
-
-
 @pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 5, LARGE.nbytes - 1])
 def test_a_flipped_bit_is_found_by_whoever_reads_its_block(tmp_path: Path, at: int) -> None:
     path = tmp_path / "rank_00000.safetensors"
     file = write(path)
-    with path.open("r+b") as opened:
-        flip(opened.fileno(), 8 * (data_of(path) + at) + 4)
+    flip(path, 8 * (data_of(path) + at) + 4)
     with Shard(path, file) as damaged:
         assert read(damaged, "model.half") == TENSORS["model.half"].tobytes()
         with pytest.raises(DamagedError, match=r"rank_00000.safetensors: model.large: its bytes") as caught:
@@ -126,18 +121,13 @@ def test_every_flipped_bit_of_a_header_is_found(tmp_path: Path) -> None:
     """The data is whole, so it is the header's own sum, or its length, that tells."""
     path = tmp_path / "rank_00000.safetensors"
     file = write(path, {"a": np.zeros((4, 2), np.float32)})
-    with path.open("r+b") as opened:
-        room, text = 8 * data_of(path), 8 * len(path.read_bytes()[: data_of(path)].rstrip())
-        for bit in (*range(text), *range(text, room, 101)):  # what follows the text is blank
-            flip(opened.fileno(), bit)
-            with pytest.raises(DamagedError, match=r"rank_00000\.safetensors"):
-                Shard(path, file).close()
-            flip(opened.fileno(), bit)
+    room, text = 8 * data_of(path), 8 * len(path.read_bytes()[: data_of(path)].rstrip())
+    for bit in (*range(text), *range(text, room, 101)):  # what follows the text is blank
+        flip(path, bit)
+        with pytest.raises(DamagedError, match=r"rank_00000\.safetensors"):
+            Shard(path, file).close()
+        flip(path, bit)
     Shard(path, file).close()
-
-
-def flip(file: int, bit: int) -> None:
-    os.pwrite(file, bytes([os.pread(file, 1, bit // 8)[0] ^ 1 << bit % 8]), bit // 8)
 
 
 def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
@@ -160,11 +150,6 @@ def test_what_is_not_there(shard: tuple[Path, File]) -> None:
         for rows in (slice(0, 9), slice(-1, 2)):
             with pytest.raises(DamagedError, match=problems):
                 read(opened, "model.half", rows)
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match="no file"):
-        Shard(tmp_path, None)
 
 
 def headed(header: str | bytes, data: bytes = b"", length: int | None = None) -> bytes:

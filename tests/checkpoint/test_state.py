@@ -1,6 +1,6 @@
 """What a checkpoint is made of: every tensor that training changes, once, under one name on every layout."""
 
-from pathlib import Path
+from collections import Counter
 
 import pytest
 import torch
@@ -8,19 +8,18 @@ from torch import Tensor, nn
 
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import State, gather_placements
+from meshtrain.config import Config
 from meshtrain.config.schema import Optimizer as Keys
 from meshtrain.errors import InputError
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.mesh import Mesh
+from meshtrain.modeling.build import build_model
 from meshtrain.optim.optimizer import Optimizer
-from meshtrain.parallel.sharding import tensor_spec
+from meshtrain.parallel.sharding import shape_of, tensor_spec
 from meshtrain.trainer import LossScale
-from tests.checkpoint.known import alone
-from tests.launching import forked
-from tests.parallel.test_tensor_parallel import assert_none_failed
-
-ALONE = Mesh(Layout({}), 0, "cpu", None, {})
-CPU = torch.device("cpu")
+from tests.checkpoint.known import MODEL, OF_4, alone, on
+from tests.comparing import ALONE, CPU
+from tests.parity.experiments import QUICKSTART
 
 
 class Model(nn.Module):
@@ -99,14 +98,28 @@ def test_a_buffer_that_has_grown_is_not_cut_to_the_shape_that_it_had() -> None:
         _ = held.local
 
 
-@pytest.mark.timeout(400)
-def test_parts_on_every_layout_of_4_ranks(tmp_path: Path) -> None:
-    job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "state", timeout=300)
-    assert_none_failed(job, 4, 1000)
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", OF_4)
+def test_each_rank_holds_the_parts_that_the_layout_says(job: Job, kind: str) -> None:
+    """All ranks list the same tensors."""
+    layout = OF_4[kind]
+    state = on(job, layout, "train.precision=float16", kind=kind)
+    placements = [[name, *map(str, vars(placement).values())] for name, placement in state.placements.items()]
+    assert job.gather("comparing", placements) == [placements] * 4
 
+    config = Config.load(QUICKSTART, [*MODEL, "layout={}"], world_size=1)
+    plain = {f"model.{name}": value for name, value in build_model(config, ALONE, CPU).named_parameters()}
+    assert {name for name in state.placements if name.startswith("model.")} == set(plain)
+    assert len(state.placements) == 3 * len(plain) + 3, "averages, updates, and the loss scale"
+    for held in state.shards:
+        assert held.local.shape == shape_of(held.part), held.name
+        if held.name in plain:
+            assert torch.equal(held.local, plain[held.name][held.part]), held.name
 
-@pytest.mark.timeout(400)
-def test_parameters_that_are_sharded_over_a_derived_axis(tmp_path: Path) -> None:
-    """Files name it, each rank writes its part once, and any other layout reads it."""
-    job = forked(4, "-m", "tests.checkpoint.derived_cases", str(tmp_path), timeout=300)
-    assert_none_failed(job, 4, 50)
+    embedding = "model.model.embed_tokens.weight"
+    copies = Counter(held.name for held in state.shards)
+    twice = {name for name, count in copies.items() if count > 1}
+    tied = {embedding, f"optimizer.{embedding[6:]}.exp_avg", f"optimizer.{embedding[6:]}.exp_avg_sq"}
+    assert twice == (tied if kind == "V" and job.rank == 0 else set())
+    last_stage = 0 if kind == "V" else layout.get("pp", 1) - 1
+    assert state.placements[embedding].stages == tuple(sorted({0, last_stage}))

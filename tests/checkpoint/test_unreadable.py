@@ -1,7 +1,7 @@
 """A file that cannot be read now, or not by every host, is not damaged (what a run does then: test_faults.py)."""
 
 import errno
-import json
+import os
 import resource
 from collections import defaultdict
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from meshtrain.checkpoint import shard_file
+from meshtrain.checkpoint.manifest import file_of
 from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.errors import MissingError, UnreadableError
 from meshtrain.job import storage
-from tests.checkpoint.faults import SHARD, Run, failing
-from tests.checkpoint.going_on import small_run
-from tests.launching import forked
+from meshtrain.job.process import Job
+from tests.checkpoint.faults import NEWER, SHARD, Run, failing
+from tests.checkpoint.going_on import Case, run_case
 
 
 def test_commands_do_not_take_it_for_damage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,18 +66,49 @@ def test_patience_has_an_end(
     assert capsys.readouterr().err.count("tried again") == attempts - 1
 
 
-def test_what_one_host_alone_finds_damaged_is_not(tmp_path: Path) -> None:
-    """Two ranks, each on a host of its own: see reading_cases.py."""
-    config = small_run(tmp_path)
-    job = forked(2, "tests/checkpoint/reading_cases.py", str(config), str(tmp_path)).check()
-    first, *results = json.loads((tmp_path / "results.json").read_text())
-    assert first == {"status": 0}, job.err
-    for rank, fault, times, result, names in results:
-        case = f"rank {rank}, {fault}, {times} times: {result}"
-        assert not any("aside" in name for name in names), case
-        if times == 1:
-            assert result == {"status": 0}, case
-            continue
-        assert result["status"] == 1, case
-        assert f"host n{rank} cannot read " in result["error"], case
-        assert "step_0000004" in result["error"], case
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("rank", "error", "file", "times"),
+    [
+        (0, "ESTALE", file_of(0), 99),
+        (0, "ENOENT", file_of(0), 99),
+        (0, "other bits", file_of(0), 99),
+        (1, "ESTALE", file_of(1), 1),
+        (1, "ESTALE", file_of(1), 99),
+        (1, "ENOENT", file_of(1), 1),
+        (1, "ENOENT", file_of(1), 99),
+        (1, "EIO", "manifest.json", 99),
+        (1, "other bits", file_of(1), 99),
+    ],
+)
+def test_what_one_host_alone_finds_damaged_is_not(
+    hosts: Job, small: Path, shared_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: str, file: str,
+    times: int,
+) -> None:  # fmt: skip
+    """It reads once more; then the run ends and names it. Nothing is set aside."""
+    options = (f"train.output={shared_path}/run", "data.workers=0", "checkpoint.every=2", "layout={dp_shard: 2}")
+    assert run_case(Case(str(small), (*options, "train.steps=4")), hosts) == {"status": 0}
+    if hosts.rank == rank and error == "other bits":
+        misread(monkeypatch)
+    elif hosts.rank == rank:
+        failing(None, monkeypatch, "os.open", error, f"{NEWER}/{file}", times)
+    result = run_case(Case(str(small), (*options, "train.steps=5")), hosts)
+    assert not list((shared_path / "run/checkpoints").glob("*aside*"))
+    if times == 1:
+        assert result == {"status": 0}
+        return
+    assert result["status"] == 1
+    assert f"host n{rank} cannot read " in result["error"]
+    assert NEWER in result["error"]
+
+
+def misread(patch: pytest.MonkeyPatch) -> None:
+    plain = os.preadv
+
+    def read(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        count = plain(descriptor, buffers, at)
+        if NEWER in os.readlink(f"/proc/self/fd/{descriptor}") and at > 4096:
+            buffers[0][0] ^= 1
+        return count
+
+    patch.setattr(os, "preadv", read)

@@ -3,8 +3,7 @@
 import asyncio
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,33 +17,18 @@ from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import InputError
+from tests.checkpoint.conftest import MEMORY as URL
+from tests.checkpoint.conftest import Train
 from tests.checkpoint.faults import SHARD, Run, failing
 
-URL = "memory://bucket/prefix"
-Train = Callable[..., str]
 
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     storage = fsspec.filesystem("memory")
     yield storage
     monkeypatch.undo()
     storage.store.clear()
     storage.pseudo_dirs[:] = [""]
-
-
-@pytest.fixture
-def train(fresh: Run, storage: Any) -> Train:
-    """Trains a run in a folder, which uploads its checkpoints."""
-
-    def train(folder: str, *more: str, steps: int = 8, url: str = URL, **how: Any) -> str:
-        printed = fresh.train(f"train.steps={steps}", f"checkpoint.upload={url}", *more, output=folder, **how)
-        for thread in threading.enumerate():  # of a run that was interrupted
-            if thread.name == "upload":
-                thread.join()
-        return printed
-
-    return train
 
 
 def uploaded(url: str = URL) -> list[int]:
@@ -217,6 +201,7 @@ def mute(storage: Any, monkeypatch: pytest.MonkeyPatch) -> type[Mute]:
     return Mute
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers(train: Train, fresh: Run, mute: type[Mute]) -> None:
     """Each call is given up and cancelled, the run ends and says so, and its checkpoints are in its folder."""
     mute.mute = "put_file"

@@ -1,5 +1,6 @@
 """Uploads to a real S3 server (moto's) by s3fs. `make test-integrations`."""
 
+import re
 import shutil
 import threading
 import time
@@ -7,17 +8,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 from meshtrain.checkpoint import upload
-from meshtrain.checkpoint.directory import complete_steps, name_of
+from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import verify
-from tests.checkpoint.going_on import Case, alone, small_run
-from tests.checkpoint.kill import rows
+from tests.checkpoint.conftest import Train
+from tests.checkpoint.faults import SHARD, Run
 
 pytestmark = pytest.mark.integrations
 URL = "s3://bucket/prefix"
@@ -39,45 +39,30 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running.stop()
 
 
-def test_a_run_goes_on_from_s3(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("bucket")
+def test_a_run_goes_on_from_s3(train: Train, fresh: Run) -> None:
     """Its folder is lost, and of the newest checkpoint in the bucket a file was exchanged."""
     import boto3
 
-    config = str(small_run(tmp_path))
-    options = ("checkpoint.every=2", "data.workers=0")
-    assert alone(Case(config, (*options, f"train.output={tmp_path}/whole"))) == {"status": 0}
-    case = (*options, f"train.output={tmp_path}/run", f"checkpoint.upload={URL}")
-    assert alone(Case(config, case, interrupt="end", at=7))["status"] == 1
-    for thread in threading.enumerate():
-        if thread.name == "upload":
-            thread.join()  # of the run, which leaves it: one process uploads to a folder
+    train("run", url=URL, interrupt="end", at=7, status=1)
     uploads = Uploads(URL, Retention())
-    uploads.offer(tmp_path / "run" / "checkpoints")
-    assert uploads.wait()
     assert uploads.steps() == [2, 4, 6]
     client = boto3.client("s3")
-    client.put_object(Bucket="bucket", Key="prefix/step_0000006/rank_00000.safetensors", Body=b"something else")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    capsys.readouterr()
-    assert alone(Case(config, case)) == {"status": 0}
-    out = capsys.readouterr().out
-    assert f"{URL}/step_0000006 is passed over" in out
-    assert f"step_0000004 was brought from {URL}" in out
-    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    client.put_object(Bucket="bucket", Key=f"prefix/{name_of(6)}/{SHARD}", Body=b"something else")
+    shutil.rmtree(fresh.checkpoints)
+    printed = train("run", url=URL)
+    assert f"{URL}/step_0000006 is passed over" in printed
+    assert f"step_0000004 was brought from {URL}" in printed
+    assert fresh.rows() == fresh.undisturbed()
     assert uploads.steps() == [4, 6, 8]
-    assert verify(uploads.fetch(8, tmp_path / "back")) == []
+    assert verify(uploads.fetch(8, fresh.place / "back")) == []
 
 
-def test_a_bucket_that_is_not_there_costs_lines(
-    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("checkpoint.every=4", "data.workers=0", "checkpoint.upload=s3://another/prefix")
-    assert alone(Case(str(small_run(tmp_path)), options)) == {"status": 0}
-    out = capsys.readouterr().out
-    assert "warning: the upload to s3://another/prefix failed: FileNotFoundError" in out
-    assert not verify(tmp_path / "run" / "checkpoints" / name_of(8))
+@pytest.mark.usefixtures("bucket")
+def test_a_bucket_that_is_not_there_costs_lines(train: Train, fresh: Run) -> None:
+    printed = train("run", url="s3://another/prefix")
+    assert "warning: the upload to s3://another/prefix failed: FileNotFoundError" in printed
+    assert not verify(fresh.checkpoints / name_of(8))
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -148,9 +133,8 @@ def refusing(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refu
 
 @pytest.mark.parametrize("how", [403, 500, 0, 100])
 def test_a_server_that_refuses_or_does_not_answer(
-    refusing: type[Refusing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    how: int,
-) -> None:  # fmt: skip
+    how: int, refusing: type[Refusing], train: Train, fresh: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run is as without it, one line says so, and when the server is well again all comes with the next."""
     import s3fs.core
 
@@ -158,33 +142,30 @@ def test_a_server_that_refuses_or_does_not_answer(
     for limit in ("ANSWER_S", "SILENCE_S"):
         monkeypatch.setattr(upload, limit, 5.0)  # of 100 the client waits for ever
     url = f"{URL}_{how}"
-    options = ("checkpoint.every=2", "data.workers=0", f"checkpoint.upload={url}")
     refusing.how = how
-    assert alone(Case(str(small_run(tmp_path)), options)) == {"status": 0}
-    out = capsys.readouterr().out
+    printed = train("run", url=url)
     assert refusing.refused >= 1
-    assert out.count(f"warning: the upload to {url} failed") == 1, out
-    assert out.count(f"warning: {url} lacks checkpoints of this run") == 1, out
-    assert complete_steps(tmp_path / "run" / "checkpoints")[-3:] == [4, 6, 8], "one more where it was being read"
+    assert printed.count(f"warning: the upload to {url} failed") == 1, printed
+    assert printed.count(f"warning: {url} lacks checkpoints of this run") == 1, printed
+    assert fresh.steps()[-3:] == [4, 6, 8], "one more where it was being read"
     uploads = Uploads(url, Retention())
     for _ in range(2):
         before = refusing.refused
-        uploads.offer(tmp_path / "run" / "checkpoints")
+        uploads.offer(fresh.checkpoints)
         assert uploads.wait()
         assert refusing.refused > before, "it was not tried again"
     assert [f"the upload to {url} failed" in note for note in uploads.notes] == [True]
     assert uploads.steps() == []
     refusing.how = None
-    assert alone(Case(str(small_run(tmp_path)), (*options, "train.steps=10"))) == {"status": 0}
-    assert "warning" not in capsys.readouterr().out
+    assert not re.search(f"warning: .*{url}", train("run", url=url, steps=10))
     uploads = Uploads(url, Retention())
     assert uploads.steps() == [6, 8, 10]
-    assert verify(uploads.fetch(10, tmp_path / "back")) == []
+    assert verify(uploads.fetch(10, fresh.place / "back")) == []
 
 
-def test_a_server_that_is_gone(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("bucket")
+def test_a_server_that_is_gone(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checkpoint of its own a run would begin anew, which nobody wants."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    refused = alone(Case(str(small_run(tmp_path)), ("data.workers=0", "checkpoint.upload=s3://elsewhere/prefix")))
-    assert refused["status"] == 2
-    assert "s3://elsewhere/prefix cannot be asked for checkpoints" in refused["error"]
+    refused = train("run", url="s3://elsewhere/prefix", status=2)
+    assert "s3://elsewhere/prefix cannot be asked for checkpoints" in refused

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshtrain.checkpoint import load_weights
 from meshtrain.checkpoint.directory import open_manifest
@@ -16,36 +16,18 @@ from meshtrain.checkpoint.weights import read_part
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.huggingface.load import named_tensors
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import build_model, check_start
-from tests.checkpoint.by_hand import write_checkpoint
+from tests.checkpoint.by_hand import SHARDED, weights_of, write_checkpoint
+from tests.comparing import small_llama
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 35,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 257,
-    "rms_norm_eps": 1e-06,
-}
-SHARDED: dict[str, Any] = {
-    "sizes": {"dp_shard": 3},
-    "cuts": lambda name, tensor: (("dp_shard", 0),) * bool(tensor.dim()),
-}
 REST = "\nbatch: {global_size: 4, micro_size: 4}\ntrain: {steps: 2}\ndata: {seq_len: 32, workers: 0}\n"
 llama = model_file("llama")
 
 
 def made(**keys: Any) -> nn.Module:
-    torch.manual_seed(3)
-    return llama.Model(llama.Config(**SIZES | keys))
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{names[0]}": tensor.detach() for names, tensor in named_tensors(model).items()}
+    return small_llama(vocab_size=257, rms_norm_eps=1e-06, **keys)  # in YAML 1e-06 is a text
 
 
 def checkpoint_of(model: nn.Module, where: Path, **how: Any) -> Path:
@@ -105,7 +87,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path: Path) -> No
     tensors |= {"model.one": torch.ones(2), "model.two": torch.ones(2)}
     for layer in range(2):
         tensors[f"model.model.layers.{layer}.self_attn.q_proj.weight"] = torch.ones(24, 23)
-    tensors["model.model.layers.0.mlp.up_proj.weight"] = torch.ones(35, 24, dtype=torch.int32)
+    tensors["model.model.layers.0.mlp.up_proj.weight"] = torch.ones(40, 24, dtype=torch.int32)
     checkpoint = write_checkpoint(tmp_path, tensors)
     other = made()
     with pytest.raises(InputError) as caught:
@@ -164,7 +146,7 @@ def test_the_manifest_gives_the_keys_that_the_config_does_not(run: Path) -> None
     for start in (run, run / "checkpoints", newest):
         config = read(start, "model.rope_theta=77.0", for_training=True)
         assert config.model.weights == str(newest)
-        assert config.model.keys == asdict(llama.Config(**SIZES, rope_theta=77.0, hidden_dropout=0.25))
+        assert config.model.keys == asdict(made(rope_theta=77.0, hidden_dropout=0.25).config)
         (run / "again.yaml").write_text(config.to_yaml())
         assert Config.load(str(run / "again.yaml")) == config
         check_start(config)

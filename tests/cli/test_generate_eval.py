@@ -221,8 +221,8 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
     answers: dict[str, list[Any]] = {}
     for name, kind in zip(TASKS, ("loglikelihood", "loglikelihood_rolling", "generate_until"), strict=True):
         samples = expected["samples"][name]
-        requests[kind] = [list(one) for sample in samples for one in sample["arguments"]]
-        answers[kind] = [one[0] for sample in samples for one in sample["resps"]]
+        requests[kind] = [list(request) for sample in samples for request in sample["arguments"]]
+        answers[kind] = [answer[0] for sample in samples for answer in sample["resps"]]
     requests = json.loads(json.dumps(requests))
     for _, options in requests["generate_until"][::2]:
         options["max_new_tokens"] = options.pop("max_gen_toks")  # another name of it

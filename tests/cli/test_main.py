@@ -56,11 +56,6 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "meshtrain 1.2.3\n"
 
 
-def test_the_command_line_starts_without_torch() -> None:
-    code = "import sys, meshtrain.cli.main, meshtrain.cli.plan; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_reader_that_has_seen_enough() -> None:
     command = [sys.executable, "-m", "meshtrain.cli", "plan", "quickstart", "layout={dp_shard: 2000}", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -4,23 +4,30 @@ import json
 import math
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
+import meshtrain
 from meshtrain.cli import main as cli
 from meshtrain.cli.memory import _expert_cuts, fsdp_cut, held_by_ranks, parameters_of, table
-from meshtrain.config import Optimizer
+from meshtrain.config import Config, Optimizer
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import model_spec
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.parallel.sharding import Cut, ParameterSpec
-from tests.launching import ROOT, forked
+from meshtrain.modeling.build import build_model
+from meshtrain.parallel.sharding import Cut, ParameterSpec, local_part
+from meshtrain.pipeline.engine import Pipeline
+from tests.launching import ROOT
 from tests.properties import given, settings, st
 
-SCRIPT = Path(__file__).parent / "parameters_cases.py"
 EXPECTED = yaml.safe_load(Path(__file__).with_name("parameters.yaml").read_text())
 
 MODEL = """
@@ -170,41 +177,55 @@ def test_a_large_model_is_a_screen() -> None:
 # Against a job ------------------------------------------------------------------------------------------------------
 
 
+def held_by_this_rank(config: Config) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Of each parameter the layer and the shape of its parts: two stages of a rank may both hold a tied parameter."""
+    assert config.resolved is not None
+    mesh = meshtrain.build_mesh(config.resolved)
+    model = build_model(config, mesh, torch.device("cpu"))
+    stages = [model]
+    if isinstance(model, Pipeline):
+        stages = [model.stage(number) for number in model.schedule.stages_of(mesh.index("pp"))]
+    held = defaultdict(list)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            local, part = local_part(parameter)
+            assert [span.stop - span.start for span in part] == list(local.shape)
+            layer = type(stage.get_submodule(name.rpartition(".")[0])).__name__.removeprefix("FSDP")
+            held[name].append((layer, tuple(local.shape)))
+    return held
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("section", EXPECTED["jobs"], ids=str)
 def test_the_plan_is_what_the_ranks_of_a_job_hold(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Job, section: list[Any], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = []
+    keys, layout, *more = section
     files = {"OWN": model, "MOE": f"{ROOT}/tests/models/moe.py"}
-    for i, (section, layout, *more) in enumerate(EXPECTED["jobs"]):
-        config = {
-            "model": section | {"name": files.get(section["name"], section["name"])},
-            "batch": {"global_size": 8, "micro_size": 2},
-            "train": {"steps": 1},
-            "pipeline": more[0] if more else {},
-            "parallel": {"expert_parallel": more[1]} if len(more) > 1 else {},
-        }
-        path = tmp_path / f"{i}.yaml"
-        path.write_text(json.dumps(config))
-        arguments += [str(path), json.dumps(layout)]
-    done = forked(4, SCRIPT, *arguments).check()
-    rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
-    for name, layout in zip(arguments[::2], arguments[1::2], strict=True):
-        ranks = [row["held"] for row in rows if row["case"] == f"{name} {layout}"]
-        assert len(ranks) == 4
-        assert cli.main(["plan", name, f"layout={layout}", "parallel.compile=false", "--json"]) == 0
-        compare(json.loads(capsys.readouterr().out)["parameters"], ranks)
+    config = {
+        "model": keys | {"name": files.get(keys["name"], keys["name"])},
+        "layout": layout,
+        "batch": {"global_size": 8, "micro_size": 2},
+        "train": {"steps": 1},
+        "pipeline": more[0] if more else {},
+        "parallel": {"expert_parallel": more[1]} if len(more) > 1 else {},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    ranks: list[Any] = [None] * 4
+    dist.all_gather_object(ranks, held_by_this_rank(Config.load(str(path), world_size=4, for_training=True)))
+    assert cli.main(["plan", str(path), "parallel.compile=false", "--json"]) == 0
+    compare(json.loads(capsys.readouterr().out)["parameters"], ranks)
 
 
 def compare(plan: dict, ranks: list[dict]) -> None:
-    """The plan's parameters and what each rank holds: of each a list of (layer, local shape, shape of its part)."""
-    counts = [sum(math.prod(shape) for several in held.values() for _, shape, _ in several) for held in ranks]
+    """The plan's parameters and what each rank holds."""
+    counts = [sum(math.prod(shape) for parts in held.values() for _, shape in parts) for held in ranks]
     assert (plan["fewest"], plan["most"]) == (min(counts), max(counts))
     for held in ranks:
         assert set(held) <= {row["name"] for row in plan["each"]}
     for row in plan["each"]:
-        parts = [part for held in ranks for part in held.get(row["name"], ())]
-        layers = {layer for layer, _, _ in parts} - {"OtherStageBlock"}  # which holds another stage's tied weight
-        assert layers == {row["layer"]}
-        assert all(shape == of_whole for _, shape, of_whole in parts)
-        sizes = list(zip(*(shape for _, shape, _ in parts), strict=True))
+        layers, shapes = zip(*(part for held in ranks for part in held.get(row["name"], ())), strict=True)
+        assert {*layers} - {"OtherStageBlock"} == {row["layer"]}  # which holds another stage's tied weight
+        sizes = list(zip(*shapes, strict=True))
         assert row["on_a_rank"] == {"largest": [*map(max, sizes)], "smallest": [*map(min, sizes)]}, row["name"]

@@ -89,6 +89,40 @@ def write_tokenizer(path: Path, end: str | None = "</s>") -> Path:
     return path
 
 
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Grüße! 1 + 1?"},
+    {"role": "assistant", "content": "Two, 二."},
+    {"role": "user", "content": "And then"},
+    {"role": "assistant", "content": "three"},
+]
+
+
+def tokenizer_folder(folder: Path, template: str | None = CHATML, **config: Any) -> Path:
+    """A byte-level tokenizer without merges, with special tokens, and its config."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot_id|>", "<s>"]
+    )
+    folder.mkdir(exist_ok=True)
+    plain.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", **config}
+    config |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
+
+
 OWN = """
 import torch
 

@@ -1,9 +1,9 @@
 """Packed JSONL and Parquet give the tokens of plain JSONL; what is damaged is named."""
 
 import gzip
-import importlib.util
 import json
 import os
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -69,12 +69,17 @@ def test_a_field_of_another_name(tmp_path: Path) -> None:
     assert len({source.key(open_tokenizer("bytes")) for source in sources}) == 3, "the same file, another meaning"
 
 
-def test_gz_is_read_as_what_is_in_it(tmp_path: Path) -> None:
+def zst(content: bytes) -> bytes:
+    return pytest.importorskip("pyarrow").compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, pytest.param(zst, marks=pytest.mark.integrations)])
+def test_packed_lines_are_read_as_what_is_in_them(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     plain = write_lines(tmp_path / "x.jsonl", ROWS)
     raw = plain.read_bytes()
-    packed = tmp_path / "packed" / "x.jsonl.gz"
+    packed = tmp_path / "packed" / ("x.jsonl.zst" if pack is zst else "x.jsonl.gz")
     packed.parent.mkdir()
-    packed.write_bytes(gzip.compress(raw[:5000]) + gzip.compress(raw[5000:]))  # two members, the cut within a line
+    packed.write_bytes(pack(raw[:5000]) + pack(raw[5000:]))  # two members, the cut within a line
     assert ids_of(jsonl_files(packed)) == ids_of(jsonl_files(packed.parent)) == ids_of(jsonl_files(plain))
 
 
@@ -102,23 +107,10 @@ def test_a_broken_gz_is_named(tmp_path: Path, damage: str) -> None:
         ids_of(jsonl_files(tmp_path / "x.jsonl.gz"))
 
 
-def test_without_pyarrow_the_extra_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "x.jsonl.zst").touch()
-    for opened in (jsonl_files, parquet_files):
-        with pytest.raises(InputError, match=r"needs the package pyarrow: pip install 'meshtrain\[data\]'"):
-            opened(tmp_path / "x.jsonl.zst")
-
-
 @pytest.mark.integrations
-def test_zst_is_read_as_what_is_in_it(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    plain = write_lines(tmp_path / "x.jsonl", ROWS)
-    raw, path = plain.read_bytes(), tmp_path / "x.jsonl.zst"
-    frames = [pyarrow.compress(part, codec="zstd", asbytes=True) for part in (raw[:5000], raw[5000:])]
-    path.write_bytes(b"".join(frames))
-    assert ids_of(jsonl_files(path)) == ids_of(jsonl_files(plain))
-    for broken in (frames[0] + frames[1][:-30], b"x" + frames[0], frames[0][:200] + b"????" + frames[0][204:]):
+def test_a_broken_zst_is_named(tmp_path: Path) -> None:
+    packed, path = zst("".join(json.dumps(row) + "\n" for row in ROWS).encode()), tmp_path / "x.jsonl.zst"
+    for broken in (packed[:-30], b"x" + packed, packed[:200] + b"????" + packed[204:]):
         path.write_bytes(broken)
         with pytest.raises(InputError, match=r"x\.jsonl\.zst is truncated or damaged after line \d+ \("):
             ids_of(jsonl_files(path))

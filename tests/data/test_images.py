@@ -1,6 +1,5 @@
 """Images: digits, MNIST's files, folders; what is augmented. What is refused is in refusals.yaml."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from meshtrain.data import IGNORE
-from meshtrain.errors import InputError
 from tests.data.conftest import Opener
 from tests.data.files import write_images, write_mnist
 
@@ -35,19 +33,6 @@ def test_digits(opened: Opener) -> None:
     assert set(labels_of(data.validation)) == set(range(10))
     assert torch.equal(images_of(data.validation), images_of(other.validation)), "whatever the seed"
     assert data.fingerprint == other.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "extra"), [("sklearn.datasets", "digits", "digits"), ("PIL", "images", "images")]
-)
-def test_a_missing_package_is_named_with_its_extra(
-    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, extra: str
-) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "1.png").touch()
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(InputError, match=rf"pip install 'meshtrain\[{extra}\]'"):
-        opened(source=source, path=tmp_path, image_size=8, validation=0)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

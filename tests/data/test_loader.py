@@ -126,8 +126,6 @@ def test_evaluation_keeps_its_workers_and_may_be_left_early() -> None:
     assert {pid for batches in rounds for batch in batches for pid in batch.inputs[0].flatten().tolist()} == {first}
     assert first != os.getpid()
     assert [values(batches) for batches in rounds] == [list(range(20))] * 2
-    with pytest.raises(TypeError, match="unexpected keyword argument 'worker'"):
-        EvalBatches(Numbers(20), micro_size=2, rank=0, ranks=1, worker=1)
 
 
 def test_reading_ahead_leaves_the_random_numbers_alone() -> None:

@@ -1,6 +1,6 @@
 """What cannot be opened or read is refused with the place and the reason: the rows of refusals.yaml."""
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from meshtrain.data import Document
-from meshtrain.errors import InputError
 from tests.data import files
 from tests.data.conftest import Opener
+from tests.refusing import check_refusals, damage
 
 TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 
@@ -24,6 +24,12 @@ def text(folder: Path) -> dict[str, Any]:
     strict = library.Tokenizer(library.models.WordLevel({"</s>": 0, "the": 1}, "[UNK]"))
     strict.save(str(folder / "strict.json"))
     return {"source": "text", "path": folder / "text"}
+
+
+def chat(folder: Path) -> dict[str, Any]:
+    files.tokenizer_folder(folder)
+    path = files.write_lines(folder / "x.jsonl", [{"messages": files.TALK}])
+    return {"source": "jsonl", "path": path, "tokenizer": str(folder / "tokenizer.json")}
 
 
 def tokens(folder: Path) -> dict[str, Any]:
@@ -66,6 +72,7 @@ GOOD = {
     "sections": lambda folder: {},
     "text": text,
     "jsonl": lambda folder: {"source": "jsonl", "path": folder / "x.jsonl"},
+    "chat": chat,
     "tokens": tokens,
     "megatron": megatron,
     "mnist": mnist,
@@ -75,41 +82,19 @@ GOOD = {
 }
 
 
-def damage(folder: Path, row: dict[str, Any]) -> None:
-    for name, content in row.get("write", {}).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content.encode("latin-1"))
-    for name, patches in row.get("patch", {}).items():
-        raw = bytearray((folder / name).read_bytes())
-        for offset, content in patches.items():
-            raw[offset : offset + len(content)] = content.encode("latin-1")
-        (folder / name).write_bytes(raw)
-    for name, count in row.get("cut", {}).items():
-        (folder / name).write_bytes((folder / name).read_bytes()[:-count])
-    for name, keys in row.get("json", {}).items():
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | keys))
-    for name in row.get("remove", ()):
-        (folder / name).unlink()
-
-
 @pytest.mark.parametrize("source", TABLE)
-def test_each_row_is_refused_with_its_reason(opened: Opener, tmp_path: Path, source: str) -> None:
-    wrong = []
-    for number, row in enumerate(TABLE[source]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+def test_each_row_is_refused_with_its_reason(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    def read(row: dict[str, Any], folder: Path) -> None:
         section = {"seq_len": 1} | GOOD[source](folder)
         damage(folder, row)
         for key, value in row.get("open", {}).items():
             section[key] = value.replace("DIR", str(folder)) if isinstance(value, str) else value
-        items = [tuple(item) for item in row.get("read", ())]
-        message = "nothing"
-        try:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, row.get("hide", "nothing"), None)
             data = opened(**section)
-            if items:
-                data.train.read(items, len(items))
-        except InputError as error:
-            message = str(error)
-        if any(part.replace("DIR", str(folder)) not in message for part in row["says"]):
-            wrong.append(f"{row}: it says {message}")
-    assert not wrong, "\n".join(wrong)
+        if items := [tuple(item) for item in row.get("read", ())]:
+            data.train.read(items, len(items))
+
+    check_refusals(TABLE[source], tmp_path, read)

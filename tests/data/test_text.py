@@ -1,6 +1,5 @@
 """Sources of text, tokenizers, and what is kept from one run to the next."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from meshtrain.data.batch import IGNORE
 from meshtrain.data.split import held_out_mask
 from meshtrain.data.tokenizer import open_tokenizer
-from meshtrain.errors import InputError
 from tests.data.conftest import Opener
 from tests.data.files import write_lines, write_texts, write_tokenizer, write_tokens
 from tests.properties import given, st
@@ -128,13 +126,6 @@ def test_a_tokenizer_file(opened: Opener, tmp_path: Path) -> None:
     assert read_all(data.train)[1] == [200, 400, 300, 100, 0, 400]
     assert data.tokenizer.end == 400
     assert data.tokenizer.decode([100, 200, 5000]) == "the cat"
-
-
-def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(InputError, match=r"pip install 'meshtrain\[tokenizers\]'"):
-        open_tokenizer(str(tmp_path / "x.json"))
 
 
 # The split

@@ -100,6 +100,9 @@ def c10d(id_: str = "job") -> str:
     return f"{C10D}node1:29500 --rdzv-id={id_}"
 
 
+BOTH = {1: c10d(), 2: c10d()}
+
+
 def ids(findings: list[Finding]) -> list[str]:
     return [str(finding["id"]) for finding in findings]
 
@@ -118,42 +121,39 @@ def test_nodes_that_are_started_wrong(doctors: Doctors, case: str) -> None:
 @needs_hosts
 def test_ports_that_are_dropped(doctors: Doctors) -> None:
     network = doctors.network
-    both = {1: c10d(), 2: c10d()}
     network.drop(1, 29500)
-    dropped = doctors.run(both)
+    dropped = doctors.run(BOTH)
     network.open_again(1)
     assert [ids(dropped[host]) for host in (1, 2)] == [["nodes-missing"], ["endpoint-port-dropped"]]
     for host in (1, 2):
         network.drop_all_but(host, 29500)
-    closed = doctors.run(both)
+    closed = doctors.run(BOTH)
     for host in (1, 2):
         network.open_again(host)
     assert [ids(closed[host]) for host in (1, 2)] == [["ports-closed"], ["ports-closed"]]
     network.cut(2)
-    cut = doctors.run(both)
+    cut = doctors.run(BOTH)
     network.heal(2)
     assert [ids(cut[host]) for host in (1, 2)] == [["nodes-missing"], ["endpoint-unreachable"]]
 
 
 @needs_hosts
 def test_the_wrong_one_of_two_interfaces(doctors: Doctors) -> None:
-    both = {1: c10d(), 2: c10d()}
-    findings = doctors.run(both, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "eth1"}})
+    findings = doctors.run(BOTH, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "eth1"}})
     assert ids(findings[1]) == ["interface-wrong"]
     assert "10.88.0.2 gets no answer" in str(findings[1][0]["what"])
     assert findings[1][0]["fix"] == "export GLOO_SOCKET_IFNAME=eth0 on node2"
-    findings = doctors.run(both, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "ib0"}})
+    findings = doctors.run(BOTH, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "ib0"}})
     assert ids(findings[1]) == ["interface-missing"]
 
 
 @needs_hosts
 def test_a_name_that_resolves_to_the_loopback(doctors: Doctors) -> None:
     network, right = doctors.network, [f"10.77.0.{i} node{i}" for i in (1, 2)]
-    both = {1: c10d(), 2: c10d()}
     network.names(2, ["127.0.1.1 node2", right[0]])
-    own_name = doctors.run(both)
+    own_name = doctors.run(BOTH)
     network.names(2, ["127.0.1.1 node1", right[1]])  # as in the image of a machine that was once node1
-    endpoint = doctors.run(both)
+    endpoint = doctors.run(BOTH)
     network.names(2, right)
     assert ids(own_name[1]) == ids(own_name[2]) == ["name-is-loopback"]
     assert "on node2 its own name resolves to 127.0.1.1" in str(own_name[1][0]["what"])
@@ -267,6 +267,7 @@ def test_workers_of_torchrun(tmp_path: Path) -> None:
     assert job.out.count("collectives over gloo") == 1
 
 
+@pytest.mark.slow
 def test_tasks_of_srun(tmp_path: Path) -> None:
     """Two nodes with two tasks and one, as SLURM numbers them; here all are on this machine."""
     common = {

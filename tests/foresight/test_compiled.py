@@ -42,6 +42,7 @@ def saved(step: TracedStep) -> list[int]:
     return sorted(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_saves_what_real_kernels_save(name: str) -> None:
     file, *overrides = CASES[name]

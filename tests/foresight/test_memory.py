@@ -39,6 +39,13 @@ def short_and_whole(config: Config, pp: int = 0) -> tuple[RankMemory, RankMemory
     return short, whole
 
 
+def assert_near(short: RankMemory, whole: RankMemory, most: int) -> None:
+    """The totals differ by so many bytes at most, and what stays is the same."""
+    assert abs(short.total - whole.total) <= most, (short, whole)
+    for part in ("weights", "gradients", "optimizer state"):
+        assert short.parts.get(part) == whole.parts.get(part)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -62,7 +69,8 @@ def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch
     assert short.moment.split(" of ")[0] == whole.moment.split(" of ")[0]
 
 
-KINDS = """
+# A user's model: a llama, with something of its own.
+OWN = """
 from dataclasses import dataclass, replace
 from meshtrain.config.locate import model_file
 
@@ -73,37 +81,41 @@ class Config(llama.Config):
     pass
 
 class Model(llama.Model):
+"""
+KINDS = """
     def __init__(self, config):
         super().__init__(config)
         for layer in self.model.layers[2::3]:
             layer.mlp = llama.MLP(replace(config, intermediate_size=2 * config.intermediate_size))
 """
+DEEP = """
+    def forward(self, tokens, positions, documents=None):
+        self.model.layers[3].mlp  # one that hands on what it gets has none
+        return super().forward(tokens, positions, documents)
+"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["layout={dp_replicate: 2}", "layout={pp: 2}"])
 def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
     """Each by itself, to the byte but for the losses."""
     file = tmp_path / "kinds.py"
-    file.write_text(KINDS)
+    file.write_text(OWN + KINDS)
     layers = 32 if "pp" in layout else 16
     config = loaded(2, f"model.name={file}", f"model.num_hidden_layers={layers}", layout, "batch.global_size=16")
-    short, whole = short_and_whole(config)
-    assert abs(short.total - whole.total) <= 16 * 16, (short, whole)
-    for part in ("weights", "gradients", "optimizer state"):
-        assert short.parts.get(part) == whole.parts.get(part)
+    assert_near(*short_and_whole(config), 16 * 16)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "1f1b", "interleaved-1f1b")), "zbv"]
+)
 def test_extends_a_pipeline(name: str) -> None:
     """To the messages that are under way."""
     keys = "model.num_hidden_layers=9", "layout={pp: 6}", "batch.global_size=24", f"pipeline.schedule={name}"
     config = loaded(6, *keys)
     message = 2 * 32 * 48 * 4
     for pp in (0, 3):
-        short, whole = short_and_whole(config, pp)
-        assert abs(short.total - whole.total) <= 8 * message, (short, whole)
-        for part in ("weights", "gradients", "optimizer state"):
-            assert short.parts.get(part) == whole.parts.get(part)
+        assert_near(*short_and_whole(config, pp), 8 * message)
 
 
 @pytest.mark.parametrize("layout", ["layout={dp_shard: 2}", "layout={pp: 2}"])
@@ -173,26 +185,9 @@ def test_what_is_seldom_is_foreseen_too(overrides: str) -> None:
     assert min(seldom.memory.total, seldom.step.parts["backward"]) > 0
 
 
-DEEP = """
-from dataclasses import dataclass
-from meshtrain.config.locate import model_file
-
-llama = model_file("llama")
-
-@dataclass(frozen=True)
-class Config(llama.Config):
-    pass
-
-class Model(llama.Model):
-    def forward(self, tokens, positions, documents=None):
-        self.model.layers[3].mlp  # one that hands on what it gets has none
-        return super().forward(tokens, positions, documents)
-"""
-
-
 def test_a_model_that_does_not_run_with_few_blocks_is_traced_whole(tmp_path: Path) -> None:
     file = tmp_path / "deep.py"
-    file.write_text(DEEP)
+    file.write_text(OWN + DEEP)
     keys = "model.num_hidden_layers=5", "layout={dp_shard: 2}", "batch.global_size=64"
     deep, plain = (
         Prediction(loaded(2, *keys, *name), load("h100"), traced=True) for name in ((f"model.name={file}",), ())
@@ -203,13 +198,14 @@ def test_a_model_that_does_not_run_with_few_blocks_is_traced_whole(tmp_path: Pat
 
 def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
-    file.write_text(DEEP.replace("layers[3]", "layers[30]"))
+    file.write_text(OWN + DEEP.replace("layers[3]", "layers[30]"))
     prediction = Prediction(loaded(2, "layout={dp_shard: 2}", f"model.name={file}"), traced=True)
     for name in ("memory", "works"):
         with pytest.raises(UntracedError, match="does not run on the meta device"):
             getattr(prediction, name)
 
 
+@pytest.mark.slow
 def test_traces_in_processes_beside_each_other_say_the_same() -> None:
     config, hardware = loaded(2, "layout={pp: 2}"), load("h100")
     with ProcessPoolExecutor(2, get_context("fork")) as pool:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -38,107 +38,91 @@ from meshtrain.layout import AXES, DATA_AXES, Layout
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
 
-CONFIG = """
-model: {name: llama, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4}
-data: {seq_len: 32}
-batch: {global_size: 24, micro_size: 4}
-train: {steps: 1}
-"""
+SMALL = str(Path(__file__).with_name("small.yaml"))
 SLOWER = {"none": 1.0, "selective": 1.1, "full": 1.3}
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    path = tmp_path / "small.yaml"
-    path.write_text(CONFIG)
-    return str(path)
+KEPT = {"none": 4, "selective": 2, "full": 1}
 
 
 def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter("memory")) -> Forecast:
     """A machine of a few terms: kernels that are launched, messages, a pipeline that fills; exact and quick."""
 
-    def kernels(layout: Layout, micro_size: int) -> float:
-        count = microbatches(24, micro_size, layout.size(*DATA_AXES))
-        return count * max(micro_size / layout.size("tp", "cp"), 0.3) / layout.size("pp")
-
     def work(config: Config) -> float:
-        layout, regather = config.resolved, 1.02 if config.parallel.regather else 1.0
-        sent = 0.01 * layout.size("tp", "cp") * (1.5 if config.parallel.context == "ring" else 1) / layout.context_heads
-        return kernels(layout, config.batch.micro_size) * SLOWER[config.parallel.recompute] * regather + sent
+        layout, parallel, micro_size = config.resolved, config.parallel, config.batch.micro_size
+        count = microbatches(24, micro_size, layout.size(*DATA_AXES))
+        kernels = count * max(micro_size / layout.size("tp", "cp"), 0.3) / layout.size("pp")
+        sent = 0.01 * layout.size("tp", "cp") * (1.5 if parallel.context == "ring" else 1) / layout.context_heads
+        return kernels * SLOWER[parallel.recompute] * (1.02 if parallel.regather else 1.0) + sent
 
-    def bound(config: Config) -> float:
-        layout = config.resolved
-        return work(config) * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+    def predict(config: Config) -> Any:
+        layout, parallel = config.resolved, config.parallel
+        shards = layout.size("dp_shard", "cp")
+        bound = work(config) * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+        parts = {
+            "blocks": bound,
+            "dp_shard": 0.02 * (shards > 1) * (1 + parallel.reshard_after_forward),
+            "dp_replicate": 0.03 * (layout.size("dp_replicate") > 1),
+            "schedule": 0.001 * len(config.pipeline.schedule),
+        }
+        weights = 40 / layout.size("pp", "tp") / shards
+        kept = KEPT[parallel.recompute] * config.batch.micro_size - 0.2 * parallel.regather
+        gathered = 4 * (not parallel.reshard_after_forward) * (shards > 1)
+        return SimpleNamespace(
+            config=config,
+            bound=bound,
+            step=SimpleNamespace(seconds=sum(parts.values()), parts=parts),
+            memory=SimpleNamespace(total=weights + kept / layout.size("tp", "cp") + gathered),
+        )
 
-    @dataclass
-    class Prediction:
-        config: Config
-
-        @property
-        def step(self) -> Any:
-            layout = self.config.resolved
-            gather = 0.02 * (layout.size("dp_shard", "cp") > 1) * (1 + self.config.parallel.reshard_after_forward)
-            sums = 0.03 * (layout.size("dp_replicate") > 1)
-            named = {"blocks": bound(self.config), "dp_shard": gather, "dp_replicate": sums}
-            named["schedule"] = 0.001 * len(self.config.pipeline.schedule)
-            return SimpleNamespace(seconds=sum(named.values()), parts=named)
-
-        @property
-        def bound(self) -> float:
-            return bound(self.config)
-
-        @property
-        def memory(self) -> Any:
-            layout, parallel = self.config.resolved, self.config.parallel
-            weights = 40 / layout.size("pp", "tp") / layout.size("dp_shard", "cp")
-            kept = {"none": 4, "selective": 2, "full": 1}[parallel.recompute] * self.config.batch.micro_size
-            gathered = 4 * (not parallel.reshard_after_forward) * (layout.size("dp_shard", "cp") > 1)
-            return SimpleNamespace(
-                total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
-            )
-
-    return Forecast(lambda configs: None, work, Prediction, lambda prediction: partial(trace, prediction), memory)
+    return Forecast(lambda configs: None, work, predict, lambda prediction: partial(trace, prediction), memory)
 
 
-def space(config: str, world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
-    loaded = Config.load(config, ["layout={dp_shard: -1}"], world_size=world)
-    return Space(replace(loaded, resolved=loaded.resolved.on_hosts(hosts or (world,))), vary, fixed)
+def space(world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
+    return space_of(load_small(world, "layout={dp_shard: -1}"), vary, hosts, **fixed)
 
 
-def loader(config: str, world: int) -> Callable[[list[str]], Config]:
-    return lambda overrides: Config.load(config, overrides, world_size=world)
+def space_of(config: Config, vary: tuple[str, ...], hosts: tuple[int, ...] = (), **fixed: int) -> Space:
+    layout = config.resolved
+    return Space(replace(config, resolved=layout.on_hosts(hosts or (layout.world_size,))), vary, fixed)
+
+
+def load_small(world: int, *overrides: str) -> Config:
+    return Config.load(SMALL, overrides, world_size=world)
+
+
+def run(search: Search, world: int, **options: Any) -> list[Candidate]:
+    """What a search shows when it reads each layout as a run of so many processes does."""
+    return search.run(lambda overrides: load_small(world, *overrides), **options)
 
 
 def every_candidate(searched: Space) -> list[Candidate]:
     return [candidate for first in searched.candidates() for candidate in searched.schedules(first)]
 
 
-def test_a_schedule_of_a_file_is_tried_where_it_fits(config: str, tmp_path: Path) -> None:
+def test_a_schedule_of_a_file_is_tried_where_it_fits(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
     keys = f"pipeline.schedule={file}", "batch.micro_size=4", "batch.global_size=8"
-    whole = Config.load(config, [*keys, "layout={dp_shard: 2}"], world_size=2)
-    tried = Space(replace(whole, resolved=whole.resolved.on_hosts((2,))), ("layout", "batch.micro_size"))
-    accepted = every_candidate(tried)
+    config = load_small(2, *keys, "layout={dp_shard: 2}")
+    accepted = every_candidate(space_of(config, ("layout", "batch.micro_size")))
     assert {(candidate.layout.size("pp"), candidate.parts[0]) for candidate in accepted} == {(1, 1), (2, 2)}
     assert {c.settings["batch.micro_size"] for c in accepted if c.layout.size("pp") == 2} == {4}  # 2 microbatches
 
 
-def test_a_layout_that_stays(config: str) -> None:
-    candidates = space(config, 2, ("batch.micro_size",)).candidates()
+def test_a_layout_that_stays() -> None:
+    candidates = space(2, ("batch.micro_size",)).candidates()
     assert len({candidate.settings["batch.micro_size"] for candidate in candidates}) > 1
 
 
-def test_layouts_are_those_that_the_config_takes(config: str) -> None:
+def test_layouts_are_those_that_the_config_takes() -> None:
     """Each layout of 16 processes, read as training reads it: taken or refused by both."""
-    accepted = {candidate.layout.shape for candidate in every_candidate(space(config, 16, ("layout",)))}
+    accepted = {candidate.layout.shape for candidate in every_candidate(space(16, ("layout",)))}
     taken, refused = set(), 0
     for sizes in itertools.product((1, 2, 4, 8, 16), repeat=len(AXES)):
         if math.prod(sizes) != 16:
             continue
         layout = ", ".join(f"{axis}: {n}" for axis, n in zip(AXES, sizes, strict=True))
         try:
-            taken.add(Config.load(config, [f"layout={{{layout}}}"], world_size=16).resolved.shape)
+            taken.add(load_small(16, f"layout={{{layout}}}").resolved.shape)
         except ConfigErrors:
             refused += 1
     assert accepted == taken
@@ -146,14 +130,14 @@ def test_layouts_are_those_that_the_config_takes(config: str) -> None:
     assert refused
 
 
-def test_candidates_train(config: str) -> None:
+def test_candidates_train() -> None:
     """A sample of all candidates, with every key: what the overrides make is what was searched."""
-    searched = space(config, 16)
+    searched = space(16)
     every = every_candidate(searched)
     sample = every[:: len(every) // 25]
     saved = [lean for candidate in sample[::3] for lean in searched.savings(candidate, most=True)]
     for candidate in [*sample, *saved]:
-        loaded, applied = loader(config, 16)(candidate.overrides(searched.config)), candidate.apply(searched.config)
+        loaded, applied = load_small(16, *candidate.overrides(searched.config)), candidate.apply(searched.config)
         for name in ("parallel", "pipeline", "batch"):
             assert getattr(loaded, name) == getattr(applied, name)
         assert loaded.resolved.context_heads == applied.resolved.context_heads
@@ -177,20 +161,20 @@ def brute_force(searched: Space, forecast: Forecast) -> list[tuple[float, Candid
 
 
 @pytest.mark.parametrize("memory", [math.inf, 9.0, 5.0, 3.6])
-def test_it_finds_what_trying_everything_finds(memory: float, config: str) -> None:
+def test_it_finds_what_trying_everything_finds(memory: float) -> None:
     """The first is the simplest of the fastest; the others are the fastest layouts, in this order."""
     vary = tuple(key for key in KEYS if key not in (COMPILE, SEQUENCE))
-    searched, forecast = space(config, 16, vary), stand_in(memory)
+    searched, forecast = space(16, vary), stand_in(memory)
     every = brute_force(searched, forecast)
     search = Search(searched, forecast)
-    shown = search.run(loader(config, 16), show=30)
+    shown = run(search, 16, show=30)
     near = [candidate for seconds, candidate in every if seconds <= every[0][0] * (1 + NEAR)]
 
     def simple(candidate: Candidate) -> tuple[float, ...]:
         return *candidate.parts, forecast.predict(candidate.apply(searched.config)).memory.total
 
     assert simple(shown[0]) == min(map(simple, near))
-    few = Search(space(config, 16, vary), forecast).run(loader(config, 16), show=2)  # ends as early as it may
+    few = run(Search(space(16, vary), forecast), 16, show=2)  # ends as early as it may
     assert simple(few[0]) == simple(shown[0])
     fastest = {candidate.layout.shape: seconds for seconds, candidate in reversed(every)}
     assert min(candidate.prediction.step.seconds for candidate in shown) == pytest.approx(every[0][0])
@@ -198,9 +182,9 @@ def test_it_finds_what_trying_everything_finds(memory: float, config: str) -> No
     assert search.predicted < len(every) / 3 or memory < math.inf
 
 
-def test_the_least_memory_of_the_fastest(config: str) -> None:
-    searched, forecast = space(config, 16, ("layout", MICRO, *SAVINGS)), stand_in()
-    [first, *_] = Search(searched, forecast, "memory").run(loader(config, 16), error=4)
+def test_the_least_memory_of_the_fastest() -> None:
+    searched, forecast = space(16, ("layout", MICRO, *SAVINGS)), stand_in()
+    [first, *_] = run(Search(searched, forecast, "memory"), 16, error=4)
     best = brute_force(searched, forecast)[0][0]
     leanest = math.inf
     for candidate in searched.candidates():
@@ -213,11 +197,11 @@ def test_the_least_memory_of_the_fastest(config: str) -> None:
     assert first.prediction.step.seconds <= best * 5
 
 
-def test_what_is_not_shown_has_a_reason(config: str) -> None:
+def test_what_is_not_shown_has_a_reason() -> None:
     """Without schedules each candidate is refused, does not fit, is slower than what is shown, or was predicted."""
-    searched = space(config, 16, ("layout", MICRO))
+    searched = space(16, ("layout", MICRO))
     search = Search(searched, stand_in(6.0))
-    shown = search.run(loader(config, 16), show=2)
+    shown = run(search, 16, show=2)
     counts = {reason: count for reason, (count, _) in searched.rejected.items()}
     refused = {"more ranks of pp than blocks", "tp that the model does not take"}
     bounded = {"slower than these, by a bound", "not simpler than these, nor faster by a bound"}
@@ -226,15 +210,15 @@ def test_what_is_not_shown_has_a_reason(config: str) -> None:
     assert [bool(candidate.reason) for candidate in shown] == [False, True]
 
 
-def test_what_the_trace_does_not_let_fit_gives_its_place_to_the_next(config: str) -> None:
-    layouts = [candidate.layout for candidate in Search(space(config, 8), stand_in()).run(loader(config, 8), show=2)]
+def test_what_the_trace_does_not_let_fit_gives_its_place_to_the_next() -> None:
+    layouts = [candidate.layout for candidate in run(Search(space(8), stand_in()), 8, show=2)]
 
     def trace(prediction: Any) -> Any:
         first = prediction.config.resolved.shape == layouts[0].shape
         return SimpleNamespace(total=prediction.memory.total + 100 * first)
 
-    searched = space(config, 8)
-    [first] = Search(searched, stand_in(90, trace)).run(loader(config, 8), show=1)
+    searched = space(8)
+    [first] = run(Search(searched, stand_in(90, trace)), 8, show=1)
     assert first.layout.shape != layouts[0].shape
     assert first.memory.total == first.prediction.memory.total
     count, example = searched.rejected["do not fit when they are traced"]
@@ -243,28 +227,28 @@ def test_what_the_trace_does_not_let_fit_gives_its_place_to_the_next(config: str
 
 
 @pytest.mark.parametrize("hosts", [(8, 4), (4, 8), (6, 6)])
-def test_tp_stays_within_hosts_of_any_size(hosts: tuple[int, ...], config: str) -> None:
-    searched = space(config, 12, ("layout",), hosts)
+def test_tp_stays_within_hosts_of_any_size(hosts: tuple[int, ...]) -> None:
+    searched = space(12, ("layout",), hosts)
     for candidate in searched.candidates():
         layout = candidate.layout
         assert not any(layout.crosses_hosts(group) for group in layout.groups("tp"))
     assert any("more than a host" in reason for reason in searched.rejected)
 
 
-def test_sequences_are_not_cut_into_crumbs_over_hosts(config: str) -> None:
+def test_sequences_are_not_cut_into_crumbs_over_hosts() -> None:
     """Of 32 tokens over hosts of 2: unless it is asked for."""
-    layouts = {first.layout.size("cp") for first in space(config, 16, ("layout",), (2,) * 8).candidates()}
+    layouts = {first.layout.size("cp") for first in space(16, ("layout",), (2,) * 8).candidates()}
     assert layouts == {1, 2}
-    assert {first.layout.size("cp") for first in space(config, 16, ("layout",), (2,) * 8, cp=8).candidates()} == {8}
+    assert {first.layout.size("cp") for first in space(16, ("layout",), (2,) * 8, cp=8).candidates()} == {8}
 
 
-def test_what_is_kept_and_what_is_refused_as_a_whole(config: str) -> None:
-    shown = Search(space(config, 8, ("layout",), tp=4), stand_in()).run(loader(config, 8))
+def test_what_is_kept_and_what_is_refused_as_a_whole() -> None:
+    shown = run(Search(space(8, ("layout",), tp=4), stand_in()), 8)
     assert {(candidate.layout.size("tp"), candidate.settings[MICRO]) for candidate in shown} == {(4, 4)}
     with pytest.raises(InputError, match=r"--keep: {tp: 3} does not divide the 8 processes"):
-        Search(space(config, 8, ("layout",), tp=3), stand_in()).run(loader(config, 8))
-    searched = space(config, 8, ("layout",))
-    assert not Search(searched, stand_in()).run(loader(config, 9))
+        run(Search(space(8, ("layout",), tp=3), stand_in()), 8)
+    searched = space(8, ("layout",))
+    assert not run(Search(searched, stand_in()), 9)
     assert "start 8" in searched.rejected["refused when it is read as a whole"][1]
 
 
@@ -286,12 +270,12 @@ def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
             assert bound > 0.6 * takes
 
 
-def test_the_work_of_a_search_does_not_grow_with_the_world(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_a_search_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `tp` and `cp` alone, a thousand times as many ranks: as many traces, and no list of ranks."""
     ranks, traces = Counter[int](), Counter[int]()
     offsets, counted = Layout._offsets, blocks._counted
     for world in (32, 32768):
-        searched = space(config, world, ("layout", SCHEDULE), (8,) * (world // 8), tp=1, cp=1)
+        searched = space(world, ("layout", SCHEDULE), (8,) * (world // 8), tp=1, cp=1)
 
         def listed(*args: Any, world: int = world) -> list[int]:
             ranks[world] += len(members := offsets(*args))
@@ -305,7 +289,7 @@ def test_the_work_of_a_search_does_not_grow_with_the_world(config: str, monkeypa
         monkeypatch.setattr(blocks, "_counted", traced)
         monkeypatch.setattr(blocks, "_known", {})
         search = Search(searched, replace(forecast(load("h100")), trace=partial(partial, attrgetter("memory"))))
-        assert search.run(loader(config, world), show=1)
+        assert run(search, world, show=1)
         assert search.predicted < 600
     assert 0 < traces[32768] <= traces[32]
     assert ranks[32768] < 32768

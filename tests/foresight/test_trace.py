@@ -1,17 +1,29 @@
 """A traced step has the live bytes of the same step with real CPU tensors, to the byte, and sends what it counts."""
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from meshtrain.attention import AttentionContext
 from meshtrain.config import Config
+from meshtrain.data.batch import Batch
 from meshtrain.foresight import trace
+from meshtrain.foresight.trace import TracedStep
+from meshtrain.job.process import Job
+from meshtrain.mesh import build_mesh
 from meshtrain.parallel import fsdp
 from meshtrain.pipeline.schedule import NAMES
 from tests.foresight.traced import SMALL
-from tests.launching import ROOT, forked
+from tests.launching import ROOT
+from tests.ranks import made_once
 
 QUICKSTART, CONVNET, EXPERTS = "configs/quickstart.yaml", "configs/digits.yaml", "configs/moe.yaml"
 DDP, FSDP, TP, CP, PP = (f"layout={{{axis}: 2}}" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
@@ -29,26 +41,84 @@ CASES = {
     "Muon": (QUICKSTART, FSDP, "optimizer.name=muon"),
     **{f"pp, {name}": (QUICKSTART, PP, f"pipeline.schedule={name}") for name in NAMES},
 }
+SLOW = [f"pp, {name}" for name in NAMES if name not in ("1f1b", "zbv")]
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What the two processes of a job have seen of each case."""
-    folder = tmp_path_factory.mktemp("traced")
-    cases = {name: [file, [*SMALL[file], *overrides]] for name, (file, *overrides) in CASES.items()}
-    (folder / "cases.json").write_text(json.dumps(cases))
-    forked(2, ROOT / "tests/foresight/trace_cases.py", folder / "cases.json", folder).check()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_equals_real_tensors(name: str, real: list[dict], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+def config_of(name: str) -> Config:
     file, *overrides = CASES[name]
-    config = Config.load(ROOT / file, [*SMALL[file], *overrides], world_size=2)
-    rank = int(name.startswith("pp"))  # of a pipeline the one that receives activations
-    traced = trace.trace_rank(config, config.resolved, rank, device_type="cpu")
-    assert asdict(traced) == real[rank][name]
+    return Config.load(ROOT / file, [*SMALL[file], *overrides], world_size=2)
+
+
+def write_traces(names: Sequence[str], folder: Path) -> None:
+    """Traces both ranks of each case, in a process of its own: a trace has process groups that send nothing."""
+    process = get_context("spawn").Process(target=trace_all, args=(names, folder / "traces.json"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def trace_all(names: Sequence[str], file: Path) -> None:
+    fsdp.MIN_UNIT_SIZE = 0
+    traces = {}
+    for name in names:
+        config = config_of(name)
+        ranks = [trace.trace_rank(config, config.resolved, rank, device_type="cpu") for rank in range(2)]
+        traces[name] = [asdict(traced) for traced in ranks]
+    file.write_text(json.dumps(traces))
+
+
+def in_turn(scores: Tensor, count: int) -> Tensor:
+    """Chooses experts round-robin: equally loaded, as a trace assumes."""
+    slots = torch.arange(scores.shape[:-1].numel() * count)
+    return (slots % scores.shape[-1]).view(*scores.shape[:-1], count)
+
+
+@pytest.fixture
+def as_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a trace assumes: blocks that are gathered one by one, experts with equal loads, and a GPU's copy of a batch,
+    which is another one than the host's."""
+    to = Batch.to
+
+    def copy(x: Tensor | AttentionContext | None) -> Tensor | AttentionContext | None:
+        return x.clone() if isinstance(x, Tensor) else x and x.apply(torch.clone)
+
+    def copied(batch: Batch, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True) -> Batch:
+        tensors = to(batch, device, dtype, first, last).tensors.items()
+        inputs = {name: copy(x) if i or first else x for i, (name, x) in enumerate(tensors)}
+        return Batch(inputs, batch.targets.clone() if last else batch.targets)
+
+    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+    monkeypatch.setattr(Batch, "to", copied)
+    with torch.library._scoped_library("meshtrain", "IMPL") as library:
+        library.impl("choose", in_turn, "CPU")
+        yield
+
+
+def leave_to_the_host(step: TracedStep, x: Tensor | AttentionContext) -> None:
+    """Excludes tensors from the count that would be on the host in a GPU run."""
+    for tensor in (x,) if isinstance(x, Tensor) else vars(x).values():
+        if isinstance(tensor, Tensor):
+            step.live._alive[tensor.untyped_storage()._cdata] = None, 0, "host"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
+@pytest.mark.usefixtures("as_traced")
+def test_equals_real_tensors(name: str, job: Job, session_path: Path) -> None:
+    is_slow = name in SLOW
+    traced_together = [other for other in CASES if (other in SLOW) == is_slow]
+    folder = session_path / ("traces of slow cases" if is_slow else "traces")
+    if job.rank == 0:
+        made_once(folder, partial(write_traces, traced_together))
+    dist.barrier()
+    traces = json.loads((folder / "traces.json").read_text())
+    config = config_of(name)
+    step = TracedStep(config, build_mesh(config.resolved, "cpu"), torch.device("cpu"))
+    for batch in step.microbatches:
+        batch.apply(partial(leave_to_the_host, step))
+    assert asdict(step.trace()) == traces[name][job.rank]
 
 
 def test_a_norm_saves_what_a_gpus_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import asdict
 from pathlib import Path
 
-from tests.fuzz.cells import Cell, drawn, smaller, to_dict
+from tests.fuzz.cells import Cell, drawn, smaller
 from tests.fuzz.test_fuzz import recipe
 from tests.launching import ROOT
 
@@ -21,22 +23,17 @@ def run(environment: dict[str, str], quiet: bool) -> dict[str, str]:
     """Runs the cells that `environment` names: test -> `passed`, `skipped` or `failure`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
+        options = "-m '' -q -rs -p no:cacheprovider"
         command = [
             sys.executable,
             "-m",
             "pytest",
-            "-m",
-            "",
-            "-q",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
+            *shlex.split(options),
             f"--junitxml={report}",
+            "tests/fuzz/test_fuzz.py",
         ]
         output = subprocess.DEVNULL if quiet else None
-        subprocess.run(
-            [*command, "tests/fuzz/test_fuzz.py"], cwd=ROOT, env=os.environ | environment, stdout=output, check=False
-        )
+        subprocess.run(command, cwd=ROOT, env=os.environ | environment, stdout=output, check=False)
         ends = {}
         for case in ET.parse(report).iter("testcase"):
             tags = {child.tag for child in case}
@@ -45,7 +42,7 @@ def run(environment: dict[str, str], quiet: bool) -> dict[str, str]:
 
 
 def fails(cell: Cell) -> bool:
-    return "failure" in run({"FUZZ_CELL": json.dumps(to_dict(cell))}, quiet=True).values()
+    return "failure" in run({"FUZZ_CELL": json.dumps(asdict(cell))}, quiet=True).values()
 
 
 def shrunk(cell: Cell) -> Cell:

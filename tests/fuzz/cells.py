@@ -6,7 +6,7 @@ combinations make sense, so that a new key needs a line here and nothing else.
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -224,10 +224,6 @@ def smaller(cell: Cell) -> Iterator[Cell]:
             if size % part == 0:
                 layout = {"layout": cell.first["layout"] | {axis: part}}
                 yield replace(cell, first=cell.first | layout, then=cell.first | layout)
-
-
-def to_dict(cell: Cell) -> Keys:
-    return asdict(cell)
 
 
 def parts_of_unequal_length(experiment: Keys, layout: Keys) -> bool:

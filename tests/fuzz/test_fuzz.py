@@ -20,6 +20,7 @@ from tests.fuzz.cells import BASE, SAVED, Cell, drawn, overrides, world_of
 from tests.parity.cells import assert_same
 from tests.parity.experiments import Experiment
 from tests.parity.runs import train_alone, train_here
+from tests.ranks import row
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CELLS = int(os.environ.get("FUZZ_CELLS", "60"))
@@ -29,11 +30,8 @@ TOLERANCE = 1e-9
 
 def parameters() -> list[Any]:
     if GIVEN is not None:
-        return [
-            pytest.param(Cell(**json.loads(GIVEN)).world, None, id=f"{Cell(**json.loads(GIVEN)).world}-ranks-given")
-        ]
-    worlds = [world_of(SEED, number) for number in range(CELLS)]
-    return [pytest.param(world, i, id=f"{world}-ranks-{SEED}/{i}") for i, world in enumerate(worlds)]
+        return [row(Cell(**json.loads(GIVEN)).world, None, name="given")]
+    return [row(world_of(SEED, number), number, name=f"{SEED}/{number}") for number in range(CELLS)]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Several hosts, which are network namespaces of this machine, train to the losses of one process."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -30,26 +31,35 @@ def alone(llama: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
-def train(network: Network, folder: Path, launch: str, counts: tuple[int, int], *words: str) -> str:
+def train(agents: Agents, launch: str, counts: tuple[int, int], *words: str, **variables: str) -> str:
     """A job on two hosts with so many processes; what it has printed."""
-    agents = Agents(network, folder)
     for host, count in enumerate(counts, 1):
         options = f"{launch.format(node=host - 1)} --nproc-per-node={count}"
-        agents.start(host, options, *words)
+        agents.start(host, options, *words, variables=variables)
     agents.end(*agents.agents)
     return agents.printed
 
 
-def test_two_by_two(llama: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
-    """The same command on both nodes; tp stays inside a host."""
+INSIDE = ["4 processes = 2 hosts x 2, on cpu over gloo, met at node1:"]
+ACROSS = [
+    "warning: tp crosses hosts in 1 of 1 groups (the first is ranks [0, 1] on node1 and node2)",
+    "tp: 2 does not divide the 1 process of node1",
+]
+
+
+@pytest.mark.parametrize(("processes", "says"), [(2, INSIDE), (1, ACROSS)], ids=["inside", "across"])
+def test_tensor_parallelism_inside_of_hosts_and_across(
+    processes: int, says: list[str], llama: tuple[str, ...], alone: Path, tmp_path: Path
+) -> None:
+    """The same command on both nodes. Across hosts it is slow, and right."""
     with Network(2, tmp_path) as network:
-        printed = train(network, tmp_path, C10D, (2, 2), *llama, "layout={dp_shard: -1, tp: 2}")
-    same_as(tmp_path / "run", alone)
-    assert "4 processes = 2 hosts x 2, on cpu over gloo, met at node1:" in printed
-    assert "tp crosses hosts" not in printed
-    table = (tmp_path / "run/layout.txt").read_text()
-    assert "node1" in table
-    assert "node2" in table
+        agents = Agents(network, tmp_path)
+        printed = train(agents, C10D, (processes, processes), *llama, "layout={dp_shard: -1, tp: 2}")
+    same_as(agents.run, alone)
+    assert all(line in printed for line in says), printed
+    assert ("tp crosses hosts" in printed) == (says == ACROSS)
+    table = (agents.run / "layout.txt").read_text()
+    assert {"node1", "node2"} <= set(re.findall(r"\w+", table))
 
 
 def test_two_and_one(llama: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
@@ -62,18 +72,6 @@ def test_two_and_one(llama: tuple[str, ...], alone: Path, tmp_path: Path) -> Non
             others = [f"{network.address(other)} node{other}" for other in network.hosts if other != host]
             network.names(host, [f"127.0.1.1 node{host}", *others])
         agents = Agents(network, tmp_path)
-        for host, count in ((1, 2), (2, 1)):
-            options = f"{STATIC.format(node=host - 1)} --nproc-per-node={count}"
-            agents.start(host, options, *llama, variables={"GLOO_SOCKET_IFNAME": "eth0"})
-        agents.end(*agents.agents)
-    same_as(tmp_path / "run", alone)
-    assert "3 processes = 2 on node1 + 1 on node2, on cpu over gloo, met at node1:29501" in agents.printed
-
-
-def test_tensor_parallelism_across_hosts_says_why(llama: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
-    """It is slow, and right."""
-    with Network(2, tmp_path) as network:
-        printed = train(network, tmp_path, C10D, (1, 1), *llama, "layout={dp_shard: 1, tp: 2}")
-    same_as(tmp_path / "run", alone)
-    assert "warning: tp crosses hosts in 1 of 1 groups (the first is ranks [0, 1] on node1 and node2)" in printed
-    assert "tp: 2 does not divide the 1 process of node1" in printed
+        printed = train(agents, STATIC, (2, 1), *llama, GLOO_SOCKET_IFNAME="eth0")
+    same_as(agents.run, alone)
+    assert "3 processes = 2 on node1 + 1 on node2, on cpu over gloo, met at node1:29501" in printed

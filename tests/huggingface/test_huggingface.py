@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,10 @@ from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.huggingface.load import check_weights, named_tensors, open_folder
-from meshtrain.modeling.build import plain_model
 from meshtrain.run.weights_export import turns
-from tests.checkpoint.by_hand import write_checkpoint
 from tests.huggingface.models import (
     MODELS,
     REST,
-    TOKENS,
     assert_loads,
     changed,
     logits,
@@ -87,119 +82,6 @@ def test_a_tied_head_may_be_in_the_files_if_it_is_the_same(tmp_path: Path) -> No
         with_weights(run_config(tmp_path / "in"))
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"model_type": "mistral"}, ["model_type is mistral", "config.json", "llama only"]),
-        ({"model_type": None}, ["model_type is missing"]),
-        ({"attention_bias": True}, ["config.json:", "model.attention_bias: true is not built"]),
-        ({"mlp_bias": True}, ["config.json:", "model.mlp_bias"]),
-        ({"quantization_config": {"bits": 4}}, ["config.json:", "quantized; convert them to bfloat16"]),
-        ({"hidden_size": "wide"}, ["config.json:", "model.hidden_size: expected an integer"]),
-        ({"rope_parameters": {"rope_type": "su", "factor": 2.0}}, ["mine.yaml:1", "'su' is not built"]),
-    ],
-)
-def test_config_json_is_refused(keys: dict[str, Any], says: list[str], plain: Path) -> None:
-    with pytest.raises(ConfigErrors) as caught:
-        run_config(changed(plain, **keys), model="llama")
-    (error,) = caught.value.errors
-    assert all(text in str(error) for text in says), error
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "\0", '{"a": ' * 2000])
-def test_config_json_that_is_none(text: str, plain: Path) -> None:
-    (plain / "config.json").write_text(text)
-    with pytest.raises(ConfigErrors, match=r"mine.yaml:1: model.weights: .*config.json .*copy the file anew"):
-        run_config(plain, model="llama")
-
-
-def test_a_key_twice_inside_of_a_value_of_config_json(plain: Path) -> None:
-    config = changed(plain, rope_parameters={"rope_theta": 2}) / "config.json"
-    config.write_text(config.read_text().replace('"rope_theta": 2', '"rope_theta": 2, "rope_theta": 3'))
-    with pytest.raises(ConfigErrors, match=r"config\.json:\d+: the key rope_theta is given twice"):
-        run_config(plain)
-
-
-def header(about: Any, data: bytes = bytes(4)) -> bytes:
-    """A safetensors file with this header."""
-    text = about if isinstance(about, bytes) else json.dumps(about).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def test_folders_that_are_refused(plain: Path) -> None:
-    single, index = plain / weights.SINGLE, plain / weights.INDEX
-
-    def refused(pattern: str, folder: Path = plain, *overrides: str) -> None:
-        with pytest.raises(ConfigErrors, match=pattern):
-            run_config(folder, *overrides, model="llama", for_training=True)
-
-    run_config(plain, for_training=True)
-    refused("mine.yaml:1: model.weights: there is no .*hf download", plain / "nowhere")
-    refused("model.preset and model.weights both give the sizes", plain, "model.preset=llama-3.2-1b")
-    whole = single.read_bytes()
-    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    no_headers = [b"[]", {"a": 3}, {"a": entry | {"shape": [-1]}}]
-    cut = [b"", b"x" * 20, whole[:-1], whole[:100], struct.pack("<Q", 2**63) + whole[8:]]
-    for content in cut + [header(about) for about in no_headers]:
-        single.write_bytes(content)
-        refused("model.safetensors is no whole safetensors file")
-    for spans in ([[0, 4], [0, 4]], [[4, 8], [8, 12]], [[0, 4], [8, 12]]):  # two in one place, a hole, another one
-        about = {name: entry | {"data_offsets": span} for name, span in zip("ab", spans, strict=True)}
-        single.write_bytes(header(about, bytes(spans[-1][-1])))
-        refused("do not lie one behind the other")
-    for other in ({"__metadata__": 5}, {"__metadata__": {"a": 5}}, {"a": entry | {"dtype": "Q7"}}):
-        single.write_bytes(header({"a": entry} | other))
-        with pytest.raises(InputError, match=r"is no safetensors file: .*: copy it anew"), open_folder(plain):
-            pass
-    single.unlink()
-    refused("has neither model.safetensors nor model.safetensors.index.json")
-    (plain / "pytorch_model.bin").touch()
-    refused("pytorch_model.bin, a pickle, .*: convert it")
-    outside = plain.parent / "other.safetensors"
-    outside.write_bytes(whole)
-    for name in ("../other.safetensors", str(outside), "x.bin", 3, ".."):
-        index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-        refused("expected the name of a .safetensors file in the same folder")
-    index.write_text(json.dumps({"weight_map": {"nothing": "a.safetensors"}}))
-    refused(r"there is no .*a\.safetensors")
-    (plain / "a.safetensors").write_bytes(whole)
-    refused("lacks nothing, which model.safetensors.index.json says")
-    index.write_text("{")
-    refused("is no index of weights")
-
-
-@pytest.mark.parametrize(
-    ("take", "tensors", "says"),
-    [
-        ("model.norm.weight", {}, "missing model.norm.weight"),
-        ("lm_head.weight", {}, "missing lm_head.weight .*tie_word_embeddings: true"),
-        ("", {"extra": torch.ones(2)}, "the model has no extra"),
-        (
-            "",
-            {"model.norm.weight": torch.ones(47)},
-            r"other shapes: model.norm.weight \(there \[47\], the model's \[48\]\)",
-        ),
-        ("", {"model.norm.weight": torch.ones(48).int()}, r"norm.weight \(I32\): expected F64"),
-    ],
-)
-def test_tensors_that_do_not_fit(take: str, tensors: dict[str, torch.Tensor], says: str, plain: Path) -> None:
-    others = {name: value for name, value in load_file(plain / weights.SINGLE).items() if name != take}
-    save_file(others | tensors, plain / weights.SINGLE)
-    config = run_config(plain)
-    with pytest.raises(InputError, match=says), open_folder(plain) as source:
-        check_weights(plain_model(config), source, config.model.keys)
-
-
-def test_a_key_that_contradicts_the_tensors_is_named(plain: Path) -> None:
-    config = run_config(plain, "model.vocab_size=300")
-    says = r"vocab_size \(there 256, here 300\): take those keys away"
-    with pytest.raises(InputError, match=says), open_folder(plain) as source:
-        check_weights(plain_model(config), source, config.model.keys)
-
-
 # Writing ------------------------------------------------------------------------------------------------------------
 
 
@@ -259,34 +141,7 @@ def test_files_go_round_among_the_writers() -> None:
 # Whole runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("processes", [2, 3, 4])
-def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> None:
-    torch.save(TOKENS, tmp_path / "tokens.pt")
-    names = {2: ("llama3", "gqa", "uneven", "mixtral"), 3: ("six",), 4: ("llama3", "gqa", "uneven", "mixtral")}
-    for name in names[processes]:
-        theirs = transformers_model(name)
-        place = tmp_path / (f"experts {name}" if name == "mixtral" else name)
-        theirs.save_pretrained(place / "weights", max_shard_size="50KB")
-        torch.save(logits(theirs), place / "logits.pt")
-        config = run_config(place / "weights")
-        write_checkpoint(
-            place / "checkpoints",
-            {f"model.{names[0]}": tensor for names, tensor in named_tensors(theirs).items()},
-            sizes={"dp_shard": 2, "tp": 5},
-            cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
-            config={"model": {"name": config.model.name, **config.model.keys}},
-        )
-    done = forked(processes, Path(__file__).parent / "huggingface_cases.py", str(tmp_path), timeout=220).check()
-    rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
-    assert len(rows) == processes
-    for row in rows:
-        assert row["failures"] == []
-        assert row["checked"] == {2: 15 + 4, 3: 2, 4: 24 + 5}[processes]
-    for name in names[processes]:
-        assert_loads(next(tmp_path.glob(f"*{name}/export")), torch.load(next(tmp_path.glob(f"*{name}/logits.pt"))))
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_train_export_and_start_from_it(tmp_path: Path) -> None:
     """On two processes: trains two stages and exports, then goes on from the export with another layout.

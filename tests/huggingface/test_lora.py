@@ -13,7 +13,7 @@ from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.weights import load_weights, open_checkpoint
 from meshtrain.cli import main as cli
 from meshtrain.cli.plan import make_plan
-from meshtrain.config import Config, ConfigErrors
+from meshtrain.config import Config
 from meshtrain.data.custom import CustomSamples
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
@@ -115,49 +115,27 @@ def test_an_adapter_goes_to_a_folder_of_its_own(tuned: Path) -> None:
     assert adapters["base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"].shape == (24, 4)
 
 
-@pytest.mark.parametrize("layout", ["{}", "{tp: 2}", "{dp_shard: 2}"])
-def test_the_plan_counts_what_is_trained(tuned: Path, layout: str) -> None:
+def test_the_plan_counts_what_is_trained(tuned: Path) -> None:
     """Gradients and the optimizer's state of the adapters alone, over tp as they are split."""
-    plan = make_plan(str(tuned / "mine.yaml"), [LORA, f"layout={layout}"])
-    adapters = [p for p in plan.parameters if p.trainable]
-    assert all(is_adapter(p.name) for p in adapters)
-    assert len(adapters) == 28
-    if layout == "{tp: 2}":
-        cuts = {p.name.split("layers.0.")[-1]: [(c.axis, c.dim) for c in p.cuts] for p in adapters}
-        assert cuts["mlp.up_proj.lora_A.weight"] == cuts["mlp.down_proj.lora_B.weight"] == []
-        assert cuts["mlp.up_proj.lora_B.weight"] == [("tp", 0)]
-        assert cuts["mlp.down_proj.lora_A.weight"] == [("tp", 1)]
-    if layout == "{}":
-        sizes = sum(p.shape[0] * p.shape[1] for p in adapters)
-        assert plan.memory.gradient_bytes == 4 * sizes
-        assert plan.memory.optimizer_bytes == 8 * sizes
+    layouts = ("{}", "{dp_shard: 2}", "{tp: 2}")
+    plans = [make_plan(str(tuned / "mine.yaml"), [LORA, f"layout={layout}"]) for layout in layouts]
+    for plan in plans:
+        adapters = [p for p in plan.parameters if p.trainable]
+        assert len(adapters) == 28
+        assert all(is_adapter(p.name) for p in adapters)
+    sizes = sum(p.shape[0] * p.shape[1] for p in adapters)
+    assert plans[0].memory.gradient_bytes == 4 * sizes
+    assert plans[0].memory.optimizer_bytes == 8 * sizes
+    cuts = {p.name.split("layers.0.")[-1]: [(cut.axis, cut.dim) for cut in p.cuts] for p in adapters}  # over tp
+    assert cuts["mlp.up_proj.lora_A.weight"] == cuts["mlp.down_proj.lora_B.weight"] == []
+    assert cuts["mlp.up_proj.lora_B.weight"] == [("tp", 0)]
+    assert cuts["mlp.down_proj.lora_A.weight"] == [("tp", 1)]
 
 
 def test_the_plan_counts_what_is_frozen(tuned: Path) -> None:
     plan = make_plan(str(tuned / "mine.yaml"), ['train.freeze=["*embed*", "*.layers.0.*"]', "layout={}"])
     assert not any(p.trainable for p in plan.parameters if "embed" in p.name or "layers.0." in p.name)
     assert all(p.trainable for p in plan.parameters if "layers.1." in p.name)
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ('train.freeze=["*embed_token.*"]', "train.freeze: '*embed_token.*' matches no parameter of the model"),
-        ('train.freeze=["*"]', "train.freeze: nothing of the model is left to train"),
-        (
-            'train.lora={rank: 2, match: ["*.q"]}',
-            "train.lora: '*.q' matches no linear layer inside of the model's",
-        ),
-        ('train.lora={rank: 2, match: ["lm_head"]}', "'lm_head' matches no linear layer inside"),
-        ("train.lora={rank: 0}", "train.lora.rank: expected an integer of at least 1"),
-        ("train.lora={alpha: 2}", "train.lora.rank is missing"),
-        ("train.lora={r: 2}", "did you mean rank?"),
-    ],
-)
-def test_patterns_that_match_nothing_are_refused(tuned: Path, override: str, says: str) -> None:
-    with pytest.raises(ConfigErrors) as refused:
-        Config.load(str(tuned / "mine.yaml"), [override])
-    assert says in str(refused.value)
 
 
 def test_a_layer_whose_weight_is_tied_has_no_adapter() -> None:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.huggingface.load import check_weights, open_folder
 from meshtrain.huggingface.safetensors import INDEX, SINGLE
-from meshtrain.modeling.build import parameter_count, plain_model
+from meshtrain.modeling.build import check_start, parameter_count
 from tests.huggingface.models import (
     MODELS,
     TOKENS,
@@ -111,14 +110,14 @@ def test_the_layer_for_one_token_more_is_not_read(name: str, layer: int, tmp_pat
     """It stands in the published files behind the other layers; no other layer is passed over."""
     theirs = transformers_model(name)
     theirs.save_pretrained(tmp_path / "in")
+    config, messages = run_config(tmp_path / "in"), list[str]()
+    check_start(config, say=messages.append)
+    assert messages == []
     file = tmp_path / "in" / SINGLE
     tensors = load_file(file)
     save_file(tensors | {f"model.layers.{layer}.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
-    config = run_config(tmp_path / "in")
-    messages: list[str] = []
-    with open_folder(tmp_path / "in") as source:
-        check_weights(plain_model(config), source, say=messages.append)
-    assert f"1 tensor of model.layers.{layer}.* not read" in messages[0]
+    check_start(config, say=messages.append)
+    assert messages == [f"{tmp_path / 'in'}: 1 tensor of model.layers.{layer}.* not read: the model has none of it"]
     assert (logits(with_weights(config)) - logits(theirs)).abs().max() <= 1e-5
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
     with pytest.raises(InputError, match=r"the model has no model\.layers\.4\.eh_proj"):

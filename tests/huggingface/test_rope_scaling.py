@@ -17,7 +17,6 @@ from meshtrain.rotary import (
     rotary_magnitude,
     rotary_score_factor,
     rotate,
-    rotate_interleaved,
 )
 from tests.huggingface.models import MODELS, assert_loads, changed, logits, run_config, table, with_weights, write
 
@@ -55,28 +54,6 @@ def test_angles_and_magnitude_are_those_of_transformers(name: str, theta: float)
             assert magnitude(ours) == pytest.approx(embedding.attention_scaling, rel=1e-12)
 
 
-def test_parts_and_interleaved_pairs_turn_as_in_transformers() -> None:
-    """Features that do not turn stay; pairs of neighbours come out as halves."""
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
-    from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
-
-    draw = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, 7, heads, 12, dtype=torch.float64, generator=draw) for heads in (4, 2))
-    positions = torch.randint(100, (2, 7), generator=draw)
-    cos, sin = cos_sin(positions, 500.0, {}, 8, MOST, torch.float64)
-    full = [torch.cat((x, x), dim=-1).squeeze(2) for x in (cos, sin)]
-    for ours, theirs in zip(
-        (rotate(q, cos, sin), rotate(k, cos, sin)),
-        glm4_moe.apply_rotary_pos_emb(q, k, *full, unsqueeze_dim=2),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
-    q, k = q[..., :8], k[..., :8]
-    expected = deepseek_v3.apply_rotary_pos_emb_interleave(q, k, *full, unsqueeze_dim=2)
-    for x, theirs in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(rotate_interleaved(x, cos, sin), theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_turned_by_angles_in_float32(dtype: torch.dtype) -> None:
     """One rounding, of the result."""
@@ -95,16 +72,6 @@ def test_deepseek_scales_its_scores_as_in_transformers(name: str) -> None:
     for scaling in (SCALINGS[name], SCALINGS[name] | ({"mscale_all_dim": 1.0} if "yarn" in name else {})):
         expected = deepseek_v3.yarn_apply_mscale({key: x for key, x in scaling.items() if x is not None}, 0.125)
         assert 0.125 * rotary_score_factor(scaling) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_numbers_of_the_papers() -> None:
-    """https://arxiv.org/abs/2309.00071: section 3.4, 0.1 ln(s) + 1 with Llama 2 over 64k; 3.1, b s^(d / (d - 2))."""
-    ours = llama.Config(rope_scaling={"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096})
-    assert magnitude(ours) == pytest.approx(1.2772588722239782)
-    scaling = {"rope_type": "dynamic", "factor": 1.0}  # with 1 the base grows by s^(d / (d - 2)) alone
-    ours = llama.Config(hidden_size=128, num_attention_heads=1, max_position_embeddings=4096, rope_scaling=scaling)
-    base = 10000 * 8 ** (128 / 126)
-    torch.testing.assert_close(frequencies(ours, 8 * 4096)[1], torch.tensor(base ** (-2 / 128), dtype=torch.float64))
 
 
 def scaled_model(folder: Path, name: str) -> torch.nn.Module:

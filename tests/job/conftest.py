@@ -1,6 +1,7 @@
 """What several tests of jobs need."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,21 @@ from tests.checkpoint.going_on import Case, alone, small_run
 from tests.job.fakes import FakeTime
 
 
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    """A rank that is told a verdict ignores signals, and so would the jobs that are started after it."""
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    """The clock of deadlines and of the rank that decides, which looks a second time at once."""
+    """The clock of deadlines, of limits, and of the rank that decides, which looks a second time at once."""
     time = FakeTime()
-    for module in (deadlines, diagnose):
+    for module in (deadlines, diagnose, signals):
         monkeypatch.setattr(module, "time", time)
     monkeypatch.setattr(diagnose, "MOVES_S", 0.0)
     return time

@@ -1,14 +1,17 @@
 """Stand-ins for what a watchdog meets: a clock that a test sets, reports of ranks, and the other ranks of its job."""
 
+import itertools
+import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
 from meshtrain.job.watchdog.diagnose import Coordinator
-from meshtrain.job.watchdog.records import Diagnosis, PendingCollective, RankReport, RankStatus, Reach
+from meshtrain.job.watchdog.records import PendingCollective, RankReport, RankStatus, Reach
 from meshtrain.job.watchdog.watchdog import Watchdog
 
 WORLD = (0, 1, 2, 3)
@@ -46,32 +49,31 @@ def waits(
     return PendingCollective(label, over, ranks, **more)
 
 
-class FakePeers:
+def peers_of(looks: tuple[list[RankReport], ...]) -> Mock:
     """In place of `Peers` of three ranks: their reports are given, one look after another. The last look repeats."""
-
-    def __init__(self, *looks: list[RankReport]) -> None:
-        self.looks = list(looks)
-        self.notified: list[set[int]] = []
-
-    def alive_from_rank_0(self, *, same_host: bool = False) -> list[SimpleNamespace]:
-        return [SimpleNamespace(rank=0)]
-
-    def examine(self) -> list[RankReport]:
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-
-    def survivors(self, diagnosis: Diagnosis) -> set[int]:
-        return {0, 1, 2} - set(diagnosis.ranks)
-
-    def tell(self, ranks: set[int], message: object) -> None:
-        self.notified.append(ranks)
-
-    def kill_stopped(self, diagnosis: Diagnosis) -> None:
-        pass
+    peers = Mock()
+    peers.alive_from_rank_0.return_value = [SimpleNamespace(rank=0)]
+    peers.examine.side_effect = itertools.chain(looks, itertools.repeat(looks[-1] if looks else []))
+    peers.survivors.side_effect = lambda diagnosis: {0, 1, 2} - set(diagnosis.ranks)
+    return peers
 
 
 def watchdog_of(number: int, *looks: list[RankReport]) -> Watchdog:
     """The watchdog of this rank of three."""
     watch = Watchdog(job_of(number, 3))
-    watch._server, watch._peers = object(), FakePeers(*looks)
+    watch._server, watch._peers = object(), peers_of(looks)
     watch._coordinator = Coordinator(watch.peers, watch._clock, watch._closed)
     return watch
+
+
+def raised(error: Exception) -> Exception:
+    """The error with a traceback."""
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def send(number: int) -> None:
+    """A signal to this process."""
+    os.kill(os.getpid(), number)

@@ -50,14 +50,6 @@ def test_ranks_and_hosts(ranks: Sequence[int], text: str) -> None:
     assert describe_ranks(ranks, hosts) == text
 
 
-def test_differences_are_told_key_by_key() -> None:
-    values = [{"lr": "0.001", "seed": "0"}, {"lr": "0.0003", "seed": "0"}, {"lr": "0.001", "seed": "0", "more": "x"}]
-    assert differences(values, [[0, 1], [2], [3, 4]], HOSTS) == [
-        "lr: 0.001 on ranks 0-1, 3-4 (hosts a, b, c), 0.0003 on rank 2 (host b)",
-        f"more: {NOT_SET} on ranks 0-2 (hosts a, b), x on ranks 3-4 (hosts b, c)",
-    ]
-
-
 def test_long_lists_and_values_are_cut() -> None:
     values = [{str(key): f"{rank}{'x' * 500}" for key in range(50)} for rank in range(2)]
     lines = differences(values, [[0], [1], [2, 3], [4]], HOSTS)
@@ -104,7 +96,8 @@ def test_all_ranks_are_told_the_same_differences(monkeypatch: pytest.MonkeyPatch
     """Each topic with ranks of its own, also where rank 0 is the odd one, and where no two ranks have the same."""
     monkeypatch.setattr(consistency, "MOST_VALUES", 4)
     seeds = [replace(CONFIG, values={"seed": str(rank)}) for rank in range(5)]
-    data = [DATA, *4 * [replace(DATA, values={"fingerprint": "def"})]]
+    data = [replace(DATA, values={"fingerprint": value, "path": "same"}) for value in ("abc", *4 * ["def"])]
+    data[4] = replace(DATA, values={**data[4].values, "more": "x"})
     assert together(list(zip(seeds, data, strict=True))) == 5 * [
         "the config is not the same on all ranks:\n"
         "  seed: 0 on rank 0 (host a), 1 on rank 1 (host a), 2 on rank 2 (host b), 3 on rank 3 (host b)\n"
@@ -112,6 +105,7 @@ def test_all_ranks_are_told_the_same_differences(monkeypatch: pytest.MonkeyPatch
         "use the same file\n"
         "the data is not the same on all ranks:\n"
         "  fingerprint: abc on rank 0 (host a), def on ranks 1-4 (hosts a, b, c)\n"
+        f"  more: {NOT_SET} on ranks 0-3 (hosts a, b), x on rank 4 (host c)\n"
         "use the same data"
     ]
 

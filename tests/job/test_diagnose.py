@@ -58,8 +58,7 @@ def job(*words: str) -> list[RankReport]:
 
 
 def verdict_of(*reports: RankReport) -> Diagnosis:
-    verdict = diagnose(reports, hangs=True)
-    return verdict
+    return diagnose(reports, hangs=True)
 
 
 def test_who_is_to_blame() -> None:

@@ -1,9 +1,9 @@
 """What a worker knows of earlier starts, and what it says of later ones."""
 
-import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from meshtrain.config.layout_advice import world_sizes_text
 from meshtrain.errors import InputError
 from meshtrain.job.environment import already_printed, read_environment, stale_store, started_before
 from meshtrain.job.process import Job, _own_address
+from meshtrain.run import run_folder
 from meshtrain.run.run_folder import RunFolder
 from tests.launching import ROOT
 
@@ -70,21 +71,21 @@ def test_where_gloo_would_listen() -> None:
     assert _own_address("192.0.2.1") is None, "nobody's address, by RFC 5737"
 
 
-def test_a_job_that_was_started_again_waits_for_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_was_started_again_waits_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one before held it on a host that is cut off, and does not know yet that it has been lost."""
     first, again = (Job(read_environment({}), torch.device("cpu"), None, again=again) for again in (False, True))
-    folder = RunFolder(tmp_path)
-    with ExitStack() as before:
-        before.enter_context(lock_folder(tmp_path))
-        for job, seconds, match in (
-            (first, 60, r"in use by process.*remove .*/\.lock, which breaks"),
-            (again, 0.2, "in use"),
-        ):
-            with pytest.raises(InputError, match=match), folder.lock(job, seconds):
-                pass
-        capsys.readouterr()
-        release = threading.Timer(0.7, before.pop_all().close)
-        release.start()
-        with folder.lock(again, 60):
-            release.join()
-    assert capsys.readouterr().out.count("starting: the folder") == 1, "it says why it waits, once"
+    folder, printed, before = RunFolder(tmp_path), [], ExitStack()
+    before.enter_context(lock_folder(tmp_path))
+
+    def let_go(text: str, **_: Any) -> None:
+        printed.append(text)
+        before.close()
+
+    monkeypatch.setattr(run_folder, "print", let_go, raising=False)
+    with pytest.raises(InputError, match=r"in use by process.*remove .*/\.lock, which breaks"), folder.lock(first, 60):
+        pass
+    with pytest.raises(InputError, match="in use"), folder.lock(again, 0):
+        pass
+    with folder.lock(again, 60):
+        (reason,) = printed
+    assert reason.startswith("starting: the folder"), "it says why it waits"

@@ -4,7 +4,6 @@ import bdb
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.diagnose import diagnose
 from meshtrain.job.watchdog.introspect import Failure, local_status
 from meshtrain.job.watchdog.records import RankReport, RankStatus, Reach
-from tests.job.fakes import job_of, rank, waits
+from tests.job.fakes import job_of, raised, rank, waits
 from tests.launching import forked
 
 
@@ -64,31 +63,18 @@ def test_a_stack_names_the_code_that_matters() -> None:
 
 
 def test_who_meets_at_a_store_knows_whom_it_waits_for() -> None:
-    class Store:
-        def add(self, key: str, number: int) -> int:
-            return 1
+    store, seen = dist.HashStore(), []
 
-        def get(self, key: str) -> bytes:
-            return b'[1, "here"]\n'
+    def look() -> None:
+        seen.append(introspect.pending_collective(pending_waits()[threading.get_ident()], {}))
+        meeting.cancel()
 
-    meeting = Round(Store(), 0, 4, "round 7")
-
-    def collect() -> None:
-        with pytest.raises(CancelledError):
-            meeting.gather()
-
-    thread = threading.Thread(target=collect, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while True:
-        wait = introspect.pending_collective(pending_waits().get(thread.ident or 0, ()), {})
-        if wait is not None and wait.missing == (0, 2, 3):
-            break
-        assert time.monotonic() < deadline, wait
-        time.sleep(0.01)
-    assert wait.label == "the meeting 'round 7' at the store"
-    meeting.cancel()
-    thread.join()
+    meeting = Round(store, 0, 4, "round 7", meanwhile=look)
+    Round(store, 1, 4, "round 7").put("here")
+    with pytest.raises(CancelledError):
+        meeting.gather()
+    (wait,) = seen
+    assert (wait.label, wait.missing) == ("the meeting 'round 7' at the store", (0, 2, 3))
 
 
 def test_a_recorder_that_takes_too_long_or_fails_is_not_waited_for(
@@ -101,13 +87,6 @@ def test_a_recorder_that_takes_too_long_or_fails_is_not_waited_for(
         assert local_status(job_of(), DeadlineClock(), None).begun == {}
         assert ("ZeroDivisionError" in capsys.readouterr().err) == printed
     hang.set()
-
-
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except type(error) as caught:
-        return caught
 
 
 def test_an_error_is_that_of_a_connection_to_other_ranks_by_where_it_comes_from() -> None:

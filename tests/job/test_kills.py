@@ -78,6 +78,7 @@ def srun(small: str, folder: Path, *overrides: str) -> list[Finished]:
     return run_together([[*task, *command(small, folder, *overrides)] for task in tasks])
 
 
+@pytest.mark.slow
 def test_rank_0_of_srun_takes_the_store_along_and_is_named(small: str, tmp_path: Path) -> None:
     """Nobody signals those that are left, and with rank 0 the job's store is gone."""
     jobs = srun(small, tmp_path / "run", *fault("kill", 0, "training"))

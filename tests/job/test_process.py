@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,25 +83,6 @@ def test_who_serves_the_store_has_a_descriptor_for_each_rank(
 # The store ----------------------------------------------------------------------------------------------------------
 
 
-class CountingStore:
-    """A store in which calls are counted, each a round trip to the store's one thread."""
-
-    def __init__(self) -> None:
-        self.store, self.calls = dist.HashStore(), Counter[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            self.calls[f"{name} of rank {threading.current_thread().name}"] += 1
-            return getattr(self.store, name)(*arguments)
-
-        return call
-
-    def most(self, ranks: Iterable[int]) -> int:
-        """Calls of the one of these ranks that has made the most."""
-        names = [f" of rank {rank}" for rank in ranks]
-        return max(sum(n for call, n in self.calls.items() if call.endswith(name)) for name in names)
-
-
 def on_ranks(world: int, do: Callable[[int], Any]) -> list[Any]:
     """What it returns for each rank, each in a thread of its own."""
 
@@ -116,30 +98,41 @@ def place(rank: int, world: int) -> Environment:
     return Environment("none", rank, world, 0, "a", ("a", 1))
 
 
-def test_ranks_meet_with_few_calls_and_each_start_has_a_name_of_its_own() -> None:
-    """The second start finds all that the first has left in the store, and its last rank comes late."""
-    world, store, names = 64, CountingStore(), []
-    for late_s in (0.0, 2.0):
-        store.calls.clear()
+def test_ranks_that_wait_ask_more_and_more_seldom_and_each_start_has_a_name_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last rank comes late. The second start finds all that the first has left in the store."""
+    world, store, names = 16, Mock(wraps=dist.HashStore()), []
+    sleep, pauses = time.sleep, defaultdict(list)
 
-        def meet(rank: int, late_s: float = late_s) -> str:
-            time.sleep(late_s if rank == world - 1 else 0)
-            return runtime._agree_on_start(place(rank, world), store)
+    def pause(seconds: float) -> None:
+        pauses[threading.current_thread().name].append(seconds)
+        sleep(0.001)
 
+    def meet(rank: int) -> str:
+        while rank == world - 1 and len(pauses["0"]) <= 20:
+            sleep(0.001)
+        return runtime._agree_on_start(place(rank, world), store)
+
+    monkeypatch.setattr(runtime.time, "sleep", pause)
+    for _ in range(2):
+        pauses.clear()
         names += set(on_ranks(world, meet))
-        assert store.most(range(world)) < world, "not one for each other rank, nor one each 20 ms"
+        assert pauses["0"][20] == 0.25
+        for waits in pauses.values():
+            assert waits == sorted(waits)
+            assert len(set(waits[:5])) == len(waits[:5]), "each is longer than the one before"
     assert len(set(names)) == len(names) == 2
+    assert len(store.set.mock_calls) == 2 * world, "rank 0 answers many at once"
 
 
-def test_a_gather_takes_few_calls_of_rank_0_and_leaves_nothing_in_the_store() -> None:
-    world, store = 64, CountingStore()
+def test_a_gather_leaves_nothing_in_the_store() -> None:
+    world, store = 64, dist.HashStore()
     jobs = [Job(place(rank, world), torch.device("cpu"), store) for rank in range(world)]
     for number in range(3):
         answers = on_ranks(world, lambda rank: jobs[rank].gather("testing", [rank, number]))  # noqa: B023
         assert answers == [[[rank, number] for rank in range(world)]] * world
-    calls = sum(n for call, n in store.calls.items() if call.endswith(" of rank 0") and "check" not in call)
-    assert calls < 2 * world, "three gathers, and not a call for each rank"
-    keys = [key for i in (1, 2, 3) for key in ("given", "count", "all") if store.store.check([f"round {i}/{key}"])]
+    keys = [key for i in (1, 2, 3) for key in ("given", "count", "all") if store.check([f"round {i}/{key}"])]
     assert keys == ["all"], "the last answer alone, which somebody may still have to read"
 
 

@@ -3,19 +3,17 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshtrain.job.watchdog.status_server import process_state
 from meshtrain.metrics.logger import read
-from tests.launching import MARK, ROOT, TORCHRUN, environment, kill_marked, marked, wait_until_gone
-from tests.slurm import cluster
+from tests.launching import MARK, ROOT, TORCHRUN, environment, kill_marked, marked, wait_for, wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux alone")
 LONG = ("train.steps=1000000", "optimizer.warmup_steps=0", "data.workers=1", "checkpoint.every=0")
@@ -39,13 +37,6 @@ def start(mark: str) -> Start:
         return subprocess.Popen(command, cwd=ROOT, env=environment(**{MARK: mark}), **pipes)
 
     return start
-
-
-def wait_for(there: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
 
 
 def rows(output: Path) -> int:
@@ -118,7 +109,9 @@ def test_a_second_signal_stops_at_once(small: str, start: Start, mark: str, tmp_
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGTERM
-    assert (exit_of(output)["status"], exit_of(output)["reason"]) == ("failed", "ended by SIGTERM")
+    ended = exit_of(output)
+    assert (ended["status"], ended["reason"], ended["kind"]) == ("failed", "ended by SIGTERM", "ended")
+    assert ended["hosts"] == [socket.gethostname()]
     assert not wait_until_gone(mark, 60)
 
 
@@ -169,38 +162,3 @@ def test_a_run_in_the_background_of_a_shell_outlives_the_shell(
     start("sh", "-c", f"{run} > {tmp_path}/log 2>&1 &").wait(60)
     wait_for(lambda: rows(output) > 3)
     assert marked(mark)
-
-
-TASK = """
-import os, sys, time
-from meshtrain.job.signals import end_with_launcher
-
-end_with_launcher(os.environ)
-print("began", flush=True)
-time.sleep(float(sys.argv[1]))
-print("ended", flush=True)
-"""
-
-
-@pytest.mark.cluster
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(cluster.why_not() is not None, reason=f"no SLURM here: {cluster.why_not()}")
-def test_a_task_of_srun_dies_with_the_process_that_watches_over_it(tmp_path: Path) -> None:
-    """And with nothing else: the first job ends by itself."""
-    script = tmp_path / "task.py"
-    script.write_text(TASK)
-    with cluster.Cluster(tmp_path) as slurm:
-        task = ["srun", "--nodes=1", sys.executable, str(script)]
-        assert slurm.ask(*task, "5").split() == ["began", "ended"]
-        job = subprocess.Popen(slurm.on(*task, "12345"), env=slurm.variables(), stdout=subprocess.PIPE, text=True)
-        assert job.stdout.readline() == "began\n"
-        (worker,) = (
-            int(folder.name)
-            for folder in Path("/proc").glob("[0-9]*")
-            if (folder / "comm").read_text().startswith("python") and b"12345" in (folder / "cmdline").read_bytes()
-        )
-        parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(parent, signal.SIGKILL)
-        wait_for(lambda: process_state(worker) in ("", "Z"))
-        job.kill()
-        job.wait()

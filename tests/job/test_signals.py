@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-import meshtrain.train
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.directory import complete_steps
 from meshtrain.job import signals as stopping
 from meshtrain.job.exit import signal_of
 from meshtrain.job.signals import Signals, StopRequest, limits
 from meshtrain.metrics.logger import read
-from tests.job.fakes import START, FakeTime
+from tests.job.fakes import START, FakeTime, send
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +28,14 @@ def _a_look_at_the_folder_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def signals() -> Iterator[Signals]:
-    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     signals = Signals.install()
     yield signals
     signals.restore()
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def text_of(requests: StopRequest, step_s: float = 0.0, save_s: float = 0.0) -> str | None:
     reason = requests.reason(step_s, save_s)
     return None if reason is None else reason.text
-
-
-def send(number: int) -> None:
-    os.kill(os.getpid(), number)
 
 
 def ends(number: int) -> None:
@@ -170,13 +162,6 @@ def test_a_look_for_which_there_is_no_thread_is_made_later(tmp_path: Path, monke
     assert text_of(requests) == f"the file {tmp_path}/STOP"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    clock = FakeTime()
-    monkeypatch.setattr(stopping, "time", clock)
-    return clock
-
-
 @pytest.mark.parametrize(
     ("limit", "step_s", "save_s", "asked"),
     [
@@ -243,15 +228,6 @@ def test_a_run_saves_and_stops(go: Go, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_run_that_was_asked_in_its_last_step_is_done(go: Go, tmp_path: Path) -> None:
     assert go(interrupt="SIGUSR1", at=8) == {"status": 0}
     assert exit_of(tmp_path / "run")["status"] == "done"
-
-
-def test_a_signal_before_training_ends_the_run(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshtrain.train, "build_mesh", lambda *_: send(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        go()
-    ended = exit_of(tmp_path / "run")
-    assert ended.pop("hosts") == ["here"]
-    assert ended == {"status": "failed", "code": 1, "reason": "ended by SIGTERM", "kind": "ended", "step": 0}
 
 
 def test_a_time_limit_stops_a_run(go: Go, tmp_path: Path) -> None:

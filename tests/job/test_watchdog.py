@@ -28,29 +28,14 @@ from meshtrain.job.watchdog.records import (
     RankReport,
 )
 from meshtrain.job.watchdog.watchdog import Watchdog, watched
-from tests.job.fakes import FakeTime, job_of, rank, waits, watchdog_of
+from tests.job.fakes import FakeTime, job_of, raised, rank, send, waits, watchdog_of
 from tests.launching import forked
 
 ALL = (0, 1, 2)
 ONE_IS_GONE = [rank(0), rank(1, reach="gone"), rank(2)]
 
 
-@pytest.fixture(autouse=True)
-def _handlers_are_put_back() -> Iterator[None]:
-    """A rank that is told a verdict ignores signals, and so would the jobs that are started after it."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
 # Signals --------------------------------------------------------------------------------------------------------------
-
-
-def send(number: int) -> None:
-    os.kill(os.getpid(), number)
 
 
 @pytest.fixture
@@ -140,13 +125,6 @@ def test_a_handler_of_the_users_own_is_respected(watching: tuple[Watchdog, list[
 # A rank of three that examines the others -----------------------------------------------------------------------------
 
 
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except type(error) as caught:
-        return caught
-
-
 @pytest.mark.parametrize("kind", ["absent", "failed", "deadlock"])
 def test_a_rank_that_is_to_blame_prints_its_own_error(kind: str) -> None:
     mine, others = (Diagnosis(DiagnosisKind(kind), (number,), f"it was rank {number}") for number in (2, 1))
@@ -196,13 +174,13 @@ def test_a_verdict_does_not_wait_for_a_file_system_that_hangs(
     notified, hang = [], threading.Event()
 
     def lose(diagnosis: Diagnosis) -> None:
-        notified.extend(watch.peers.notified)
+        notified.extend(watch.peers.tell.call_args_list)
         hang.wait()
 
     watch.on_job_lost(lose)
     verdict = watch._coordinate(hangs=False, failed=True)
     assert verdict == watch.diagnosis
-    assert notified == [{2}], "the others were told before"
+    assert [told.args[0] for told in notified] == [{2}], "the others were told before"
     assert "rank 1 on host a could not write that down within 0 s" in capsys.readouterr().err
     hang.set()
 

@@ -1,11 +1,9 @@
-"""`meshtrain launch`: what it refuses, the script that it writes, and that the script trains where SLURM would run it.
+"""`meshtrain launch`: what it refuses, the script that it writes, and what it says when it has submitted it.
 
-SLURM itself is not here: sbatch, srun and scontrol are small stand-ins on PATH. On a real cluster the scripts of
-tools/slurm, and with them this one, run in tests/slurm.
+SLURM itself is not here: sbatch is a small stand-in on PATH. On a real cluster the scripts of tools/slurm, and with
+them this one, run in tests/slurm.
 """
 
-import json
-import os
 import re
 import shlex
 import subprocess
@@ -21,14 +19,12 @@ from meshtrain.config import locate
 from meshtrain.launch.command import nodes_that_fit
 from meshtrain.launch.request import block, render, seconds
 from meshtrain.layout import Layout, LayoutError
-from tests.launching import run
 from tests.properties import given, st
 
 HERE = Path(__file__).parent
 TEMPLATES = ("train.sbatch", "train-srun.sbatch")
 NODES = ("--slurm", "--nodes", "4", "--gpus-per-node", "8")
 SPLITTABLE = ("model.num_attention_heads=16", "model.num_key_value_heads=16")
-SHORT = ("train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "batch.global_size=4", "data.workers=0")
 
 
 @pytest.fixture(autouse=True)
@@ -222,43 +218,17 @@ SBATCH = """#!/bin/bash
 [[ $1 == --parsable && $# -eq 2 ]] || exit 1
 cp "$2" "$(dirname "$0")/submitted" && echo "4211;a-cluster"
 """
-SCONTROL = """#!/bin/bash
-if [[ "$1 $2" == "show hostnames" ]]; then for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do echo localhost; done; fi
-"""
-SRUN = """#!/bin/bash
-# A task on each node, side by side.
-while [[ $1 != bash ]]; do shift; done
-for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do SLURM_NODEID=$i SLURMD_NODENAME=localhost "$@" & tasks+=($!); done
-for task in "${tasks[@]}"; do wait "$task" || status=$?; done
-exit "${status:-0}"
-"""
 
 
-def test_the_submitted_script_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two nodes with a process each, in the environment of a batch job."""
+def test_what_was_submitted_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That the script trains is seen on a real SLURM (tests/slurm/test_cluster.py)."""
     program(folder, "sbatch", SBATCH)
-    program(folder, "scontrol", SCONTROL)
-    program(folder, "srun", SRUN)
     two = ("--slurm", "--nodes", "2", "--gpus-per-node", "1")
-    assert launch(*two, *SHORT, "train.output=runs/a run", "--env", "OMP_NUM_THREADS=1") == 0
+    assert launch(*two, "train.output=runs/a run") == 0
     printed = capsys.readouterr().out
     assert "2 nodes x 1 GPU: layout {dp_shard: 2}" in printed
     assert "as job 4211" in printed
     assert "tail -F 'runs/a run/logs/slurm-4211.out'" in printed
-
-    script = folder.parent / "bin" / "submitted"
-    asked = directives(script.read_text())
-    job = {
-        "ENVIRONMENT": "BATCH",
-        "SLURM_JOB_ID": "4211",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": asked["nodes"],
-        "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
-        "SLURM_PROCID": "0",
-    }
-    done = run(["bash", str(script)], env=job | {"PATH": os.environ["PATH"]}, cwd=Path(asked["chdir"]))
-    done.check()
-    output = folder / "runs/a run"
-    assert json.loads((output / "exit.json").read_text())["status"] == "done", done.out
-    assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
-    assert len(list(output.glob("logs/slurm-4211.0/node_[01]/*/attempt_0/0/stdout.log"))) == 2, "one log of each rank"
+    submitted = (folder.parent / "bin" / "submitted").read_text()
+    assert directives(submitted)["chdir"].strip('"') == str(folder)
+    assert submitted == (folder / "runs" / "a run" / "launch.sbatch").read_text()

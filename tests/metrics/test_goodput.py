@@ -101,16 +101,6 @@ def test_a_host_whose_clock_is_behind_gives_no_time_back(world: World) -> None:
     assert world.parts == {"startup": 13, "training": 3, "data": 1}
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    ledger = GoodputTracker(None, 0, time.monotonic())
-    ledger.begin()
-    ledger.finish_step(1, 0.0)
-    ledger.saved()
-    ledger.end("done")
-    assert ledger.summary().wall_s >= 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_ledger_of_a_long_job_is_short(world: World) -> None:
     world.play([("job", 0), ("steps", 200_000, 10)])
     assert len(world.file.read_text().splitlines()) < 8000

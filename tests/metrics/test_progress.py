@@ -20,6 +20,7 @@ from meshtrain.metrics.progress import (
     open_progress,
     step_line,
 )
+from tests.job.fakes import FakeTime
 
 ROW = {
     "step": 40, "loss": 2.34123, "grad_norm": 0.8142, "lr": 3e-4, "tokens_per_s": 12340.4, "mfu": 0.312,
@@ -61,44 +62,33 @@ def test_the_pace_forgets_the_first_step() -> None:
     assert pace.remaining(10) == pytest.approx(20)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-def shown(kind: type, console: Console, **more: Any) -> tuple[Any, Clock]:
-    clock = Clock()
-    return kind(console, task="language", steps=100, now=clock, **more), clock
+def shown(kind: type, console: Console, **more: Any) -> tuple[Any, FakeTime]:
+    clock = FakeTime()
+    return kind(console, task="language", steps=100, now=clock.monotonic, **more), clock
 
 
 def lines_of(console: Console) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def steps_of(lines: list[str]) -> list[int]:
-    return [int(re.search(r"(\d+)/", line)[1]) for line in lines]
-
-
-def test_a_log_has_the_first_steps_then_one_line_every_few_seconds_and_the_last() -> None:
+@pytest.mark.parametrize(
+    ("first", "seconds", "expected", "left"),
+    [
+        (1, 0.5, [1, 2, 3, 4, 5, 15, 25, 35, 45, 55, 65, 75, 85, 95, 100], "left 2s"),
+        (81, 6.0, list(range(81, 101)), "left 6s"),  # slow ones are all shown
+    ],
+)
+def test_a_log_has_the_first_steps_then_one_line_every_few_seconds_and_the_last(
+    first: int, seconds: float, expected: list[int], left: str
+) -> None:
     console = Console(file=StringIO())
     progress, clock = shown(PlainLines, console)
-    for step in range(1, 101):
-        clock.time += 0.5
-        progress.row({"step": step, "loss": 1.0})
-    assert steps_of(lines_of(console)) == [1, 2, 3, 4, 5, 15, 25, 35, 45, 55, 65, 75, 85, 95, 100]
-
-
-def test_slow_steps_are_all_shown() -> None:
-    console = Console(file=StringIO())
-    progress, clock = shown(PlainLines, console)
-    for step in range(81, 101):
-        clock.time += 6
-        progress.row({"step": step, "loss": 1.0, "step_time_s": 6.0})
-    assert steps_of(lines_of(console)) == list(range(81, 101))
-    assert lines_of(console)[-2].endswith("left 6s")
+    for step in range(first, 101):
+        clock.now += seconds
+        progress.row({"step": step, "loss": 1.0, "step_time_s": seconds})
+    lines = lines_of(console)
+    assert [int(re.search(r"(\d+)/", line)[1]) for line in lines] == expected
+    assert lines[-2].endswith(left)
 
 
 def test_a_log_line_is_not_wrapped_and_not_interpreted() -> None:
@@ -136,7 +126,7 @@ def test_the_live_line_stays_one_line(width: int) -> None:
     console = terminal(width)
     progress, clock = shown(LiveLine, console)
     for step in (1, 2, 3):
-        clock.time += 1
+        clock.now += 1
         progress.row(ROW | {"step": step})
         frame = console.render_lines(progress._frame(ROW | {"step": step}, None), pad=False)
         assert len(frame) == 1
@@ -154,7 +144,7 @@ def test_the_live_line_is_drawn_a_few_times_a_second_and_at_the_end() -> None:
     console = terminal(100)
     progress, clock = shown(LiveLine, console)
     for step in range(1, 101):
-        clock.time += 0.01
+        clock.now += 0.01
         progress.row(ROW | {"step": step})
     progress.close()
     drawn = [int(step) for step in re.findall(r"(\d+)/100", console.file.getvalue())]

@@ -1,20 +1,18 @@
 """Sinks get what metrics.jsonl gets; one that raises, hangs or is slow neither ends the run nor holds it."""
 
-import errno
-import os
 import re
 import socket
 import struct
 import sys
 import threading
 import time
-import types
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import yaml
@@ -23,7 +21,7 @@ from rich.console import Console
 from meshtrain.config import Config, ConfigErrors, schema
 from meshtrain.errors import InputError
 from meshtrain.metrics import sink_threads, sinks
-from meshtrain.metrics.logger import Metrics, read
+from meshtrain.metrics.logger import Metrics
 from meshtrain.metrics.sink_threads import Make, SinkThreads, find_sinks
 from meshtrain.metrics.sinks import Prometheus, Sink, SinkRun
 from tests.launching import free_port
@@ -65,56 +63,38 @@ def hand_on(
     return metrics
 
 
-class Notes(Sink):
-    def __init__(self, run: SinkRun, *, fails_until: int = 0) -> None:
-        self.calls: list[Any] = [threading.current_thread() is threading.main_thread()]
-        self.fails_until = fails_until
-
-    def row(self, values: dict[str, Any]) -> None:
-        if values["step"] <= self.fails_until:
-            raise ValueError("no")
-        self.calls.append(values["step"])
-
-    def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        self.calls.append((step, values["eval_loss"]))
-
-    def event(self, kind: str, values: dict[str, Any]) -> None:
-        self.calls.append((kind, values))
-
-    def close(self, status: str) -> None:
-        self.calls.append(status)
-
-
-class Made:
-    """Makes a `Notes`, and keeps it."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-
-    def __call__(self, run: SinkRun) -> Notes:
-        self.sink = Notes(run, **self.options)
-        return self.sink
-
-
 def refuse(run: SinkRun) -> Sink:
     raise SystemExit("no network")
 
 
 def test_a_sink_gets_all_in_order_in_a_thread_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One that cannot be made is left out, and the others are not."""
-    notes = Made()
-    hand_on(tmp_path, {"bad": refuse, "notes": notes}, "stopped")
-    message, epoch = ("message", {"text": "rank 1 is slow"}), ("epoch", {"epoch": 1, "loss": 2.5})
-    assert notes.sink.calls == [False, 1, 2, (2, 2.0), message, epoch, "stopped"]
+    sink, threads = Mock(spec=Sink, close_s=60.0), []
+
+    def make(run: SinkRun) -> Sink:
+        threads.append(threading.current_thread())
+        return sink
+
+    hand_on(tmp_path, {"bad": refuse, "notes": make}, "stopped")
+    assert threads != [threading.main_thread()]
+    assert sink.mock_calls == [
+        call.row(ROW),
+        call.row(ROW | {"step": 2}),
+        call.evaluation(2, {"eval_loss": 2.0, "perplexity": 7.4}),
+        call.event("message", {"text": "rank 1 is slow"}),
+        call.event("epoch", {"epoch": 1, "loss": 2.5}),
+        call.close("stopped"),
+    ]
     assert capfd.readouterr().err.count("bad is left out; the run goes on (SystemExit: no network)") == 1
 
 
 def test_what_a_sink_raises_is_said_once_and_what_comes_later_reaches_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    notes = Made(fails_until=2)
-    hand_on(tmp_path, {"notes": notes})
-    assert notes.sink.calls[1] == (2, 2.0)
+    sink = Mock(spec=Sink, close_s=60.0)
+    sink.row.side_effect = ValueError("no")
+    hand_on(tmp_path, {"notes": lambda run: sink})
+    sink.evaluation.assert_called_once()
     err = capfd.readouterr().err
     warning = "notes has not taken something; the run goes on (ValueError: no)"
     assert err.count("metrics.sinks") == err.count(warning) == 1
@@ -231,58 +211,30 @@ def test_a_port_that_is_taken_leaves_the_file(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr().err.count("prometheus cannot listen on 127.0.0.1:") == 1
 
 
-def test_a_full_disk_is_said_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(sinks, "write_whole", full)
-    hand_on(tmp_path, prometheus(every_s=0))
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert capfd.readouterr().err.count("No space left on device") == 1
-
-
-class FakeRun:
-    """A run of W&B as the real one behaves: `step` is the first one that it takes."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.calls: list[Any] = []
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.calls.append((step, values))
-
-    def mark_preempting(self) -> None:
-        self.calls.append("preempting")
-
-    def finish(self, exit_code: int) -> None:
-        self.calls.append(exit_code)
-
-
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, first_step: int = 0) -> tuple[FakeRun, list[dict[str, Any]]]:
-    made, run = [], FakeRun(first_step)
-    module = types.ModuleType("wandb")
-    module.Settings = dict
-    module.init = lambda **keys: made.append(keys) or run
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return run, made
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, first_step: int = 0) -> Mock:
+    """In place of the package, which begins one run; `first_step`: the first one that the run takes."""
+    wandb = Mock(Settings=dict)
+    wandb.init.return_value = Mock(step=first_step)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
 
 
 def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, begun = fake_wandb(monkeypatch)
+    first = fake_wandb(monkeypatch)
     hand_on(tmp_path, {"wandb": lambda run: sinks.Wandb(run, project="p", mode="offline")}, "stopped", config={"a": {}})
     numbers = {"train/loss": 2.5, "train/lr": 1e-3, "train/sent_bytes_tp": 3, "time/step_time_s": 0.5}
-    evaluation = (2, {"validation/loss": 2.0, "validation/perplexity": 7.4})
-    assert first.calls == [(1, numbers), (2, numbers), evaluation, "preempting", 0]
-    second, again = fake_wandb(monkeypatch, first_step=2)
+    evaluation = call.log({"validation/loss": 2.0, "validation/perplexity": 7.4}, step=2)
+    rows = [call.log(numbers, step=step) for step in (1, 2)]
+    stopped = [call.mark_preempting(), call.finish(exit_code=0)]
+    assert first.init.return_value.mock_calls == [*rows, evaluation, *stopped]
+    second = fake_wandb(monkeypatch, first_step=2)
     (tmp_path / "metrics.jsonl").unlink()
     hand_on(tmp_path, {"wandb": sinks.Wandb}, "failed", step=1)
-    assert second.calls == [(2, numbers), evaluation, 1]
-    assert begun[0]["id"] == again[0]["id"]
-    assert (begun[0]["resume"], begun[0]["mode"], begun[0]["project"], begun[0]["config"]) == (
-        "allow", "offline", "p", {"a": {}},
-    )  # fmt: skip
+    assert second.init.return_value.mock_calls == [rows[1], evaluation, call.finish(exit_code=1)]
+    begun, again = first.init.call_args.kwargs, second.init.call_args.kwargs
+    assert begun["id"] == again["id"]
+    expected = {"resume": "allow", "mode": "offline", "project": "p", "config": {"a": {}}}
+    assert begun | expected == begun
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

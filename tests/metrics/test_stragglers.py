@@ -3,15 +3,14 @@
 import itertools
 import json
 import re
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,9 +20,8 @@ import yaml
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.metrics import straggler
+from meshtrain.metrics import step_timer, straggler
 from meshtrain.metrics.gpu_probe import GpuProbe
-from meshtrain.metrics.logger import read
 from meshtrain.metrics.straggler import (
     LOOKS,
     RANKS_PER_STEP,
@@ -34,45 +32,15 @@ from meshtrain.metrics.straggler import (
     describe,
 )
 from meshtrain.parallel.fsdp import unmeasured_wait_phases
-from tests.launching import forked
+from meshtrain.run.fault_injection import FaultInjector
+from tests.comparing import train
 
-SMALL = (
-    "configs/quickstart.yaml",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=2",
-    "data.seq_len=32",
-    "data.workers=0",
-    "batch.global_size=6",
-    "batch.micro_size=2",
-    "train.sample_tokens=0",
-    "train.eval_every=0",
-    "checkpoint.every=0",
-)
 CASES = yaml.safe_load(Path(__file__).with_name("paces.yaml").read_text())
 PACE = RankPace(0.9, 1.0, 1.1, 0.95, 1.05, 1.15, 1.2, 0.01, "b", 2.0, 8)
 STRAGGLER = Straggler(2, PACE, 3, 1.0, 0.4, 2.0)
 
 
 # The talk of the ranks ----------------------------------------------------------------------------------------------
-
-
-class CountingStore:
-    """A store that counts what is asked of it."""
-
-    def __init__(self) -> None:
-        self.store, self.calls = dist.HashStore(), 0
-
-    def set(self, key: str, text: str) -> None:
-        self.calls += 1
-        self.store.set(key, text)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        assert all(self.store.check([key]) for key in keys), "rank 0 would have to wait"
-        self.calls += 1
-        return self.store.multi_get(keys)
 
 
 class FakeProbe:
@@ -93,20 +61,22 @@ def ranks(
         Job(Environment("none", rank, world_size, rank, "a", None), torch.device("cpu"), store, layout=layout)
         for rank in range(world_size)
     ]
-    each = [StragglerDetector(job, first, messages.append, 0) for job in jobs]
-    for one, probe in zip(each, probes, strict=False):
-        one.probe = probe
-    return each
+    detectors = [StragglerDetector(job, first, messages.append, 0) for job in jobs]
+    for detector, probe in zip(detectors, probes, strict=False):
+        detector.probe = probe
+    return detectors
 
 
 def times(own: float) -> dict[str, float]:
     return {"time_own_s": own, "time_queued_s": 0.0, "step_time_s": 1.0, "time_data_s": 0.0}
 
 
-def take(each: list[StragglerDetector], steps: range, slow: int | None = None) -> dict[str, float]:
+def take(detectors: list[StragglerDetector], steps: range, slow: int | None = None) -> dict[str, float]:
     """All ranks look after each step, rank 0 first, as late as the others may be. Returns the last fields of rank 0."""
     for step in steps:
-        rows = [one.finish_step(step, times(0.5 if rank == slow else 0.1)) for rank, one in enumerate(each)]
+        rows = [
+            detector.finish_step(step, times(0.5 if rank == slow else 0.1)) for rank, detector in enumerate(detectors)
+        ]
         assert not any(rows[1:])
     return rows[0]
 
@@ -119,31 +89,31 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     messages = []
-    each = ranks(3, dist.HashStore(), messages)
-    each[0]._folder = tmp_path
+    detectors = ranks(3, dist.HashStore(), messages)
+    detectors[0]._folder = tmp_path
     growing = itertools.count(1)
     monkeypatch.setattr(straggler, "memory_gib", lambda device: next(growing))
-    take(each, NAMED[:-1], 1)
+    take(detectors, NAMED[:-1], 1)
     assert messages == []
-    each[0]._writer.join()
-    fields = take(each, NAMED[-1:])
+    detectors[0]._writer.join()
+    fields = take(detectors, NAMED[-1:])
     (message,) = messages
     assert message.startswith("warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms")
     assert "the other 2 ranks with the same work take 100 ms. All ranks wait for it" in message
-    each[0]._writer.join()
+    detectors[0]._writer.join()
     table = json.loads((tmp_path / "ranks.json").read_text())
     assert table.pop("memory_gib")[2] == fields.pop("memory_max_gib")
     assert table == {"step": 60, "axes": {"dp_shard": 3}, "hosts": ["a"] * 3, "own_time_s": [0.1, 0.5, 0.1]}
     assert fields == {"own_time_median_s": 0.1, "own_time_max_s": 0.5, "own_time_max_rank": 1, "memory_max_rank": 2}
-    take(each, RECOVERED)
+    take(detectors, RECOVERED)
     assert messages[1:] == ["rank 1 on host a (dp_shard 1) is as fast as its peers again"]
 
 
 def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing() -> None:
     messages = []
     store, probes = dist.HashStore(), [FakeProbe(s) for s in (0.0050, 0.0053, 0.0090, 0.0048)]
-    each = ranks(4, store, messages, probes=probes)
-    fields = take(each, NAMED)
+    detectors = ranks(4, store, messages, probes=probes)
+    fields = take(detectors, NAMED)
     probed = {name: value for name, value in fields.items() if name.startswith("gpu_probe")}
     assert probed == {"gpu_probe_median_s": 0.00515, "gpu_probe_max_s": 0.009, "gpu_probe_max_rank": 2}
     (message,) = messages
@@ -153,7 +123,7 @@ def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing(
     )
     assert store.get("pace/suspects") == b"[2]", "nvidia-smi is asked for it"
     probes[2].seconds = 0.0051
-    take(each, RECOVERED)
+    take(detectors, RECOVERED)
     assert messages[1:] == ["rank 2 on host a (dp_shard 2): its GPU is as fast as the others again"]
     assert store.get("pace/suspects") == b"[]"
 
@@ -161,11 +131,11 @@ def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing(
 def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
     messages = []
     probes = [FakeProbe(0.005), FakeProbe(0.005), FakeProbe(0.02, "A100"), FakeProbe(0.04, "L40S")]
-    each = ranks(4, dist.HashStore(), messages, probes=probes)
-    take(each, NAMED)
+    detectors = ranks(4, dist.HashStore(), messages, probes=probes)
+    take(detectors, NAMED)
     assert messages == []
     probes[3].seconds = 0.08  # in the middle of a look
-    take(each, range(RECOVERED[0], RECOVERED[-1] + 21))
+    take(detectors, range(RECOVERED[0], RECOVERED[-1] + 21))
     assert ["the GPU of rank 3" in message and "at first it took" in message for message in messages] == [True]
 
 
@@ -202,30 +172,37 @@ def test_a_probe_of_a_real_gpu_takes_milliseconds() -> None:
     assert all(0.0005 < seconds < 0.2 for seconds in probe.pop()[1:])
 
 
+def counting_store() -> Mock:
+    """It would wait for a second for what is not there yet, and raise."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    return Mock(wraps=store)
+
+
 def test_between_two_looks_nobody_asks_the_store_for_anything() -> None:
-    store = CountingStore()
-    each = ranks(4, store, [])
+    store = counting_store()
+    detectors = ranks(4, store, [])
     calls = {}
     for step in range(1, 62):
-        store.calls = 0
-        take(each, range(step, step + 1))
-        if store.calls:
-            calls[step] = store.calls
+        store.reset_mock()
+        take(detectors, range(step, step + 1))
+        if store.mock_calls:
+            calls[step] = len(store.mock_calls)
     assert calls == {20: 4, 21: 1, 40: 4, 41: 1, 60: 4, 61: 1}
-    store.calls = 0
+    store.reset_mock()
     one_of_many = ranks(40 * RANKS_PER_STEP, store, [])[5]
     for step in range(1, 81):
         one_of_many.finish_step(step, times(0.1))
-    assert store.calls == 2, "a large world looks more seldom"
+    assert len(store.mock_calls) == 2, "a large world looks more seldom"
 
 
 def test_the_first_steps_and_looks_at_too_few_do_not_count() -> None:
-    store = CountingStore()
-    each = ranks(2, store, [], first=12)
-    take(each, range(12, 21), 0)  # 9 steps, 3 of which warm up
-    assert store.calls == 0
-    fields = take(each, range(21, 42))
-    assert store.calls == 2 + 1
+    store = counting_store()
+    detectors = ranks(2, store, [], first=12)
+    take(detectors, range(12, 21), 0)  # 9 steps, 3 of which warm up
+    assert store.mock_calls == []
+    fields = take(detectors, range(21, 42))
+    assert len(store.mock_calls) == 2 + 1
     assert fields["own_time_max_s"] == 0.1
 
 
@@ -268,48 +245,62 @@ def test_the_advice_follows_what_is_known() -> None:
 # Real runs ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def busy_machine(processes: int = 3) -> Iterator[None]:
-    """Others compute on the same cores, in bursts, as on a machine that people share."""
-    code = "import time\nwhile True:\n  end = time.time() + 0.05\n  while time.time() < end: pass\n  time.sleep(0.03)"
-    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
+class OwnTime:
+    """In place of the module `time` of the step timer: each look takes a millisecond, and sleep what it does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def train(processes: int, folder: Path, *keys: str) -> str:
-    """What a small run prints."""
-    places = (f"train.output={folder}", f"data.cache={folder.parent / 'cache'}")
-    return forked(processes, "-m", "meshtrain.train", *SMALL, *places, *keys).check().out
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def train_with(job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Trains with a fault on a clock of the rank's own: what else the machine does counts for nothing."""
+    own_time = OwnTime()
+    monkeypatch.setattr(step_timer, "time", own_time)
+    monkeypatch.setattr(step_timer.TimeSource, "queued", lambda source: 0.0)
+    monkeypatch.setitem(FaultInjector.__init__.__kwdefaults__, "sleep", own_time.sleep)
+    return lambda fault, *keys: train(job, shared_path / "run", f"train.chaos=[{fault}]", *keys)
 
 
 def slow_ranks(out: str) -> list[str]:
     return re.findall(r"warning: (rank \d+) on host \S+ \([^)]*\) is slow", out)
 
 
-def test_a_slowed_rank_is_named_and_no_other_on_a_busy_machine(tmp_path: Path) -> None:
-    """Three ranks on the cores of one machine, with others beside them: only the sleeper is named, and its recovery."""
-    chaos = "train.chaos=[{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}]"
-    with busy_machine():
-        out = train(3, tmp_path, "train.steps=125", chaos)
-    assert slow_ranks(out) == ["rank 2"], out
-    assert re.search(r"known of it: [\d.]+ ms waiting for data, [\d.]+ ms waiting for a core, load of its host", out)
-    assert out.count("is as fast as its peers again") == 1
-    looks = {row["step"]: row for row in read(tmp_path / "metrics.jsonl") if "own_time_max_rank" in row}
+@pytest.mark.slow
+@pytest.mark.ranks(3)
+def test_a_slowed_rank_of_a_run_is_named_and_no_other(
+    job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = train_with("{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}", "train.steps=125")
+    looks = {row["step"]: row for row in rows if "own_time_max_rank" in row}
     assert list(looks) == [22, 42, 62, 82, 102, 122]
     for step in (22, 42, 62):
         assert looks[step]["own_time_max_rank"] == 2
-        assert looks[step]["own_time_max_s"] - looks[step]["own_time_median_s"] > 0.1
+        assert looks[step]["own_time_max_s"] - looks[step]["own_time_median_s"] == pytest.approx(0.15)
+    printed = capsys.readouterr().out
+    if job.rank == 0:
+        assert slow_ranks(printed) == ["rank 2"], printed
+        assert printed.count("is as fast as its peers again") == 1
 
 
-@pytest.mark.cluster
-def test_a_stage_of_a_pipeline_that_becomes_slow_is_named(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_stage_of_a_pipeline_that_becomes_slow_is_named(
+    job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is alone in its stage, so that it can be compared only with what it took before."""
-    chaos = "train.chaos=[{fault: slow, rank: 1, step: 21, seconds: 0.15}]"
-    out = train(2, tmp_path, "layout={pp: 2}", "train.steps=85", chaos)
-    assert slow_ranks(out) == ["rank 1"], out
-    assert "at first it took" in out
+    train_with("{fault: slow, rank: 1, step: 21, seconds: 0.15}", "layout={pp: 2}", "train.steps=85")
+    printed = capsys.readouterr().out
+    if job.rank == 0:
+        assert slow_ranks(printed) == ["rank 1"], printed
+        assert "at first it took" in printed

@@ -3,10 +3,12 @@
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from meshtrain.metrics import step_timer
 from meshtrain.metrics.step_timer import PHASES, StepTimer, memory_gib
 from tests.properties import given, st
 
@@ -21,6 +23,10 @@ class FakeMarks:
         self.waiting = 0.0  # for a core
         self.out = 0
         self.waited: list[float] = []
+
+    def spend(self, seconds: float, waiting: float = 0.0) -> None:
+        self.time += seconds
+        self.waiting += waiting
 
     def now(self) -> float:
         self.out += 1
@@ -105,74 +111,45 @@ def test_a_rank_that_never_asks_collects_nothing(clock: StepTimer, marks: FakeMa
     assert marks.out <= 4 * 4 + 1, "four steps of four marks each, and the beginning of the next"
 
 
-def popped(clock: StepTimer, name: str) -> list[float]:
-    """This time of all steps that have ended."""
-    return [times[name] for times in iter(clock.pop, None)]
-
-
-def test_own_time_is_all_but_the_waits(clock: StepTimer, marks: FakeMarks) -> None:
-    with clock.phase("backward"):
-        marks.time += 1
-        with clock.phase("communication"):
-            marks.time += 10
-        marks.time += 2
-    marks.time += 20  # between two phases
-    clock.end_step()
-    marks.time += 3  # between two steps, in the second
-    with clock.phase("forward"):
-        marks.time += 4
-    clock.end_step()
-    marks.time += 50  # an evaluation
+def test_own_time_is_all_but_the_waits_and_restart_forgets_what_was_no_step(
+    clock: StepTimer, marks: FakeMarks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the waits for a core those in the rank's own time count."""
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: marks.time))
     clock.restart()
-    with clock.phase("communication"):
-        marks.time += 6
+    with clock.phase("backward"):
+        marks.spend(1, waiting=2)
+        with clock.phase("communication"):
+            marks.spend(10, waiting=100)
+        marks.spend(2, waiting=4)
+    marks.spend(20, waiting=1)  # between two phases
     clock.end_step()
-    assert popped(clock, "time_own_s") == [23, 7, 0]
+    marks.spend(3)  # between two steps, in the second
+    with clock.phase("forward"):
+        marks.spend(4)
+    clock.end_step()
+    marks.spend(50, waiting=50)  # an evaluation
+    clock.restart()
+    marks.spend(0, waiting=8)
+    with clock.phase("communication"):
+        marks.spend(6)
+    clock.end_step()
+    steps = list(iter(clock.pop, None))
+    names = ("time_own_s", "time_queued_s", "step_time_s")
+    assert [[step[name] for name in names] for step in steps] == [[23, 7, 33], [7, 0, 7], [0, 8, 6]]
 
 
 def test_a_phase_in_which_waits_hide_is_not_its_own(marks: FakeMarks) -> None:
     clock = StepTimer(CPU, marks, hiding=("forward",))
     for name, seconds in (("data", 1), ("forward", 10), ("optimizer", 2)):
         with clock.phase(name):
-            marks.time += seconds
-            marks.waiting += seconds
+            marks.spend(seconds, waiting=seconds)
             with clock.phase("communication"):
-                marks.waiting += 100
-            marks.waiting += seconds
+                marks.spend(0, waiting=100)
+            marks.spend(0, waiting=seconds)
     clock.end_step()
     times = clock.pop()
     assert (times["time_own_s"], times["time_forward_s"], times["time_queued_s"]) == (3, 10, 6)
-
-
-def test_only_waits_for_a_core_outside_of_communication_count(clock: StepTimer, marks: FakeMarks) -> None:
-    marks.waiting += 1
-    with clock.phase("backward"):
-        marks.waiting += 2
-        with clock.phase("communication"):
-            marks.waiting += 100
-        marks.waiting += 4
-    clock.end_step()
-    marks.waiting += 50
-    clock.restart()
-    marks.waiting += 8
-    clock.end_step()
-    assert popped(clock, "time_queued_s") == [7, 8]
-
-
-def test_restart_forgets_what_was_no_step(clock: StepTimer, marks: FakeMarks) -> None:
-    clock.end_step()
-    with clock.phase("forward"):
-        marks.time += 50
-    begun = time.perf_counter()
-    clock.restart()
-    with clock.phase("forward"):
-        marks.time += 1
-    clock.end_step()
-    longest = time.perf_counter() - begun
-    clock.pop()
-    times = clock.pop()
-    assert phases(times)["forward"] == 1
-    assert times["step_time_s"] <= longest
 
 
 def test_a_step_ends_outside_of_all_phases(clock: StepTimer) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from meshtrain.cli import main as cli
 from meshtrain.cli.plan import make_plan
+from meshtrain.layout import Layout
 from meshtrain.modeling.context import ContextCosts, kv_heads_of_rank
+from meshtrain.run.rank_table import layout_text
 from tests.launching import forked
 
 MI, GI = 2**20, 2**30
@@ -72,6 +74,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_as_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     context = json.loads(planned(capsys, llama, "parallel.compile=false", "--json"))["context"]
     assert context["line"] == costs_of(llama).describe()
@@ -80,20 +83,11 @@ def test_as_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(planned(capsys, llama, "parallel.compile=false", "layout={tp: 8}", "--json"))["context"] is None
 
 
-def test_groups_of_the_derived_axes(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    layout = ("parallel.compile=false", "layout={dp_shard: 2, cp: 4}", "parallel.context_heads=2", "--hosts", "2x4")
-    text = planned(capsys, llama, *layout)
-    for lines in (
-        "cp: 2 groups of 4 ranks, none crosses hosts\n  [0, 1, 2, 3]  host 0\n",
-        "cp_ring: 4 groups of 2 ranks, none crosses hosts\n  [0, 2]  host 0\n",
-        "cp_heads: 4 groups of 2 ranks, none crosses hosts\n  [0, 1]  host 0\n",
-        "fsdp: 1 group of 8 ranks, each crosses hosts\n",
-    ):
-        assert lines in text
-    for heads in (1, 4):  # the group of all is that of cp
-        text = planned(capsys, llama, "parallel.compile=false", "layout={cp: 4}", f"parallel.context_heads={heads}")
-        assert "cp: 1 group of 4 ranks" in text
-        assert not {"cp_", "fsdp"} & set(re.findall("cp_|fsdp", text))
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_group_of_all_ranks_of_cp_is_that_of_cp(heads: int) -> None:
+    text = layout_text(Layout({"cp": 4}).with_context_heads(heads).on_hosts((4,)))
+    assert "cp: 1 group of 4 ranks" in text
+    assert not {"cp_", "fsdp"} & set(re.findall("cp_|fsdp", text))
 
 
 def test_a_model_that_asks_for_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 """A Llama with extra operations between its blocks, such as Gemma's scaling of the embedding and soft cap of the
-logits, in the model's forward or inside its blocks, as `tweak` says.
+logits, in the model's forward or inside its blocks, or with an unusual treatment of its head, as `tweak` says.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
+from meshtrain.loss import attach
 from meshtrain.rotary import Rotary, cos_sin
 
 llama = model_file("llama")
@@ -37,11 +38,28 @@ class Model(llama.Model):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.tweak = config.tweak
-        if self.tweak == "inside":
-            self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size)
-            self.lm_head = CappedLinear(config.hidden_size, config.vocab_size, bias=False)
-        if self.tweak == "rotary":
-            self.rotary = RotaryEmbedding(config)
+        head = self.lm_head
+        match self.tweak:
+            case "inside":
+                self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size)
+                self.lm_head = CappedLinear(config.hidden_size, config.vocab_size, bias=False)
+            case "rotary":
+                self.rotary = RotaryEmbedding(config)
+            case "bias":
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+            case "forward":
+                head.forward = lambda x: 2 * nn.Linear.forward(head, x)  # type: ignore[method-assign]
+            case "hook":
+                head.register_forward_hook(lambda layer, inputs, output: 2 * output)
+            case "hook in place":
+                head.register_forward_hook(lambda layer, inputs, output: output.mul_(2))
+            case "gradient of outputs":
+                head.register_full_backward_pre_hook(lambda layer, grads: (2 * grads[0],))
+            case "input by a hook":
+                head.register_forward_pre_hook(lambda layer, inputs: (2 * inputs[0],))
+            case "in a block":
+                mlp = self.model.layers[0].mlp
+                mlp.register_forward_hook(lambda mlp, inputs, x: x * head(x).detach().softmax(-1).amax(-1, True))
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         tweak = self.tweak
@@ -70,8 +88,29 @@ class Model(llama.Model):
             x = self.model.layers[0](x, rotary, mask)
         if tweak == "eval" and not self.training:
             x = x[:, -1:]
-        logits = self.lm_head(self.model.norm(x))
-        return soft_cap(logits) if tweak == "cap" else logits.float() if tweak == "float" else logits
+        return self.changed(self.lm_head(self.model.norm(x)))
+
+    def changed(self, logits: Tensor) -> Tensor:
+        match self.tweak:
+            case "cap":
+                return soft_cap(logits)
+            case "float":
+                return logits.float()
+            case "loss":  # attached in training steps only
+                return attach(logits, "z", logits.logsumexp(-1).square())
+            case "loss of training" if torch.is_grad_enabled():
+                return attach(logits, "z", logits.logsumexp(-1).square())
+            case "other loss":
+                return attach(logits, "norm", self.model.norm.weight.sum().expand(logits.shape[:2]))
+            case "twice":
+                self.lm_head(torch.zeros_like(logits[..., : self.config.hidden_size]))
+            case "in place of logits":
+                logits.mul_(2)
+            case "gradient" if logits.requires_grad:
+                logits.register_hook(lambda grad: 2 * grad)
+            case "fails":
+                assert logits.max() < 1e9
+        return logits
 
 
 class RotaryEmbedding(nn.Module):

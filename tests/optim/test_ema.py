@@ -32,6 +32,7 @@ def test_the_average_follows_the_weights_and_takes_their_place(name: str) -> Non
     assert "ema" in optimizer.state(model[0].weight)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_averages_go_on_from_checkpoints_to_the_bit_and_are_exported(tmp_path: Path) -> None:
     def train(output: str, steps: int, *overrides: str) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Muon: the formula, torch's own, and which rank computes which matrix. That layouts agree is in the parity table."""
+"""Muon: the formula, and which rank computes which matrix. That layouts agree is in the parity table."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from meshtrain.layout import Layout
 from meshtrain.optim.groups import suits_muon
 from meshtrain.optim.matrices import deal_out, holders_of, matrices_of
 from meshtrain.parallel.sharding import Cut, ParameterSpec
-from tests.optim.steps import assert_same, optimizer_of, set_gradients, update
+from tests.optim.steps import optimizer_of, set_gradients, update
 
 
 def formula(gradient: Tensor) -> Tensor:
@@ -35,49 +35,29 @@ def small_moe() -> nn.Module:
     return module.Model(config).double()
 
 
-def test_every_matrix_follows_the_formula_and_the_rest_adamw() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_every_matrix_follows_the_formula(nesterov: bool) -> None:
     """Gate and up of each expert are matrices of their own; the router is one; embedding, head and norms are none."""
     ours, theirs = small_moe(), small_moe()
-    optimizer = optimizer_of(ours, name="muon", lr=0.02, momentum=0.9, weight_decay=0.1)
+    optimizer = optimizer_of(ours, name="muon", lr=0.02, momentum=0.9, nesterov=nesterov, weight_decay=0.1)
     trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in trained.items() if suits_muon(ParameterSpec(name, tuple(p.shape)))}
     momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
-    others = [p for name, p in trained.items() if name not in matrices]
-    groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for p in others]
-    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
     count = 0
     for step in (1, 2, 3):
         set_gradients(ours, step)
         set_gradients(theirs, step)
         update(optimizer, step)
-        adamw.step()
         for name, p in matrices.items():
             momenta[name].mul_(0.9).add_(0.1 * p.grad)
-            direction = 0.1 * p.grad + 0.9 * momenta[name]
+            direction = 0.1 * p.grad + 0.9 * momenta[name] if nesterov else momenta[name]
             parts = [direction] if p.dim() == 2 else [m for e in direction for m in e.chunk(2 if "gate" in name else 1)]
             count += len(parts)
             with torch.no_grad():
                 p.mul_(1 - 0.02 * 0.1).sub_(0.02 * torch.cat([formula(part) for part in parts]).view_as(p))
-    assert_same(ours, theirs, rtol=1e-9)
+    for name, p in matrices.items():
+        torch.testing.assert_close(ours.get_parameter(name), p, rtol=1e-9, atol=1e-12)
     assert count == 3 * (2 * 4 + 1 + 3 * 3 + 3), "q, k, v, o; a router and three of each expert; gate, up, down"
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_it_is_torchs_within_bfloat16(nesterov: bool) -> None:
-    torch.manual_seed(0)
-    ours, theirs = (nn.ModuleList([nn.Linear(12, 20, bias=False), nn.Linear(20, 12, bias=False)]) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    optimizer = optimizer_of(ours, name="muon", lr=0.02, nesterov=nesterov)
-    options = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
-    reference = torch.optim.Muon(theirs.parameters(), **options)
-    for step in (1, 2, 3):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        update(optimizer, step)
-        reference.step()
-    assert_same(ours, theirs, rtol=0, atol=3 * 0.02 * 0.2 * math.sqrt(20) * 2**-7)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert (a - b).square().mean().sqrt() < 0.02 * 0.2 * 2**-6, "an update has a root mean square of 0.2 lr"
 
 
 def test_the_work_is_dealt_out_evenly() -> None:

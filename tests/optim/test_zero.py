@@ -30,6 +30,7 @@ def numbers(folder: Path) -> list[float]:
     return [row[name] for row in read(folder / "metrics.jsonl") for name in ("loss", "grad_norm")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_it_goes_on_to_the_bit_and_on_other_layouts(tmp_path: Path) -> None:
     """With states in bfloat16, whose rounding is a function of an element's place in the whole; in the other layout

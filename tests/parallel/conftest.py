@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.parallel import ddp, fsdp
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
 
 
@@ -20,6 +22,22 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is a unit of FSDP, and DDP has several buckets."""
+    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+    monkeypatch.setattr(ddp, "BUCKET_BYTES", 200)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """The compiler has seen nothing, and counts from zero."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Attention over a sequence that lies in parts on several ranks, against attention in one process."""
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,35 +33,28 @@ DOCUMENTS: dict[str, list[list[int]] | None] = {
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 10 * 2**-8, torch.float16: 10 * 2**-11}
 
 
-class SegmentBySegment(kernels._Flash):
-    """Variable-length flash attention, written out segment by segment: on any device, in any dtype."""
+class SegmentsByMask(kernels._Flash):
+    """Variable-length flash attention by products with a mask of the segments: on any device, in any dtype."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        out = q.new_full((*q.shape[:2], v.shape[-1]), torch.nan)
-        lse = q.new_full(q.shape[1::-1], torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-        for queries, keys, block in segments(*settings, **options):
-            inputs = beside(q[queries], k[keys], v[keys])
-            y, sums = kernels.forward_block(*inputs, block, kernels.PRODUCTS)
-            out[queries] = y[0].transpose(0, 1).to(q.dtype)
-            lse[:, queries] = sums[0]
-        return out, lse
+        block, blind = block_of(*settings, **options)
+        out, lse = kernels.forward_block(*heads_first(q, k, v), block, kernels.PRODUCTS)
+        out = out[0].transpose(0, 1).to(q.dtype)
+        return out.masked_fill(blind[:, None, None], torch.nan), lse[0].masked_fill(blind, torch.inf)
 
-    def run_backward(self, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, *inputs: Any, **options: Any) -> tuple[Tensor, ...]:
         grad, q, k, v, out, lse, *settings = inputs
-        dq, dk, dv = torch.zeros_like(q), torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
-        for queries, keys, block in segments(*settings, **options):
-            dy, x, y = beside(grad[queries], q[queries], out[queries])
-            sums = lse[None, :, queries]
-            grads = kernels.backward_block(dy, x, *beside(k[keys], v[keys]), y, sums, block, kernels.PRODUCTS)
-            dq[queries], dk[keys], dv[keys] = (d[0].transpose(0, 1).to(q.dtype) for d in grads)
-        return dq, dk, dv
+        block, _ = block_of(*settings, **options)
+        tensors = heads_first(grad, q, k, v, out)
+        gradients = kernels.backward_block(*tensors, lse[None], block, kernels.PRODUCTS)
+        return tuple(x[0].transpose(0, 1).to(q.dtype) for x in gradients)
 
 
-def beside(*xs: Tensor) -> list[Tensor]:
-    return [x.transpose(0, 1)[None] for x in xs]
+def heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(0, 1)[None] for x in tensors]
 
 
-def segments(
+def block_of(
     query_bounds: Tensor,
     key_bounds: Tensor,
     longest: int,
@@ -74,22 +65,21 @@ def segments(
     scale: float,
     window_size_left: int | None = None,
     window_size_right: int = 0,
-) -> Iterator[tuple[slice, slice, Block]]:
+) -> tuple[Block, Tensor]:
+    """All segments as one block, and which queries see nothing."""
     assert query_bounds.dtype == key_bounds.dtype == torch.int32
     assert dropout == 0.0
-    rows = [slice(*pair) for pair in itertools.pairwise(query_bounds.tolist())]
-    columns = [slice(*pair) for pair in itertools.pairwise(key_bounds.tolist())]
-    assert longest == max(2, *(x.stop - x.start for x in rows))
-    assert most_keys == max(x.stop - x.start for x in columns)
-    for queries, keys in zip(rows, columns, strict=True):
-        m, n = queries.stop - queries.start, keys.stop - keys.start
-        mask = torch.ones(m, n, dtype=torch.bool)
+    queries, keys = query_bounds.diff(), key_bounds.diff()
+    assert longest == max(2, int(queries.max()))
+    assert most_keys == int(keys.max())
+    parts = []
+    for m, n in zip(queries.tolist(), keys.tolist(), strict=True):
+        part = torch.ones(m, n, dtype=torch.bool)
         if window_size_left is not None:
-            mask = mask.triu(n - m - window_size_left).tril(n - m + window_size_right)
-        if causal:
-            mask = mask.tril(n - m)
-        if n > 0:
-            yield queries, keys, Block(scale, mask=mask.to(query_bounds.device)[None, None])
+            part = part.triu(n - m - window_size_left).tril(n - m + window_size_right)
+        parts.append(part.tril(n - m) if causal else part)
+    mask = torch.block_diag(*parts).bool().to(query_bounds.device)
+    return Block(scale, mask=mask[None, None]), ~mask.any(1)
 
 
 def documents_of(name: str, s: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from meshtrain.parallel.context.kernels import (
     forward_block,
     segments_of,
 )
-from tests.parallel.sharded_attention import SegmentBySegment
+from tests.parallel.sharded_attention import SegmentsByMask
 from tests.properties import given, st
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -133,7 +133,7 @@ def test_segments_are_the_mask_of_documents(keys: Tensor, data: st.DataObject) -
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("heads", [(), UNEVEN], ids=str)
 def test_segments_give_what_their_mask_does(heads: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """By the arrangement of flash attention for GPUs, with one product after the other in its place on the CPU."""
+    """By the arrangement of flash attention for GPUs, with products in its place on the CPU."""
     keys = torch.tensor([[0] * 9 + [1] * 3 + [2] * 29, [1] * 20 + [4] * 21])
     tensors, _ = drawn(17, 41, 12, 5, dtype, device)
     last, others = keys[:, 24:], keys[:, :17] + 1
@@ -143,7 +143,7 @@ def test_segments_give_what_their_mask_does(heads: tuple[int, ...], dtype: torch
         if causal:
             mask &= torch.ones(17, 41, dtype=torch.bool).tril(24).triu(25 - (window or 99))
         block = Block(0.3, causal=causal, heads=heads, segments=segments, window=window)
-        kernel: Kernel = SegmentBySegment()
+        kernel: Kernel = SegmentsByMask()
         if device == "cuda" and dtype.itemsize == 2:
             kernel = choose_kernel(tensors[1], tensors[3], None, "documents")
             assert kernel.segmented

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -23,8 +23,6 @@ from torch.utils.flop_counter import flop_registry
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
-from meshtrain.layout import Layout
-from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import compile_choice
 from meshtrain.parallel import compile as compiling
 from meshtrain.parallel import mixed_precision
@@ -34,12 +32,14 @@ from meshtrain.parallel.compile import CACHE, choose_compile, keep_compiled_code
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear import Linear
 from meshtrain.parallel.parallelize import parallelize
+from tests.comparing import ALONE, CPU, small_llama, tokens
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
 PRODUCTS = {"mm", "addmm", "bmm"}
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Graphs:
@@ -65,14 +65,6 @@ class Graphs:
         return make_boxed_func(graph.forward)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     backend = Graphs()
@@ -89,7 +81,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list[int]:
     """The graphs that there are after each of two steps, with other documents, and an evaluation each."""
     file = model_file(name)
-    model = parallelize(file.Model(file.Config(**sizes)), build_mesh(Layout({})), compile=True, **options)
+    model = parallelize(file.Model(file.Config(**sizes)), ALONE, compile=True, **options)
     counts = []
     for _ in range(2):
         tokens = torch.randint(50, (2, 12))
@@ -105,12 +97,12 @@ def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list
 @pytest.mark.parametrize(
     ("name", "recompute", "precision", "merges"),
     [
-        ("llama", "none", "bfloat16", False),
+        pytest.param("llama", "none", "bfloat16", False, marks=pytest.mark.slow),
         ("llama", "selective", "float32", False),
-        ("llama", "full", "float32", False),
+        pytest.param("llama", "full", "float32", False, marks=pytest.mark.slow),
         ("qwen3", "selective", "bfloat16", False),
         ("llama", "none", "bfloat16", True),
-        ("llama", "full", "bfloat16", True),
+        pytest.param("llama", "full", "bfloat16", True, marks=pytest.mark.slow),
         ("qwen3", "selective", "bfloat16", True),
     ],
 )
@@ -140,23 +132,22 @@ def test_layers_that_read_the_same_input_compute_one_product(
     """The same gradients under the same names: computed in float64, added up in float32, of some weights not."""
     monkeypatch.setattr(parallelizing, "master_dtype", lambda precision: torch.float32)
     monkeypatch.setattr(mixed_precision, "ADDED_ON", ("cpu",))
-    file, results = model_file("llama"), []
+    results = []
     for merges in (False, True):
         monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
-        torch.manual_seed(0)
-        model = file.Model(file.Config(**SIZES))
+        model = small_llama()
         for layer in model.model.layers:
-            layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, 16))
+            layer.self_attn.q_proj.bias = nn.Parameter(torch.linspace(-1, 1, 24))
             layer.self_attn.k_proj.weight.requires_grad_(False)
         names = [name for name, _ in model.named_parameters()]
-        parallelize(model, build_mesh(Layout({})), compile=merges, precision="float64", recompute=recompute)
+        parallelize(model, ALONE, compile=merges, precision="float64", recompute=recompute)
         outputs = []
         for i in range(3):
             set_is_last_backward(model, i == 2)
-            outputs.append(model(torch.arange(12).view(2, 6) + i))
+            outputs.append(model(tokens(0, i)))
             outputs[-1].square().sum().backward()
         with torch.no_grad():
-            outputs.append(model(torch.arange(12).view(2, 6)))
+            outputs.append(model(tokens()))
         assert names == [name for name, _ in model.named_parameters()]
         results.append([*outputs, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)])
     assert sum(name in PRODUCTS for name in graphs.forward[0]) == 4
@@ -199,32 +190,35 @@ def warns(message: str | None) -> Any:
     return nullcontext() if message is None else pytest.warns(UserWarning, match=message)
 
 
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] / 2,))
+    return model
+
+
+NO_GRAPH = "Branching is recomputed and not compiled"
+HAS_HOOKS = "Sequential is not compiled: a graph leaves hooks"
+
+
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_block_that_is_no_graph_is_recomputed_without_compiling(recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "recompute", "message"),
+    [
+        (Branching, "full", NO_GRAPH),
+        (Branching, "selective", NO_GRAPH),
+        (hooked, "none", HAS_HOOKS),
+        (hooked, "full", HAS_HOOKS),
+    ],
+)
+def test_what_cannot_be_compiled_runs_as_it_is(make: Callable[[], nn.Module], recompute: str, message: str) -> None:
     """In 16 bits, where a block that runs again needs its casts again."""
     grads = []
-    for message in (None, "Branching is recomputed and not compiled"):
+    for compiled in (False, True):
         torch.manual_seed(0)
-        options = {"precision": "bfloat16", "recompute": recompute, "compile": message is not None}
-        model = parallelize(Branching(), build_mesh(Layout({})), **options)
-        with warns(message):
+        with warns(message if compiled else None):
+            model = parallelize(make(), ALONE, precision="bfloat16", recompute=recompute, compile=compiled)
             model(torch.ones(2, 8)).float().square().sum().backward()
-        grads.append(model.layer.weight.grad)
-    assert torch.equal(*grads)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_backward_hooks_inside_of_a_block_are_run(recompute: str) -> None:
-    grads = []
-    for message in (None, "Sequential is not compiled: a graph leaves hooks"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[1].register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] / 2,))
-        with warns(message):
-            parallelize(model, build_mesh(Layout({})), recompute=recompute, compile=message is not None)
-        model(torch.ones(2, 4)).square().sum().backward()
-        grads.append(model[0].weight.grad)
+        grads.append(next(model.parameters()).grad)
     assert torch.equal(*grads)
 
 
@@ -237,7 +231,7 @@ class Varied(Branching):
 def test_a_graph_that_evaluation_has_not_leaves_training_compiled() -> None:
     """As where evaluations have more shapes than the compiler makes graphs for."""
     plain = Varied()
-    model = parallelize(deepcopy(plain), build_mesh(Layout({})), recompute="selective", compile=True)
+    model = parallelize(deepcopy(plain), ALONE, recompute="selective", compile=True)
     for message, graphs in (("not compiled without", 1), (None, 0)):
         counters.clear()
         with torch.no_grad(), warns(message):

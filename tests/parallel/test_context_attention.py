@@ -1,8 +1,9 @@
-"""Attention over sharded sequences: every way of exchanging parts against attention in one process.
+"""Attention over sequences that lie in parts on several ranks: every way of exchanging parts against one process.
 
 Run as a script on GPUs, it checks there what can differ from CPUs.
 """
 
+import os
 from typing import Any
 
 import pytest
@@ -14,14 +15,88 @@ import meshtrain
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.data.sequence import kv_heads_of
 from meshtrain.errors import InputError
+from meshtrain.generate import generate
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
 from meshtrain.modeling.context import AttentionShape
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
-from meshtrain.parallel.context import ContextParallel, kernels
-from meshtrain.parallel.context.attention import _context_attention_backward
-from tests.comparing import Created
-from tests.parallel.sharded_attention import DOCUMENTS, B, Case, E, H, Mixer, SegmentBySegment, Way, check, documents_of
+from meshtrain.parallel.context import ContextParallel, kernels, visible_spans
+from meshtrain.parallel.context.attention import Exchange, _context_attention_backward
+from tests.comparing import CPU, Peak, small_llama
+from tests.launching import torchrun
+from tests.parallel.sharded_attention import DOCUMENTS, B, Case, E, H, Mixer, SegmentsByMask, Way, check, documents_of
+from tests.properties import given, st
+
+GPUS = torch.cuda.device_count()
+SHARED = GPUS > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU hosts several ranks: NCCL 2.30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2 and not SHARED, reason="needs 2 GPUs, or one and NCCL_MULTI_RANK_GPU_ENABLE=1")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [world for world in (2, 4) if world <= max(GPUS, 2) or SHARED])
+def test_every_way_computes_the_same_on_gpus(world: int) -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
+    environment = {"CUDA_VISIBLE_DEVICES": visible}
+    torchrun(world, "-m", "tests.parallel.test_context_attention", timeout=800, env=environment).check()
+
+
+@pytest.mark.parametrize("stages", [[(2, 3, 0)], [(2,), (3,), (0,)]], ids=["gather", "ring"])
+def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None:
+    """Whether they come together or one after the other: these addends have another sum in another order."""
+    like = torch.zeros(1, 1, 2, 1)
+    exchange = Exchange(like, like, None, torch.zeros(2, 8, dtype=torch.int64), (), "", "ring", 1.0, None, None)
+    exchange.size, exchange.index, exchange.own, exchange.first = 4, 1, (1, 6), [0] * 8
+    values = [1.0, 1e20, -1e20, 3.0]
+
+    class Arrived:
+        """What the others of a stage have sent."""
+
+        def __init__(self, ranks: tuple[int, ...]) -> None:
+            self.ranks = ranks
+
+        def wait(self) -> list[torch.Tensor]:
+            counts = [len(range(2)[exchange._halves(j, 1)]) * (j in self.ranks) for j in range(4)]
+            return [torch.full((n, 1, 1, 1, 1), values[j], dtype=torch.float64) for j, n in enumerate(counts)]
+
+    exchange.gradient = torch.full((2, 1, 1, 1, 1), values[1], dtype=torch.float64)
+    for ranks in stages:
+        exchange.going_home = Arrived(ranks)  # type: ignore[assignment]
+        exchange._add_arrived()
+    first, second = exchange.gradient.flatten().tolist()
+    assert first == ((values[1] + values[2]) + values[3]) + values[0] == 4.0
+    assert second == values[1] + values[0], "the other ranks' queries do not see it"
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size=1, max_size=3), st.integers(1, 5))
+def test_spans_say_what_the_queries_of_a_chunk_see(rows: list[list[int]], parts: int) -> None:
+    whole = [[n for n, count in enumerate(row) for _ in range(count)] for row in rows]
+    m = -(-max(map(len, whole)) // (2 * parts))
+    documents = [row + [99] * (2 * parts * m - len(row)) for row in whole]
+    first, last = visible_spans(torch.tensor(documents), 2 * parts).tolist()
+    for y in range(2 * parts):
+        queries = range(y * m, (y + 1) * m)
+        assert first[y] == min(k for row in documents for q in queries for k in range(q + 1) if row[k] == row[q])
+        all_seen = all(row[k] == row[q] for row in documents for q in queries for k in range(first[y], q + 1))
+        assert (last[y] <= first[y]) == all_seen
+
+
+def test_a_document_that_returns_may_be_seen_from_everywhere() -> None:
+    assert visible_spans(torch.tensor([[0, 1, 1, 0], [0, 0, 1, 2]]), 2).tolist() == [[0, 0], [4, 4]]
+    assert visible_spans(None, 2).tolist() == [[0, 0], [0, 0]]
+
+
+def test_without_cp_nothing_changes_and_a_text_needs_no_group() -> None:
+    """A loop of one's own may always make a `ContextParallel`."""
+    cp = ContextParallel(build_mesh(Layout({})))
+    tokens = torch.arange(7).view(1, 7)
+    batch = Batch.of((tokens, tokens, None), tokens)
+    assert cp.shard(batch) is batch
+    assert cp.positions(7).tolist() == list(range(7))
+    assert cp.owner(5, 7) == (0, 5)
+    assert len(generate(small_llama(), [1, 2], 3, seq_len=8, device=CPU, seed=1, context=cp)) == 5
+
 
 # With as many ranks for heads as there are, the methods do not differ.
 WAYS = [
@@ -86,7 +161,7 @@ def test_shorter_types(job: Job, method: str, heads: int, dtype: torch.dtype) ->
 @pytest.fixture
 def visibilities(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Documents become segments instead of masks, as on GPUs in 16 bits; gets what each kernel was chosen for."""
-    choose_kernel, choices, segmented = kernels.choose_kernel, list[str](), SegmentBySegment()
+    choose_kernel, choices, segmented = kernels.choose_kernel, list[str](), SegmentsByMask()
 
     def choose(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:
         choices.append(visible)
@@ -97,34 +172,22 @@ def visibilities(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @each_way
-@pytest.mark.parametrize("documents", [name for name, lengths in DOCUMENTS.items() if lengths])
-def test_documents_as_segments(job: Job, method: str, heads: int, documents: str, visibilities: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("documents", "options"),
+    [
+        *((name, {"f": 5}) for name, lengths in DOCUMENTS.items() if lengths),
+        *((name, {"window": window}) for name in ("documents", "causal") for window in (1, 7, 24, 30)),
+    ],
+)
+def test_segments(
+    job: Job, method: str, heads: int, documents: str, options: dict[str, Any], visibilities: list[str]
+) -> None:
     way = Way(job, method, heads)
     for s, kv in ((37, 3), (48, 1)):
-        check(way, Case(s, kv, documents, f=5))
-        assert ("mask" in visibilities) == (documents == "returning")
+        check(way, Case(s, kv, documents, **options))
+        if "window" not in options:  # where one ends within a block, a ring needs a mask
+            assert ("mask" in visibilities) == (documents == "returning")
         visibilities.clear()
-
-
-@each_way
-@pytest.mark.usefixtures("visibilities")
-@pytest.mark.parametrize("window", [1, 7, 24, 30])
-def test_windows_as_segments(job: Job, method: str, heads: int, window: int) -> None:
-    way = Way(job, method, heads)
-    check(way, Case(37, 3, "documents", window=window))
-    check(way, Case(37, 3, "causal", window=window))
-
-
-class Peak(Created):
-    """The peak memory, in bytes, of tensors made while active."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        now = sum(size for storage, size in self._made.values() if not storage.expired())
-        self.bytes = max(self.bytes, now)
-        return result
 
 
 @each_way
@@ -145,6 +208,7 @@ def test_memory_of_a_backward(job: Job, method: str, heads: int) -> None:
     assert 0.5 < peak.bytes / 8 / numbers <= 1
 
 
+@pytest.mark.slow
 @each_way
 def test_recomputed_and_compiled(job: Job, method: str, heads: int) -> None:
     """Gradients are bit-equal, or equal up to rounding if compiled; only `full` sends again; one graph serves all."""
@@ -198,21 +262,18 @@ def test_shards(job: Job) -> None:
 
     shard = cp.shard(batch)
     real = own < s
-    places = own[real]
-    assert torch.equal(shard.targets[:, real], tokens[:, places + 1])
+    assert torch.equal(shard.targets[:, real], batch.targets[:, own[real]])
     assert (shard.targets[:, ~real] == IGNORE).all()
-    assert torch.equal(shard.tensors["tokens"][:, real], tokens[:, places])
-    assert torch.equal(shard.tensors["positions"][:, real], places.expand(B, -1))
+    for name in ("tokens", "positions"):
+        assert torch.equal(shard.tensors[name][:, real], batch.tensors[name][:, own[real]])
     record = shard.tensors["documents"]
     assert torch.equal(record.documents[:, :s], documents)
     assert (record.documents[:, s:] > documents[:, -1:]).all()
     assert torch.equal(record.part, own)
     moved = record.to(torch.device("meta"))
     assert (moved.documents.device.type, moved.spans.device.type) == ("cpu", "cpu")
-
-    plain = cp.shard(Batch.of((tokens[:, :-1], None, None), tokens[:, 1:]))
-    assert torch.equal(plain.tensors["positions"], shard.tensors["positions"])
-    assert list(plain.tensors) == list(batch.tensors)
+    without_positions = cp.shard(Batch.of((tokens[:, :-1], None, None), tokens[:, 1:]))
+    assert torch.equal(without_positions.tensors["positions"], shard.tensors["positions"])
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshtrain.errors import AgreedError
 from meshtrain.layout import Layout
@@ -50,36 +50,54 @@ def test_ranks_that_gather_other_blocks_are_told(tmp_path: Path) -> None:
     assert f"step {len(rows) + 1}: the model's forward" in done.err, "what came before is kept"
 
 
-def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
-    keys = ("model.name=tests/models/batch_norm.py", "layout={dp_shard: 2}", f"train.output={tmp_path / 'run'}")
-    done = forked(2, "-m", "meshtrain.train", "configs/digits.yaml", *keys)
-    assert done.status == 2
-    assert done.err.count("norm is a BatchNorm2d, which computes with the samples that a rank happens to have") == 1
-    mesh = build_mesh(Layout({"dp_shard": 1}))
-    parallelize(nn.BatchNorm1d(3), mesh)  # one data rank has all of the batch
+def hooked(register: Any) -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(2))
+    register(parameter, lambda grad: None)
+    return parameter
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "name", "part", "message"),
     [
-        ({"dp_replicate": 2}, "table is an embedding with max_norm, which goes by the tokens that a rank happens to"),
-        ({"dp_replicate": 3}, "the parameter gain has a hook behind the accumulation of its gradient"),
-        ({"dp_shard": 2}, "the parameter gain has no dim that dp_shard or cp could cut"),
-        ({"cp": 2}, r"the parameter gain of shape \(0, 4\) has no elements that dp_shard or cp could cut"),
+        (
+            {"dp_shard": 2},
+            "norm",
+            nn.BatchNorm1d(3),
+            "norm is a BatchNorm1d, which computes with the samples that a rank",
+        ),
+        ({"dp_replicate": 2}, "words", nn.Embedding(4, 2, max_norm=1.0), "words is an embedding with max_norm, which"),
+        (
+            {"dp_replicate": 2},
+            "gain",
+            hooked(Tensor.register_post_accumulate_grad_hook),
+            "the parameter gain has a hook behind the accumulation of its gradient",
+        ),
+        (
+            {"dp_shard": 2},
+            "gain",
+            nn.Parameter(torch.ones(())),
+            "the parameter gain has no dim that dp_shard or cp could",
+        ),
+        (
+            {"cp": 2},
+            "gain",
+            nn.Parameter(torch.ones(0, 4)),
+            r"gain of shape \(0, 4\) has no elements that dp_shard or cp",
+        ),
         (
             {"tp": 2},
-            "the parameter layer.weight has a hook on its gradient, which its parts on several ranks would not",
+            "gain",
+            hooked(Tensor.register_hook),
+            "the parameter gain has a hook on its gradient, which its parts on several ranks would not",
         ),
     ],
 )
-def test_parameters_that_copies_or_parts_would_change_are_refused(layout: dict[str, int], said: str) -> None:
-    model: Any = nn.Module()
-    model.gain, model.layer = nn.Parameter(torch.ones((0, 4) if "cp" in layout else ())), nn.Linear(2, 2)
-    model.table = nn.Embedding(4, 2, max_norm=1.0 if layout == {"dp_replicate": 2} else None)
-    if layout == {"dp_replicate": 3}:
-        model.gain.register_post_accumulate_grad_hook(lambda parameter: None)
-    if "tp" in layout:
-        model.layer.weight.register_hook(lambda grad: grad / 2)
-    mesh = Mesh(Layout(layout), 0, "cpu", None, {})
-    with pytest.raises(AgreedError, match=said):
-        apply_tensor_parallel(model, mesh, ParallelOptions())
+def test_what_several_ranks_would_change_is_refused(layout: dict[str, int], name: str, part: Any, message: str) -> None:
+    model = nn.Module()
+    setattr(model, name, part)
+    with pytest.raises(AgreedError, match=message):
+        apply_tensor_parallel(model, Mesh(Layout(layout), 0, "cpu", None, {}), ParallelOptions())
+
+
+def test_one_data_rank_has_all_of_the_batch() -> None:
+    parallelize(nn.BatchNorm1d(3), build_mesh(Layout({"dp_shard": 1})))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import meshtrain
@@ -18,17 +18,18 @@ from meshtrain.errors import InputError
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.parallel import ddp, fsdp
+from meshtrain.parallel import fsdp
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.torch_private import to_local
 from tests.comparing import Losses, compare_step, gradients
+from tests.parallel.operators import Operators
 
 DDP, FSDP, HSDP = {"dp_replicate": 4}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
 # Layouts, and whether parameters are gathered again for the backward.
 KINDS: list[tuple[dict[str, int], bool]] = [(DDP, True), (FSDP, True), (FSDP, False), (HSDP, True), (HSDP, False)]
 every_kind = pytest.mark.parametrize(("mesh", "reshard"), KINDS, indirect=["mesh"])
-pytestmark = pytest.mark.ranks(4)
+pytestmark = [pytest.mark.ranks(4), pytest.mark.usefixtures("small_units")]
 
 
 def on(*layouts: dict[str, int]) -> pytest.MarkDecorator:
@@ -47,13 +48,6 @@ USES: dict[str, Use] = {
     # Under FSDP all ranks gather a block together, so all of them must use the same blocks.
     "block of a rank": lambda rank, microbatch: (rank == 1, True),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is an FSDP unit, and there are several buckets."""
-    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
-    monkeypatch.setattr(ddp, "BUCKET_BYTES", 200)
 
 
 @pytest.fixture
@@ -219,15 +213,11 @@ def test_messages_in_memory_of_the_process_group(mesh: Mesh, monkeypatch: pytest
     assert sent == sent[:1] * 3
 
 
-def rerun(model: nn.Module, *arguments: Any) -> Tensor:
-    return checkpoint(model, *arguments, use_reentrant=False)
-
-
 @on(DDP, FSDP, HSDP)
 def test_a_forward_that_runs_again_within_the_backward(mesh: Mesh) -> None:
     model, plain = split(mesh), fresh()
     for _ in range(2):
-        compare_step(model, plain, mesh, squares(run=rerun), microbatches=2)
+        compare_step(model, plain, mesh, squares(run=partial(checkpoint, use_reentrant=False)), microbatches=2)
 
 
 @on(DDP)
@@ -338,16 +328,6 @@ def test_a_forward_that_writes_to_a_parameter_is_refused(mesh: Mesh) -> None:
         backwards(model, mesh)
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies of matrices."""
-
-    matrices = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.matrices += func is torch.ops.aten.copy_.default and args[0].dim() == 2
-        return func(*args, **(kwargs or {}))
-
-
 @on(DDP)
 @pytest.mark.parametrize("use", USES)
 def test_products_accumulate_into_the_gradients(mesh: Mesh, use: str) -> None:
@@ -359,10 +339,10 @@ def test_products_accumulate_into_the_gradients(mesh: Mesh, use: str) -> None:
     model.twice = plain.twice = True
     for _ in range(2):
         model.zero_grad()
-        with Copies() as copies:
+        with Operators() as operators:
             backwards(model, mesh, use, microbatches=3)
         # Gradients that autograd makes: of the biases and the gain, once, and of the weight with a hook.
-        assert use != "all" or copies.matrices <= 1
+        assert use != "all" or operators.of(torch.ops.aten.copy_.default) <= 1
     compare_step(model, plain, mesh, squares(use), microbatches=3)
 
 

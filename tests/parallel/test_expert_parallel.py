@@ -1,8 +1,6 @@
 """Layers of experts over ranks against one process: losses, gradients, loads, and bytes against closed forms."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,22 +8,22 @@ import torch
 from torch import Tensor, nn
 
 import meshtrain
-from meshtrain.data.batch import IGNORE
-from meshtrain.data.order import share
 from meshtrain.errors import InputError
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.experts import dispatch_bytes
-from meshtrain.parallel import ddp, fsdp
+from meshtrain.parallel import fsdp
 from meshtrain.parallel.expert import RowLimit, limit_rows
 from meshtrain.parallel.grad_sync import set_is_last_backward
-from meshtrain.parallel.sharding import chunk_range, local_part
-from tests.comparing import ALONE, CPU, gradients, same, same_gradients
+from meshtrain.parallel.sharding import chunk_range, expert_shard_dim, local_part
+from meshtrain.parallel.tp_plan import SplitError, expert_modules
+from tests import ranks
+from tests.comparing import CPU, B, S, V, compare_step, same, tokens
 
-S, V, D, WIDE, LAYERS = 5, 11, 7, 4, 2
+D, WIDE, LAYERS, MICROBATCHES = 7, 4, 2, 2
+pytestmark = pytest.mark.usefixtures("small_units")
 ep_plan = {"layers.*.experts": "ep_dispatch_experts"}  # of the models of this file
 # World size, layout, size of `ep`.
 PLACES: list[tuple[int, dict[str, int], int]] = [
@@ -40,11 +38,14 @@ PLACES: list[tuple[int, dict[str, int], int]] = [
     (4, {"dp_replicate": 4}, 2),
     (4, {"dp_replicate": 4}, 4),
 ]
+SLOW_PLACES = PLACES[1:3] + PLACES[5:6] + PLACES[7:9]
 each_place = pytest.mark.parametrize(
     ("job", "sizes", "ep"),
-    PLACES,
+    [
+        ranks.row(world, sizes, ep, name=f"{'-'.join(sizes)}-ep{ep}", slow=(world, sizes, ep) in SLOW_PLACES)
+        for world, sizes, ep in PLACES
+    ],
     indirect=["job"],
-    ids=[f"{world}-ranks-{'-'.join(sizes)}-ep{ep}" for world, sizes, ep in PLACES],
 )
 
 
@@ -52,7 +53,6 @@ each_place = pytest.mark.parametrize(
 class Case:
     experts: int = 4
     per_token: int = 2
-    samples: int = 7
     router: float = 1.0  # factor on the router's weights: 0 makes all scores equal
     recompute: str = "none"
     reshard: bool = True
@@ -63,33 +63,17 @@ class Case:
 CASES = {
     "plain": Case(),
     "selective": Case(experts=5, recompute="selective"),
-    "room for all": Case(experts=3, samples=2, recompute="full", room=True),
-    "ranks without experts, or with padding only": Case(experts=3, samples=2, recompute="full"),
+    "room for all": Case(experts=3, recompute="full", room=True),
+    "ranks without experts": Case(experts=3, recompute="full"),
     "all tokens to the first expert": Case(experts=2, per_token=1, router=0.0, reshard=False),
     "sigmoid": Case(experts=6, recompute="full", reshard=False, sigmoid=True),
 }
 
 
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is a unit of FSDP, and DDP has several buckets."""
-    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
-    monkeypatch.setattr(ddp, "BUCKET_BYTES", 2000)
-
-
 class Layer(nn.Module):
     def __init__(self, case: Case, number: int) -> None:
         super().__init__()
-        # Per-sample sums, since every layer here has whole samples.
-        balance = Balance(
-            case.experts,
-            LAYERS,
-            number,
-            kind=("batch", "sequence")[number],
-            aux_loss_coef=0.1,
-            z_loss_coef=0.01,
-            bias_speed=0.05 if case.sigmoid else 0.0,
-        )
+        balance = Balance(case.experts, LAYERS, number)
         options: dict[str, Any] = {}
         if case.sigmoid:
             options = {"score": "sigmoid", "bias": True, "groups": 2, "groups_per_token": 1, "scale": 1.5}
@@ -103,6 +87,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    """Terms of the loss and corrections of the routers are in the parity table."""
+
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
@@ -122,98 +108,55 @@ class Model(nn.Module):
         return self.head(x)
 
 
-Microbatches = Sequence[tuple[list[int], int]]  # each as (samples, number of samples that are not padding)
+def chosen_experts(plain: nn.Module, data_rank: int, microbatch: int) -> list[Tensor]:
+    """Of each layer, (b, s, j)."""
+    chosen: list[Tensor] = []
+    hooks = [layer.gate.register_forward_hook(lambda *call: chosen.append(call[2][0])) for layer in plain.layers]
+    plain(tokens(data_rank, microbatch))
+    for hook in hooks:
+        hook.remove()
+    return chosen
 
 
-def take_step(model: nn.Module, tokens: Tensor, microbatches: Microbatches, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Leaves the gradients in the model.
-
-    Returns:
-        losses of the samples of this rank; sums of the attached terms and the loads over all ranks.
-    """
-    model.zero_grad()
-    mesh.comm_bytes.restart()
-    targets = tokens.roll(-1, 1)
-    targets[:, -1] = IGNORE
-    valid = sum(valid_targets(targets[samples[:real]]) for samples, real in microbatches)
-    count = GlobalCount(valid, mesh, CPU)
-    terms, losses = StepTerms(count), []
-    for i, (samples, real) in enumerate(microbatches):
-        set_is_last_backward(model, i == len(microbatches) - 1)
-        with terms.of_microbatch(len(samples), real):
-            of_samples = sample_losses(model(tokens[samples]), targets[samples])[:real]
-            (of_samples.sum() / count.value().to(of_samples.dtype)).backward()
-            losses.append(of_samples.detach())
-    fields = agree_on_fields(terms, mesh, same_tokens=False)
-    sums = mesh.sum(terms.stack(fields))
-    terms.receive(dict(zip(fields, sums.split(list(fields.values())), strict=True)), torch.tensor(False))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p.sub_(0.3 * p.grad)
-    return torch.cat(losses), sums
-
-
-def microbatches_of(case: Case, data: int, index: int) -> Microbatches:
-    """Microbatches of one sample each; a rank with fewer samples than another has padding."""
-    own, most = share(case.samples, data, index), -(-case.samples // data)
-    return [([own[i]], 1) if i < len(own) else ([0], 0) for i in range(most)]
-
-
-def bytes_sent(case: Case, mesh: Mesh, chosen: list[Tensor]) -> int:
-    """The closed form, given the routing in one process: `chosen` experts of each layer, (samples, s, j)."""
-    ranks, data, ep = mesh.layout.group(mesh.rank, "ep"), mesh.size(*DATA_AXES), mesh.size("ep")
-    microbatches = [microbatches_of(case, data, mesh.layout.index(rank, *DATA_AXES)) for rank in ranks]
+def bytes_sent(case: Case, mesh: Mesh, plain: nn.Module) -> int:
+    """The closed form, given the routing in one process."""
+    ranks, ep = mesh.layout.group(mesh.rank, "ep"), mesh.size("ep")
     parts = [chunk_range(case.experts, ep, rank) for rank in range(ep)]
     owner = [rank for rank, part in enumerate(parts) for _ in range(part.start, part.stop)]
     here = ranks.index(mesh.rank)
     own = owner.count(here)
     foreign = case.experts - own
     if case.room:  # a message has the rows of all slots of a microbatch
-        most = S * case.per_token
+        most = B * S * case.per_token
         out, answered = most * (len(set(owner)) - (own > 0)), most * (ep - 1) * (own > 0)
-        return LAYERS * len(microbatches[0]) * dispatch_bytes(out, answered, D, 8, foreign, case.recompute)
+        return LAYERS * MICROBATCHES * dispatch_bytes(out, answered, D, 8, foreign, case.recompute)
     sent = 0
-    for layer, parallel in product(chosen, zip(*microbatches, strict=True)):
-        slots = [[owner[e] for e in layer[samples[0]].flatten().tolist()] * real for samples, real in parallel]
-        out = len(slots[here]) - slots[here].count(here)
-        answered = sum(targets.count(here) for targets in slots) - slots[here].count(here)
-        sent += dispatch_bytes(out, answered, D, 8, foreign, case.recompute)
+    for microbatch in range(MICROBATCHES):
+        of_ranks = [chosen_experts(plain, mesh.layout.index(rank, *DATA_AXES), microbatch) for rank in ranks]
+        for of_layer in zip(*of_ranks, strict=True):
+            slots = [[owner[expert] for expert in chosen.flatten().tolist()] for chosen in of_layer]
+            out = len(slots[here]) - slots[here].count(here)
+            answered = sum(targets.count(here) for targets in slots) - slots[here].count(here)
+            sent += dispatch_bytes(out, answered, D, 8, foreign, case.recompute)
     return sent
 
 
 def compare_steps(case: Case, mesh: Mesh, model: nn.Module) -> None:
     """Compares two steps and an evaluation with those of one process."""
-    model = meshtrain.parallelize(
-        model, mesh, precision="float64", recompute=case.recompute, reshard_after_forward=case.reshard
-    )
-    if next(model.parameters()).is_meta:
-        fill(model, dict(Model(case).double().named_parameters()))
+    options = {"recompute": case.recompute, "reshard_after_forward": case.reshard}
+    model = meshtrain.parallelize(model, mesh, precision="float64", **options)
     plain = Model(case).double()
-    routed: list[Tensor] = []
-    for layer in plain.layers:
-        layer.gate.register_forward_hook(lambda _, inputs, output: routed.append(output[0]))
-    tokens = torch.randint(V, (case.samples, S), generator=torch.Generator().manual_seed(7))
-    microbatches = microbatches_of(case, mesh.size(*DATA_AXES), mesh.index(*DATA_AXES))
-    own = [samples[0] for samples, real in microbatches if real]
+    if next(model.parameters()).is_meta:
+        fill(model, dict(plain.named_parameters()))
+    limit = RowLimit(float(mesh.size("ep")), CPU) if case.room else None
     for _ in range(2):
-        routed.clear()
-        limit = RowLimit(float(mesh.size("ep")), CPU) if case.room else None
+        mesh.comm_bytes.restart()
         with limit_rows(model, limit):
-            losses, sums = take_step(model, tokens, microbatches, mesh)
-        assert limit is None or not limit.overflow
-        sent = mesh.comm_bytes.by_kind("ep")
-        expected_losses, expected_sums = take_step(plain, tokens, [([*range(case.samples)], case.samples)], ALONE)
-        assert sent == {"all_to_all": bytes_sent(case, mesh, routed)}
-        same(losses, expected_losses[own], "losses")
-        same(sums, expected_sums, "sums")
-        same_gradients(model, gradients(plain))
-        corrections = dict(plain.named_parameters())
-        for name, p in model.named_parameters():
-            if not p.requires_grad:
-                same(p, corrections[name], name)
+            compare_step(model, plain, mesh, microbatches=MICROBATCHES)
+        assert mesh.comm_bytes.by_kind("ep") == {"all_to_all": bytes_sent(case, mesh, plain)}
+    assert limit is None or not limit.overflow
     with torch.no_grad():
-        same(model(tokens[:1]), plain(tokens[:1]), "evaluation")
+        same(model(tokens()), plain(tokens()), "evaluation")
 
 
 @torch.no_grad()
@@ -252,7 +195,7 @@ def test_routing_weights_and_loads_stay_in_float32(job: Job, sizes: dict[str, in
 
         layer.experts._products = record
         layer.experts.register_forward_pre_hook(lambda _, inputs: types.add((inputs[2].dtype,)))
-    model(torch.arange(S).expand(2, -1)).float().square().sum().backward()
+    model(tokens()).float().square().sum().backward()
     wide, narrow = torch.float32, torch.bfloat16
     assert types == {(wide,), (wide, narrow, narrow, narrow)}
 
@@ -306,5 +249,40 @@ def test_a_layer_gathers_ahead(
     meshtrain.parallelize(model, mesh, recompute=recompute, reshard_after_forward=reshard)
     for is_last in (True,) if reshard else (False, True):
         set_is_last_backward(model, is_last)
-        model(torch.arange(S)[None]).square().sum().backward()
+        model(tokens()).square().sum().backward()
     assert " ".join(events) == f"{FORWARD} {backward}"
+
+
+PLAN = {"experts": "ep_dispatch_experts"}
+
+
+def test_fsdp_cuts_experts_while_each_shard_has_one() -> None:
+    assert expert_shard_dim((8, 6, 4), ep=2, efsdp=4) == 0
+    assert expert_shard_dim((8, 6, 4), ep=4, efsdp=3) == 1
+    assert expert_shard_dim((8, 6, 4), ep=4, efsdp=4) == 0  # 6 rows do not divide: some ranks have no part
+
+
+class _Scaled(nn.Module):
+    """Another layer of experts, which does not compute by `dispatch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 3))
+
+
+class _WithBias(Experts):
+    def __init__(self, *shape: int) -> None:
+        super().__init__(4, 3, 2)
+        self.bias = nn.Parameter(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("module", [_Scaled(), _WithBias(), _WithBias(3, 4), nn.Sequential(Experts(4, 3, 2))])
+def test_a_plan_that_names_something_else_is_refused(module: nn.Module) -> None:
+    model = nn.Module()
+    model.experts = module
+    with pytest.raises(SplitError, match="names experts, which is no layer of experts"):
+        expert_modules(model, PLAN)
+    model.experts = _WithBias(4, 3)
+    assert expert_modules(model, PLAN) == {"experts": 4}
+    with pytest.raises(SplitError, match=r"'layers.*' matches no module.* is 'rowwise': use ep_dispatch_experts"):
+        expert_modules(model, {"layers.*": "rowwise"})

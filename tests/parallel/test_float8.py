@@ -12,26 +12,21 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._functorch.aot_autograd import make_boxed_func
 
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
-from meshtrain.mesh import Mesh
 from meshtrain.parallel.float8_layers import float8_layers, float8_problems
 from meshtrain.parallel.linear import float8
 from meshtrain.parallel.linear.float8 import COMPILED, EMULATED, KERNELS, has_kernel, power_of_two_scale, swizzle
 from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, parallelize
 from meshtrain.parallel.tp_plan import split_layers
+from tests.comparing import ALONE, llama, small_llama
 
-llama = model_file("llama")
-ALONE = Mesh(Layout({}), 0, "cpu", None, {})
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 160}
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 4, "vocab_size": 160}
 TOKENS = torch.arange(48).view(2, 24) * 7 % 160
 
 
 def model(**keys: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return llama.Model(llama.Config(**(SIZES | {"num_hidden_layers": 2} | keys)))
+    return small_llama(**(SIZES | keys))
 
 
 def e4m3(x: float) -> float:

@@ -1,6 +1,6 @@
 """The loss without logits, against plain cross entropy in float64; which models have it; what memory it takes."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from meshtrain.config import Config
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.evaluate import evaluate
-from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
-from meshtrain.mesh import Mesh
-from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
-from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import linear_cross_entropy
 from meshtrain.parallel.cross_entropy import losses_and_gradient
 from meshtrain.parallel.linear import use_products
@@ -37,11 +30,11 @@ from meshtrain.parallel.linear_cross_entropy import (
 )
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.schedule import build as schedule
-from meshtrain.trainer import StepResult, Trainer
+from meshtrain.trainer import StepResult
+from tests.comparing import ALONE, CPU, Peak, trainer_of
 from tests.parity.experiments import EXPERT_MODELS, QUICKSTART
 
 B, S, D, V = 3, 8, 6, 11
-CPU, ALONE = torch.device("cpu"), Mesh(Layout({}), 0, "cpu", None, {})
 MODELS = Path(__file__).parents[1] / "models"
 
 
@@ -224,7 +217,7 @@ SMALL = (
     *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2", "data.seq_len=12"),
     *("model.num_key_value_heads=2", "model.intermediate_size=24", "model.vocab_size=300"),
 )
-CHANGES = (  # of tests/models/loss_heads.py
+CHANGES = (  # of tests/models/between_blocks.py
     *("inside", "cap", "eval", "bias", "loss", "twice", "in place of logits", "other loss", "loss of training"),
     *("gradient", "gradient of outputs", "forward", "hook", "hook in place", "fails"),
 )
@@ -237,7 +230,9 @@ def load(*overrides: str) -> Config:
 @pytest.mark.parametrize("name", ["llama", "qwen3", *EXPERT_MODELS])
 def test_every_language_model_of_the_project_has_it(name: str) -> None:
     config = load(*EXPERT_MODELS.get(name, (f"model.name={name}",)))
+    classifier = Config.load("configs/digits.yaml", [], world_size=1, for_training=True)
     assert build.has_loss_head(build.plain_model(config), config)
+    assert not build.has_loss_head(build.plain_model(classifier), classifier)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +247,7 @@ def test_every_language_model_of_the_project_has_it(name: str) -> None:
     ],
 )
 def test_a_model_that_does_more_with_its_logits_gives_them(tweak: str, precision: str, has: bool) -> None:
-    config = load(f"model.name={MODELS}/loss_heads.py", f"model.tweak={tweak}", f"train.precision={precision}")
+    config = load(f"model.name={MODELS}/between_blocks.py", f"model.tweak={tweak}", f"train.precision={precision}")
     assert build.has_loss_head(build.plain_model(config), config) is has
 
 
@@ -260,39 +255,25 @@ def change_logits(head: nn.Module) -> None:
     head.register_forward_hook(lambda head, inputs, output: output.add_(1) and None)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_logits_that_something_unseen_takes_are_refused(late: bool) -> None:
+def test_logits_that_something_unseen_takes_are_refused() -> None:
     """A block that calls the head would get a loss; a hook that comes later changes logits in place."""
-    run = Run.of() if late else Run.of(f"model.name={MODELS}/loss_heads.py", "model.tweak=in a block")
-    if late:
-        run.step(1)
-        change_logits(run.trainer.model.get_submodule("lm_head"))
-    for action in (partial(run.step, 2), run.evaluate):
-        with pytest.raises(RuntimeError, match="outside of blocks"):
-            action()
-
-
-def test_a_classifier_gives_logits() -> None:
-    config = Config.load("configs/digits.yaml", [], world_size=1, for_training=True)
-    assert not build.has_loss_head(build.plain_model(config), config)
+    in_a_block, later = Run(f"model.name={MODELS}/between_blocks.py", "model.tweak=in a block"), Run()
+    later.step(1)
+    change_logits(later.trainer.model.get_submodule("lm_head"))
+    for run in (in_a_block, later):
+        for action in (partial(run.step, 2), run.evaluate):
+            with pytest.raises(RuntimeError, match="outside of blocks"):
+                action()
 
 
 # Steps and evaluations ----------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Run:
     """A small Llama in a world of one, as the command trains it."""
 
-    config: Config
-    trainer: Trainer
-
-    @classmethod
-    def of(cls, *overrides: str) -> "Run":
-        config = load("batch.global_size=4", "batch.micro_size=2", *overrides)
-        model = build.build_model(config, ALONE, CPU)
-        optimizer = Optimizer(model, config.optimizer, ALONE, 9)
-        return cls(config, Trainer(model, optimizer, config, ALONE, CPU, task="language", timer=StepTimer(CPU)))
+    def __init__(self, *overrides: str) -> None:
+        self.trainer = trainer_of(load("batch.global_size=4", "batch.micro_size=2", *overrides), ALONE)
 
     def pipelined(self, microbatches: int) -> "Run":
         """With all forwards before all backwards."""
@@ -316,10 +297,15 @@ class Run:
         self.trainer.forward_backward(number, self.batches())
         return self.trainer.optimizer_step(number)()
 
-    def peak(self, count: int) -> int:
-        """Of a step of so many microbatches."""
-        batches = self.batches(count)
-        return watched(lambda: self.trainer.forward_backward(1, batches)).peak
+    def watched(self, action: Callable[[], Any]) -> Peak:
+        """The memory of what it makes."""
+        with Peak(besides=self.trainer.model.parameters()) as peak:
+            action()
+        return peak
+
+    def watched_step(self, microbatches: int = 2) -> Peak:
+        batches = self.batches(microbatches)
+        return self.watched(lambda: self.trainer.forward_backward(2, batches))
 
     def evaluate(self) -> float:
         return evaluate(self.trainer.model, self.batches(), ALONE, CPU, self.trainer.dtype).loss
@@ -332,7 +318,7 @@ def test_steps_are_those_with_logits(
     tied: bool, precision: str, forwards_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = (f"model.tie_word_embeddings={str(tied).lower()}", f"train.precision={precision}")
-    run = Run.of(*keys)
+    run = Run(*keys)
     assert isinstance(run.trainer.model.lm_head.forward, LossHead) or precision == "float16"  # wrapped by casts
     if forwards_first:  # after a step that was given up between a forward and its backward
         run.pipelined(2)
@@ -341,7 +327,7 @@ def test_steps_are_those_with_logits(
         with pytest.raises(IndexError):
             run.trainer.forward_backward(1, batches)
     monkeypatch.setattr(build, "has_loss_head", lambda *_: False)
-    known = Run.of(*keys)
+    known = Run(*keys)
     close = partial(pytest.approx, rel=1e-12 if precision == "float64" else 3e-3)
     for number in (1, 2, 3):
         step, expected = run.step(number), known.step(number)
@@ -351,7 +337,7 @@ def test_steps_are_those_with_logits(
 
 
 def test_a_sample_whose_loss_is_not_finite_is_named() -> None:
-    run = Run.of()
+    run = Run()
     batches = run.batches()
     weight = run.trainer.model.model.embed_tokens.weight  # type: ignore[union-attr]
     weight.data[int(batches[1].inputs[0][0, -1])] = torch.nan  # type: ignore[operator]
@@ -362,47 +348,19 @@ def test_a_sample_whose_loss_is_not_finite_is_named() -> None:
     assert (result.finite, 2 in result.bad_samples, 0 in result.bad_samples) == (False, True, False)
 
 
-class Allocated(TorchDispatchMode):
-    """The largest memory of a tensor that is made meanwhile, and the most that were there at a time, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage._cdata not in before:
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return result
-
-
-def watched(action: Any) -> Allocated:
-    with Allocated() as allocated:
-        action()
-    return allocated
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_no_tensor_of_tokens_times_vocabulary_exists(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a step nor in an evaluation, which takes no more memory than a step."""
     keys = f"train.precision={precision}", "model.vocab_size=20000", "model.hidden_size=8", "model.intermediate_size=8"
-    run = Run.of(*keys)
+    run = Run(*keys)
     logits = 2 * 12 * 20000  # of a microbatch
     run.step(1)  # the optimizer's state
     run.trainer.optimizer.zero_grad()
-    step = watched(lambda: run.trainer.forward_backward(2, run.batches()))
-    evaluation = watched(run.evaluate)
+    step, evaluation = run.watched_step(), run.watched(run.evaluate)
     # At most a chunk in float32, or the weight's gradient.
     assert max(step.largest, evaluation.largest) <= 4 * 20000 * max(7, 8) < 2 * logits
-    assert evaluation.peak <= step.peak
-    few, many = (Run.of(*keys).pipelined(count).peak(count) for count in (2, 4))
-    assert many - few < 4 * 20000 * 8, "microbatches under way share the gradient of the weight"
+    assert evaluation.bytes <= step.bytes
+    few, many = (Run(*keys).pipelined(count).watched_step(count) for count in (2, 4))
+    assert many.bytes - few.bytes < 4 * 20000 * 8, "microbatches under way share the gradient of the weight"
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 24)
-    assert watched(run.evaluate).largest >= 2 * logits, "the watch sees what it is to see"
+    assert run.watched(run.evaluate).largest >= 2 * logits, "the watch sees what it is to see"

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_mode
-from meshtrain.layout import Layout
-from meshtrain.mesh import Mesh
 from meshtrain.parallel import mixed_precision as precision
 from meshtrain.parallel import parallelize as parallelizing
 from meshtrain.parallel.grad_sync import finish_reduce, set_is_last_backward, start_reduce
@@ -23,18 +19,14 @@ from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_gr
 from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel
 from meshtrain.parallel.torch_private import allocate
 from meshtrain.trainer import LossScale
+from tests.comparing import ALONE, small_llama
 from tests.parallel.operators import Operators
 
-llama = model_file("llama")
-ALONE = Mesh(Layout({}), 0, "cpu", None, {})
-SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 11}
-SMALLEST = llama.Config(**SIZES, num_hidden_layers=2, num_key_value_heads=2)
 TOKENS = torch.randint(0, 11, (4, 2, 12), generator=torch.Generator().manual_seed(1))
 
 
 def model(queue: WeightGradQueue | None = None, tied: bool = False, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    plain = llama.Model(replace(SMALLEST, tie_word_embeddings=tied))
+    plain = small_llama(tie_word_embeddings=tied)
     if queue is not None:
         use_products(plain, queue=queue)
     return apply_data_parallel(plain, ALONE, ParallelOptions(precision="bfloat16", **options))
@@ -250,10 +242,10 @@ def test_memory_that_a_model_gets_later() -> None:
 
 def test_a_copy_of_the_model_is_refused() -> None:
     """It would compute with the original's weights."""
-    for net in (model(), apply_data_parallel(llama.Model(SMALLEST), ALONE, ParallelOptions(compile=True))):
+    for net in (model(), apply_data_parallel(small_llama(), ALONE, ParallelOptions(compile=True))):
         with pytest.raises(InputError, match="copy the plain model"):
             copy.deepcopy(net)
-    plain = apply_data_parallel(llama.Model(SMALLEST), ALONE, ParallelOptions(recompute="full"))
+    plain = apply_data_parallel(small_llama(), ALONE, ParallelOptions(recompute="full"))
     copied = copy.deepcopy(plain)
     by_hand(copied)
     assert not torch.equal(copied(TOKENS[0]), plain(TOKENS[0]))

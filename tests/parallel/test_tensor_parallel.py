@@ -1,6 +1,5 @@
 """Symmetric memory: where it is refused, chosen, and what it computes on GPUs."""
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,20 +9,11 @@ import torch
 
 from meshtrain.parallel import collectives
 from meshtrain.parallel.collectives import Endpoint, symmetric_memory_problem
-from tests.launching import Finished, forked, torchrun
+from tests.launching import forked, torchrun
 from tests.parity.experiments import QUICKSTART
 
 HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()
-
-
-def assert_none_failed(done: Finished, world: int, least: int) -> None:
-    """Each rank of a job of cases has told that at least so many were checked, and no failure."""
-    found = [json.loads(line) for line in done.check().out.splitlines() if line.startswith("{")]
-    assert len(found) == world
-    for row in found:
-        assert row["failures"] == []
-        assert row["checked"] >= least
 
 
 def test_symmetric_memory_is_refused_on_cpus_before_anything_starts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers against plain ones, the bytes a step sends, and what a block keeps for its backward."""
+"""Tensor-parallel layers against plain ones, and the bytes a step sends."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshtrain
 from meshtrain.data.batch import IGNORE
@@ -16,14 +15,10 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel import linear_cross_entropy
 from meshtrain.parallel.cross_entropy import gather_logits
 from meshtrain.parallel.grad_sync import set_is_last_backward
-from meshtrain.parallel.linear import use_products
-from meshtrain.parallel.linear.float8 import EMULATED
 from meshtrain.parallel.linear_cross_entropy import LossRequest, fuse_loss, request_loss
-from meshtrain.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from meshtrain.rotary import Rotary
+from meshtrain.parallel.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from tests.comparing import (
     B,
-    Created,
     D,
     S,
     Sent,
@@ -36,6 +31,7 @@ from tests.comparing import (
     small_llama,
     tokens,
 )
+from tests.parallel.operators import Operators
 
 pytestmark = pytest.mark.ranks(2, 4)
 
@@ -165,46 +161,14 @@ def test_loss_without_logits(
     assert sum(tp.comm_bytes.by_kind("tp").values()) == round(8 * elements_sent)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_float8_has_a_common_scale(tp: Mesh, float64: None, sequence_parallel: bool) -> None:
-    """Features of very different magnitudes, on different ranks: a rank's own scale would keep what a common scale
-    rounds away."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(D, 7, bias=False), nn.Linear(7, D, bias=False))
-    magnitudes = torch.logspace(0, -14, 7, base=2)
-    plain[0].weight.data *= magnitudes[:, None]
-    plain[1].weight.data *= magnitudes
-    split = nn.Sequential(
-        ColumnParallelLinear(plain[0], tp, sequence_parallel=sequence_parallel),
-        RowParallelLinear(plain[1], tp, sequence_parallel=sequence_parallel),
-    )
-    whole, weights = torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, D)
-    x = part_of(whole, tp, sequence_parallel)
-    for layer in (*plain, *split):
-        use_products(layer, EMULATED["float8"])
-    expected, y = plain(whole), split(x)
-    (expected * weights).sum().backward()
-    (y * part_of(weights, tp, sequence_parallel)).sum().backward()
-    same(y, part_of(expected, tp, sequence_parallel))
-    same(x.grad, part_of(whole.grad, tp, sequence_parallel))
-    same_gradients(split, gradients(plain))
-
-
-class NoOtherCollectives(TorchDispatchMode):
-    """Refuses collectives of torch; those inside our own operators are not seen here, but counted."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not str(func).startswith("c10d.")
-        return func(*args, **(kwargs or {}))
-
-
 def bytes_of_a_step(model: nn.Module, tp: Mesh, microbatches: int) -> int:
     """By the counter, which is compared with what torch sends."""
     tp.comm_bytes.restart()
-    with NoOtherCollectives(), Sent() as sent:
+    with Operators() as operators, Sent() as sent:
         for microbatch in range(microbatches):
             set_is_last_backward(model, microbatch == microbatches - 1)
             sample_losses(model(tokens()), tokens()).sum().backward()
+    assert not any(str(operator).startswith("c10d.") for operator, *_ in operators.calls), "ours are not seen here"
     counted = sum(tp.comm_bytes.by_kind("tp").values())
     # A tensor that does not divide is sent in parts that differ by an element: the counter uses their mean.
     assert sent.bytes == pytest.approx(counted, abs=64)
@@ -252,37 +216,3 @@ def test_bytes_of_latent_attention(tp: Mesh, sequence_parallel: bool) -> None:
     partial_gradients = 3 * d + 8 * d + 8 + 12 * d + 10 if sequence_parallel else 0
     expected = round(8 * share * (n * (6 * d + 2 * latents) + 4 * n * d + 3 * n * t + 2 * partial_gradients))
     assert bytes_of_a_step(model, tp, microbatches=1) == pytest.approx(expected, abs=8)
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("regather", [False, True])
-@pytest.mark.parametrize("key_value_heads", [4, 2])
-def test_elements_that_a_block_keeps_for_its_backward(
-    tp: Mesh, recompute: str, regather: bool, key_value_heads: int
-) -> None:
-    plain = small_llama(num_hidden_layers=1, num_key_value_heads=key_value_heads)
-    model: Any = meshtrain.parallelize(plain, tp, recompute=recompute, regather=regather)
-    t, n, d, f, h, e = tp.size("tp"), B * S, 24, 40, 4, 6
-    x = torch.randn(S // t, B, d).transpose(0, 1).requires_grad_()
-    angles = torch.rand(1, S, 1, e // 2)
-    with Created(besides=model.parameters()) as created:
-        inputs = [x * 1, Rotary(angles.cos(), angles.sin())]
-        output = model.model.layers[0](*inputs, None)
-        del inputs
-    kept_by_the_next_block = output.untyped_storage().nbytes()
-
-    block_input = n * d // t
-    norms = 2 * (2 * n * d + n) // t  # of each norm: input, normalised input, and a number per token
-    heads = h + 2 * max(key_value_heads, t)  # at least one key and value head per rank
-    products = n * (heads * e + 2 * f) // t  # q, k, v, gate and up
-    attended = n * (h * e + h) // t  # the output, and a number per query
-    gathered = 2 * n * d if t > 1 and not regather else 0  # two gathered inputs
-    scaled = 2 * n * d // t  # the norms' outputs
-    expected = {
-        "none": norms + products + attended + 2 * n * f // t + (gathered or scaled),
-        "selective": block_input + products + attended + gathered + 2 * n * d // t,
-        "full": block_input,
-    }
-    rotary = S * e
-    assert created.held() - kept_by_the_next_block == 4 * (rotary + expected[recompute])

@@ -5,17 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed import _symmetric_memory
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from meshtrain.parallel.torch_private import enable_symmetric_memory, try_symmetric_memory
 
 GROUP = SimpleNamespace(group_name="7")
-
-
-def test_fsdp_ends_a_backward_by_a_call() -> None:
-    assert callable(FSDPModule._get_fsdp_state)
-    assert callable(FSDPState._root_post_backward_final_callback)
 
 
 def test_symmetric_memory_is_enabled_by_torchs_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

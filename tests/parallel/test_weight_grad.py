@@ -14,28 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
-from meshtrain.mesh import Mesh
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.parallel.grad_sync import finish_reduce, set_is_last_backward, start_reduce
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
-from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel
+from meshtrain.parallel.mixed_precision import master_dtype
+from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, apply_tensor_parallel
+from tests.comparing import ALONE, V, gradients, small_llama, token_losses
 from tests.parallel.operators import Operators
 
-llama = model_file("llama")
 aten = torch.ops.aten
-ALONE = Mesh(Layout({}), 0, "cpu", None, {})
-TOKENS = torch.arange(24).view(2, 12) % 11
+TOKENS = torch.arange(24).view(2, 12) % V
 LINEAR = 2 * 7 + 1  # layers of the model: seven in each block, and the head
-SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 11,
-}
 
 
 def tied(model: nn.Module) -> None:
@@ -55,7 +48,7 @@ def twice(model: nn.Module) -> None:
 
 def frozen(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("up_proj" not in name and "layers.1" not in name)
+        parameter.requires_grad_(not any(layer in name for layer in ("up_proj", "k_proj", "layers.1")))
 
 
 def bias(model: nn.Module) -> None:
@@ -71,8 +64,7 @@ Change = Callable[[nn.Module], None]
 
 def torchs(change: Change = unchanged) -> nn.Module:
     """A model of torch's own layers, in float64."""
-    torch.manual_seed(0)
-    model = llama.Model(llama.Config(**SIZES)).double()
+    model = small_llama().double()
     change(model)
     return model
 
@@ -91,10 +83,6 @@ def ours(change: Change = unchanged, queue: WeightGradQueue | None = None, **opt
 
 def loss_of(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
     return sample_losses(model(tokens), tokens).sum()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(model: nn.Module, known: nn.Module, rtol: float = 1e-12, atol: float = 1e-14) -> None:
@@ -149,7 +137,7 @@ def test_frozen_weights_cost_no_product() -> None:
     """Each of the frozen layers keeps its input gradient, and has no other."""
     queue = WeightGradQueue()
     known, whole, split = torchs(frozen), ours(frozen), ours(frozen, queue)
-    trained = LINEAR - 7 - 1
+    trained = LINEAR - 7 - 2
     loss_of(known).backward()
     assert products(loss_of(whole).backward) == LINEAR + trained
     loss = loss_of(split)
@@ -320,3 +308,62 @@ def test_a_model_stays_one_that_can_be_copied_and_pickled() -> None:
                 loss_of(net).backward()
         assert_same(copied, plain)
     assert not gradients(model)
+
+
+# Over tp ------------------------------------------------------------------------------------------------------------
+
+
+REGATHERED = {"precision": "float32", "recompute": "full", "regather": True}
+
+
+def model_of(
+    tp: Mesh, key_value_heads: int, change: Change, options: dict[str, Any], queue: WeightGradQueue | None = None
+) -> nn.Module:
+    model = small_llama(num_key_value_heads=key_value_heads)
+    change(model)
+    settings = ParallelOptions(**{"precision": "float64", **options})
+    model.to(master_dtype(settings.precision))
+    settings = apply_tensor_parallel(model, tp, settings)
+    if queue is not None:
+        use_products(model, queue=queue)
+    apply_data_parallel(model, tp, settings)
+    set_is_last_backward(model, False)
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("key_value_heads", "change", "options"),
+    [
+        *((heads, unchanged, keys) for heads in (2, 1) for keys in ({}, {"sequence_parallel": False}, REGATHERED)),
+        (2, frozen, {"regather": True}),
+        (1, frozen, {"recompute": "full", "sequence_parallel": False}),
+        *((2, unchanged, {"precision": "bfloat16", "recompute": kind}) for kind in ("none", "selective", "full")),
+    ],
+)
+def test_the_same_bits_as_at_once_over_tp(
+    job: Job, key_value_heads: int, change: Change, options: dict[str, Any]
+) -> None:
+    """Of two microbatches, after both of their backwards. Nothing is left for frozen weights."""
+    tp, queue = build_mesh(Layout({"tp": 2})), WeightGradQueue()
+    models = [model_of(tp, key_value_heads, change, options, queue) for queue in (None, queue)]
+    losses = [[token_losses(model, 0, microbatch).sum() for microbatch in (0, 1)] for model in models]
+    pending = []
+    for at_once, split in zip(*losses, strict=True):
+        at_once.backward()
+        with queue.record() as deferred:
+            split.backward()
+        pending += deferred
+    early = [name for name, parameter in models[1].named_parameters() if parameter.grad is not None]
+    assert not any("proj" in name or "lm_head" in name for name in early)
+    values = [value for layer in pending for value in layer.compute()]
+    assert not any(value.requires_grad for value in values), "it leads back into the forward"
+    run_weight_grads(pending)
+    for model in models:
+        start_reduce(model)
+        finish_reduce(model)
+    for plain, deferring in zip(*(model.parameters() for model in models), strict=True):
+        if plain.requires_grad:
+            assert torch.equal(plain.grad, deferring.grad)
+        else:
+            assert plain.grad is None is deferring.grad

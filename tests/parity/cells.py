@@ -1,7 +1,6 @@
 """Trains cells of the parity table and compares them."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,26 +18,19 @@ def train(
     world: int,
     runs: list[tuple[Experiment, str, str, tuple[str, ...]]],
     env: Mapping[str, str] | None = None,
-    script: str = "train_cells.py",
-) -> list[str]:
-    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes.
-
-    Returns the line that each run printed about its parameters.
-    """
+) -> None:
+    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes."""
     cells = [
         [e.config, [*e.overrides, *more, f"layout={layout}", f"train.output={folder / where}"], small(e)]
         for e, where, layout, more in runs
     ]
     file = folder / f"cells_{world}_{len(cells)}.json"
     file.write_text(json.dumps(cells))
-    path = Path(__file__).parent / script
+    command = ("-m", "tests.parity.runs", str(file))
     if env is None:
-        done = forked(world, path, str(file), timeout=1500).check()
+        forked(world, *command, timeout=1500).check()
     else:  # on GPUs, since a process must not initialize CUDA before it forks
-        done = torchrun(world, str(path), str(file), timeout=1500, env=env).check()
-    printed = [line for line in done.out.splitlines() if re.fullmatch(r"model \S+: [\d,]+ parameters(, .*)?", line)]
-    assert len(printed) == len(runs)
-    return printed
+        torchrun(world, *command, timeout=1500, env=env).check()
 
 
 def small(experiment: Experiment) -> int:

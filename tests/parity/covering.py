@@ -33,6 +33,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "muon", "sgd", "adamw, sharded", "adamw, averaged"),
     "recompute": ("none", "selective", "full"),
     "precision": ("float64", "float32", "float8", "mxfp8"),
+    "verify": ("false", "true"),
 }
 PLAIN: Cell = {name: values[0] for name, values in FACTORS.items()}
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")

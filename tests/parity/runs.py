@@ -1,9 +1,16 @@
-"""Runs of whole configs inside of a test of ranks, and of the same config in one process."""
+"""Runs of whole configs inside of a test of ranks, and of the same config in one process.
+
+    torchrun ... -m tests.parity.runs CELLS.json        [[config, [override, ...], unit size], ...]
+
+trains one run after another in one job.
+"""
 
 import hashlib
 import io
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
@@ -22,6 +29,7 @@ import meshtrain.run.step_logger
 import meshtrain.train
 from meshtrain.config import Config
 from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.flops import block_flops
@@ -42,11 +50,13 @@ def _counted_once(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[T
 
 
 @contextmanager
-def shortened() -> Iterator[None]:
-    """What a run does only once because it takes long costs more than all steps of a test's model. Nothing that is
+def shortened(unit_size: int, device: str = "cpu") -> Iterator[None]:
+    """FSDP merges blocks below `unit_size`; with 0 it gathers each block separately, also of models as small as these.
+
+    What a run does only once because it takes long costs more than all steps of a test's model. Nothing that is
     compared depends on it, and other tests cover it: the picture and the FLOP count are left out, the costs of a
-    model's blocks are counted once, compiled blocks are graphs without generated code, and the loss is computed in
-    chunks although it is small."""
+    model's blocks are counted once, compiled blocks are graphs without generated code (on GPUs with it), and the loss
+    is computed in chunks although it is small."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(meshtrain.modeling.build, "block_flops", _counted_once)
         monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
@@ -54,7 +64,9 @@ def shortened() -> Iterator[None]:
         monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
         monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 50)
         monkeypatch.setattr(linear_cross_entropy, "CHUNK_LOGITS", 0)
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+        monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", unit_size)
+        if device == "cpu":
+            monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
         yield
 
 
@@ -86,7 +98,7 @@ def train_here(job: Job, experiment: Experiment, overrides: Sequence[str], folde
     """Trains in this job."""
     keys = (*experiment.overrides, *overrides, f"train.output={folder}")
     printed = io.StringIO()
-    with shortened(), patch.object(fsdp, "MIN_UNIT_SIZE", small(experiment)), redirect_stdout(printed):
+    with shortened(small(experiment)), redirect_stdout(printed):
         config = Config.load(experiment.config, keys, world_size=job.world_size, for_training=True)
         meshtrain.train.run(config, job)
     if job.store is not None:
@@ -110,3 +122,15 @@ def train_alone(job: Job, experiment: Experiment, session_path: Path) -> Run:
     if job.store is not None:
         dist.barrier()
     return Run(**json.loads((folder / "run.json").read_text()))
+
+
+def main(cells: str) -> None:
+    job = join(read_environment(os.environ))
+    with job_exit(job):
+        for file, overrides, unit_size in json.loads(Path(cells).read_text()):
+            with shortened(unit_size, job.device.type):
+                meshtrain.train.run(Config.load(file, overrides, world_size=job.world_size, for_training=True), job)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,13 +1,13 @@
 """Mixtures of sources and growing batches: the same curve on every layout, and the same bits after a resume."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from meshtrain.data import Document, write
 from meshtrain.job.process import Job
+from tests import ranks
 from tests.parity.cells import assert_same
 from tests.parity.experiments import QUICKSTART, SMALL, Experiment, write_ragged
 from tests.parity.runs import train_alone, train_here
@@ -21,15 +21,17 @@ ONE_F_ONE_B, ZBV = "pipeline.schedule=1f1b", ("pipeline.schedule=zbv", "model.nu
 INTERLEAVED = ("pipeline.schedule=interleaved-1f1b", "batch.micro_size=1")
 # (ranks, experiment, layout, more overrides)
 CELLS = (
-    (2, "mixture", "{dp_replicate: 2}", ()),
     (2, "ramp", "{dp_replicate: 2}", ()),
-    (2, "mixture", "{tp: 2}", ("parallel.sequence_parallel=false",)),
     (2, "mixture", "{cp: 2}", ()),
-    (2, "length", "{pp: 2}", (ONE_F_ONE_B,)),
     (2, "length", "{tp: 2}", ()),
-    (2, "length", "{cp: 2}", ()),
     (2, "both", "{pp: 2}", ZBV),
     (4, "both", "{dp_shard: 4}", ()),
+)
+SLOW_CELLS = (
+    (2, "mixture", "{dp_replicate: 2}", ()),
+    (2, "mixture", "{tp: 2}", ("parallel.sequence_parallel=false",)),
+    (2, "length", "{pp: 2}", (ONE_F_ONE_B,)),
+    (2, "length", "{cp: 2}", ()),
     (4, "mixture", "{dp_shard: 2, tp: 2}", ()),
     (4, "both", "{pp: 2, dp_replicate: 2}", INTERLEAVED),
 )
@@ -45,18 +47,17 @@ def write_sources(folder: Path) -> None:
 
 def experiment_of(name: str, session_path: Path) -> Experiment:
     data = made_once(session_path / "sources", write_sources)
-    weights = {"ragged": "[[0, 0.5], [3, 0.05]]", "text": "[[0, 0.3], [3, 0.95]]", "tokens": "[[0, 0.2], [3, 0]]"}
-    paths = {
-        "ragged": "jsonl, path: ragged.jsonl, epochs: 2",
-        "text": "text, path: text.txt",
-        "tokens": "tokens, path: tokens",
-    }
-    listed = [
-        f"{{name: {source}, source: {paths[source]}, weight: {weight}}}".replace("path: ", f"path: {data}/")
-        for source, weight in weights.items()
-    ]
-    sources = f"data.sources=[{', '.join(listed)}]"
-    mixture = (sources, "data.validation=0.1", "train.eval_every=6", "train.eval_samples=9")
+    sources = (
+        f"{{name: ragged, source: jsonl, path: {data}/ragged.jsonl, epochs: 2, weight: [[0, 0.5], [3, 0.05]]}}",
+        f"{{name: text, source: text, path: {data}/text.txt, weight: [[0, 0.3], [3, 0.95]]}}",
+        f"{{name: tokens, source: tokens, path: {data}/tokens, weight: [[0, 0.2], [3, 0]]}}",
+    )
+    mixture = (
+        f"data.sources=[{', '.join(sources)}]",
+        "data.validation=0.1",
+        "train.eval_every=6",
+        "train.eval_samples=9",
+    )
     keys = {
         "mixture": (*mixture, "batch.global_size=7"),
         "ramp": (RAMP,),
@@ -67,11 +68,13 @@ def experiment_of(name: str, session_path: Path) -> Experiment:
     return Experiment(name, QUICKSTART, (*common, *keys[name]), 1e-9)
 
 
-def parameter(world: int, name: str, layout: str, more: tuple[str, ...]) -> Any:
-    return pytest.param(world, name, layout, more, id=f"{world}-ranks-{name} {layout} {' '.join(more)}".strip())
+ROWS = [
+    ranks.row(*cell, name=" ".join((*cell[1:3], *cell[3])).strip(), slow=cell in SLOW_CELLS)
+    for cell in (*CELLS, *SLOW_CELLS)
+]
 
 
-@pytest.mark.parametrize(("job", "name", "layout", "more"), [parameter(*cell) for cell in CELLS], indirect=["job"])
+@pytest.mark.parametrize(("job", "name", "layout", "more"), ROWS, indirect=["job"])
 def test_same_curve_as_one_process(
     job: Job, name: str, layout: str, more: tuple[str, ...], shared_path: Path, session_path: Path
 ) -> None:
@@ -90,6 +93,7 @@ def same_bits(rows: list[dict], expected: list[dict]) -> None:
             assert row[key] == other[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mixture", "ramp", "length"])
 def test_a_resumed_run_goes_on_bit_for_bit(job: Job, name: str, shared_path: Path, session_path: Path) -> None:
@@ -124,12 +128,8 @@ def test_rows_have_the_samples_of_the_order(job: Job, session_path: Path) -> Non
     assert np.diff([0, *(row["tokens"] for row in length)]).tolist() == [14 * n for n in (8, 8, 26, 26, 48, 48)]
     losses = [{key: row[key] for key in row if key.startswith("source_loss/")} for row in both]
     assert set().union(*losses[:3]) == {"source_loss/ragged", "source_loss/text", "source_loss/tokens"}
-    assert ["source_loss/tokens" in of_step for of_step in losses[2:]] == [
-        True,
-        False,
-        False,
-        False,
-    ]  # weight 0 from then
+    with_tokens = ["source_loss/tokens" in of_step for of_step in losses[2:]]
+    assert with_tokens == [True, False, False, False], "its weight is 0 from then"
     assert set(losses[-1]) == {"source_loss/text"}  # 3 samples, of which 1/20 would be ragged
     assert losses[-1]["source_loss/text"] == pytest.approx(both[-1]["loss"], rel=1e-12)
     for row, of_step in zip(both, losses, strict=True):

@@ -1,7 +1,6 @@
 """Fixed-size messages to experts change nothing: a run with them equals one without, even if rows overflow."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,11 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.trainer import Trainer
 from tests.parity.cells import assert_same
-from tests.parity.experiments import EP, experiments
+from tests.parity.experiments import experiments
 from tests.parity.runs import train_here
+from tests.ranks import row
 
+EP = "parallel.expert_parallel={}".format
 FEW = ("train.steps=3", "train.eval_every=2")
 CELLS = (
     (2, "{dp_shard: 2}", "experts", (EP(2), "batch.micro_size=2")),
@@ -29,12 +30,11 @@ CELLS = (
 )
 
 
-def parameter(world: int, layout: str, name: str, more: tuple[str, ...]) -> Any:
-    marks = [pytest.mark.slow] if world > 2 else []
-    return pytest.param(world, layout, name, more, id=f"{world}-ranks-{layout}", marks=marks)
+ROWS = [row(*cell, name=cell[1], slow=cell[0] > 2) for cell in CELLS]
 
 
-@pytest.mark.parametrize(("job", "layout", "name", "more"), [parameter(*cell) for cell in CELLS], indirect=["job"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "layout", "name", "more"), ROWS, indirect=["job"])
 def test_expert_rows_change_nothing(
     job: Job, layout: str, name: str, more: tuple[str, ...], shared_path: Path, session_path: Path
 ) -> None:
@@ -48,9 +48,9 @@ def test_expert_rows_change_nothing(
     even, all_rows = rows["1.0"], rows[str(job.world_size)]
     assert_same(even, rows["null"], 1e-12)
     assert_same(all_rows, rows["null"], 1e-12)
-    assert all("expert_rows_overflow" not in row for row in rows["null"])
-    assert all(row["expert_rows_overflow"] > 0 for row in even)
-    assert all(row["expert_rows_overflow"] == 0 for row in all_rows)
+    assert all("expert_rows_overflow" not in step for step in rows["null"])
+    assert all(step["expert_rows_overflow"] > 0 for step in even)
+    assert all(step["expert_rows_overflow"] == 0 for step in all_rows)
 
 
 class _Drawing(nn.Module):

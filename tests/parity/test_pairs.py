@@ -8,6 +8,7 @@ import pytest
 from meshtrain.config import Config
 from meshtrain.config.errors import ConfigErrors
 from meshtrain.job.process import Job
+from tests import ranks
 from tests.parity.covering import FACTORS, PLAIN, Cell, all_pairs, covering, pairs, ranks_of, why_not
 from tests.parity.experiments import experiment_of, layout_of
 from tests.parity.runs import assert_parity
@@ -23,9 +24,8 @@ NOT_REFUSED = (
 
 
 def parameter(cell: Cell) -> Any:
-    world = ranks_of(cell)
     name = " ".join(f"{factor}={value}" for factor, value in cell.items() if value != PLAIN[factor])
-    return pytest.param(world, cell, id=f"{world}-ranks-{name}")
+    return ranks.row(ranks_of(cell), cell, name=name)
 
 
 @pytest.mark.parametrize(("job", "cell"), [parameter(cell) for cell in CELLS if ranks_of(cell) > 1], indirect=["job"])

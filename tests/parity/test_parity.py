@@ -1,10 +1,13 @@
 """The promise, for what test_pairs.py has no factor for: data, users' models, settings of one kind of layout, larger
-meshes. Each experiment is trained once by `make test`, and the whole table by `make test-all`."""
+meshes. An experiment that has something of its own is trained once by `make test`, and the whole table by `make
+test-all`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from meshtrain.config import Config
 from meshtrain.data import IGNORE, open_data
@@ -12,31 +15,45 @@ from meshtrain.data.order import batch_samples, microbatches, share
 from meshtrain.job.process import Job
 from meshtrain.metrics.logger import read
 from meshtrain.pipeline.schedule import NAMES
+from tests import ranks
 from tests.launching import torchrun
 from tests.parity.cells import assert_same
-from tests.parity.experiments import EMA, LAYOUTS, QUICKSTART, STEPS, experiments, variants
+from tests.parity.experiments import EXPERT_MODELS, QUICKSTART, STEPS, experiments
 from tests.parity.runs import assert_parity, train_alone
 
-CELLS = [
-    (world, layout, name, more)
-    for world, layouts in LAYOUTS.items()
-    for layout, names in layouts
-    for name in names
-    for more in variants(world, layout, name)
-]
+Row = tuple[int, str, str, tuple[str, ...]]  # ranks, layout, experiment, more overrides
+
+
+def cells() -> Iterator[Row]:
+    """The rows of layouts.yaml, with a cell for each schedule where it says `every`."""
+    table = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text())
+    for world, layouts in table.items():
+        for layout, by_experiment in layouts.items():
+            for name, rows in by_experiment.items():
+                for row in rows if isinstance(rows, list) else [rows or ""]:
+                    for schedule in NAMES if "=every" in row else ["every"]:
+                        yield world, layout, name, tuple(row.replace("every", schedule).split())
+
+
+CELLS = list(cells())
+# What test_pairs.py trains as well, but for a few settings.
+IN_PAIRS = {
+    *("float64", "selective", "averaged weights", "digits", "lora", "lora, experts", "lora, latent attention"),
+    *("muon", "muon, experts", "float8", "mxfp8", "attached", "attached, recomputed", "qwen3"),
+    *EXPERT_MODELS,
+}
 
 
 def parameters() -> list[Any]:
-    """The rows of the table: `slow` but for the first of each experiment, and for three ranks, which divide little."""
-    marked = []
-    trained = set()
+    """The rows of the table: `slow` but for the first of each experiment that has something of its own, and for three
+    ranks, which divide little."""
+    rows = []
+    trained = set(IN_PAIRS)
     for world, layout, name, more in CELLS:
-        quick = name not in trained or world == 3
+        slow = name in trained and world != 3
         trained.add(name)
-        identity = f"{world}-ranks-{layout} {name} {' '.join(more)}".strip()
-        marks = [] if quick else [pytest.mark.slow]
-        marked.append(pytest.param(world, layout, name, more, id=identity, marks=marks))
-    return marked
+        rows.append(ranks.row(world, layout, name, more, name=f"{layout} {name} {' '.join(more)}".strip(), slow=slow))
+    return rows
 
 
 @pytest.mark.parametrize(("job", "layout", "name", "more"), parameters(), indirect=["job"])
@@ -51,26 +68,25 @@ def test_same_curve_as_one_process(
 @pytest.mark.ranks(1)
 def test_averages_are_what_is_evaluated(job: Job, session_path: Path) -> None:
     known = experiments(session_path)
-    averaged, plain = (train_alone(job, known[name], session_path).rows[-1] for name in (EMA, "ragged"))
+    averaged, plain = (train_alone(job, known[name], session_path).rows[-1] for name in ("averaged weights", "ragged"))
     assert averaged["loss"] == plain["loss"]
     assert averaged["eval_loss"] > plain["eval_loss"], "of a loss that falls an average lags behind"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_schedule_has_its_microbatches(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_schedule_has_its_microbatches(world: int, tmp_path: Path) -> None:
     """A number that the ranks do not divide, and on two ranks also twice the number of ranks."""
-    known = experiments(tmp_path)
+    staged = experiments(tmp_path)["staged"].overrides
+    rows = [
+        more for ranks, layout, name, more in CELLS if (ranks, layout, name) == (world, f"{{pp: {world}}}", "staged")
+    ]
     for schedule in NAMES:
         counts = set()
-        for world, layout, name, more in CELLS:
-            if (world, layout, name) == (
-                ranks,
-                f"{{pp: {ranks}}}",
-                "staged",
-            ) and f"pipeline.schedule={schedule}" in more:
-                size = Config.load(QUICKSTART, [*known[name].overrides, *more, f"layout={layout}"]).batch
-                counts.add(microbatches(size.global_size, size.micro_size, 1))
-        assert counts >= ({4, 3} if ranks == 2 else {5}), schedule
+        for more in rows:
+            if f"pipeline.schedule={schedule}" in more:
+                batch = Config.load(QUICKSTART, [*staged, *more, f"layout={{pp: {world}}}"]).batch
+                counts.add(microbatches(batch.global_size, batch.micro_size, 1))
+        assert counts >= ({4, 3} if world == 2 else {5}), schedule
 
 
 def test_ragged_labels_would_tell_an_average_of_averages(tmp_path: Path) -> None:

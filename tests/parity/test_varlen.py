@@ -55,6 +55,7 @@ def test_documents_show(job: Job, session_path: Path) -> None:
     assert abs(whole[-1]["loss"] / masked[-1]["loss"] - 1) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "keys",

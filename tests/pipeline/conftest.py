@@ -5,6 +5,9 @@ import pytest
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
+from tests.parallel.conftest import small_units
+
+__all__ = ["small_units"]
 
 
 @pytest.fixture

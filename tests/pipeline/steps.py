@@ -12,14 +12,11 @@ from meshtrain.config import Config
 from meshtrain.data.batch import Batch
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
-from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling.build import build_model
-from meshtrain.optim.optimizer import Optimizer
 from meshtrain.pipeline.actions import Action
 from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.pipeline.schedule import NAMES
-from meshtrain.trainer import Trainer
-from tests.comparing import ALONE, CPU, gradients, same_gradients
+from tests.comparing import ALONE, CPU, gradients, same_gradients, trainer_of
 from tests.parity.experiments import QUICKSTART
 
 V, D = 24, 16  # vocabulary, width
@@ -137,13 +134,11 @@ def train(
     mesh: Mesh, schedule: str, microbatches: int, *overrides: str, seed: int = 0
 ) -> tuple[nn.Module, list[list[float]]]:
     """Returns the model after four updates, and the loss and the norm of each."""
-    settings = config(mesh, schedule, microbatches, *overrides, "optimizer.warmup_steps=0", "optimizer.lr=0.01")
-    model = build_model(settings, mesh, CPU)
-    optimizer = Optimizer(model, settings.optimizer, mesh, 10)
-    trainer = Trainer(model, optimizer, settings, mesh, CPU, task="language", timer=StepTimer(CPU))
+    keys = (*overrides, "optimizer.warmup_steps=0", "optimizer.lr=0.01")
+    trainer = trainer_of(config(mesh, schedule, microbatches, *keys), mesh)
     numbers = []
     for update in range(1, 5):
         trainer.forward_backward(update, Step(microbatches, seed=10 * update + seed).batches())
         result = trainer.optimizer_step(update)()
         numbers.append([result.loss, result.grad_norm])
-    return model, numbers
+    return trainer.model, numbers

@@ -15,19 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
-from meshtrain.parallel import ddp, fsdp
+from meshtrain.parallel import fsdp
 from meshtrain.parallel.sharding import local_part
 from meshtrain.pipeline.actions import Kind
 from tests.pipeline.steps import TIED, Step, compare_gradients, pipeline, train
 
 FLOAT64 = 8  # bytes
-
-
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is a unit of FSDP, and DDP has several buckets."""
-    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
-    monkeypatch.setattr(ddp, "BUCKET_BYTES", 2000)
+pytestmark = [pytest.mark.ranks(4), pytest.mark.usefixtures("small_units")]
 
 
 def parts(stage: Any) -> int:
@@ -38,7 +32,6 @@ def parts(stage: Any) -> int:
     return sum(state._fsdp_param_group is not None for state in states)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
 @pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs", "zbv"])
 def test_reductions(job: Job, axis: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +74,6 @@ def test_reductions(job: Job, axis: str, schedule: str, monkeypatch: pytest.Monk
     compare_gradients(model, step, data_ranks=2)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_copies_of_a_tied_weight_stay_equal(job: Job, axis: str, schedule: str) -> None:
@@ -94,8 +86,12 @@ def test_copies_of_a_tied_weight_stay_equal(job: Job, axis: str, schedule: str) 
     assert torch.equal(first, second)
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev"])
+SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[] if name == "zbv" else pytest.mark.slow) for name in SPLITTING]
+)
 @pytest.mark.parametrize(("precision", "microbatches"), [("float16", 2), ("bfloat16", 5)])
 def test_sharded_stages_have_the_bits_of_copies_in_16_bits(
     job: Job, schedule: str, precision: str, microbatches: int

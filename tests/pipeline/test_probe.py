@@ -160,7 +160,7 @@ def test_it_is_said_by_the_plan_and_by_a_run_before_its_first_step(tmp_path: Pat
     make_plan(QUICKSTART, [*keys, "layout={tp: 2}"])
     with pytest.raises(InputError, match=r"between module model\.dropout and block"):
         make_plan(QUICKSTART, [*keys, "layout={pp: 2}"])
-    shared = ("model.name=tests/models/shared_block.py", "model.num_hidden_layers=2", "layout={pp: 2}")
+    shared = ("model.name=tests/models/unusual_layers.py", "model.kind=one module", "layout={pp: 2}")
     with pytest.raises(InputError, match=r"blocks\(\) name model.layers.0 twice"):
         make_plan(QUICKSTART, [*sizes, *shared])
     more = ("layout={pp: 2}", f"train.output={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}")

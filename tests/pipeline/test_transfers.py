@@ -1,6 +1,6 @@
 """What the engine decides before it sends anything: one order for all, what is learnt from it, the form of a tensor."""
 
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +25,15 @@ def schedules(name: str) -> list[Schedule]:
 
 
 def all_transfers(schedule: Schedule) -> set[Transfer]:
-    every = (action for row in schedule.actions for action in row)
-    return {transfer for action in every for transfer in schedule.sends(action)}
+    """What is sent, all of which is received."""
+    every = [(rank, action) for rank, row in enumerate(schedule.actions) for action in row]
+    sent = [(rank, transfer) for rank, action in every for transfer in schedule.sends(action)]
+    received = [(rank, transfer) for rank, action in every for transfer in schedule.receives(action)]
+    assert all(rank == transfer.source for rank, transfer in sent)
+    assert all(rank == transfer.target for rank, transfer in received)
+    assert len(sent) == len(received)
+    assert {transfer for _, transfer in sent} == {transfer for _, transfer in received}
+    return {transfer for _, transfer in sent}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,6 +43,8 @@ def test_messages_could_be_sent_strictly_one_after_the_other(name: str) -> None:
         order = transfer_order(schedule)
         assert len(order) == len(set(order))
         assert set(order) == all_transfers(schedule)
+        across = sum(a != b for a, b in pairwise(schedule.placement))
+        assert len(order) == 2 * across * schedule.microbatches
         sent: set[Transfer] = set()
         waiting = [list(schedule.actions_of(rank)) for rank in range(schedule.ranks)]
         for transfer in order:  # each in turn: its sender can come to the action that makes it without any later one

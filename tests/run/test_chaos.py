@@ -1,7 +1,6 @@
 """Faults on purpose strike the rank, the step and the save that were named, once, and what cannot strike is refused."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -14,10 +13,9 @@ import yaml
 
 from meshtrain.config import Config, ConfigErrors, Fault
 from meshtrain.config.docs import schema
-from meshtrain.metrics.logger import read
 from meshtrain.run.fault_injection import FaultInjector, PlantedError, describe
-from tests.launching import forked, torchrun
-from tests.metrics.test_stragglers import SMALL
+from tests.launching import forked
+from tests.parity.experiments import QUICKSTART, SMALL
 
 BASE = "model: {name: llama}\nbatch: {global_size: 8, micro_size: 2}\ntrain: {steps: 20}\ncheckpoint: {every: 5}\n"
 FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text())
@@ -168,7 +166,7 @@ def test_a_fault_in_a_sentence() -> None:
 
 def train(folder: Path, fault: str, *keys: str) -> tuple[str, ...]:
     own = ("train.steps=8", "checkpoint.every=2", f"train.output={folder}", f"train.chaos=[{fault}]")
-    return ("-m", "meshtrain.train", *SMALL, f"data.cache={folder.parent / 'cache'}", *own, *keys)
+    return ("-m", "meshtrain.train", QUICKSTART, *SMALL, f"data.cache={folder.parent / 'cache'}", *own, *keys)
 
 
 @pytest.mark.parametrize("in_background", ["true", "false"])
@@ -176,16 +174,7 @@ def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(in_background: str
     keys = (f"checkpoint.in_background={in_background}",)
     job = forked(2, *train(tmp_path, "{fault: kill, rank: 1, step: 4, during: save}", *keys))
     assert job.status != 0
-    assert "kill strikes, as planted" in job.err
+    assert job.out.count("warning: a fault is planted (train.chaos): rank 1 is killed (SIGKILL) in the save") == 1
+    assert re.search(r"train.chaos: rank 1 on host \S+ \(dp_shard 1\): kill strikes, as planted", job.err)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_0000002"]
     assert (tmp_path / "checkpoints" / ".step_0000004.tmp").is_dir()
-
-
-@pytest.mark.cluster
-def test_torchrun_starts_the_job_again_and_the_fault_is_not_planted_again(tmp_path: Path) -> None:
-    job = torchrun(2, "--max-restarts=1", *train(tmp_path, "{fault: kill, rank: 1, step: 6}")).check()
-    assert re.search(r"train.chaos: rank 1 on host \S+ \(dp_shard 1\): kill strikes, as planted", job.err)
-    assert job.out.count("warning: a fault is planted (train.chaos): rank 1 is killed (SIGKILL) at the beginning") == 1
-    assert "train.chaos: 1 of its faults struck in the first start, and are not planted again" in job.out
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == list(range(1, 9))
-    assert json.loads((tmp_path / "exit.json").read_text())["status"] == "done"

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,32 +55,15 @@ def test_a_process_that_is_about_to_be_ended_waits_shortly_and_the_command_goes_
     assert (tmp_path / "fifo").read_text() == "it goes on\n"
 
 
-class FakeGoodput:
-    finished_step = 7
-
-    def summary(self) -> Any:
-        return SimpleNamespace(row=dict, jobs=1)
-
-    def end(self, status: str) -> None:
-        """It is told."""
-
-
-class FakeSinks:
-    def __init__(self) -> None:
-        self.closed: list[str] = []
-
-    def close(self, status: str, limit_s: float) -> None:
-        self.closed.append(status)
-
-
-def status_of(folder: Path, rank: int = 0, *, begun: bool = True) -> tuple[RunStatus, FakeSinks]:
+def status_of(folder: Path, rank: int = 0, *, begun: bool = True) -> RunStatus:
     failures = SimpleNamespace(first_failure=lambda *_: None)
     job: Any = SimpleNamespace(rank=rank, failures=failures, say=lambda text: None)
-    status, sinks = RunStatus(RunFolder(folder), job, tell(folder)), FakeSinks()
+    status = RunStatus(RunFolder(folder), job, tell(folder))
     if begun:
-        status._goodput = FakeGoodput()
-        status._sinks = sinks
-    return status, sinks
+        status._goodput = Mock(finished_step=7)
+        status._goodput.summary.return_value = SimpleNamespace(row=dict, jobs=1)
+        status._sinks = Mock()
+    return status
 
 
 @pytest.mark.parametrize(
@@ -91,24 +75,23 @@ def status_of(folder: Path, rank: int = 0, *, begun: bool = True) -> tuple[RunSt
     ],
 )
 def test_it_runs_when_a_run_ends_and_sinks_hear_of_it(tmp_path: Path, error: Exception | None, line: str) -> None:
-    status, sinks = status_of(tmp_path)
+    status = status_of(tmp_path)
     status.__exit__(None, error, None)
     assert (tmp_path / "told").read_text() == f"{line}\n"
-    assert sinks.closed == [line.partition("|")[0]]
-    assert json.loads((tmp_path / "exit.json").read_text())["status"] == sinks.closed[0]
+    word = line.partition("|")[0]
+    status._sinks.close.assert_called_once_with(word, on_exit.ON_EXIT_S)
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == word
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_it_runs_at_a_verdict_once(tmp_path: Path, rank: int) -> None:
-    status, _ = status_of(tmp_path, rank)
+    status = status_of(tmp_path, rank)
     status.write_failed(Diagnosis(DiagnosisKind.FAILED, (1,), "rank 1 is gone"))
     status.__exit__(None, None, None)
     assert (tmp_path / "told").read_text() == "failed|7|failed|1|rank 1 is gone\n"
 
 
 def test_it_does_not_run_for_a_run_that_never_began(tmp_path: Path) -> None:
-    status, _ = status_of(tmp_path, begun=False)
-    status.__exit__(None, InputError("a typo"), None)
-    status, _ = status_of(tmp_path, rank=1)
-    status.__exit__(None, None, None)
+    status_of(tmp_path, begun=False).__exit__(None, InputError("a typo"), None)
+    status_of(tmp_path, rank=1).__exit__(None, None, None)
     assert not (tmp_path / "told").exists()

@@ -1,8 +1,11 @@
-"""The sbatch scripts in a real SLURM, on two nodes of two processes."""
+"""The sbatch scripts, and those of `meshtrain launch`, in a real SLURM, on two nodes of two processes."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from meshtrain.checkpoint.directory import complete_steps
+from meshtrain.job.watchdog.status_server import process_state
 from tests.checkpoint.going_on import small_run
-from tests.launching import ROOT, forked
+from tests.launching import ROOT, forked, wait_for
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [
@@ -162,9 +166,24 @@ def preempt(cluster: Cluster) -> None:
 
 
 @both
-def test_a_run_trains_to_its_end(submit: Submit, losses: list[float], script: str) -> None:
-    job = submit(script)
-    assert job.completes(losses)["ExitCode"] == "0:0"
+def test_a_launched_run_trains_to_its_end(
+    cluster: Cluster, config: Path, losses: list[float], tmp_path: Path, script: str
+) -> None:
+    """`meshtrain launch` writes the script, and sbatch reads it."""
+    here = tmp_path / "a folder"
+    here.mkdir()
+    options = ["--slurm", "--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "2", "--time", "10"]
+    if script == "train-srun.sbatch":
+        options += ["--srun", "--gres", "gpu"]
+    run = (str(config), f"train.steps={STEPS}", "train.output=runs/a 50% run", "--env", "OMP_NUM_THREADS=1")
+    printed = cluster.ask(sys.executable, "-m", "meshtrain.cli", "launch", *options, *run, cwd=here)
+    (number,) = re.findall(r"as job (\d+)", printed)
+    output = here / "runs" / "a 50% run"
+    job = Job(cluster, number, Run(output), output / "logs" / f"slurm-{number}.out")
+
+    ended = job.completes(losses)
+    assert (ended["NumNodes"], ended["TimeLimit"], ended["JobName"]) == ("2", "00:10:00", config.stem)
+    assert ended["ExitCode"] == "0:0"
     assert (job.run.exit["status"], job.run.exit["step"]) == ("done", STEPS)
     assert "4 processes = 2 hosts x 2" in job.run.printed(0)
     names = sorted(job.run.logs(0))
@@ -248,15 +267,6 @@ def test_a_person_ends_a_run(cluster: Cluster, submit: Submit, script: str) -> N
     assert cancelled["Restarts"] == "0"
 
 
-def test_a_person_stops_a_run_with_a_file(submit: Submit) -> None:
-    job = submit("train.sbatch", SLOW)
-    job.reaches(2)
-    (job.run.folder / "STOP").touch()
-    completed = job.ends("COMPLETED")
-    assert (completed["Restarts"], completed["ExitCode"]) == ("0", "0:0")
-    assert job.run.stopped_at
-
-
 def test_torchrun_makes_up_for_a_lost_process(submit: Submit, losses: list[float]) -> None:
     """A rank of the second node is killed; both nodes start anew from the last checkpoint, in the same job."""
     job = submit("train.sbatch", "train.chaos=[{fault: kill, rank: 3, step: 10}]")
@@ -264,20 +274,54 @@ def test_torchrun_makes_up_for_a_lost_process(submit: Submit, losses: list[float
     assert [name for name in job.run.logs(0) if "/attempt_1/" in name]
 
 
-def test_a_lost_process_ends_a_job_of_srun(submit: Submit) -> None:
-    """The others end too, and it is not tried again where MAX_TRIES says so."""
-    job = submit("train-srun.sbatch", "train.chaos=[{fault: kill, rank: 3, step: 10}]", MAX_TRIES="0")
-    assert job.ends("FAILED")["Restarts"] == "0"
-    end = job.run.exit
-    assert (end["status"], end["kind"], end["hosts"]) == ("failed", "gone", ["node2"])
-    assert "rank 3 on host node2" in job.run.printed(0)
-
-
 def test_a_wrong_config_ends_the_job_before_the_step(submit: Submit) -> None:
     job = submit("train.sbatch", "train.stepz=3")
     assert job.ends("FAILED")["ExitCode"] == "2:0"
     assert "stepz" in job.printed
     assert not job.run.folder.exists()
+
+
+TASK = """
+import os, sys, time
+from meshtrain.job.signals import end_with_launcher
+
+end_with_launcher(os.environ)
+print("began", flush=True)
+time.sleep(float(sys.argv[1]))
+print("ended", flush=True)
+"""
+
+
+def processes_of(command: list[str]) -> list[int]:
+    """The processes with this command line, also those of other namespaces."""
+    wanted = "".join(f"{argument}\0" for argument in command).encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "cmdline").read_bytes() == wanted:
+                found.append(int(folder.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_task_of_srun_dies_with_the_process_that_watches_over_it(cluster: Cluster, tmp_path: Path) -> None:
+    """And with nothing else: the first job ends by itself."""
+    script = tmp_path / "task.py"
+    script.write_text(TASK)
+    task = ["srun", "--nodes=1", sys.executable, str(script)]
+    assert cluster.ask(*task, "5").split() == ["began", "ended"]
+    job = subprocess.Popen(cluster.on(*task, "600"), env=cluster.variables(), stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "began\n"
+    (worker,) = processes_of([sys.executable, str(script), "600"])
+    os.kill(parent_of(worker), signal.SIGKILL)
+    wait_for(lambda: process_state(worker) in ("", "Z"))
+    job.kill()
+    job.wait()
 
 
 # A container runtime with the words of apptainer, for a folder as image: the programs of the host are put there.
@@ -316,13 +360,6 @@ def test_a_container_and_a_preflight(cluster: Cluster, config: Path, losses: lis
     (folder,) = job.run.folder.glob("logs/slurm-*.0")
     assert {log.name for log in folder.glob("preflight_*.log")} == {"preflight_node1.log", "preflight_node2.log"}
     assert "collectives over gloo" in (folder / "preflight_node2.log").read_text()
-
-
-def test_an_image_that_is_missing_ends_the_job_before_the_step(submit: Submit) -> None:
-    job = submit("train.sbatch", CONTAINER_IMAGE="/no/image.sqsh", CONTAINER_RUNTIME="true")
-    job.ends("FAILED")
-    assert "CONTAINER_IMAGE is /no/image.sqsh, which is not there" in job.printed
-    assert not job.run.folder.exists()
 
 
 def test_nodes_with_different_numbers_of_gpus(

@@ -13,7 +13,7 @@ from meshtrain.pipeline.simulate import simulate
 from meshtrain.pipeline.timeline_io import timeline_json
 from meshtrain.watch.run_files import RunFiles
 from meshtrain.watch.server import PageServer
-from tests.browser import chromium
+from tests.browser import Page, chromium
 
 pytestmark = pytest.mark.integrations
 
@@ -40,88 +40,90 @@ def url(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with chromium(tmp_path / "profile") as page:
+        yield page
+        assert page.complaints == []
+
+
+def opened(page: Page, url: str, width: int) -> None:
+    page.open(url, width)
+    page.until("document.querySelectorAll('[data-chart]').length == 9")
+
+
 CHART = "document.querySelector('[data-chart=\"{}\"]')"
 
 
-def test_the_page_in_chromium(url: str, tmp_path: Path) -> None:
+def test_the_page_in_chromium(page: Page, url: str, tmp_path: Path) -> None:
     from PIL import Image
 
-    with chromium(tmp_path / "profile") as page:
-        for width in (1280, 390):
-            page.open(url, width)
-            page.until("document.querySelectorAll('[data-chart]').length == 9")
-            assert page.ask("innerWidth") == width
-            assert page.overflow() == 0  # a phone need not be pushed to and fro
-            text = page.ask("document.body.innerText")
-            assert text.count("all steps are done") == 2  # the two stand side by side
-            assert "checkpoints in the run's folder: step_0000040" in text
-            assert page.ask("document.querySelectorAll('path').length") == 2 * 4  # curves of each run
-            # Ranks of the outer axis stand below each other.
-            cells = "[...document.querySelectorAll('[data-chart=\"own time of a step\"] rect')]"
-            assert page.ask(f"new Set({cells}.map((cell) => cell.getAttribute('y'))).size") == 2
-            picture = tmp_path / f"{width}.png"
-            page.picture(picture)
-            with Image.open(picture) as image:
-                assert image.width == width
-                assert len(image.convert("RGB").getcolors(2**20) or []) > 50
-        assert page.complaints == []
-        assert all(address.startswith(url) for address in page.requests)  # nothing from the network
+    for width in (1280, 390):
+        opened(page, url, width)
+        assert page.ask("innerWidth") == width
+        assert page.overflow() == 0  # a phone need not be pushed to and fro
+        text = page.ask("document.body.innerText")
+        assert text.count("all steps are done") == 2  # the two stand side by side
+        assert "checkpoints in the run's folder: step_0000040" in text
+        assert page.ask("document.querySelectorAll('path').length") == 2 * 4  # curves of each run
+        # Ranks of the outer axis stand below each other.
+        cells = "[...document.querySelectorAll('[data-chart=\"own time of a step\"] rect')]"
+        assert page.ask(f"new Set({cells}.map((cell) => cell.getAttribute('y'))).size") == 2
+        picture = tmp_path / f"{width}.png"
+        page.picture(picture)
+        with Image.open(picture) as image:
+            assert image.width == width
+            assert len(image.convert("RGB").getcolors(2**20) or []) > 50
+    assert all(address.startswith(url) for address in page.requests)  # nothing from the network
 
 
-def add_row(folder: Path, step: int) -> None:
-    with (folder / "first" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "loss": 0.5}) + "\n")
+def read_out(page: Page, chart: str) -> str:
+    return page.ask(f"{chart}.querySelector('output').textContent")
 
 
-def test_values_are_read_by_a_finger_and_stay_while_the_run_goes_on(url: str, tmp_path: Path) -> None:
-    with chromium(tmp_path / "profile") as page:
-        page.open(url, 390)
-        page.until("document.querySelectorAll('[data-chart]').length == 9")
-        loss = CHART.format("loss")
-        page.ask(f"{loss}.scrollIntoView()")
-        left, top, width, height = page.ask(
-            f"(({{x, y, width, height}}) => [x, y, width, height])({loss}.querySelector('svg').getBoundingClientRect())"
-        )
-        page.touch((left + width / 2, top + height / 2))
-        tapped = page.ask(f"{loss}.querySelector('output').textContent")
-        assert tapped.startswith("step 2")
-        page.touch((left + width / 2, top + height / 2), (left + width - 1, top + height / 2))
-        assert (
-            page.ask(f"{loss}.querySelector('output').textContent")
-            == "step 59: first loss 0.08475, second loss 0.08475"
-        )
-        for step in (60, 61):
-            add_row(tmp_path, step)
-            page.until(f"document.querySelector('#beside').innerText.includes('{step}')")
-            assert page.ask(f"{loss}.querySelector('output').textContent").startswith("step 59: ")
-        assert page.complaints == []
+def stays_while_the_run_goes_on(page: Page, chart: str, expected: str, folder: Path) -> None:
+    """The second picture is drawn of what the first has left."""
+    for step in (60, 61):
+        with (folder / "first" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "loss": 0.5}) + "\n")
+        page.until(f"document.querySelector('#beside').innerText.includes('{step}')")
+        assert read_out(page, chart) == expected
 
 
-def test_values_are_read_by_keyboard_and_stay_while_the_run_goes_on(url: str, tmp_path: Path) -> None:
-    with chromium(tmp_path / "profile") as page:
-        page.open(url, 1280)
-        page.until("document.querySelectorAll('[data-chart]').length == 9")
-        loss, said = CHART.format("loss"), "{}.querySelector('output').textContent"
-        for _ in range(20):
-            page.press("Tab")
-            if page.ask(f"document.activeElement === {loss}"):
-                break
-        for key in ("Home", "ArrowRight", "ArrowRight"):
-            page.press(key)
-        expected = "step 3: first loss 1.667, second loss 1.667"
-        assert page.ask(said.format(loss)) == expected
-        for step in (60, 61):  # the second is drawn of what the first has left
-            add_row(tmp_path, step)
-            page.until(f"document.querySelector('#beside').innerText.includes('{step}')")  # live
-            assert page.ask(said.format(loss)) == expected
-        ranks = CHART.format("own time of a step")
-        page.ask(f"{ranks}.focus()")
-        for key in ("Home", "ArrowDown", "ArrowRight"):
-            page.press(key)
-        assert page.ask(said.format(ranks)) == "rank 5 (pp 1, tp 1) n0: 0.5 s"
-        page.press("End")
-        assert page.ask(said.format(ranks)) == "rank 7 (pp 1, tp 3) n0: 0.9 s"
-        page.ask("document.querySelectorAll('#runs button')[1].focus()")
-        page.press("Enter")
-        page.until("document.querySelectorAll('#runs button')[1].ariaPressed == 'true'")
-        assert page.complaints == []
+def test_values_are_read_by_a_finger_and_stay_while_the_run_goes_on(page: Page, url: str, tmp_path: Path) -> None:
+    opened(page, url, 390)
+    loss = CHART.format("loss")
+    page.ask(f"{loss}.scrollIntoView()")
+    left, top, width, height = page.ask(
+        f"(({{x, y, width, height}}) => [x, y, width, height])({loss}.querySelector('svg').getBoundingClientRect())"
+    )
+    page.touch((left + width / 2, top + height / 2))
+    assert read_out(page, loss).startswith("step 2")
+    page.touch((left + width / 2, top + height / 2), (left + width - 1, top + height / 2))
+    expected = "step 59: first loss 0.08475, second loss 0.08475"
+    assert read_out(page, loss) == expected
+    stays_while_the_run_goes_on(page, loss, expected, tmp_path)
+
+
+def test_values_are_read_by_keyboard_and_stay_while_the_run_goes_on(page: Page, url: str, tmp_path: Path) -> None:
+    opened(page, url, 1280)
+    loss = CHART.format("loss")
+    for _ in range(20):
+        page.press("Tab")
+        if page.ask(f"document.activeElement === {loss}"):
+            break
+    for key in ("Home", "ArrowRight", "ArrowRight"):
+        page.press(key)
+    expected = "step 3: first loss 1.667, second loss 1.667"
+    assert read_out(page, loss) == expected
+    stays_while_the_run_goes_on(page, loss, expected, tmp_path)
+    ranks = CHART.format("own time of a step")
+    page.ask(f"{ranks}.focus()")
+    for key in ("Home", "ArrowDown", "ArrowRight"):
+        page.press(key)
+    assert read_out(page, ranks) == "rank 5 (pp 1, tp 1) n0: 0.5 s"
+    page.press("End")
+    assert read_out(page, ranks) == "rank 7 (pp 1, tp 3) n0: 0.9 s"
+    page.ask("document.querySelectorAll('#runs button')[1].focus()")
+    page.press("Enter")
+    page.until("document.querySelectorAll('#runs button')[1].ariaPressed == 'true'")
