@@ -89,8 +89,8 @@ def _read_keys(draft: ConfigDraft, node: Node, module: ModuleType, own: dict[str
     before = len(draft.errors)
     explicit = _read_given_keys(draft, node, module, keys, own)
     if "rope_parameters" in keys and INVALID not in explicit.values():
-        for name, problem in rope_contradictions(explicit):
-            draft.report(draft.place(f"model.{name}"), f"model: {problem}")
+        for names, problem in rope_contradictions(explicit):
+            draft.report(draft.place_of_any(tuple(f"model.{name}" for name in names)), f"model: {problem}")
     preset = _preset_values(draft, module, keys) | _weights_values(draft, module, keys)
     if "rope_parameters" in keys and explicit.keys() & {"rope_theta", "rope_scaling"}:
         preset = split_rope(preset, MODEL_KEYS & keys.keys())  # or it would count more than what the config gives

@@ -32,25 +32,27 @@ def split_rope(
     return split
 
 
-def rope_contradictions(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that say one thing of rotary positions twice, and not the same: (the key, what is wrong and what works).
+def rope_contradictions(given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Keys that say one thing of rotary positions twice, and not the same: (the keys, what is wrong and what works).
 
     `given`: the keys of one source, such as a YAML file; what another source has given is overridden instead.
     """
     parameters, scaling = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        values = {f"rope_parameters.{key}": parameters.get(key), f"rope_scaling.{key}": scaling.get(key)}
-        values[key] = given.get(key)
-        written = [f"{name} {value}" for name, value in values.items() if value is not None]
-        if len({value for value in values.values() if value is not None}) > 1:
-            where = key if given.get(key) is not None else "rope_scaling"
-            yield where, f"{' and '.join(written)} contradict each other: take all but one of them away"
+    for name in sorted(MODEL_KEYS):
+        places = {
+            (name,): given.get(name),
+            ("rope_scaling", name): scaling.get(name),
+            ("rope_parameters", name): parameters.get(name),
+        }
+        values = {place: value for place, value in places.items() if value is not None}
+        if len(set(map(repr, values.values()))) > 1:
+            written = " and ".join(f"{'.'.join(place)} {value}" for place, value in values.items())
+            keys = tuple(place[0] for place in values)
+            yield keys, f"{written} contradict each other: take all but one of them away"
     if parameters and scaling and _kind_of_scaling(parameters) != _kind_of_scaling(scaling):
-        yield (
-            "rope_scaling",
-            f"rope_scaling {_text(scaling)} and rope_parameters {_text(parameters)} contradict each other: "
-            "take one of them away",
-        )
+        written = f"rope_scaling {_text(scaling)} and rope_parameters {_text(parameters)}"
+        remedy = "take one of them away (on the command line with model.rope_scaling=null)"
+        yield ("rope_scaling", "rope_parameters"), f"{written} contradict each other: {remedy}"
 
 
 def _kind_of_scaling(rope: dict[str, Any]) -> dict[str, Any]:
