@@ -27,6 +27,7 @@ from meshtrain.errors import InputError, bytes_text, writing
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.metrics.picture import write_picture
+from meshtrain.optim.lr_schedule import warmup_note
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
@@ -99,6 +100,8 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
 
     title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
     optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
+    if config.train.steps is not None and (warning := warmup_note(config.optimizer, config.train.steps)) is not None:
+        notes.append(warning)
     config = replace(config, resolved=layout)
     return Plan(name, config, layout, batch, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 

@@ -24,6 +24,7 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
 from meshtrain.modeling.context import context_costs
 from meshtrain.modeling.experts import expert_costs
+from meshtrain.optim.lr_schedule import warmup_note
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
 from meshtrain.parallel.mixed_precision import compute_dtype
@@ -114,6 +115,8 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
     yield f"layout {layout}, {config.train.precision}"
     yield from describe_ramp(size.sizes, size.micro_size, layout.size(*DATA_AXES))
+    if (note := warmup_note(config.optimizer, spec.steps)) is not None:
+        yield note
     if (costs := context_costs(config, layout)) is not None:
         yield costs.describe()
     experts = expert_costs(config, layout)

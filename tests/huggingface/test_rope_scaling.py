@@ -25,6 +25,7 @@ MOST, LENGTH = 32, 60  # the length that a model was made for, and that of its s
 SCALINGS: dict[str, dict[str, Any]] = table("scalings")
 SIZES = {key: size for key, size in MODELS["gqa"].items() if key not in ("model_type", "eos_token_id")}
 SIZES |= {"hidden_size": 96, "max_position_embeddings": MOST}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 TOKENS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
@@ -107,6 +108,49 @@ def test_a_model_goes_in_and_out_with_its_scaling(name: str, form: str, tmp_path
     again, before = (llama.Config(**run_config(tmp_path / folder).model.keys) for folder in ("out", "in"))
     assert torch.equal(frequencies(again, LENGTH), frequencies(before, LENGTH))
     assert magnitude(again) == magnitude(before)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": LINEAR},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": LINEAR, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_theta": 5.0, **LINEAR}, "rope_scaling": None},
+        {"rope_scaling": {"rope_theta": 9.0, **LINEAR}, "rope_theta": 7.0},
+    ],
+)
+def test_where_keys_of_a_file_contradict_each_other_those_count_that_transformers_uses(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    folder = tmp_path / "in"
+    scaled_model(folder, "linear")
+    written = json.loads((folder / CONFIG).read_text())
+    without = {key: value for key, value in written.items() if not key.startswith("rope_")}
+    (folder / CONFIG).write_text(json.dumps(without | keys))
+    theirs = AutoConfig.from_pretrained(folder).rope_parameters
+    theta, scaling = llama.Config(**run_config(folder).model.keys).rope
+    assert (theta, scaling.get("rope_type", "default")) == (theirs["rope_theta"], theirs["rope_type"])
+    assert scaling.get("factor") == theirs.get("factor")
+
+
+def test_a_yaml_overrides_what_a_file_or_a_checkpoint_says_of_rotary_positions(tmp_path: Path) -> None:
+    """Also where one of them gives both keys in one, and the other gives them apart."""
+    rope = {"rope_theta": 5.0, "rope_type": "linear", "factor": 4.0}
+    folder = tmp_path / "in"
+    scaled_model(folder, "linear")
+    changed(folder, rope_parameters=rope, rope_scaling=None, rope_theta=None)
+    cases = (
+        ("model.rope_theta=7.0", (7.0, 4.0)),
+        ("model.rope_scaling={rope_type: linear, factor: 2.0}", (5.0, 2.0)),
+        ("model.rope_parameters={rope_type: linear, factor: 2.0, rope_theta: 9.0}", (9.0, 2.0)),
+    )
+    for override, expected in cases:
+        theta, scaling = llama.Config(**run_config(folder, override).model.keys).rope
+        assert (theta, scaling["factor"]) == expected, override
 
 
 def test_the_type_may_stand_in_rope_parameters_by_its_old_name() -> None:
