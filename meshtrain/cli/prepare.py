@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
+    preparation.take_earlier(_say)
     share = len([shard for shard in preparation.missing() if shard % hosts == host])
     if workers > 1 and share > 1:
         _say(f"preparing {preparation.source.name}: {plural(share, 'shard')} in {min(workers, share)} processes")
