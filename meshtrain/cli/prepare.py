@@ -104,6 +104,6 @@ def _work(preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker starts threads for all cores
     try:
-        preparation.take_shards(lambda line: None, host, hosts, wait=False)
+        preparation.take_shards(lambda line: None, host, hosts, wait=False, note=_say)
     except (InputError, OSError) as error:
         errors.put(error)

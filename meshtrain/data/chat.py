@@ -106,6 +106,10 @@ class ChatTemplate:
         environment.filters["tojson"], environment.globals["raise_exception"] = tojson, refuse
         return environment.from_string(self.text)
 
+    @cached_property
+    def _spelling(self) -> "Spelling":
+        return Spelling(self.control)
+
     def render(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
         """The text of a conversation; `prompt` adds the header of the assistant's next turn. `strftime_now` is not
         defined: a corpus does not depend on the day. Raises InputError: the template refuses the conversation."""
@@ -171,7 +175,7 @@ class ChatTemplate:
     def _marked(self, messages: list[Any], tools: Any) -> tuple[list[Any], Any, "_Marks"]:
         """The messages and tools with a mark in place of each control token that they spell."""
         parts = [*messages, tools]
-        marks = _Marks(self.control, parts)
+        marks = _Marks(self._spelling, parts)
         spelled = [marks.spelled(part) for part in parts]
         if not any(spelled):
             return messages, tools, marks
@@ -212,15 +216,22 @@ class _Written:
         return self.marks.resolve(self.template.render([*self.messages[:turn], other], self.tools))[0]
 
 
+class Spelling:
+    """Finds the control tokens that a text spells."""
+
+    def __init__(self, control: Sequence[str]) -> None:
+        self.control = sorted(control, key=len, reverse=True)  # the longest first, as tokenizers match them
+        self.pattern = re.compile("|".join(map(re.escape, self.control)) or "(?!)")
+
+
 class _Marks:
     """Marks that stand for control tokens while a template formats the messages that spell them.
 
     A mark is a number, which filters such as `trim`, `upper` and `tojson` leave as it is.
     """
 
-    def __init__(self, control: Sequence[str], parts: Sequence[Any]) -> None:
-        self._control = sorted(control, key=len, reverse=True)  # the longest first, as tokenizers match them
-        self._spelling = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
+    def __init__(self, spelling: Spelling, parts: Sequence[Any]) -> None:
+        self._control, self._spelling = spelling.control, spelling.pattern
         digest = hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()
         self._prefix = f"{int(digest, 16) % 10**24:024d}"  # occurs in no text
         self._mark = re.compile(self._prefix + "([0-9]{6})")

@@ -90,12 +90,24 @@ class Preparation:
             say(f"taking {earlier}, which an older meshtrain prepared, as {self.folder}")
             prepare_once(self.folder, partial(_link, earlier, self.folder), say)
 
-    def take_shards(self, say: Say, host: int, hosts: int, *, wait: bool) -> None:
-        """Tokenizes the shards of a host's share one by one. `wait`: whether to wait for a shard that another process
-        is tokenizing, or to skip it."""
+    def take_shards(self, say: Say, host: int, hosts: int, *, wait: bool, note: Say | None = None) -> None:
+        """Tokenizes the shards of a host's share one by one.
+
+        Args:
+            say: prints the progress.
+            wait: whether to wait for a shard that another process is tokenizing, or to skip it.
+            note: prints what is worth knowing of the text; None: `say` does.
+        """
+        before = self.tokenizer.spelled
         progress = Progress(self.source.name, say)
         for shard in range(host, len(self.shards), hosts):
             prepare_once(self._shard_folder(shard), partial(self._tokenize, shard, progress), say, wait=wait)
+        spelled = self.tokenizer.spelled
+        if spelled is not None and before is None:
+            (note or say)(
+                f"text of {self.source.name} spells control tokens, such as {spelled}: there they are characters, and "
+                "not the tokens; conversations come as `messages`"
+            )
 
     def _shard_folder(self, shard: int) -> Path:
         return self.folder if len(self.shards) == 1 else self.parts / f"{shard:05d}"

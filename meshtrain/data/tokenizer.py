@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshtrain.data.chat import CONFIG, ChatTemplate, Span, tokenizer_config
+from meshtrain.data.chat import CONFIG, ChatTemplate, Span, Spelling, tokenizer_config
 from meshtrain.data.tokens import smallest_dtype
 from meshtrain.errors import InputError, join_some
 
@@ -30,6 +30,7 @@ class Tokenizer(Protocol):
     stops: frozenset[int]  # ids after which a generated text is over
     chat: ChatTemplate | None  # how the tokenizer formats conversations; None: it has no chat template
     about: str | None  # which tokens begin and end a document, for people; None: always the same
+    spelled: str | None  # a control token that documents so far have spelled, and that is text in them; None: none has
     marks: tuple[object, ...]  # what, besides `identity`, makes other ids than older versions of meshtrain did
 
     def problem(self, text: str, start: int) -> str | None:
@@ -92,6 +93,7 @@ class ByteTokenizer:
     stops = frozenset({0})
     chat: ChatTemplate | None = None
     about: str | None = None
+    spelled: str | None = None
     marks: tuple[object, ...] = ()
 
     def problem(self, text: str, start: int) -> str | None:
@@ -173,6 +175,8 @@ class FileTokenizer:
         special = {token.content: number for number, token in added.items() if token.special}
         self.chat: ChatTemplate | None = ChatTemplate.beside(path, tuple(special))
         self._special = frozenset(special.values())
+        self._spelling = Spelling(tuple(special)).pattern
+        self.spelled: str | None = None
         unknown = {ids[name] for name in (named.get("unk_token", ""), "<unk>", "[UNK]") if name in ids}
         controls = {*special.values(), self.end, self.end if begin is None else ids[begin]} - unknown
         self._controls = np.zeros(self.vocab_size, bool)
@@ -236,6 +240,9 @@ class FileTokenizer:
         return self._encode([text], plain=plain)[0].ids
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        if self.spelled is None:
+            found = next(filter(None, map(self._spelling.search, texts)), None)
+            self.spelled = None if found is None else found[0]
         return (np.array(encoding.ids, self._dtype) for encoding in self._encode(texts, plain=True))
 
     def encode_spans(

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -83,9 +84,12 @@ def small_files(
         return texts
     before, generation = (_json_object(source.get(name)) for name in (weights.CONFIG, weights.GENERATION_CONFIG))
     named = special_tokens(texts)
+    begin = token_ids(texts.get(weights.TOKENIZER)).get(data.get("begin_token", ""))
+    if begin is not None:
+        named.setdefault("bos_token_id", begin)
 
     def first(key: str) -> int | None:
-        candidates = (config.get(key), before.get(key), generation.get(key), named.get(key))
+        candidates = [of.get(key) for of in (config, before, generation, named)]
         return next((token for value in candidates for token in _known_ids(value, config)), None)
 
     ended = document_end(data, tokenizer)
@@ -160,6 +164,7 @@ def special_tokens(tokenizer: Mapping[str, str]) -> dict[str, int]:
     return {f"{kind}_id": ids[named[kind]] for kind in ("bos_token", "eos_token") if named.get(kind) in ids}
 
 
+@lru_cache(2)  # it takes a second for a large vocabulary
 def token_ids(tokenizer: str | None) -> dict[str, int]:
     """Token -> id, of the text of a tokenizer.json; empty if it is none."""
     content = _json_object(tokenizer)

@@ -145,6 +145,7 @@ def ends_of(folder: Path) -> tuple[Any, ...]:
         ({}, None, {"sources": [{"source": None}, {"source": "megatron"}], **TEXT_DATA}, (None, None, None, None)),
         ({}, {"eos_token": "<|im_end|>", "bos_token": "<s>"}, {}, (8, 8, 5, None)),
         ({}, {"eos_token": "<|im_end|>"}, {"end_token": "</s>"}, ([7, 8], [7, 8], None, None)),
+        ({}, {}, {"end_token": "</s>", "begin_token": "<s>"}, (7, 7, 5, None)),
         (SOURCE | GENERATION, {"eos_token": "<|im_end|>", "bos_token": "<s>"}, {}, ([2, 3, 8], [2, 3, 8], 1, 0)),
         (SOURCE | GENERATION, {"eos_token": "<|im_end|>"}, {"end_token": "</s>"}, ([2, 3, 7, 8],) * 2 + (1, 0)),
         (SOURCE | GENERATION, {"eos_token": "x"}, {"end_token": "x"}, ([2, 3], [2, 3], 1, 0)),

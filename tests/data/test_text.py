@@ -177,7 +177,10 @@ def test_a_long_document_begins_once(opened: Opener, tmp_path: Path, monkeypatch
 def test_control_tokens_that_a_document_spells_are_text(opened: Opener, tmp_path: Path) -> None:
     file = str(tokenizer_folder(tmp_path / "tokenizer"))
     texts = ["a<|endoftext|>b", "<s>c"]
-    data = opened(source="text", path=write_texts(tmp_path / "text", texts), tokenizer=file, validation=0, seq_len=1)
+    said: list[str] = []
+    path = write_texts(tmp_path / "text", texts)
+    data = opened(source="text", path=path, tokenizer=file, validation=0, seq_len=1, messages=said)
+    assert sum("spells control tokens, such as <|endoftext|>" in line for line in said) == 1
     tokens = data.train.stream.corpus.tokens.array.tolist()
     assert tokens.count(data.tokenizer.end) == 2
     assert data.tokenizer.decode(tokens) == "".join(text + "<|endoftext|>" for text in texts)
