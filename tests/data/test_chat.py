@@ -161,6 +161,21 @@ def test_a_control_token_that_the_template_looks_for_is_one(tmp_path: Path) -> N
     assert tokenizer.decode(ids[loss == 1].tolist()) == "thought<|end|>d<|eot_id|>"
 
 
+def test_an_answer_may_begin_as_the_generation_prompt_ends(tmp_path: Path) -> None:
+    """There a control token is the prompt's; further on, and in a question, it is text."""
+    template = (
+        "{% for m in messages %}{{ '<|end|>' + m.content + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|end|><|start|>' }}{% endif %}"
+    )
+    file = tokenizer_folder(tmp_path, template)
+    talk = [{"role": "user", "content": "a<|start|>"}, {"role": "assistant", "content": "<|start|>b<|start|>"}]
+    assert learned(file, talk) == ["b<|start|><|eot_id|>"]
+    tokenizer = FileTokenizer(file)
+    names = [tokenizer._tokenizer.id_to_token(token) for token in spoken(file, talk)[0].tolist()]
+    assert names[names.index("<|start|>") - 1 :][:3] == ["<|end|>", "<|start|>", "b"]
+    assert names.count("<|start|>") == 1
+
+
 @pytest.mark.parametrize("kind", ["bytes", "first", "always", "legacy"])
 def test_ids_do_not_depend_on_what_is_marked_as_plain(kind: str, tmp_path: Path) -> None:
     """A text is then encoded in pieces, of which only the first is at the beginning."""
