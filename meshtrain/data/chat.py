@@ -282,7 +282,7 @@ def _learned_turns(messages: Any, loss_on: LossOn) -> list[int]:
             raise InputError(f"`train` of message {i} is {train!r:.40}: expected true or false")
         if train and not is_answer:
             raise InputError(
-                f"message {i} has `train: true` and the role {turn['role']!r:.40}: only answers are learned"
+                f"message {i} has `train: true` and the role {turn['role']!r:.40}: only the assistant's are learned"
             )
         answers += [i] if is_answer else []
     if not answers:

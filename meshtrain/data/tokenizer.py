@@ -71,9 +71,7 @@ def open_tokenizer(name: str, begin_token: str | None = None, end_token: str | N
         return FileTokenizer(Path(name).expanduser(), begin_token, end_token)
     for key, value in (("begin_token", begin_token), ("end_token", end_token)):
         if value is not None:
-            raise InputError(
-                f"data.{key} is {value!r}, and the tokenizer `bytes` has no tokens with names: leave it out"
-            )
+            raise InputError(f"data.{key} is {value!r}, and the tokenizer `bytes` has no such tokens: leave it out")
     return ByteTokenizer()
 
 

@@ -170,9 +170,10 @@ def test_a_model_without_a_cp_plan_is_refused(
 
 
 def test_a_tokenizer_that_nobody_has_named() -> None:
+    unnamed = {"tokenizer": "bytes", "begin_token": None, "end_token": None, "source": None}
     for data, name, taken in TABLES["tokenizers"]:
         sources = [SimpleNamespace(**source) for source in data.get("sources", ())]
-        section = SimpleNamespace(**{"tokenizer": "bytes", "source": None} | data | {"sources": sources})
+        section = SimpleNamespace(**unnamed | data | {"sources": sources})
         config: Any = SimpleNamespace(data=section)
         if taken:
             assert isinstance(tokenizer_of(config, name), ByteTokenizer)
