@@ -30,7 +30,10 @@ def tokenizer_config(tokenizer: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         config = json.loads(file.read_text("utf-8-sig")) if file.is_file() else {}
         values = ((name, config.get(name)) for name in _SPECIAL)
-        return config, {name: value["content"] if isinstance(value, dict) else value for name, value in values if value}
+        tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in values if value}
+        if not all(isinstance(token, str) for token in tokens.values()):
+            raise TypeError("a special token is no text")
+        return config, tokens
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise _unreadable(tokenizer, error) from None
 
