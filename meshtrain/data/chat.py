@@ -150,10 +150,14 @@ class ChatTemplate:
         """The span of a turn of the assistant: from behind the generation prompt to the end of the turn."""
         before, through = written(turn, prompt=True), written(turn + 1)
         if not text.startswith(through):
+            remedy = (
+                "data.loss_on: last learns the last answer only, and `train: false` leaves a message out of the loss"
+            )
+            if loss_on == "last":
+                remedy = "end the conversation with its last answer"
             raise InputError(
                 f"the template of {self.origin} writes message {turn} in another way when others follow "
-                f"({_difference(through, text)}): data.loss_on: last learns the last answer only, and `train: false` "
-                "in a message leaves it out of the loss"
+                f"({_difference(through, text)}): {remedy}"
             )
         if through.startswith(before):
             return len(before), len(through)

@@ -84,7 +84,10 @@ class TextSource(NamedTuple):
 
     def key(self, tokenizer: Tokenizer, loss_on: LossOn = "all") -> str:
         """16 hex digits that identify the prepared token files, without reading the text files."""
-        return self._key(tokenizer, *tokenizer.marks, *(["loss on the last answer"] * (loss_on == "last")))
+        marks = list(tokenizer.marks)
+        if loss_on != "all":
+            marks.append(("loss on", loss_on))
+        return self._key(tokenizer, *marks)
 
     def earlier_key(self, tokenizer: Tokenizer) -> str:
         """The key by which older versions of meshtrain, which knew no `marks` of tokenizers, named these files."""

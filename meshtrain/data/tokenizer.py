@@ -175,14 +175,19 @@ class FileTokenizer:
         self._special = frozenset(special.values())
         self._spelling = Spelling(tuple(special)).pattern
         self.spelled: str | None = None
+        # Text may have the token of what is unknown, but not, as GPT-2's is the same, the one that ends a document.
         unknown = {ids[name] for name in (named.get("unk_token", ""), "<unk>", "[UNK]") if name in ids}
-        controls = {*special.values(), self.end, self.end if begin is None else ids[begin]} - unknown
+        controls = {*special.values()} - unknown | {self.end, self.end if begin is None else ids[begin]}
         self._controls = np.zeros(self.vocab_size, bool)
         self._controls[sorted(controls)] = True
 
-        marks: list[object] = [("begin", self.begin)] * (begin is not None)
-        marks += [("end", self.end)] * (end != end_name(ids, None))
-        marks += ["control tokens in text are text"] * bool(special or self.chat)
+        marks: list[object] = []
+        if begin is not None:
+            marks.append(("begin", self.begin))
+        if end != end_name(ids, None):
+            marks.append(("end", self.end))
+        if special or self.chat is not None:
+            marks.append("control tokens in text are text")
         self.marks = tuple(marks)
 
     def _begin_name(self, ids: Mapping[str, int], named: Mapping[str, str], begin_token: str | None) -> str | None:

@@ -192,6 +192,7 @@ def test_recursion_without_end_is_bad_json(opened: Opener, tmp_path: Path) -> No
         ("a<|endoftext|>b", {}, {}, False),
         ("ab", {"eos_token": "<|im_end|>"}, {}, False),
         ("ab", {"eos_token": "<|im_end|>"}, {"end_token": "<|endoftext|>"}, True),
+        ("ab", {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}, {}, True),
         ("ab", {}, {"begin_token": "<s>"}, False),
     ],
 )
