@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
         tokenizer = tokenizer_of(config, options.tokenizer)
         scores: dict[str, Any] = {
-            name: _perplexity(scorer, ids_of(text, tokenizer, config), text) for name, text in texts.items()
+            name: _perplexity(scorer, ids_of(text, tokenizer, config, plain=True), text) for name, text in texts.items()
         }
         if options.tasks:
             scores |= _tasks(options, scorer, tokenizer)

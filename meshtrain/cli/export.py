@@ -26,14 +26,15 @@ from meshtrain.huggingface.export import (
     ExportFolder,
     WeightFiles,
     as_input_errors,
-    config_text,
     plan_export,
+    small_files,
     tokenizer_files,
 )
 from meshtrain.huggingface.load import DTYPES, WeightSource
-from meshtrain.huggingface.safetensors import ADAPTER, FILE_BYTES, SINGLE, Entry
+from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
+from meshtrain.run.weights_export import source_files
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
 MAX_TOKENIZER = 2**27  # bytes; files of large vocabularies have a third of that
@@ -101,6 +102,7 @@ def export(
         module = None if adapter else _module(manifest, model, say)
         table: Table = {} if module is None else table_of(module.Model, file_format)
         config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
+        beside = {} if config is None else source_files(base, say)
         files, parts = plan_export(source.entries.values(), kind, 2**63 if adapter else file_bytes, table)
         files = {ADAPTER: files[SINGLE]} if adapter else files
         place = ExportFolder(folder)
@@ -113,7 +115,8 @@ def export(
                     for file, entries in files.items():
                         for entry in entries:
                             out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
-                place.finish(files, config_text(config, kind, tokenizer), tokenizer, about)
+                texts = small_files(config, kind, tokenizer, manifest.section("data"), beside)
+                place.finish(files, texts if about is None else {**texts, ADAPTER_CONFIG: about})
             finally:
                 place.drop()
     sizes = [entry.nbytes for entries in files.values() for entry in entries]

@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=100, help="tokens to add (100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (0.8)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the most likely with this mass (1)")
+    past = "go on behind the token that ends a document, which otherwise ends the text"
+    parser.add_argument("--ignore-end", action="store_true", help=past)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
 
 
@@ -28,6 +30,7 @@ def run(options: argparse.Namespace) -> None:
 
     with opened_model(options) as (model, config, job, _):
         tokenizer = tokenizer_of(config, options.tokenizer)
+        stops = frozenset() if options.ignore_end else tokenizer.stops
         prompts = [ids_of(text, tokenizer, config) for text in options.prompt]
         longest = max(map(len, prompts)) + options.length
         check_length(longest, config)
@@ -40,9 +43,15 @@ def run(options: argparse.Namespace) -> None:
             seed=options.seed,
             temperature=options.temperature,
             top_p=options.top_p,
+            stops=stops,
             tick=progress(options.length, len(prompts)) if job.rank == 0 else lambda done: None,
         )
-        for text in map(tokenizer.decode, rows):
+        most = max(len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True))
+        if job.rank == 0 and most < options.length:
+            print(f"{most} of at most {options.length} tokens", file=sys.stderr, flush=True)
+        for row, prompt in zip(rows, prompts, strict=True):
+            is_ended = len(row) > len(prompt) and row[-1] in stops
+            text = tokenizer.decode(row[:-1] if is_ended else row)
             job.say(printable(text) if sys.stdout.isatty() else text)
 
 

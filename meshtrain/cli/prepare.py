@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
+    preparation.take_earlier(_say)
     share = len([shard for shard in preparation.missing() if shard % hosts == host])
     if workers > 1 and share > 1:
         _say(f"preparing {preparation.source.name}: {plural(share, 'shard')} in {min(workers, share)} processes")
@@ -103,6 +104,6 @@ def _work(preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker starts threads for all cores
     try:
-        preparation.take_shards(lambda line: None, host, hosts, wait=False)
+        preparation.take_shards(lambda line: None, host, hosts, wait=False, note=_say)
     except (InputError, OSError) as error:
         errors.put(error)

@@ -85,6 +85,14 @@ class Data:
     """The validation set: a share of the documents or samples to hold out, the path of another data set, or 0: none."""
     tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    begin_token: str | None = key(None, also="bos_token add_bos bos prepend_bos begin_of_text")
+    """The token that begins each document and prompt: `auto` (the `bos_token` of the `tokenizer_config.json` beside
+    `tokenizer`) or a token of the vocabulary, such as `<s>`. It is no target with a loss. null: none."""
+    end_token: str | None = key(None, also="eos_token add_eos eos end_of_text eod_token")
+    """The token that ends each document. null: the `eos_token` of the `tokenizer_config.json` beside `tokenizer`, or a
+    usual one. See [data](data.md#text)."""
+    loss_on: Literal["all", "last"] = key("all", also="train_on assistant_only_loss train_on_last last_turn_only")
+    """Which of a conversation's answers carry a loss: `all`, or only the `last`; none with `train: false` does."""
     text_field: str = key("text", also="text_key text_column content_field")
     """For `jsonl` and `parquet`: the field that holds the text of a document."""
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")

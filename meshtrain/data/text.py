@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain.data.chat import LossOn
 from meshtrain.data.fingerprint import files_below
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import FORMAT, Document
@@ -42,6 +43,7 @@ class Text(NamedTuple):
     source: object  # the file, or the file and line, for error messages
     loss: bool = True  # whether its tokens carry a loss
     ends: bool = True  # whether it ends its document
+    begins: bool = True  # whether it begins its document
     record: dict[str, Any] | None = None  # an object with `messages`, a conversation, instead of chunks
 
 
@@ -80,11 +82,21 @@ class TextSource(NamedTuple):
     read: Callable[[Piece], Iterator[Text]]
     cut: tuple[str, ...] = ()  # suffixes of files that may be read in pieces
 
-    def key(self, tokenizer: Tokenizer) -> str:
+    def key(self, tokenizer: Tokenizer, loss_on: LossOn = "all") -> str:
         """16 hex digits that identify the prepared token files, without reading the text files."""
+        marks = list(tokenizer.marks)
+        if loss_on != "all":
+            marks.append(("loss on", loss_on))
+        return self._key(tokenizer, *marks)
+
+    def earlier_key(self, tokenizer: Tokenizer) -> str:
+        """The key by which older versions of meshtrain, which knew no `marks` of tokenizers, named these files."""
+        return self._key(tokenizer)
+
+    def _key(self, tokenizer: Tokenizer, *marks: object) -> str:
         state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
         chat = () if tokenizer.chat is None else (tokenizer.chat.digest,)
-        names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat)
+        names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat, *marks)
         return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
     def shards(self) -> list[list[Piece]]:
@@ -294,15 +306,18 @@ def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
     if prompt:
         yield Text(_slices(prompt), source, loss=False, ends=False)
     if prompt or text:
-        yield Text(_slices(text), source)
+        yield Text(_slices(text), source, begins=not prompt)
 
 
 def _slices(text: str) -> Iterator[str]:
     return (text[start : start + _BATCH_CHARACTERS] for start in range(0, len(text), _BATCH_CHARACTERS))
 
 
-def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Document]:
+def documents(
+    source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer, loss_on: LossOn = "all"
+) -> Iterator[Document]:
     """The documents of a shard as tokens, each ended by the tokenizer's end-of-document token, without empty documents.
+    A token that begins each is no target with a loss. `loss_on`: which answers of a conversation carry a loss.
 
     Holds no more of a long document in memory than the tokenizer needs to find a place to cut it.
     Raises InputError: a file is malformed; names the file and the place in it.
@@ -314,7 +329,7 @@ def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) 
             if text.record is not None:
                 yield from _encode(waiting, tokenizer)
                 waiting, size = [], 0
-                yield _conversation(text.record, text.source, tokenizer)
+                yield _conversation(text.record, text.source, tokenizer, loss_on)
                 continue
             for part in _parts(text, tokenizer):
                 waiting.append(part)
@@ -325,20 +340,34 @@ def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) 
     yield from _encode(waiting, tokenizer)
 
 
-def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer) -> Document:
+def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer, loss_on: LossOn) -> Document:
     if tokenizer.chat is None:
         raise InputError(
             f"{source}: `messages` need a chat template: data.tokenizer has to be a tokenizer.json with a "
             "tokenizer_config.json (`chat_template`) or a chat_template.jinja beside it"
         )
     try:
-        content, spans = tokenizer.chat.conversation(record["messages"], record.get("tools"))
+        talk = tokenizer.chat.conversation(record["messages"], record.get("tools"), loss_on)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    ids, loss = tokenizer.encode_spans(content, spans)
-    size = sum(len(content[first:last].encode()) for first, last in spans)
-    ends_with_loss = np.append(loss, loss[-1:])  # the end token carries a loss if the last token does
-    return Document(np.append(ids, ids.dtype.type(tokenizer.end)), ends_with_loss, size)
+    ids, loss = tokenizer.encode_spans(*talk)
+    size = sum(len(talk.text[first:last].encode()) for first, last in talk.learned)
+
+    # Templates write some of these tokens themselves: none stands there twice.
+    if not _is_ended(ids, tokenizer):
+        ids = np.append(ids, ids.dtype.type(tokenizer.end))
+        loss = np.append(loss, loss[-1] if len(loss) else np.uint8(0))  # as the last token of the text
+    if tokenizer.begin is not None:
+        if ids[0] != tokenizer.begin:
+            ids, loss = np.insert(ids, 0, tokenizer.begin), np.insert(loss, 0, 0)
+        loss[0] = 0
+    return Document(ids, loss, size)
+
+
+def _is_ended(ids: np.ndarray, tokenizer: Tokenizer) -> bool:
+    """Whether nothing but blanks follows an end-of-document token at the end of a text."""
+    places = np.flatnonzero(ids == tokenizer.end)
+    return len(places) > 0 and not tokenizer.decode(ids[places[-1] + 1 :].tolist()).strip()
 
 
 def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
@@ -363,7 +392,18 @@ def _encode(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
         problem = tokenizer.problem(content, start)
         if problem:
             raise InputError(f"{text.source} {problem}")
-    for (content, _, text), ids in zip(parts, tokenizer.encode_batch([part[0] for part in parts]), strict=True):
-        ids = np.append(ids, ids.dtype.type(tokenizer.end)) if text.ends else ids
+    encoded = tokenizer.encode_batch([part[0] for part in parts])
+    for (content, start, text), ids in zip(parts, encoded, strict=True):
+        if (is_control := tokenizer.controls(ids)).any():
+            token = tokenizer.decode(ids[is_control][:1].tolist())
+            raise InputError(
+                f"{text.source} spells the control token {token}, which this data.tokenizer does not tell from text: "
+                "take it out of the text, or use a tokenizer whose `added_tokens` have it as `special`"
+            )
+        if text.ends:
+            ids = np.append(ids, ids.dtype.type(tokenizer.end))
         loss = None if text.loss else np.zeros(len(ids), np.uint8)
+        if text.begins and start == 0 and tokenizer.begin is not None:
+            loss = np.ones(len(ids), np.uint8) if loss is None else loss
+            ids, loss = np.insert(ids, 0, tokenizer.begin), np.insert(loss, 0, 0)
         yield Document(ids, loss, len(content.encode()) if text.loss else 0, text.ends)

@@ -203,6 +203,6 @@ def write_config_json(config: Any, architecture: str, model_type: str, only: dic
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {**scaling, "rope_theta": theta},
-        "bos_token_id": None,  # training uses no special tokens
+        "bos_token_id": None,  # an export has those of its tokenizer, and of the folder that its run started from
         "eos_token_id": None,
     }

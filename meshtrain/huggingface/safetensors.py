@@ -16,7 +16,13 @@ from typing import Any
 from meshtrain.errors import InputError, join_some
 
 CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a tokenizer.json
+# What a folder has of its tokenizer. The last four are of older transformers, for which a tokenizer.json need not be.
+TOKENIZER_FILES = (
+    TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE,
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+)  # fmt: skip
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's file names
 METADATA = "__metadata__"  # the one key of a header that is not a tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -225,7 +231,7 @@ def export_problem(folder: Path) -> str | None:
 
 def _of_export(path: Path) -> bool:
     if path.suffix != ".safetensors":
-        return path.name in (CONFIG, INDEX, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, ADAPTER_CONFIG)
+        return path.name in (CONFIG, GENERATION_CONFIG, INDEX, ADAPTER_CONFIG, *TOKENIZER_FILES)
     try:
         metadata = _read_json(path)[0].get(METADATA)
     except InputError:
