@@ -13,11 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from meshtrain.data import text
 from meshtrain.data.cache import Progress, Say, cache_folder, prepare_once
 from meshtrain.data.fingerprint import data_path
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
-from meshtrain.data.tokens import Document, read_documents, write
+from meshtrain.data.tokens import Document, open_tokens, read_documents, write
 from meshtrain.errors import InputError, any_of, plural
 
 if TYPE_CHECKING:
@@ -93,6 +95,17 @@ class Preparation:
     def _write(self, folder: Path, documents: Iterable[Document]) -> None:
         names = {"tokenizer": self.tokenizer.identity, "source": self.source.name}
         write(folder, documents, vocab_size=self.tokenizer.vocab_size, empty=folder != self.folder, **names)
+
+
+def loss_share(folder: Path) -> str | None:
+    """Which share of the tokens of a prepared folder has a loss, as a line; None: all of them. Raises InputError: it is
+    none, or damaged."""
+    corpus = open_tokens(folder)
+    if corpus.loss is None:
+        return None
+    of_all, with_loss = corpus.tokens.count, int(np.count_nonzero(corpus.loss.array))
+    line = f"{with_loss:,} of {of_all:,} tokens have a loss ({100 * with_loss / of_all:.3g} %)"
+    return line if with_loss else f"{line}: a run refuses such training data, of which nothing would be learned"
 
 
 def preparations(config: "Data") -> Iterator[Preparation]:
