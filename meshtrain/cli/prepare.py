@@ -64,8 +64,9 @@ def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> N
         header = parse_json((preparation.folder / "header.json").read_bytes())
         size = f"{plural(header['documents'], 'document')}, {plural(header['tokens'], 'token')}"
         _say(f"{preparation.folder} is prepared: {size}, fingerprint {header['fingerprint'][:16]}")
-        if (share := loss_share(preparation.folder)) is not None:
-            _say(share)
+        with_loss = loss_share(preparation.folder)
+        if with_loss is not None:
+            _say(with_loss)
     else:
         missing = plural(len(preparation.missing()), "shard")
         _say(f"host {host}/{hosts} has done its share of {preparation.folder}; the others have {missing} to do")
