@@ -308,10 +308,11 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
     sums = folder / CHECKSUMS
     try:
         corpus = open_tokens(folder)
-        crc32 = parse_json(sums.read_bytes(), most=1 << 30)["crc32"] if sums.is_file() else None
-        blocks = {part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names}
     except InputError as error:
         return [str(error)], True
+    try:
+        crc32 = parse_json(sums.read_bytes(), most=1 << 30)["crc32"] if sums.is_file() else None
+        blocks = {part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names}
     except (ValueError, KeyError, TypeError) as error:
         return [f"{sums} is damaged ({error!r})"], True
     problems = []
