@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from meshtrain.cli.main import main
+from meshtrain.cli.plan import make_plan
 from meshtrain.data import OpenData
 from meshtrain.data.batch import LossTargets
 from meshtrain.data.prepare import loss_share
@@ -48,3 +50,17 @@ def test_the_share_of_a_prepared_folder(opened: Opener, tmp_path: Path) -> None:
     (masked,), (plain,) = ((tmp_path / name).glob("x.jsonl-*") for name in ("cache", "plain"))
     assert loss_share(masked) == "7 of 11 tokens have a loss (63.6 %)"
     assert loss_share(plain) is None
+
+
+def test_prepare_and_plan_say_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan says it of what lies prepared on its host, and needs no data."""
+    path = write_lines(tmp_path / "x.jsonl", [LINE])
+    keys = [f"data.path={path}", f"data.cache={tmp_path / 'cache'}", "data.tokenizer=bytes", "data.validation=0"]
+    share = "7 of 11 tokens have a loss (63.6 %)"
+    config = ["configs/jsonl.yaml", "data.seq_len=4", *keys]
+    assert not [note for note in make_plan(config[0], config[1:]).notes if "have a loss" in note]
+    assert main(["prepare", *config]) == 0
+    assert share in capsys.readouterr().out.splitlines()
+    assert [note for note in make_plan(config[0], config[1:]).notes if note.endswith(share)]
+    path.unlink()
+    make_plan(config[0], config[1:])
