@@ -221,11 +221,13 @@ class Trainer:
             unscale = None if self.scale is None else 1 / scale
             norm = norm if unscale is None else norm * unscale
             bad = ~(loss.isfinite() & norm.isfinite())
+            # A batch without a target with a loss is no update: weight decay and momentum alone would move the weights.
+            skip = bad | (self._count.total() == 0)
             factor = clip_factor(norm, self.clip_norm)
             if unscale is not None:
                 factor = unscale if factor is None else factor * unscale
-            lr = self.optimizer.update(step, factor, bad)
-            self._terms.receive(self._by_field(sums[5:]), bad)
+            lr = self.optimizer.update(step, factor, skip)
+            self._terms.receive(self._by_field(sums[5:]), skip)
             if self.scale is not None:
                 self.scale.update(bad)
             main = torch.stack([loss, norm, sums[2], self._count.total(), scale, sums[3], overflow])

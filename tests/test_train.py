@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from meshtrain.data.order import batch_samples, share
 from meshtrain.metrics.logger import read
@@ -71,11 +73,35 @@ def test_prompts_that_are_longer_than_a_batch(tmp_path: Path) -> None:
     refused = forked(1, *MAIN, *small, f"data.validation={held_out}", "train.eval_every=5")
     assert refused.status == 2
     assert "the validation data has no target with a loss" in refused.err
-    forked(1, *MAIN, *small, "data.validation=0").check()
+    keys = ["data.validation=0", "checkpoint={every: 1, keep_last: 9, in_background: false}"]
+    done = forked(1, *MAIN, *small, *keys).check()
+    assert "training: 113 of 1,312 targets have a loss (8.61 %)" in done.out
     rows = read(output / "metrics.jsonl")
+    states = [load_file(output / f"checkpoints/step_{row['step']:07d}/rank_00000.safetensors") for row in rows]
+    for (before, after), row in zip(itertools.pairwise(states), rows[1:], strict=True):
+        changed = any(not torch.equal(before[name], after[name]) for name in before if name.startswith("model."))
+        moved = any(not torch.equal(before[name], after[name]) for name in before if name.startswith("optimizer."))
+        assert (changed, moved) == (row["loss"] is not None,) * 2, f"step {row['step']}: an empty step is no update"
     assert None in [row["loss"] for row in rows]
     tokens = [0, *(row["tokens"] for row in rows)]
     assert [row["loss"] is None for row in rows] == [before == after for before, after in itertools.pairwise(tokens)]
+
+
+def test_data_without_a_target_with_a_loss_is_refused(tmp_path: Path) -> None:
+    """Such a run would end well, and have learned nothing."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": 245 * "p", "completion": "c"}))  # whose answer is in no whole sample
+    small = [QUICKSTART, *SMALL, f"data.cache={tmp_path}", "data.source=jsonl", "data.seq_len=16", "data.validation=0"]
+    small += [f"train.output={tmp_path / 'run'}"]
+    refused = forked(2, *MAIN, *small, f"data.path={path}")
+    assert refused.status == 2
+    assert "data: training has no target with a loss, so that nothing would be learned" in refused.err
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps({"text": 400 * "a"}))
+    sources = f"[{{name: good, path: {good}}}, {{name: prompts, path: {path}}}]"
+    refused = forked(1, *MAIN, *small, f"data.sources={sources}")
+    assert refused.status == 2
+    assert "data: prompts has no target with a loss" in refused.err
 
 
 def test_a_log_that_lacks_characters_ends_no_run(tmp_path: Path) -> None:

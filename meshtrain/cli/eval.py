@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _text(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8-sig")  # a byte order mark is no part of the text
     except (OSError, ValueError) as error:
         raise InputError(f"--files: {name} cannot be read as text: {error}") from error
 

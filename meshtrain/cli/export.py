@@ -6,7 +6,6 @@ config.json is written by one of meshtrain's own models, or by the file that `--
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from meshtrain.huggingface.export import (
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
+from meshtrain.job.parsing import parse_json
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 from meshtrain.run.weights_export import source_files
 
@@ -182,10 +182,10 @@ def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]
     try:
         path = Path(str(name)).expanduser()
         if path.suffix == ".json":
-            tokenizer = json.loads(read_plain(path.resolve(), MAX_TOKENIZER).decode())
+            tokenizer = parse_json(read_plain(path.resolve(), MAX_TOKENIZER))
             if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):
                 return tokenizer_files(path)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder, or a RecursionError
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder
         problem = str(error)
     shown = "".join(character if character.isprintable() else "?" for character in str(name))
     say(f"tokenizer.json is not written: the run's tokenizer is {shown}, and {problem}")

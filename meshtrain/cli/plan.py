@@ -12,17 +12,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
-from meshtrain.config import Config
+from meshtrain.config import Config, Data
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
+from meshtrain.data.prepare import loss_share, preparations
 from meshtrain.errors import InputError, bytes_text, writing
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from meshtrain.modeling.context import ContextCosts
     from meshtrain.modeling.experts import ExpertCosts
 
+WITH_PROMPTS = ("jsonl", "parquet")  # sources whose tokens need not all have a loss
 MOST_LINES = 16  # of the rank table in a terminal, and half as many per axis; `--json` and layout.txt have all
 
 
@@ -102,8 +104,25 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
     if config.train.steps is not None and (warning := warmup_note(config.optimizer, config.train.steps)) is not None:
         notes.append(warning)
+    notes += _loss_shares(config.data)
     config = replace(config, resolved=layout)
     return Plan(name, config, layout, batch, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
+
+
+def _loss_shares(data: Data) -> list[str]:
+    """Which share of the tokens has a loss, of data that may have prompts and lie prepared on this host."""
+    lines = []
+    for own in data.each_source() if data.sources else [data]:
+        with suppress(InputError, OSError):  # a plan needs no data
+            if own.source == "tokens" and own.path is not None:
+                folders = [Path(own.path).expanduser()]
+            elif own.source in WITH_PROMPTS:
+                folders = [preparation.folder for preparation in preparations(own)]
+            else:
+                folders = []
+            shares = [(folder, loss_share(folder)) for folder in folders if folder.is_dir()]
+            lines += [f"{folder}: {share}" for folder, share in shares if share is not None]
+    return lines
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:

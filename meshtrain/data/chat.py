@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from meshtrain.data.template_limits import joined, limit_powers, limits
 from meshtrain.errors import InputError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -100,13 +101,22 @@ class ChatTemplate:
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
-        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+        def tojson(
+            value: Any,
+            ensure_ascii: bool = False,
+            indent: int | str | None = None,
+            separators: tuple[str, str] | None = None,
+            sort_keys: bool = False,
+        ) -> str:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         environment.filters["tojson"], environment.globals["raise_exception"] = tojson, refuse
+        limit_powers(environment)
         return environment.from_string(self.text)
 
     @cached_property
@@ -117,9 +127,11 @@ class ChatTemplate:
         """The text of a conversation; `prompt` adds the header of the assistant's next turn. `strftime_now` is not
         defined: a corpus does not depend on the day. Raises InputError: the template refuses the conversation."""
         try:
-            return self._compiled.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
-            )
+            with limits():
+                pieces = self._compiled.generate(
+                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
+                )
+                return joined(pieces)
         except Exception as error:  # a template may raise anything for messages that it does not expect
             raise InputError(f"the template of {self.origin} refuses it: {error}") from None
 

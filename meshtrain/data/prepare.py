@@ -127,6 +127,17 @@ class Preparation:
         write(folder, documents, vocab_size=self.tokenizer.vocab_size, empty=folder != self.folder, **names)
 
 
+def loss_share(folder: Path) -> str | None:
+    """Which share of the tokens of a prepared folder has a loss, as a line; None: all of them. Raises InputError: it is
+    none, or damaged."""
+    corpus = open_tokens(folder)
+    if corpus.loss is None:
+        return None
+    of_all, with_loss = corpus.tokens.count, int(np.count_nonzero(corpus.loss.array))
+    line = f"{with_loss:,} of {of_all:,} tokens have a loss ({100 * with_loss / of_all:.3g} %)"
+    return line if with_loss else f"{line}: a run refuses such training data, of which nothing would be learned"
+
+
 def preparations(config: "Data") -> Iterator[Preparation]:
     """Preparations of the training data, and of the validation set if it is a path. Raises InputError: invalid data."""
     if config.sources:

@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import importlib.util
 import io
-import json
 import sys
 import sysconfig
 import zlib
@@ -22,7 +21,8 @@ from meshtrain.data.chat import LossOn
 from meshtrain.data.fingerprint import files_below
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import FORMAT, Document
-from meshtrain.errors import InputError, any_of
+from meshtrain.errors import InputError, any_of, plural
+from meshtrain.job.parsing import parse_json
 
 # Folders of the standard library to skip: tests, tables, optional parts, and build outputs.
 _PASSED_OVER = frozenset(
@@ -31,6 +31,7 @@ _PASSED_OVER = frozenset(
 )
 _BATCH_CHARACTERS = 1 << 20  # characters tokenized at once: several short texts, or a part of a long one
 _MOST_WHOLE = 1 << 26  # characters within which a tokenizer must find a cut: it takes some 150 bytes for each
+_MOST_LINE = 1 << 28  # bytes of a line of JSONL, which is in memory about three times
 _LEAST_SHARD, _SHARDS = 1 << 24, 2048  # minimum bytes of a shard, and the approximate maximum number of shards
 _ROWS = 64  # rows of a Parquet file that are in memory at once
 _PACKED = (".jsonl.gz", ".jsonl.zst")
@@ -136,7 +137,7 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 def _read_module(piece: Piece) -> Iterator[Text]:
     with suppress(UnicodeDecodeError):  # a few old modules declare another encoding; they are left out
-        yield Text([piece.path.read_text("utf-8")], piece.path)
+        yield Text([piece.path.read_text("utf-8-sig")], piece.path)
 
 
 def text_files(path: Path) -> TextSource:
@@ -188,7 +189,8 @@ def _files(path: Path, endings: tuple[str, ...], source: str) -> list[Path]:
 
 
 def _read_text(piece: Piece) -> Iterator[Text]:
-    if piece.end:
+    is_empty = piece.end == 0 or (piece.end == len(codecs.BOM_UTF8) and piece.path.read_bytes() == codecs.BOM_UTF8)
+    if not is_empty:
         yield Text(_decode(piece.path), piece.path)
 
 
@@ -207,8 +209,9 @@ def _decode(path: Path) -> Iterator[str]:
                 ) from None
             if not raw:
                 return
+            # A byte order mark is no part of the text; it is whole within the first block.
+            yield text if read else text.removeprefix("\ufeff")
             read += len(raw)
-            yield text
 
 
 def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
@@ -222,21 +225,53 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
         at, number = at + len(line), number + 1
         if not line.isspace():
             source = Line(path, begin, number)
+            form = _form_of_file(line[:64]) if number == 1 and begin == 0 else ""
             try:
                 text = line.decode("utf-8-sig")
                 del line  # may be long, and so may `text`: hold only one of them
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line") from None
+                record = parse_json(text, most=_MOST_LINE, unique=True)
+            except ValueError as error:
+                raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line{form}") from None
             del text
+            if isinstance(record, list) and form:
+                raise InputError(f"{source}: expected one object a line{form}")
+            if _is_sharegpt(record, field):
+                raise InputError(
+                    f"{source}: this is the form of ShareGPT (`from`, `value`): write `messages`, with `role` (user "
+                    "for human, assistant for gpt, or system) in place of `from`, and `content` in place of `value`"
+                )
             if isinstance(record, dict) and "messages" in record and field not in record:
                 yield Text((), source, record=record)
             else:
                 yield from _from_object(record, source, field)
 
 
+def _form_of_file(beginning: bytes) -> str:
+    """What a file is if its first line, which begins so, is no object; "" if that is not to be seen."""
+    text = beginning.removeprefix(codecs.BOM_UTF8).strip()
+    if text.startswith(b"["):
+        return ": the file is one JSON array; write each of its objects as a line (jq -c '.[]' FILE)"
+    if text == b"{":
+        return ": the file's objects go over several lines; write each as one line (jq -c . FILE)"
+    return ""
+
+
+def _is_sharegpt(record: Any, field: str) -> bool:
+    """Whether it is a conversation of another form than `messages` with `role` and `content`, and nothing else."""
+    if not isinstance(record, dict) or {field, "prompt", "completion"} & set(record):
+        return False
+    turns = record.get("messages", record.get("conversations"))
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return False
+    return {"from", "value"} <= set(turns[0])
+
+
 def _lines(path: Path, begin: int) -> Iterator[bytes]:
-    """The lines of a file, decompressed, from the byte before `begin` on; yields b"" at the end."""
+    """The lines of a file, decompressed, from the byte before `begin` on; yields b"" at the end.
+
+    Raises InputError: damaged content, or a line that has more than `_MOST_LINE` bytes: a small compressed file may
+    hold one that is larger than the memory.
+    """
     file: Any
     if path.suffix.lower() == ".zst":
         import pyarrow
@@ -249,12 +284,17 @@ def _lines(path: Path, begin: int) -> Iterator[bytes]:
             file.seek(begin - 1)
         for number in count():
             try:
-                line = [file.readline()]
+                line = [file.readline(_MOST_LINE + 1)]
             except (EOFError, OSError, ValueError, zlib.error) as error:  # pyarrow raises OSError and ValueError
                 if isinstance(error, OSError) and error.errno:  # a disk error, not damaged content
                     raise
                 damage = f"truncated or damaged after line {number:,} ({error})"
                 raise InputError(f"{path} is {damage}; fetch it again") from None
+            if len(line[0]) > _MOST_LINE:
+                raise InputError(
+                    f"{path}: the line after the first {plural(number, 'line')} that were read has more than "
+                    f"{_MOST_LINE:,} bytes: write each document as a line of its own"
+                )
             yield line.pop()  # may be long: no reference stays here
 
 

@@ -20,6 +20,7 @@ from meshtrain.doctor.ports import owner_of_port, peers_of_port
 from meshtrain.doctor.records import ClusterFacts, Host, Place, RecordError, from_json, to_json
 from meshtrain.errors import join_some
 from meshtrain.job import sockets
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.sockets import is_loopback
 
 VERSION = 2
@@ -93,9 +94,8 @@ class Board:
             time.sleep(pause)
             pause = min(1.5 * pause, POLL_S)
         data = self.call("get", self._prefix + key)
-        with contextlib.suppress(ValueError, RecursionError):
-            if len(data) <= MOST_BYTES:
-                return json.loads(data)
+        with contextlib.suppress(ValueError):
+            return parse_json(data, most=MOST_BYTES)
         raise RecordError(f"{key}: {len(data)} bytes that are no JSON, or too many")
 
 

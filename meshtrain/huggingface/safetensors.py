@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import InputError, join_some
+from meshtrain.job.parsing import parse_json
 
 CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -117,12 +118,12 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = header_length(file.read(8), size)
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length), most=length)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
     except FileNotFoundError:
         raise InputError(f"there is no {path}: copy the folder anew, or what is missing of it") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is no whole safetensors file: {error}: copy it anew") from error
     return header, size - 8 - length
 
@@ -131,11 +132,11 @@ def read_config(folder: Path) -> str:
     """The text of a folder's config.json. Raises InputError: it is missing, or not a JSON object."""
     path = folder / CONFIG
     try:
-        text = path.read_text(encoding="utf-8")
-        is_object = isinstance(json.loads(text), dict)
+        text = path.read_text(encoding="utf-8-sig")
+        is_object = isinstance(parse_json(text), dict)
     except FileNotFoundError:
         raise InputError(f"there is no {path}: {_expected_files(folder)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is not JSON: {error}: copy the file anew") from error
     if not is_object:
         raise InputError(f"{path} holds no object, as a config.json does: copy the file anew")
@@ -179,8 +180,8 @@ def _expected_files(folder: Path) -> str:
 def _read_index(path: Path) -> dict[str, str]:
     """Name of a tensor -> name of the file that holds it."""
     try:
-        files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"].items())
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        files = dict(parse_json(path.read_bytes())["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is no index of weights ({error!r}): copy the file anew") from error
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):

@@ -14,7 +14,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 OWN_DESCRIPTORS = 512  # file descriptors of a process; the one that serves the job's store has one more per rank
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-HOSTS = re.compile(r"[^,\[\]]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
+HOSTS = re.compile(r"[^,\[\]\s]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
+MOST_HOSTS = 1 << 20  # in a range
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # set to 1, torchrun opens a store for each start of the workers
 
 
@@ -114,7 +115,8 @@ def slurm_nodes(variables: Mapping[str, str]) -> tuple[str, ...]:
 def expand_hosts(nodes: str) -> tuple[str, ...]:
     """All names of a SLURM node list: `gpu[07-09,12],login1` -> gpu07, gpu08, gpu09, gpu12, login1; or InputError."""
     names: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", nodes.strip()) if nodes.strip() else ():
+    items = re.split(r",(?![^\[]*\])", nodes) if nodes.strip() else []
+    for item in map(str.strip, items):  # a blank after a comma is no part of a name
         if HOSTS.fullmatch(item) is None:
             form = "is not of SLURM's form, for instance node[01-04,07]"
             raise InputError(f"the node list {nodes!r} {form}: export MASTER_ADDR")
@@ -129,7 +131,11 @@ def _numbers(listed: str) -> list[str]:
     numbers = []
     for part in listed.split(","):
         first, _, last = part.partition("-")
-        numbers += [f"{i:0{len(first)}}" for i in range(int(first), int(last or first) + 1)]
+        span = range(int(first), int(last or first) + 1)
+        if not 0 < len(span) <= MOST_HOSTS:
+            problem = "runs backwards" if len(span) == 0 else f"has more than {MOST_HOSTS:,} nodes"
+            raise InputError(f"the range {part} of the node list {problem}: export MASTER_ADDR")
+        numbers += [f"{i:0{len(first)}}" for i in span]
     return numbers
 
 

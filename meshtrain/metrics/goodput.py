@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.storage import SideFile, write_whole
 from meshtrain.metrics.progress import duration
 
@@ -228,8 +229,8 @@ def read(path: Path) -> tuple[list[JobRecord], str | None]:
 
 def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        values = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(values, dict):
         return None

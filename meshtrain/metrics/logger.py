@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from meshtrain.errors import InputError
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.storage import SideFile, move_damaged, optional, warn
 from meshtrain.metrics.progress import open_progress
 from meshtrain.metrics.sink_threads import SinkThreads
@@ -37,8 +38,8 @@ def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[st
         if not line.endswith(b"\n"):
             return
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            row = parse_json(line)
+        except InputError as error:
             raise InputError(
                 f"{path}:{number}: expected one JSON object per line, found {line[:60]!r} ({error}); "
                 "remove the line, or move the file away"

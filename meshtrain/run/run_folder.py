@@ -11,6 +11,7 @@ from typing import Any
 
 from meshtrain.checkpoint.directory import InUseError, TakenError, check_owner, clear_unfinished, lock_folder
 from meshtrain.errors import AgreedError, InputError, join_some
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
 from meshtrain.job.storage import move_damaged, optional, warn, write_whole
 
@@ -34,11 +35,11 @@ class RunFolder:
         path = self.path / EXIT
         with optional(f"{path} cannot be used"), suppress(FileNotFoundError):
             try:
-                end = json.loads(path.read_bytes())
+                end = parse_json(path.read_bytes())
                 if isinstance(end, dict) and isinstance(end.get("step"), int):
                     return end
                 move_damaged(path, "it does not say how a job ended")
-            except (ValueError, RecursionError) as error:
+            except InputError as error:
                 move_damaged(path, error)
         return None
 

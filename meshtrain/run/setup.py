@@ -14,7 +14,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.data import Batch, EvalBatches, OpenData, Samples, open_data, prepare_data, train_batches
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp
-from meshtrain.evaluate import evaluation_set, require_targets
+from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
@@ -48,6 +48,8 @@ def load_data(config: Config, job: Job) -> OpenData:
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
         held_out = evaluation_set(data, config.train.eval_samples)
+        if job.rank == 0:
+            require_training_targets(data.train)
         if job.rank == 0 and held_out is not None and config.train.eval_every:
             require_targets(held_out)
     files = "every host must have the same files, and the same Python for python-stdlib"
@@ -108,6 +110,15 @@ def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
     return ContextParallel(mesh, method=keys.context, heads=keys.context_heads, sequence_parallel=sequence)
 
 
+def loss_lines(data: OpenData) -> Iterator[str]:
+    """Which share of the training targets has a loss, by source; nothing where all of them have one."""
+    by_source = data.train.loss_targets()
+    for name, targets in by_source.items():
+        if targets.with_loss < targets.all:
+            source = f"{name}: " if len(by_source) > 1 else "training: "
+            yield f"{source}{targets.line}"
+
+
 def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | None, model: nn.Module) -> Iterator[str]:
     """Lines that rank 0 prints before the first step; `evaluated`: the samples from `evaluation_set`."""
     config, layout, size = spec.config, job.layout, spec.config.batch
@@ -144,6 +155,7 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     elif config.metrics.timeline is not None:
         yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
     yield from data.about
+    yield from loss_lines(data)
     if config.data.sources:
         yield from about_mixture(config, data.train, spec.steps)
     if config.data.mask_documents and layout.size("cp") == 1 and job.device.type == "cuda":

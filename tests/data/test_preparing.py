@@ -175,10 +175,10 @@ def test_what_is_wrong_in_a_later_part_has_its_place_in_the_document(
 def test_recursion_without_end_is_bad_json(opened: Opener, tmp_path: Path) -> None:
     lines = tmp_path / "x.jsonl"
     lines.write_text('{"text": "good"}\n{"text": ' + "[" * 100_000 + "\n")
-    with pytest.raises(InputError, match=r"x\.jsonl:2: not JSON .*recursion"):
+    with pytest.raises(InputError, match=r"x\.jsonl:2: not JSON .*too deeply"):
         opened(source="jsonl", path=lines)
     (write_tokens(tmp_path / "a", range(9)) / "header.json").write_text("[" * 100_000)
-    with pytest.raises(InputError, match=r"header\.json is not JSON .*recursion"):
+    with pytest.raises(InputError, match=r"header\.json is not JSON .*too deeply"):
         opened(source="tokens", path=tmp_path / "a")
 
 

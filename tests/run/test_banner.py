@@ -18,7 +18,7 @@ from tests.parity.experiments import MODELS, QUICKSTART
 
 def test_how_documents_are_kept_apart_is_said_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "has_varlen", lambda device, dtype: dtype == torch.bfloat16)
-    data: Any = SimpleNamespace(about=[], validation=None)
+    data: Any = SimpleNamespace(about=[], validation=None, train=SimpleNamespace(loss_targets=dict))
     prefix = "attention within documents "
     table = Path(__file__).with_name("banners.yaml").read_text().replace("MODELS", str(MODELS))
     for case in yaml.safe_load(table):

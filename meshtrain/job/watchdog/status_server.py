@@ -20,6 +20,7 @@ from typing import Any
 from weakref import ref
 
 from meshtrain.errors import group_values
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
 from meshtrain.job.sockets import address_towards, is_loopback, listen
 from meshtrain.job.watchdog.records import OUT_OF_REACH, Diagnosis, DiagnosisKind, RankReport, RankStatus, Reach
@@ -114,8 +115,8 @@ class StatusServer:
     def _read(self, connection: socket.socket) -> dict[str, Any] | None:
         """The question, if it comes from this job. Strangers hold READERS threads at most, questions once read none."""
         try:
-            question = json.loads(_read_line(connection, ANSWER_S))
-        except (ValueError, RecursionError):  # another protocol
+            question = parse_json(_read_line(connection, ANSWER_S))
+        except ValueError:  # another protocol
             return None
         finally:
             self._readers.release()
@@ -195,8 +196,8 @@ def _exchange(connection: socket.socket, question: Mapping[str, Any], seconds: f
     if not line:
         raise NoReplyError("it does not answer such questions, or not yet")
     try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
+        answer = parse_json(line)
+    except ValueError:
         answer = None
     if not isinstance(answer, dict) or not isinstance(answer.get(ANSWERED), dict):
         raise ConnectionRefusedError("another program listens there now")
