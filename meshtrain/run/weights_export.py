@@ -60,7 +60,7 @@ def export(
         file_bytes: the maximum size of one file, unless a tensor is larger.
         file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
 
-    Raises AgreedError: on every rank: a rank could not write, for instance because its disk is full.
+    Raises on every rank: AgreedError: a rank may not write there; TrainingError: its disk is full, or has failed.
     """
     place = ExportFolder(folder)
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
