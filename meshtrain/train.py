@@ -79,17 +79,17 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     try:
         environment = read_environment(os.environ)
         job = join(environment, start_timeout(arguments, environment.world_size))
-    except (InputError, StartError) as error:
+        if job.rank != 0:
+            warnings.simplefilter("ignore")  # libraries warn on every rank; rank 0 prints the warning
+        with watched(job) as watchdog, job_exit(job):
+            with job.collective_check("reading the config"):
+                config = read_config(arguments, job.world_size, job.device.type, again=job.again)
+            require_equal(job, *run_fingerprints(config, os.environ))
+            status = run(config, job, signals, watchdog)
+    except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
         print(error, file=sys.stderr)
         tell_launcher(str(error))
         return INPUT_STATUS if isinstance(error, InputError) else 1
-    if job.rank != 0:
-        warnings.simplefilter("ignore")  # libraries warn on every rank; rank 0 prints the warning
-    with watched(job) as watchdog, job_exit(job):
-        with job.collective_check("reading the config"):
-            config = read_config(arguments, job.world_size, job.device.type, again=job.again)
-        require_equal(job, *run_fingerprints(config, os.environ))
-        status = run(config, job, signals, watchdog)
     # torchrun treats any other status as a failure, ends the remaining ranks, and may restart them.
     return 0 if job.environment.launcher == "torchrun" and status != EXIT_RESTART else status
 

@@ -369,13 +369,13 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
     end_with_launcher(os.environ)
     try:
         job = join(read_environment(os.environ), timeout_s)
-    except (InputError, StartError) as error:
+        with watched(job) as watchdog, job_exit(job):
+            watchdog.handle_sigterm()
+            watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
+            watchdog.enter_phase("its own loop")
+            job.connect(timeout_s)
+            yield job
+    except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
         print(error, file=sys.stderr, flush=True)
         tell_launcher(str(error))
         raise SystemExit(INPUT_STATUS if isinstance(error, InputError) else 1) from None
-    with watched(job) as watchdog, job_exit(job):
-        watchdog.handle_sigterm()
-        watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
-        watchdog.enter_phase("its own loop")
-        job.connect(timeout_s)
-        yield job
