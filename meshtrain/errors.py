@@ -47,6 +47,14 @@ class TrainingError(RuntimeError):
     """The run cannot continue, and every rank detects this in the same step. The process ends with exit status 1."""
 
 
+class DiskError(TrainingError):
+    """A disk or a file server of a host fails, or is full: the same command may go on later, with nothing changed."""
+
+
+class StartError(TimeoutError):
+    """Not all ranks of a job have come, or one does not reach the others. The process ends with exit status 1."""
+
+
 @contextmanager
 def writing(path: str) -> Iterator[None]:
     """Turns an OSError into an InputError: the user has named a file that cannot be written."""

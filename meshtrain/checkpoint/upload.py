@@ -21,6 +21,7 @@ from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from meshtrain.checkpoint.retention import Retention, steps_to_keep
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, bytes_text
+from meshtrain.job.pending import advance
 from meshtrain.job.storage import write_whole
 
 ASIDE = f"{COMPLETE}.aside"  # replaces COMPLETE: it is damaged, or a run resumed from an earlier step
@@ -224,7 +225,12 @@ class Uploads:
         from fsspec.callbacks import Callback
 
         last, slots = [time.monotonic()], asyncio.Semaphore(AT_ONCE)
-        callback = Callback(hooks={"moved": lambda *_, **__: last.__setitem__(0, time.monotonic())})
+
+        def moved(*_: Any, **__: Any) -> None:
+            last[0] = time.monotonic()
+            advance()
+
+        callback = Callback(hooks={"moved": moved})
 
         async def transfer(source: str, target: str) -> None:
             async with slots:

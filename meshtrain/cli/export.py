@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshtrain.checkpoint.directory import read_manifest, read_plain
+from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
@@ -32,7 +32,7 @@ from meshtrain.huggingface.export import (
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
-from meshtrain.job.parsing import parse_json
+from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 from meshtrain.run.weights_export import source_files
 
@@ -182,7 +182,7 @@ def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]
     try:
         path = Path(str(name)).expanduser()
         if path.suffix == ".json":
-            tokenizer = parse_json(read_plain(path.resolve(), MAX_TOKENIZER))
+            tokenizer = parse_json(read_limited(path, MAX_TOKENIZER))
             if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):
                 return tokenizer_files(path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder

@@ -354,7 +354,8 @@ class Train:
     """How long a job of this run may take: `3h50m`, `90s`, `2d`, or seconds. It saves a checkpoint and stops before
     that. null: no limit other than the end of a SLURM job."""
     start_timeout_s: float = key(600.0, above=0)
-    """Seconds that ranks wait for one another while the job starts."""
+    """Seconds that ranks wait for one another while the job starts, and three times as long while one of them is busy
+    and does not get on."""
     lock_timeout_s: float = key(120.0, minimum=0)
     """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may still hold."""
     step_timeout_s: float | None = key(None, above=0)

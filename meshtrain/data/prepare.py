@@ -120,7 +120,8 @@ class Preparation:
     def _merge(self, say: Say) -> None:
         say(f"merging {plural(len(self.shards), 'shard')} into {self.folder}")
         shards = map(self._shard_folder, range(len(self.shards)))
-        self._write(self.folder, chain.from_iterable(map(read_documents, shards)))
+        documents = chain.from_iterable(map(read_documents, shards))
+        self._write(self.folder, Progress(self.source.name, say).count(documents))
 
     def _write(self, folder: Path, documents: Iterable[Document]) -> None:
         names = {"tokenizer": self.tokenizer.identity, "source": self.source.name}

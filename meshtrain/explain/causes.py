@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from meshtrain.checkpoint.directory import read_plain
 from meshtrain.config.yaml_reader import parse_yaml
 from meshtrain.errors import InputError, join_some, ranges
 from meshtrain.explain.flight_recorder import not_entered
@@ -23,6 +22,7 @@ from meshtrain.explain.log_reader import logs_of
 from meshtrain.explain.rules import CERTAINTIES, Rule, load_rules
 from meshtrain.explain.search import Matches, Search
 from meshtrain.job.parsing import parse_json, read_limited
+from meshtrain.job.storage import read_guarded
 from meshtrain.layout import AXES
 
 NAMED = 6  # the most ranks that a text names
@@ -235,7 +235,7 @@ def settings_beside(path: str) -> Settings:
         file = folder / "config.yaml"
         with suppress(OSError, InputError):
             named = folder == log  # a file in a folder that the user names may be a link
-            text = read_limited(file, MOST_OF_CONFIG) if named else read_plain(file, MOST_OF_CONFIG)
+            text = read_limited(file, MOST_OF_CONFIG) if named else read_guarded(file, MOST_OF_CONFIG)
             sections = parse_yaml(text)
             if isinstance(sections, dict) and {"model", "batch", "train"} <= set(sections):
                 return Settings(sections)

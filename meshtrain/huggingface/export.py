@@ -18,7 +18,7 @@ from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.load import KINDS
 from meshtrain.huggingface.safetensors import Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, stored_tensors
-from meshtrain.job.storage import fsync_file, fsync_folder, write_all, write_whole
+from meshtrain.job.storage import DISK_ERRORS, fsync_file, fsync_folder, write_all, write_whole
 
 # Exported in float32, as transformers does: a bias moves in steps smaller than 16 bits can resolve.
 FLOAT32 = ("*.e_score_correction_bias",)
@@ -26,10 +26,14 @@ FLOAT32 = ("*.e_score_correction_bias",)
 
 @contextmanager
 def as_input_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError into an InputError, since the user has to fix the disk."""
+    """Turns an OSError into an InputError, if another path or other rights would help. A disk or a server that fails,
+    or is full, is no wrong input: the same command may finish the export later. Its error names the export."""
     try:
         yield
     except OSError as error:
+        if error.errno in DISK_ERRORS:
+            error.filename = error.filename or str(path)  # a failed write does not name its file
+            raise
         raise InputError(f"the export to {error.filename or path} failed: {error.strerror or error}") from error
 
 

@@ -18,6 +18,7 @@ from meshtrain.errors import InputError, fold_names, join_some, plural
 from meshtrain.huggingface.safetensors import CONFIG, FLOATS, Entry, read_config, stored
 from meshtrain.huggingface.stored_names import StoredTensor, stored_tensors, table_of
 from meshtrain.job.parsing import parse_json
+from meshtrain.job.pending import advance
 from meshtrain.parallel.sharding import Part, is_empty, local_part, overlap, shape_of, within
 from meshtrain.parallel.tp_plan import plan_of
 
@@ -64,6 +65,7 @@ def open_folder(folder: str | Path) -> Iterator[WeightSource]:
         return parse_json(read_config(folder)) if (folder / CONFIG).is_file() else {}
 
     def read(name: str, part: Part) -> Tensor:
+        advance()
         path, entry = entries[name]
         if path not in opened:
             stack.close()

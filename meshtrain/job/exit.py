@@ -1,23 +1,29 @@
 """How a process leaves its job: together with all other ranks, or with a failure that names the rank at fault."""
 
+import errno
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from meshtrain.errors import AgreedError, InputError, TrainingError
+from meshtrain.config.locate import line_of
+from meshtrain.errors import AgreedError, DiskError, TrainingError, UnreadableError
 from meshtrain.job.environment import already_printed
 from meshtrain.job.process import Job
-from meshtrain.job.storage import print_error
-from meshtrain.job.store import describe
+from meshtrain.job.storage import DISK_ERRORS, print_error
+from meshtrain.job.store import RemoteFailure, describe, is_input
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
-from meshtrain.layout import LayoutError
 
+INPUT_STATUS = 2  # the exit status where the user's input is wrong
+VICTIM_LATER_S = 5  # by which the failure of a rank that is not at fault counts as later than that of the one that is
 GRACE_S = 10.0  # how long the process that serves the store waits for the others to finish reading from it
 
 
@@ -25,43 +31,91 @@ GRACE_S = 10.0  # how long the process that serves the store waits for the other
 def job_exit(job: Job) -> Iterator[None]:
     """Wraps everything that a process does in a job.
 
-    Every rank waits for the others before it leaves. Wrong input is printed once and ends the ranks with status 2;
-    TrainingError and another rank's failure end them with status 1. Any other exception gets the rank's name as a note
-    and is recorded for torchrun's summary. Each failure except wrong input prints a machine-readable `failure_line`.
+    Every rank waits for the others before it leaves. Wrong input is printed once and ends all ranks with status 2,
+    whichever of them has found it; TrainingError and another rank's failure end them with status 1. Any other exception
+    gets the rank's name as a note. Each failure except wrong input prints a machine-readable `failure_line`, and all of
+    them tell torchrun the same sentence (`tell_launcher`).
     """
     try:
         yield
         _barrier_and_destroy(job)
     except TrainingError as error:
         if job.rank == 0:
-            print_failure(job, Diagnosis(DiagnosisKind.TRAINING, (), str(error)), str(error))
-            get_error_handler().record_exception(error)
+            kind = DiagnosisKind.FAILED if isinstance(error, DiskError) else DiagnosisKind.TRAINING
+            print_failure(job, Diagnosis(kind, (), str(error)), str(error))
+        tell_launcher(str(error))
         _barrier_and_destroy(job)
         raise SystemExit(1) from None
     except AgreedError as error:
         # torchrun ends the other ranks as soon as one exits: none may exit before rank 0 has printed this, once.
         if job.rank == 0 and not already_printed(str(error), os.environ):
             print_error(error)
+        tell_launcher(str(error))
         _barrier_and_destroy(job)
-        raise SystemExit(2) from None
+        raise SystemExit(INPUT_STATUS) from None
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, SystemExit) and signal_of(error) is None:
             raise
         first = job.failures.first_failure(str(job), error)
         if first is not None:
-            if not first.printed:
-                print_failure(job, first.diagnosis, f"{job} stops, because {first.diagnosis.headline}")
-            raise SystemExit(1) from None
+            _leave_after(job, first)
         if not isinstance(error, Exception):
+            tell_launcher(f"{job} was ended by {signal_of(error)}")
             raise
-        if isinstance(error, InputError | LayoutError):  # on this rank only: the others learn of it through the store
-            print_error(error if job.world_size == 1 else f"{job}: {error}")
-            raise SystemExit(2) from None
+        if is_input(error):  # on this rank only: the others learn of it through the store
+            text = str(error) if job.world_size == 1 else f"{job}: {error}"
+            print_error(text)
+            tell_launcher(text)
+            raise SystemExit(INPUT_STATUS) from None
         headline = f"{job} failed: {describe(error)}"
-        print_failure(job, Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,)))
+        diagnosis = Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,))
+        if isinstance(error, OSError) and is_of_machine(error):
+            print_failure(job, diagnosis, f"{headline} ({line_of(error)})")
+            tell_launcher(headline)
+            raise SystemExit(1) from None
+        print_failure(job, diagnosis)
         error.add_note(f"This was {job}.")
         get_error_handler().record_exception(error)
         raise
+
+
+def _leave_after(job: Job, first: RemoteFailure) -> NoReturn:
+    """Ends this rank because of another one's failure."""
+    diagnosis = first.diagnosis
+    tell_launcher(diagnosis.headline, at_fault=job.rank in diagnosis.ranks)
+    if diagnosis.kind == DiagnosisKind.INPUT:  # the rank that has found it prints it
+        raise SystemExit(INPUT_STATUS) from None
+    if not first.printed:
+        print_failure(job, diagnosis, f"{job} stops, because {diagnosis.headline}")
+    raise SystemExit(1) from None
+
+
+def tell_launcher(sentence: str, *, at_fault: bool = True) -> None:
+    """Writes torch's error file: torchrun's report then gives this sentence as the cause, and not the place in Python
+    where it was raised, which says nothing to who has to mend a config or a disk.
+
+    torchrun calls that rank the root whose file has the earliest second, and a failure is on all ranks within one: who
+    is not at fault gives a later one. All tell the same sentence."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    stamp = int(time.time()) + (0 if at_fault else VICTIM_LATER_S)
+    message = {"message": _one_sentence(sentence), "extraInfo": {"timestamp": str(stamp)}}
+    with suppress(OSError):  # its own folder may be on the disk that is full
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _one_sentence(text: str) -> str:
+    """Of a text of many lines the first one: the rest stands in the log once, and would be in the report again."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return " ".join(lines) if len(lines) <= 2 else f"{lines[0]} (the rest is printed above)"
+
+
+def is_of_machine(error: OSError) -> bool:
+    """Whether a file could not be read or written for a reason that lies with the disk, or with rights on it."""
+    if isinstance(error, UnreadableError):
+        return True
+    return error.filename is not None and error.errno in (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> None:

@@ -5,6 +5,7 @@ Rank 0 has a `Metrics`; the others have a `NoMetrics`, which does nothing. docs/
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from meshtrain.errors import InputError
 from meshtrain.job.parsing import parse_json
-from meshtrain.job.storage import SideFile, move_damaged, optional, warn
+from meshtrain.job.storage import SideFile, move_damaged, open_guarded, optional, warn
 from meshtrain.metrics.progress import open_progress
 from meshtrain.metrics.sink_threads import SinkThreads
 
@@ -60,8 +61,10 @@ class MetricsFile:
         self._last: dict[str, Any] = {"step": 0}
         with optional(f"{path} cannot be read"):
             try:
-                if path.exists():
-                    read(path)
+                if os.path.lexists(path):
+                    with open(open_guarded(path), "rb") as file:
+                        for _ in _rows(file, path):
+                            pass
             except InputError as error:
                 _keep_whole(move_damaged(path, error), path)
         self._file = SideFile(path, end=None)
@@ -71,7 +74,7 @@ class MetricsFile:
         """Removes the rows after `step`, and an incomplete last row, in one truncation."""
         last, whole, self._last = 0, 0, {"step": 0}
         try:
-            with self._path.open("rb") as file:
+            with open(open_guarded(self._path), "rb") as file:
                 for start, end, row in _rows(file, self._path):
                     if step is not None and row["step"] > step:
                         break

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshtrain.checkpoint.directory import find_checkpoint, read_manifest, read_plain
+from meshtrain.checkpoint.directory import find_checkpoint, read_manifest
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import gather_placements
 from meshtrain.errors import InputError, printable
@@ -31,6 +31,7 @@ from meshtrain.huggingface.export import (
 from meshtrain.huggingface.load import DTYPES, named_tensors
 from meshtrain.huggingface.safetensors import CONFIG, FILE_BYTES, GENERATION_CONFIG, TOKENIZER_FILES, Entry
 from meshtrain.huggingface.stored_names import StoredTensor, table_of
+from meshtrain.job.parsing import read_limited
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
@@ -70,7 +71,7 @@ def export(
         file_bytes: the maximum size of one file, unless a tensor is larger.
         file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
 
-    Raises AgreedError: on every rank: a rank could not write, for instance because its disk is full.
+    Raises on every rank: AgreedError: a rank may not write there; TrainingError: its disk is full, or has failed.
     """
     place = ExportFolder(folder)
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
@@ -127,7 +128,7 @@ def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
     texts = {}
     for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
         with suppress(InputError, OSError, RuntimeError, ValueError):
-            texts[name] = read_plain((folder / name).resolve(), MAX_SMALL_FILE).decode()
+            texts[name] = read_limited(folder / name, MAX_SMALL_FILE).decode()
     if CONFIG not in texts:
         say(
             f"the export has no ends of texts and no tokenizer of {printable(str(folder))}, from which the run "

@@ -152,6 +152,7 @@ def test_the_code_is_that_of_meshtrain_its_models_and_the_users_files(tmp_path: 
 def test_versions_and_variables_that_change_results_or_traffic() -> None:
     compared = {"NCCL_DEBUG": "INFO", "GLOO_TIMEOUT": "3", "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     others = {"HOME": "/root", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth0", "TORCHELASTIC_RUN_ID": "7"}
+    others |= {"TORCH_HOME": "/a", "CUDA_CACHE_PATH": "/a", "CUDA_MPS_PIPE_DIRECTORY": "/a", "NCCL_TOPO_FILE": "/a"}
     topics = topics_of(variables=compared | others)
     assert topics["the environment"].values == compared
     assert not topics["the environment"].refused

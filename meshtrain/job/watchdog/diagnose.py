@@ -39,7 +39,7 @@ def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
     if (lost := _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)) is not None:
         return lost
     failed = [report for report in reports if report.status is not None and report.status.failure is not None]
-    errors = [report for report in failed if report.answer.kind == FailureKind.ERROR]
+    errors = [report for report in failed if report.answer.kind != FailureKind.SIGNAL]
     own_errors = [report for report in errors if not report.answer.broken]
     if own_errors:
         return _failed(_first(own_errors))
@@ -63,6 +63,8 @@ def _first(failed: Sequence[RankReport]) -> RankReport:
 
 
 def _failed(report: RankReport) -> Diagnosis:
+    if report.answer.kind == FailureKind.INPUT:
+        return Diagnosis.of(DiagnosisKind.INPUT, [report], f"{report.name}: {report.answer.failure}")
     return Diagnosis.of(DiagnosisKind.FAILED, [report], f"{report.name} failed: {report.answer.failure}")
 
 
@@ -83,7 +85,7 @@ def _also_wrong(report: RankReport) -> list[str]:
     status = report.status
     if status is None:
         return [] if report.reach in (Reach.GONE, Reach.STOPPED) else [f"{report.name} is {report.reach} too"]
-    if status.kind != FailureKind.ERROR or status.broken:
+    if status.kind in (None, FailureKind.SIGNAL) or status.broken:
         return []
     return [f"besides, {report.name} failed: {status.failure}"]
 

@@ -41,6 +41,7 @@ class Reach(StrEnum):
 
 class FailureKind(StrEnum):
     ERROR = "error"
+    INPUT = "input"  # the user's input is wrong, as this rank alone has found
     SIGNAL = "signal"
 
 
