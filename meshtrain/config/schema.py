@@ -185,6 +185,9 @@ class Parallel:
     reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
     """The dtype in which gradients are sent and summed over the data ranks. With `bfloat16` the rounding depends on
     the layout. null: the dtype in which they are kept, float32 or float64."""
+    sync_batch_norm: bool = key(False, also="sync_bn syncbn sync_batchnorm convert_sync_batchnorm")
+    """Whether batch norms compute with the samples of all data ranks: the statistics are those of one process if a step
+    is one microbatch, so `batch.micro_size` has to be `batch.global_size` divided by the data ranks."""
     verify: bool = True
     """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first step. With several
     data ranks, `cp` or `recompute`: whether a model is refused whose result for a sample depends on earlier forwards

@@ -4,11 +4,13 @@ from torch import Tensor, nn
 
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.parallel.mixed_precision import state_parameters
+from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
 from meshtrain.parallel.tensor_parallel import VocabParallelEmbedding
 from meshtrain.parallel.torch_private import has_accumulation_hooks, has_gradient_hooks
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
+def refuse_batch_statistics(model: nn.Module, of_parts: bool = False) -> None:
+    """`of_parts`: ranks would have parts of the sequences, of which a `SyncBatchNorm` knows nothing."""
     for name, module in model.named_modules():
         options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key, None)]
         if options and isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -20,11 +22,15 @@ def refuse_batch_statistics(model: nn.Module) -> None:
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
         )
+        if isinstance(module, SyncBatchNorm) and not of_parts:
+            continue
         if statistics and module.training:
+            can_sync = isinstance(module, nn.modules.batchnorm._BatchNorm) and not of_parts
+            synced = "parallel.sync_batch_norm: true (statistics of all data ranks), " if can_sync else ""
             raise AgreedError(
                 f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens to have: "
                 "with several data ranks, cp or sequence_parallel the loss would depend on the layout. Use a GroupNorm "
-                "or LayerNorm, freeze it with eval(), or use one data rank, cp: 1 and sequence_parallel: false"
+                f"or LayerNorm, {synced}freeze it with eval(), or use one data rank, cp: 1 and sequence_parallel: false"
             )
 
 
