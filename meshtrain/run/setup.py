@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshtrain.attention import has_varlen
@@ -16,7 +17,7 @@ from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
-from meshtrain.job.consistency import Fingerprint, flat, require_equal
+from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
@@ -182,4 +183,6 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
         yield f"an evaluation takes {len(evaluated):,} samples of the validation (train.eval_samples)"
     yield describe_saving(spec)
     yield from (f"override {override}" for override in config.overrides)
+    if (untested := untested_torch(torch.__version__)) is not None:
+        yield f"warning: {untested}"
     yield from (f"warning: {warning}" for warning in host_warnings(layout))

@@ -159,6 +159,18 @@ def test_versions_and_variables_that_change_results_or_traffic() -> None:
     assert {"torch", "python", "numpy"} <= topics["the software"].values.keys()
 
 
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.1+cu130", "2.14.0a0+git1234"])
+def test_torch_that_was_tested(version: str) -> None:
+    assert consistency.untested_torch(version) is None
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0a0+git1234", "3.0.0"])
+def test_torch_that_was_not_tested(version: str) -> None:
+    warning = consistency.untested_torch(version)
+    assert warning is not None
+    assert warning.startswith(f"torch {version} was not tested with this meshtrain, only 2.11 to 2.14 were")
+
+
 # A job ---------------------------------------------------------------------------------------------------------------
 
 DIFFER = """
