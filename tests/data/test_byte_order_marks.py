@@ -13,7 +13,7 @@ from tests.data.test_text import read_all
 BOM = codecs.BOM_UTF8
 
 
-def test_a_mark_is_no_token(opened: Opener, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_token(opened: Opener, tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_bytes(BOM + "ëins".encode())
@@ -24,7 +24,7 @@ def test_a_mark_is_no_token(opened: Opener, tmp_path: Path) -> None:
     assert read_all(data.train) == (list(expected[:-1]), list(expected[1:]))
 
 
-def test_a_mark_of_a_text_that_is_read_in_parts(
+def test_the_byte_order_mark_of_a_text_that_is_read_in_parts(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "_BATCH_CHARACTERS", 3)
@@ -37,7 +37,7 @@ def test_a_mark_of_a_text_that_is_read_in_parts(
         opened(source="text", path=file, validation=0, seq_len=1)
 
 
-def test_a_mark_of_lines(opened: Opener, tmp_path: Path) -> None:
+def test_the_byte_order_mark_of_lines(opened: Opener, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(BOM + b'{"text": "abc"}\r\n{"text": "de"}\r\n')
     data = opened(source="jsonl", path=file, validation=0, seq_len=1)
