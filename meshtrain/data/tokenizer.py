@@ -155,7 +155,7 @@ class FileTokenizer:
                 f"reading {path} needs the package tokenizers: pip install 'meshtrain[tokenizers]'"
             ) from error
         try:
-            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8"))
+            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8-sig"))
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
         self._tokenizer.no_truncation()

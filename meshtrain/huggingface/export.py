@@ -194,7 +194,7 @@ def _named_tokens(tokenizer: Mapping[str, str]) -> dict[str, str]:
 def _json_object(text: str | None) -> dict[str, Any]:
     """The object that a text is; empty for any other text."""
     try:
-        content = json.loads((text or "{}").removeprefix("\ufeff"))
+        content = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -207,8 +207,9 @@ def _json_text(content: Mapping[str, Any]) -> str:
 def tokenizer_files(path: Path) -> dict[str, str]:
     """A tokenizer.json, and what says its special tokens and how it writes conversations: texts by their names."""
     beside = (path.with_name(name) for name in (weights.TOKENIZER_CONFIG, weights.CHAT_TEMPLATE))
-    texts = {file.name: file.read_bytes().decode() for file in beside if file.is_file()}
-    return {weights.TOKENIZER: path.read_bytes().decode(), **texts}
+    # Without byte order marks, with which transformers reads none of them.
+    texts = {file.name: file.read_bytes().decode("utf-8-sig") for file in beside if file.is_file()}
+    return {weights.TOKENIZER: path.read_bytes().decode("utf-8-sig"), **texts}
 
 
 class ExportFolder:

@@ -70,7 +70,9 @@ def rope_contradictions(given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, .
             yield keys, f"{written} contradict each other: take all but one of them away"
     if parameters and scaling and _kind_of_scaling(parameters) != _kind_of_scaling(scaling):
         written = f"rope_scaling {_text(scaling)} and rope_parameters {_text(parameters)}"
-        remedy = "take one of them away (on the command line with model.rope_scaling=null)"
+        remedy = (
+            "take one of them away (on the command line with model.rope_scaling=null or model.rope_parameters=null)"
+        )
         yield ("rope_scaling", "rope_parameters"), f"{written} contradict each other: {remedy}"
 
 

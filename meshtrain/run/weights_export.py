@@ -128,7 +128,7 @@ def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
     texts = {}
     for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
         with suppress(InputError, OSError, RuntimeError, ValueError):
-            texts[name] = read_limited(folder / name, MAX_SMALL_FILE).decode()
+            texts[name] = read_limited(folder / name, MAX_SMALL_FILE).decode("utf-8-sig")
     if CONFIG not in texts:
         say(
             f"the export has no ends of texts and no tokenizer of {printable(str(folder))}, from which the run "

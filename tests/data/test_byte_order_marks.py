@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from meshtrain.data import text
+from meshtrain.data.tokenizer import FileTokenizer
 from meshtrain.errors import InputError
+from meshtrain.huggingface.export import tokenizer_files
 from tests.data.conftest import Opener
+from tests.data.files import tokenizer_folder
 from tests.data.test_text import read_all
 
 BOM = codecs.BOM_UTF8
@@ -55,3 +58,15 @@ def test_a_line_that_is_longer_than_memory(opened: Opener, tmp_path: Path, monke
     file.write_text(2 * line + "a" + line)
     with pytest.raises(InputError, match=r"the line after the first 2 lines .* has more than 100 bytes"):
         opened(source="jsonl", path=file, validation=0, seq_len=1)
+
+
+def test_the_byte_order_marks_of_a_tokenizers_files_go_and_are_not_exported(tmp_path: Path) -> None:
+    file = tokenizer_folder(tmp_path, eos_token="<|eot_id|>")
+    plain, files = FileTokenizer(file), tokenizer_files(file)
+    for name in files:
+        marked = file.with_name(name)
+        marked.write_bytes(BOM + marked.read_bytes())
+    ours = FileTokenizer(file)
+    assert (ours.end, ours.encode("aü<|eot_id|>")) == (plain.end, plain.encode("aü<|eot_id|>"))
+    assert ours.chat is not None
+    assert tokenizer_files(file) == files
