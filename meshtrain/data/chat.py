@@ -239,8 +239,21 @@ class Spelling:
     """Finds the control tokens that a text spells."""
 
     def __init__(self, control: Sequence[str]) -> None:
-        self.control = sorted(control, key=len, reverse=True)  # the longest first, as tokenizers match them
-        self.pattern = re.compile("|".join(map(re.escape, self.control)) or "(?!)")
+        self.control = sorted(filter(None, control), key=len, reverse=True)  # the longest first, as tokenizers match them
+        self.pattern = re.compile(_any_of(self.control, 4) or "(?!)")
+
+
+def _any_of(tokens: Sequence[str], depth: int) -> str:
+    """A regular expression for any of these tokens, of which a longer one is before a shorter one. Their first `depth`
+    characters are looked at one by one: some tokenizers have thousands of tokens, most of which begin alike."""
+    rests: dict[str, list[str]] = {}
+    for token in tokens:
+        rests.setdefault(token[:1], []).append(token[1:])
+    if depth == 0 or len(tokens) == 1:
+        return "|".join(map(re.escape, tokens))
+    is_token = rests.pop("", None) is not None  # the shortest, and so the last choice
+    choices = [f"{re.escape(first)}(?:{_any_of(behind, depth - 1)})" for first, behind in rests.items()]
+    return "|".join([*choices, ""] if is_token else choices)
 
 
 class _Marks:

@@ -235,10 +235,10 @@ class ExportFolder:
         texts: Mapping[str, str],
     ) -> None:
         """Writes small files of these texts by name, and the index; then renames the folder into place. An earlier
-        export is deleted last."""
+        export is deleted last. Surrogates in a text are bytes that are no characters (PEP 383)."""
         index = {weights.INDEX: weights.index(files)} if len(files) > 1 else {}
         for name, text in {**texts, **index}.items():
-            write_whole(self.making / name, text)
+            write_whole(self.making / name, text, errors="surrogateescape")
         fsync_folder(self.making)
         self._refuse()  # the target may have been changed meanwhile: do not delete what is not an export
         before = self.target.with_name(f".{self.target.name}.old")

@@ -1,12 +1,15 @@
 """Conversations become text and a loss mask by the tokenizer's own template; what is refused is in refusals.yaml."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from meshtrain.data.chat import ChatTemplate
+from meshtrain.data.chat import ChatTemplate, Spelling
 from meshtrain.data.tokenizer import FileTokenizer
 from meshtrain.errors import InputError
 from tests.data.conftest import Opener
@@ -131,6 +134,18 @@ def test_what_messages_spell_is_text(tmp_path: Path) -> None:
     assert tokenizer.decode(ids[loss == 1].tolist()) == f"{evil}<|im_end|>\nb<|im_end|>\n"
     plain = [tokenizer.decode([token]) for token in ids.tolist()].count("|")
     assert plain == 2 * 2 * 3 + 2, "of the messages' own"
+
+
+@given(
+    tokens=st.sets(st.text("<a|>.", min_size=1, max_size=7), max_size=12),
+    text=st.text("<a|>.x", max_size=60),
+)
+def test_of_control_tokens_the_longest_is_found_at_each_place(tokens: set[str], text: str) -> None:
+    """As the same alternatives one after the other find them."""
+    plain = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+    assert [match.span() for match in Spelling(tuple(tokens)).pattern.finditer(text)] == [
+        match.span() for match in plain.finditer(text)
+    ]
 
 
 def test_a_tokenizer_that_cannot_tell_control_tokens_from_text_refuses_messages_that_spell_them(
