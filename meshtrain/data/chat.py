@@ -239,7 +239,8 @@ class Spelling:
     """Finds the control tokens that a text spells."""
 
     def __init__(self, control: Sequence[str]) -> None:
-        self.control = sorted(filter(None, control), key=len, reverse=True)  # the longest first, as tokenizers match them
+        # The longest first, as tokenizers match them.
+        self.control = sorted(filter(None, control), key=len, reverse=True)
         self.pattern = re.compile(_any_of(self.control, 4) or "(?!)")
 
 
