@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meshtrain.config import locate
 from meshtrain.config.checks import scales_dynamically
 from meshtrain.errors import InputError
+from meshtrain.huggingface.rope_keys import one_form
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +79,9 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     overrides += [f"train.precision={options.precision}"] * (options.precision is not None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.yaml"
-        path.write_text(json.dumps(manifest.config))  # JSON is YAML
+        # JSON is YAML. Older versions of meshtrain wrote a default of rope_theta beside the rope_parameters that count.
+        written = {**manifest.config, "model": one_form(manifest.section("model"))}
+        path.write_text(json.dumps(written))
         config = Config.load(str(path), overrides, world_size=world_size, device=device)
     if not hasattr(locate.model_file(config.model.name), "cp_plan"):
         raise InputError(

@@ -6,10 +6,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from meshtrain.cli.checkpoint_model import add_model_arguments, check_length, ids_of, opened_model, tokenizer_of
 from meshtrain.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from meshtrain.data.tokenizer import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +54,15 @@ def run(options: argparse.Namespace) -> None:
         if job.rank == 0 and most < options.length:
             print(f"{most} of at most {options.length} tokens", file=sys.stderr, flush=True)
         for row, prompt in zip(rows, prompts, strict=True):
-            is_ended = len(row) > len(prompt) and row[-1] in stops
-            text = tokenizer.decode(row[:-1] if is_ended else row)
+            text = text_of(row, len(prompt), tokenizer, stops)
             job.say(printable(text) if sys.stdout.isatty() else text)
+
+
+def text_of(row: list[int], prompt: int, tokenizer: "Tokenizer", stops: Collection[int]) -> str:
+    """The text of a prompt of so many tokens and what follows it, without the tokens that begin and end a document."""
+    is_begun = row[0] == tokenizer.begin
+    is_ended = len(row) > prompt and row[-1] in stops
+    return tokenizer.decode(row[int(is_begun) : len(row) - int(is_ended)])
 
 
 def progress(length: int, texts: int) -> Callable[[int], None]:

@@ -43,9 +43,13 @@ class HarnessModel(TemplateLM):
         return ids if add_special_tokens is False else with_begin(ids, self.tokenizer)
 
     def _loglikelihood_tokens(self, requests: list[Any], **unused: Any) -> list[tuple[float, bool]]:
-        # The harness puts the prefix before an answer without a question, and encodes the answer as a prompt.
-        begin = [self.prefix_token_id]
-        pairs = [(before, predicted[predicted[:1] == begin :]) for _, before, predicted in requests]
+        # The harness puts the prefix before an answer without a question, and encodes the answer as a prompt, so that
+        # a token that begins prompts is there twice.
+        twice = [self.tokenizer.begin]
+        pairs = []
+        for _, before, predicted in requests:
+            is_twice = before == twice == predicted[:1]
+            pairs.append((before, predicted[1:] if is_twice else predicted))
         return self.scorer.score(pairs)
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:

@@ -169,7 +169,7 @@ class ChatTemplate:
                 remedy = "end the conversation with its last answer"
             raise InputError(
                 f"the template of {self.origin} writes message {turn} in another way when others follow "
-                f"({_difference(through, text)}): {remedy}"
+                f"({_difference(through, text, 'them')}): {remedy}"
             )
         if through.startswith(before):
             return len(before), len(through)
@@ -179,7 +179,7 @@ class ChatTemplate:
         if begin < len(history):
             raise InputError(
                 f"the template of {self.origin} writes what is before message {turn} in another way when it follows "
-                f"({_difference(before, through)}), so that what this answers is undefined"
+                f"({_difference(before, through, 'it')}), so that what this answers is undefined"
             )
         if loss_on == "last":
             # As DeepSeek-R1's, whose prompt ends with <think>: the answer begins where the two part. By another answer
@@ -239,8 +239,22 @@ class Spelling:
     """Finds the control tokens that a text spells."""
 
     def __init__(self, control: Sequence[str]) -> None:
-        self.control = sorted(control, key=len, reverse=True)  # the longest first, as tokenizers match them
-        self.pattern = re.compile("|".join(map(re.escape, self.control)) or "(?!)")
+        # The longest first, as tokenizers match them.
+        self.control = sorted(filter(None, control), key=len, reverse=True)
+        self.pattern = re.compile(_any_of(self.control, 4) or "(?!)")
+
+
+def _any_of(tokens: Sequence[str], depth: int) -> str:
+    """A regular expression for any of these tokens, of which a longer one is before a shorter one. Their first `depth`
+    characters are looked at one by one: some tokenizers have thousands of tokens, most of which begin alike."""
+    rests: dict[str, list[str]] = {}
+    for token in tokens:
+        rests.setdefault(token[:1], []).append(token[1:])
+    if depth == 0 or len(tokens) == 1:
+        return "|".join(map(re.escape, tokens))
+    is_token = rests.pop("", None) is not None  # the shortest, and so the last choice
+    choices = [f"{re.escape(first)}(?:{_any_of(behind, depth - 1)})" for first, behind in rests.items()]
+    return "|".join([*choices, ""] if is_token else choices)
 
 
 class _Marks:
@@ -315,7 +329,8 @@ def _common(*texts: str) -> int:
     return len(os.path.commonprefix(texts))  # noqa: RUF071 (of characters)
 
 
-def _difference(alone: str, followed: str) -> str:
-    at = _common(alone, followed)
-    after = alone[max(0, at - 20) : at]
-    return f"after {after!r} it has {alone[at : at + 30]!r} alone, and {followed[at : at + 30]!r} then"
+def _difference(without: str, followed: str, by: str) -> str:
+    """Where two texts part, with the words before: the second is that of more messages, called `by`."""
+    at = _common(without, followed)
+    before = without[max(0, at - 20) : at]
+    return f"after {before!r}: {without[at : at + 30]!r} without {by}, and {followed[at : at + 30]!r} with {by}"

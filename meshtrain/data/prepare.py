@@ -105,8 +105,8 @@ class Preparation:
         spelled = self.tokenizer.spelled
         if spelled is not None and before is None:
             (note or say)(
-                f"text of {self.source.name} spells control tokens, such as {spelled}: there they are characters, and "
-                "not the tokens; conversations come as `messages`"
+                f"text of {self.source.name} spells control tokens, such as {spelled}: it is tokenized as characters; "
+                "a conversation whose turns shall have these tokens is given as `messages`"
             )
 
     def _shard_folder(self, shard: int) -> Path:

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshtrain.data.chat import LossOn
 from meshtrain.data.fingerprint import files_below
-from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.tokenizer import Tokenizer, refuse_controls
 from meshtrain.data.tokens import FORMAT, Document
 from meshtrain.errors import InputError, any_of, plural
 from meshtrain.job.parsing import parse_json
@@ -388,9 +388,9 @@ def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer, 
         )
     try:
         talk = tokenizer.chat.conversation(record["messages"], record.get("tools"), loss_on)
+        ids, loss = tokenizer.encode_spans(*talk)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    ids, loss = tokenizer.encode_spans(*talk)
     size = sum(len(talk.text[first:last].encode()) for first, last in talk.learned)
 
     # Templates write some of these tokens themselves: none stands there twice.
@@ -434,12 +434,10 @@ def _encode(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
             raise InputError(f"{text.source} {problem}")
     encoded = tokenizer.encode_batch([part[0] for part in parts])
     for (content, start, text), ids in zip(parts, encoded, strict=True):
-        if (is_control := tokenizer.controls(ids)).any():
-            token = tokenizer.decode(ids[is_control][:1].tolist())
-            raise InputError(
-                f"{text.source} spells the control token {token}, which this data.tokenizer does not tell from text: "
-                "take it out of the text, or use a tokenizer whose `added_tokens` have it as `special`"
-            )
+        try:
+            refuse_controls(tokenizer, ids)
+        except InputError as error:
+            raise InputError(f"{text.source} {error}") from None
         if text.ends:
             ids = np.append(ids, ids.dtype.type(tokenizer.end))
         loss = None if text.loss else np.zeros(len(ids), np.uint8)

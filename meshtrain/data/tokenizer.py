@@ -81,6 +81,16 @@ def end_name(ids: Mapping[str, int], eos: str | None, end_token: str | None = No
     return next((name for name in candidates if name in ids), None)
 
 
+def refuse_controls(tokenizer: Tokenizer, ids: np.ndarray) -> None:
+    """Raises InputError, the reason as the end of a sentence: control tokens are among the ids of plain text."""
+    if (is_control := tokenizer.controls(ids)).any():
+        token = tokenizer.decode(ids[is_control][:1].tolist())
+        raise InputError(
+            f"spells the control token {token}, which this data.tokenizer does not tell from text: take it out of the "
+            "text, or use a tokenizer whose `added_tokens` have it as `special`"
+        )
+
+
 class ByteTokenizer:
     """UTF-8 bytes as token ids; byte 0, which does not occur in text, ends a document."""
 
@@ -145,7 +155,7 @@ class FileTokenizer:
                 f"reading {path} needs the package tokenizers: pip install 'meshtrain[tokenizers]'"
             ) from error
         try:
-            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8"))
+            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8-sig"))
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
         self._tokenizer.no_truncation()
@@ -171,15 +181,15 @@ class FileTokenizer:
 
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
-        self.chat: ChatTemplate | None = ChatTemplate.beside(path, tuple(special))
-        self._special = frozenset(special.values())
-        self._spelling = Spelling(tuple(special)).pattern
+        control = special | {name: ids[name] for name in (begin, end) if name is not None}
+        self.chat: ChatTemplate | None = ChatTemplate.beside(path, tuple(control))
+        self._control_ids = frozenset(control.values())
+        self._spelling = Spelling(tuple(control)).pattern
         self.spelled: str | None = None
         # Text may have the token of what is unknown, but not, as GPT-2's is the same, the one that ends a document.
         unknown = {ids[name] for name in (named.get("unk_token", ""), "<unk>", "[UNK]") if name in ids}
-        controls = {*special.values()} - unknown | {self.end, self.end if begin is None else ids[begin]}
         self._controls = np.zeros(self.vocab_size, bool)
-        self._controls[sorted(controls)] = True
+        self._controls[sorted(self._control_ids - (unknown - {self.begin, self.end}))] = True
 
         marks: list[object] = []
         if begin is not None:
@@ -268,7 +278,7 @@ class FileTokenizer:
         offsets: list[Span] = []
         place = 0
         for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token not in self._special or any(first < end and begin < last for begin, end in plain):
+            if token not in self._control_ids or any(first < end and begin < last for begin, end in plain):
                 continue
             self._add_plain(text, place, first, ids, offsets)
             ids.append(token)
@@ -287,6 +297,7 @@ class FileTokenizer:
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"the tokenizer {self._path} cannot encode the text: {error}") from error
         skip, shift = bool(lead), first - len(lead)
+        refuse_controls(self, np.array(encoding.ids[skip:], np.int64))
         ids += encoding.ids[skip:]
         offsets += [(begin + shift, end + shift) for begin, end in encoding.offsets[skip:]]
 

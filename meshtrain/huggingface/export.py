@@ -194,7 +194,7 @@ def _named_tokens(tokenizer: Mapping[str, str]) -> dict[str, str]:
 def _json_object(text: str | None) -> dict[str, Any]:
     """The object that a text is; empty for any other text."""
     try:
-        content = json.loads((text or "{}").removeprefix("\ufeff"))
+        content = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -207,8 +207,9 @@ def _json_text(content: Mapping[str, Any]) -> str:
 def tokenizer_files(path: Path) -> dict[str, str]:
     """A tokenizer.json, and what says its special tokens and how it writes conversations: texts by their names."""
     beside = (path.with_name(name) for name in (weights.TOKENIZER_CONFIG, weights.CHAT_TEMPLATE))
-    texts = {file.name: file.read_bytes().decode() for file in beside if file.is_file()}
-    return {weights.TOKENIZER: path.read_bytes().decode(), **texts}
+    # Without byte order marks, with which transformers reads none of them.
+    texts = {file.name: file.read_bytes().decode("utf-8-sig") for file in beside if file.is_file()}
+    return {weights.TOKENIZER: path.read_bytes().decode("utf-8-sig"), **texts}
 
 
 class ExportFolder:
@@ -234,10 +235,10 @@ class ExportFolder:
         texts: Mapping[str, str],
     ) -> None:
         """Writes small files of these texts by name, and the index; then renames the folder into place. An earlier
-        export is deleted last."""
+        export is deleted last. Surrogates in a text are bytes that are no characters (PEP 383)."""
         index = {weights.INDEX: weights.index(files)} if len(files) > 1 else {}
         for name, text in {**texts, **index}.items():
-            write_whole(self.making / name, text)
+            write_whole(self.making / name, text, errors="surrogateescape")
         fsync_folder(self.making)
         self._refuse()  # the target may have been changed meanwhile: do not delete what is not an export
         before = self.target.with_name(f".{self.target.name}.old")

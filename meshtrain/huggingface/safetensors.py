@@ -19,10 +19,11 @@ from meshtrain.job.parsing import parse_json
 CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a tokenizer.json
-# What a folder has of its tokenizer. The last four are of older transformers, for which a tokenizer.json need not be.
+SENTENCEPIECE = "tokenizer.model"  # the one file of a tokenizer that is no text
+# What a folder has of its tokenizer. The last five are of older transformers, for which a tokenizer.json need not be.
 TOKENIZER_FILES = (
     TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE,
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", SENTENCEPIECE,
 )  # fmt: skip
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's file names
 METADATA = "__metadata__"  # the one key of a header that is not a tensor

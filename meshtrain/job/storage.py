@@ -277,14 +277,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> int:
+def write_whole(path: Path, text: str, errors: str = "strict") -> int:
     """Writes a file atomically and returns its size in bytes. Raises OSError: it cannot be written; no partial file is
-    left. A symbolic link under its name is replaced, not followed."""
+    left. A symbolic link under its name is replaced, not followed. `errors`: as in str.encode."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a writer that was killed
         with temporary.open("xb") as file:
-            size = file.write(text.encode())
+            size = file.write(text.encode("utf-8", errors))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

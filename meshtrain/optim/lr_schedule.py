@@ -3,6 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
+from meshtrain.errors import plural
+
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
 
@@ -46,6 +48,6 @@ def warmup_note(config: "OptimizerConfig", total_steps: int) -> str | None:
         return None
     highest = learning_rate(config, total_steps, total_steps)
     return (
-        f"the run ends in its warm-up: optimizer.warmup_steps is {config.warmup_steps}, and the run has {total_steps} "
-        f"steps, so that its learning rate reaches {highest:g} instead of {config.lr:g}"
+        f"the run ends in its warm-up: optimizer.warmup_steps is {config.warmup_steps}, and the run has "
+        f"{plural(total_steps, 'step')}, so that its learning rate reaches {highest:g} instead of {config.lr:g}"
     )

@@ -10,7 +10,7 @@ from meshtrain.checkpoint.retention import SAMPLES
 from meshtrain.data import OpenData
 from meshtrain.data.mixture import sample_order
 from meshtrain.data.order import BatchSizes, samples_digest, share
-from meshtrain.errors import TrainingError, join_some
+from meshtrain.errors import TrainingError, join_some, ranges
 from meshtrain.evaluate import Evaluation
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
@@ -153,10 +153,12 @@ class StepLogger(AbstractContextManager["StepLogger"]):
 
     def _count_empty(self, result: StepResult) -> None:
         self._empty = self._empty + 1 if result.num_valid_tokens == 0 else 0
-        if self._empty == EMPTY_STEPS and self.job.rank == 0:
+        in_vain = result.step == self.steps and self.tokens == 0 and 0 < self._empty < EMPTY_STEPS
+        if (self._empty == EMPTY_STEPS or in_vain) and self.job.rank == 0:
+            steps = ranges(range(result.step - self._empty + 1, result.step + 1))[0]
             self._metrics.say(
-                f"steps {result.step - EMPTY_STEPS + 1} to {result.step} had no target with a loss: such steps change "
-                "no weight; look at the prompts of the data, or take a larger data.seq_len or batch.global_size"
+                f"no target of the steps {steps} had a loss: such steps change no weight; look at the prompts of the "
+                "data, or take a larger data.seq_len or batch.global_size"
             )
 
     def _handle_nonfinite(self, result: StepResult) -> None:

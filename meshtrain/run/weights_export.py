@@ -29,7 +29,14 @@ from meshtrain.huggingface.export import (
     tokenizer_files,
 )
 from meshtrain.huggingface.load import DTYPES, named_tensors
-from meshtrain.huggingface.safetensors import CONFIG, FILE_BYTES, GENERATION_CONFIG, TOKENIZER_FILES, Entry
+from meshtrain.huggingface.safetensors import (
+    CONFIG,
+    FILE_BYTES,
+    GENERATION_CONFIG,
+    SENTENCEPIECE,
+    TOKENIZER_FILES,
+    Entry,
+)
 from meshtrain.huggingface.stored_names import StoredTensor, table_of
 from meshtrain.job.parsing import read_limited
 from meshtrain.job.process import Job
@@ -104,7 +111,8 @@ def export(
 
 
 def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
-    """What the Hugging Face directory that a run started from says beside its tensors: texts by the files' names.
+    """What the Hugging Face directory that a run started from says beside its tensors: texts by the files' names. Bytes
+    of a tokenizer.model that are no characters are surrogates in its text (PEP 383).
 
     A run may have started from a checkpoint, whose run started from the directory. Says if it is not there any more. A
     checkpoint may come from a stranger, so no more is read than these files, if they are small and plain.
@@ -128,7 +136,9 @@ def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
     texts = {}
     for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
         with suppress(InputError, OSError, RuntimeError, ValueError):
-            texts[name] = read_limited(folder / name, MAX_SMALL_FILE).decode()
+            content = read_limited(folder / name, MAX_SMALL_FILE)
+            binary = name == SENTENCEPIECE
+            texts[name] = content.decode("utf-8", "surrogateescape") if binary else content.decode("utf-8-sig")
     if CONFIG not in texts:
         say(
             f"the export has no ends of texts and no tokenizer of {printable(str(folder))}, from which the run "

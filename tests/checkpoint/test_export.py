@@ -200,6 +200,8 @@ def test_a_tokenizer_of_the_source_goes_with_its_vocabulary(tmp_path: Path) -> N
     folder.mkdir()
     for name, text in files.items():
         (folder / name).write_text(text)
+    binary = b"\xef\xbb\xbf\x00\xff\r\n\x80"
+    (folder / "tokenizer.model").write_bytes(binary)
     model = made()
 
     def exported(tokenizer: str, **keys: Any) -> set[str]:
@@ -210,6 +212,7 @@ def test_a_tokenizer_of_the_source_goes_with_its_vocabulary(tmp_path: Path) -> N
 
     everything = files.keys() - {"config.json"}
     assert exported("bytes") == everything
+    assert (out / "tokenizer.model").read_bytes() == binary
     assert ends_of(out)[0] == 7
     own.write_text(files["tokenizer.json"])
     assert exported(str(own)) == everything

@@ -16,6 +16,7 @@ from meshtrain.checkpoint.weights import load_weights
 from meshtrain.cli import main as cli
 from meshtrain.cli.checkpoint_model import ids_of, tokenizer_of
 from meshtrain.cli.eval import windows
+from meshtrain.cli.generate import text_of
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -112,6 +113,19 @@ def test_a_prompt_begins_as_documents_do(tmp_path: Path) -> None:
     assert ids_of("a<s>", tokenizer, config) == [tokenizer.begin, *tokenizer.encode("a"), tokenizer.begin]
     assert ids_of("a<s>", tokenizer, config, plain=True) == [tokenizer.begin, *plain]
     assert ids_of("a", open_tokenizer(str(file)), config) == tokenizer.encode("a")
+
+
+def test_the_tokens_that_begin_and_end_a_text_are_not_printed(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(tokenizer_folder(tmp_path)), begin_token="auto")
+    a, b = tokenizer.encode("ab")
+    begin, end = tokenizer.begin, tokenizer.end
+    assert begin is not None
+    assert text_of([begin, a, b, end], 2, tokenizer, tokenizer.stops) == "ab"
+    assert text_of([begin, a, b], 2, tokenizer, tokenizer.stops) == "ab"
+    assert text_of([begin, a, end], 3, tokenizer, tokenizer.stops) == f"a{tokenizer.decode([end])}", "of the prompt"
+    assert text_of([begin, a, end, b], 2, tokenizer, ()) == f"a{tokenizer.decode([end])}b", "with --ignore-end"
+    plain = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert text_of([begin, a], 2, plain, plain.stops) == f"{plain.decode([begin])}a"
 
 
 def test_a_text_goes_on_as_its_tokenizer_writes_words(run: Path) -> None:

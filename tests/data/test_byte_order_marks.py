@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 
 from meshtrain.data import text
+from meshtrain.data.tokenizer import FileTokenizer
 from meshtrain.errors import InputError
+from meshtrain.huggingface.export import tokenizer_files
 from tests.data.conftest import Opener
+from tests.data.files import tokenizer_folder
 from tests.data.test_text import read_all
 
 BOM = codecs.BOM_UTF8
 
 
-def test_a_mark_is_no_token(opened: Opener, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_token(opened: Opener, tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_bytes(BOM + "ëins".encode())
@@ -24,7 +27,7 @@ def test_a_mark_is_no_token(opened: Opener, tmp_path: Path) -> None:
     assert read_all(data.train) == (list(expected[:-1]), list(expected[1:]))
 
 
-def test_a_mark_of_a_text_that_is_read_in_parts(
+def test_the_byte_order_mark_of_a_text_that_is_read_in_parts(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "_BATCH_CHARACTERS", 3)
@@ -37,7 +40,7 @@ def test_a_mark_of_a_text_that_is_read_in_parts(
         opened(source="text", path=file, validation=0, seq_len=1)
 
 
-def test_a_mark_of_lines(opened: Opener, tmp_path: Path) -> None:
+def test_the_byte_order_mark_of_lines(opened: Opener, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(BOM + b'{"text": "abc"}\r\n{"text": "de"}\r\n')
     data = opened(source="jsonl", path=file, validation=0, seq_len=1)
@@ -55,3 +58,15 @@ def test_a_line_that_is_longer_than_memory(opened: Opener, tmp_path: Path, monke
     file.write_text(2 * line + "a" + line)
     with pytest.raises(InputError, match=r"the line after the first 2 lines .* has more than 100 bytes"):
         opened(source="jsonl", path=file, validation=0, seq_len=1)
+
+
+def test_the_byte_order_marks_of_a_tokenizers_files_go_and_are_not_exported(tmp_path: Path) -> None:
+    file = tokenizer_folder(tmp_path, eos_token="<|eot_id|>")
+    plain, files = FileTokenizer(file), tokenizer_files(file)
+    for name in files:
+        marked = file.with_name(name)
+        marked.write_bytes(BOM + marked.read_bytes())
+    ours = FileTokenizer(file)
+    assert (ours.end, ours.encode("aü<|eot_id|>")) == (plain.end, plain.encode("aü<|eot_id|>"))
+    assert ours.chat is not None
+    assert tokenizer_files(file) == files

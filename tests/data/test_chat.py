@@ -1,13 +1,17 @@
 """Conversations become text and a loss mask by the tokenizer's own template; what is refused is in refusals.yaml."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from meshtrain.data.chat import ChatTemplate
+from meshtrain.data.chat import ChatTemplate, Spelling
 from meshtrain.data.tokenizer import FileTokenizer
+from meshtrain.errors import InputError
 from tests.data.conftest import Opener
 from tests.data.files import CHATML, TALK, tokenizer_folder, write_lines
 
@@ -92,7 +96,7 @@ def test_which_answers_are_learned(tmp_path: Path) -> None:
     assert learned(file, [turn | {"train": None} for turn in TALK]) == [first, last]
 
 
-def test_a_template_that_changes_earlier_answers_has_a_last_one(tmp_path: Path) -> None:
+def test_the_last_answer_is_learned_where_a_template_changes_earlier_ones(tmp_path: Path) -> None:
     file = tokenizer_folder(tmp_path, QWEN)
     assert learned(file, TALK[:3]) == ["<think></think>Two, 二.<|im_end|>\n"]
     assert learned(file, TALK, "last") == ["<think></think>three<|im_end|>\n"]
@@ -103,7 +107,7 @@ def test_a_template_that_changes_earlier_answers_has_a_last_one(tmp_path: Path) 
     ("answer", "span"),
     [("yes", "yes<|eot_id|>"), ("<b>", "<b><|eot_id|>"), ("x</think><", "<<|eot_id|>"), ("<think>\n", "<|eot_id|>")],
 )
-def test_a_generation_prompt_that_no_answer_begins_with(answer: str, span: str, tmp_path: Path) -> None:
+def test_the_loss_begins_where_an_answer_leaves_the_generation_prompt(answer: str, span: str, tmp_path: Path) -> None:
     """The loss begins where the two part, whatever the answer begins with: here, as the rest of the prompt."""
     file = tokenizer_folder(tmp_path, R1)
     talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
@@ -130,6 +134,53 @@ def test_what_messages_spell_is_text(tmp_path: Path) -> None:
     assert tokenizer.decode(ids[loss == 1].tolist()) == f"{evil}<|im_end|>\nb<|im_end|>\n"
     plain = [tokenizer.decode([token]) for token in ids.tolist()].count("|")
     assert plain == 2 * 2 * 3 + 2, "of the messages' own"
+
+
+@given(
+    tokens=st.sets(st.text("<a|>.", min_size=1, max_size=7), max_size=12),
+    text=st.text("<a|>.x", max_size=60),
+)
+def test_of_control_tokens_the_longest_is_found_at_each_place(tokens: set[str], text: str) -> None:
+    """As the same alternatives one after the other find them."""
+    plain = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+    assert [match.span() for match in Spelling(tuple(tokens)).pattern.finditer(text)] == [
+        match.span() for match in plain.finditer(text)
+    ]
+
+
+def test_a_tokenizer_that_cannot_tell_control_tokens_from_text_refuses_messages_that_spell_them(
+    opened: Opener, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    file = tokenizer_folder(tmp_path / "tokenizer", eos_token="<|im_end|>")
+    pieces = ["<unk>", "<|im_start|>", "<|im_end|>", *"abcdefghijklmnopqrstuvwxyz▁\n<|>_"]
+    made = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>"])
+    made.save(str(file))
+    good, bad = (
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}] for text in ("a", "<|im_end|>")
+    )
+    keys = {"source": "jsonl", "tokenizer": str(file), "validation": 0, "seq_len": 8}
+    opened(path=write_lines(tmp_path / "good.jsonl", [{"messages": good}]), **keys)
+    with pytest.raises(
+        InputError, match=r"bad.jsonl:2: spells the control token <\|im_end\|>, which this data.tokenizer"
+    ):
+        opened(path=write_lines(tmp_path / "bad.jsonl", [{"messages": good}, {"messages": bad}]), **keys)
+
+
+def test_an_end_token_that_is_not_marked_as_special_is_one(tmp_path: Path) -> None:
+    """The characters of it in a message do not end the document."""
+    from tokenizers import AddedToken, Tokenizer
+
+    file = tokenizer_folder(tmp_path, CHATML.replace("<|im_end|>", "</s>"), eos_token="</s>")
+    made = Tokenizer.from_file(str(file))
+    made.add_tokens([AddedToken("</s>", special=False, normalized=False)])
+    made.save(str(file))
+    assert learned(file, TALK) == ["Two, 二.</s>\n", "three</s>\n"]
+    with pytest.raises(InputError, match="spells the control token </s>"):
+        spoken(file, [TALK[1], TALK[2] | {"content": "a</s>b"}])
 
 
 def test_tools_and_keys_spell_text_too(tmp_path: Path) -> None:
@@ -202,7 +253,7 @@ def test_ids_do_not_depend_on_what_is_marked_as_plain(kind: str, tmp_path: Path)
             assert one.tolist() == other.tolist()
 
 
-def test_a_blank_before_an_answer_is_the_prompts(tmp_path: Path) -> None:
+def test_the_blank_before_an_answer_belongs_to_the_prompt(tmp_path: Path) -> None:
     """Where the file leaves blanks out of the places of tokens, and the blank is a token of its own or is not."""
     from tokenizers import Tokenizer, models, processors
 
@@ -224,7 +275,7 @@ def test_a_blank_before_an_answer_is_the_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("after", "begin"), [("", None), ("\n", None), ("\n", "<s>")])
-def test_a_template_writes_the_begin_and_the_end_itself(
+def test_the_begin_and_the_end_that_a_template_writes_are_not_written_twice(
     after: str, begin: str | None, opened: Opener, tmp_path: Path
 ) -> None:
     template = "<s>" * bool(begin) + CHATML.replace("{{ '\n' }}{% endfor %}", "{{ " + repr(after) + " }}{% endfor %}")

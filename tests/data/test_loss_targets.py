@@ -1,6 +1,7 @@
 """Which share of the targets has a loss, as the banner, `prepare` and `plan` say it, and data of which none has one."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from meshtrain.data.prepare import loss_share
 from meshtrain.errors import InputError
 from meshtrain.evaluate import require_training_targets
 from meshtrain.run.setup import loss_lines
+from meshtrain.run.step_logger import StepLogger
 from tests.data.conftest import Opener
 from tests.data.files import write_lines
 
@@ -64,3 +66,25 @@ def test_prepare_and_plan_say_the_share(tmp_path: Path, capsys: pytest.CaptureFi
     assert [note for note in make_plan(config[0], config[1:]).notes if note.endswith(share)]
     path.unlink()
     make_plan(config[0], config[1:])
+
+
+@pytest.mark.parametrize(
+    ("valid", "said"),
+    [
+        ([0] * 11 + [3], ["1-10"]),  # once, and not at each further step
+        ([3] + [0] * 10 + [3] * 2, ["2-11"]),
+        ([0, 0, 0], ["1-3"]),  # the whole of a short run
+        ([0], ["1"]),
+        ([3, 0, 0], []),
+        ([0, 0, 3], []),
+    ],
+)
+def test_steps_without_a_target_with_a_loss_are_said(valid: list[int], said: list[str]) -> None:
+    lines: list[str] = []
+    logger: Any = StepLogger.__new__(StepLogger)
+    logger.steps, logger.tokens, logger._empty = len(valid), 0, 0
+    logger.job, logger._metrics = SimpleNamespace(rank=0), SimpleNamespace(say=lines.append)
+    for step, count in enumerate(valid, 1):
+        logger._count_empty(SimpleNamespace(step=step, num_valid_tokens=count))
+        logger.tokens += count
+    assert [line.split(" had a loss")[0] for line in lines] == [f"no target of the steps {steps}" for steps in said]

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from meshtrain.attention import AttentionContext
-from meshtrain.config import ConfigErrors
+from meshtrain.checkpoint.config_diff import Changes, compare_configs
+from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.locate import model_file
+from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.huggingface.safetensors import CONFIG
 from meshtrain.rotary import (
     cos_sin,
@@ -18,7 +20,7 @@ from meshtrain.rotary import (
     rotary_score_factor,
     rotate,
 )
-from tests.huggingface.models import MODELS, assert_loads, changed, logits, run_config, table, with_weights, write
+from tests.huggingface.models import MODELS, REST, assert_loads, changed, logits, run_config, table, with_weights, write
 
 llama = model_file("llama")
 MOST, LENGTH = 32, 60  # the length that a model was made for, and that of its sequences
@@ -151,6 +153,48 @@ def test_a_yaml_overrides_what_a_file_or_a_checkpoint_says_of_rotary_positions(t
     for override, expected in cases:
         theta, scaling = llama.Config(**run_config(folder, override).model.keys).rope
         assert (theta, scaling["factor"]) == expected, override
+
+
+@pytest.mark.parametrize(
+    ("written", "theta", "scaling"),
+    [
+        ("rope_parameters: {rope_type: default, rope_theta: 500000}", 5e5, None),
+        ("rope_parameters: {rope_type: linear, factor: 4.0, rope_theta: 500000}", 5e5, LINEAR),
+        ("rope_scaling: {rope_type: linear, factor: 4.0, rope_theta: 500000}", 5e5, LINEAR),
+        ("rope_scaling: {rope_type: linear, factor: 4.0}, rope_parameters: {}", 1e4, LINEAR),
+        # Twice the same.
+        ("rope_theta: 500000, rope_parameters: {rope_type: default, rope_theta: 500000}", 5e5, None),
+        (
+            "rope_scaling: {rope_type: linear, factor: 4.0}, rope_parameters: {rope_type: linear, factor: 4}",
+            1e4,
+            LINEAR,
+        ),
+    ],
+)
+def test_a_resolved_config_says_rotary_positions_once_and_gives_an_equal_one(
+    written: str, theta: float, scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    first, again = tmp_path / "first.yaml", tmp_path / "config.yaml"
+    first.write_text(f"model: {{name: llama, {written}}}{REST}")
+    config = Config.load(str(first))
+    again.write_text(config.to_yaml())
+    assert Config.load(str(again)) == config
+    keys = config.model.keys
+    assert repr(keys["rope_theta"]) == repr(theta)
+    assert (keys["rope_scaling"], keys["rope_parameters"]) == (scaling, None)
+
+
+def test_the_config_of_an_older_checkpoint_has_both_forms() -> None:
+    """Older versions of meshtrain kept `rope_parameters`, which counted, beside the default of `rope_theta`."""
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000}
+    older = {"name": "llama", "rope_theta": 1e4, "rope_scaling": None, "rope_parameters": rope}
+    newer = {"name": "llama", "rope_theta": 5e5, "rope_scaling": LINEAR, "rope_parameters": None}
+    assert one_form(older) == newer
+    assert one_form(newer) == newer
+    assert compare_configs({"model": older}, {"model": newer}) == Changes()
+    assert compare_configs({"model": newer}, {"model": older | {"rope_parameters": None}}).refused
+    damaged = older | {"rope_parameters": 3}
+    assert one_form(damaged) == damaged
 
 
 def test_the_type_may_stand_in_rope_parameters_by_its_old_name() -> None:

@@ -88,6 +88,9 @@ def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
         "the run ends in its warm-up: optimizer.warmup_steps is 20, and the run has 5 steps, so that its learning rate "
         "reaches 0.00025 instead of 0.001"
     )
+    shortest = warmup_note(config(lr=1e-3, warmup_steps=2), 1)
+    assert shortest is not None
+    assert "the run has 1 step, so" in shortest
 
 
 # Norms --------------------------------------------------------------------------------------------------------------
