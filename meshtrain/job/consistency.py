@@ -27,8 +27,9 @@ TESTED_TORCH = ((2, 11), (2, 14))  # the oldest and the newest version with whic
 PACKAGES = ("meshtrain", "numpy")  # torch and Python report their own versions
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_")  # change results or traffic
 OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
-# Where something lies may differ between nodes, and changes neither results nor traffic.
+# Where something lies, and what is logged, may differ between nodes, and changes neither results nor traffic.
 PLACES = ("_HOME", "_PATH", "_DIR", "_DIRECTORY", "_FILE", "_ROOT")  # ends of names
+LOGS = ("NCCL_DEBUG", "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES")  # beginnings of names
 NOT_SET = "(not set)"
 MOST_VALUES = 8  # distinct sets of values of a fingerprint that are compared by key
 MOST_LINES = 12
@@ -154,7 +155,7 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
 
 def is_compared(variable: str) -> bool:
     """Whether a variable of the environment should have one value on all ranks."""
-    if variable in OF_EACH_HOST or variable.endswith(PLACES):
+    if variable in OF_EACH_HOST or variable.endswith(PLACES) or variable.startswith(LOGS):
         return False
     return variable.startswith(VARIABLES)
 

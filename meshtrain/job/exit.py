@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from meshtrain.config.locate import line_of
-from meshtrain.errors import AgreedError, DiskError, TrainingError, UnreadableError
+from meshtrain.errors import AgreedError, DiskError, InputError, StartError, TrainingError, UnreadableError
 from meshtrain.job.environment import already_printed
 from meshtrain.job.process import Job
+from meshtrain.job.signals import ignore_signals, in_main_thread
 from meshtrain.job.storage import DISK_ERRORS, print_error
 from meshtrain.job.store import RemoteFailure, describe, is_input
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
@@ -45,14 +46,14 @@ def job_exit(job: Job) -> Iterator[None]:
             print_failure(job, Diagnosis(kind, (), str(error)), str(error))
         tell_launcher(str(error))
         _barrier_and_destroy(job)
-        raise SystemExit(1) from None
+        _end(job, 1)
     except AgreedError as error:
         # torchrun ends the other ranks as soon as one exits: none may exit before rank 0 has printed this, once.
         if job.rank == 0 and not already_printed(str(error), os.environ):
             print_error(error)
         tell_launcher(str(error))
         _barrier_and_destroy(job)
-        raise SystemExit(INPUT_STATUS) from None
+        _end(job, INPUT_STATUS)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, SystemExit) and signal_of(error) is None:
             raise
@@ -66,17 +67,32 @@ def job_exit(job: Job) -> Iterator[None]:
             text = str(error) if job.world_size == 1 else f"{job}: {error}"
             print_error(text)
             tell_launcher(text)
-            raise SystemExit(INPUT_STATUS) from None
+            _end(job, INPUT_STATUS)
         headline = f"{job} failed: {describe(error)}"
         diagnosis = Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,))
         if isinstance(error, OSError) and is_of_machine(error):
             print_failure(job, diagnosis, f"{headline} ({line_of(error)})")
             tell_launcher(headline)
-            raise SystemExit(1) from None
+            _end(job, 1)
         print_failure(job, diagnosis)
         error.add_note(f"This was {job}.")
         get_error_handler().record_exception(error)
         raise
+
+
+def refuse_start(error: InputError | StartError) -> int:
+    """Says why this process does not join its job; returns its exit status."""
+    print_error(error)
+    tell_launcher(str(error), at_fault=isinstance(error, InputError) or not error.follows)
+    return INPUT_STATUS if isinstance(error, InputError) else 1
+
+
+def _end(job: Job, status: int) -> NoReturn:
+    """Ends this process with its own status. A launcher sends signals to all ranks once the first has left, and Python
+    takes a while to end."""
+    if job.store is not None and in_main_thread():
+        ignore_signals()
+    raise SystemExit(status) from None
 
 
 def _leave_after(job: Job, first: RemoteFailure) -> NoReturn:
@@ -84,10 +100,10 @@ def _leave_after(job: Job, first: RemoteFailure) -> NoReturn:
     diagnosis = first.diagnosis
     tell_launcher(diagnosis.headline, at_fault=job.rank in diagnosis.ranks)
     if diagnosis.kind == DiagnosisKind.INPUT:  # the rank that has found it prints it
-        raise SystemExit(INPUT_STATUS) from None
+        _end(job, INPUT_STATUS)
     if not first.printed:
         print_failure(job, diagnosis, f"{job} stops, because {diagnosis.headline}")
-    raise SystemExit(1) from None
+    _end(job, 1)
 
 
 def tell_launcher(sentence: str, *, at_fault: bool = True) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from meshtrain.errors import InputError, StartError
 from meshtrain.job.environment import read_environment
-from meshtrain.job.exit import INPUT_STATUS, job_exit, signal_of, tell_launcher
+from meshtrain.job.exit import job_exit, refuse_start, signal_of
 from meshtrain.job.pending import advances
 from meshtrain.job.process import Job, join
 from meshtrain.job.signals import SignalWakeup, end_with_launcher, ignore_signals, in_main_thread, install_handlers
@@ -376,6 +376,4 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
             job.connect(timeout_s)
             yield job
     except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
-        print_error(error)
-        tell_launcher(str(error))
-        raise SystemExit(INPUT_STATUS if isinstance(error, InputError) else 1) from None
+        raise SystemExit(refuse_start(error)) from None
