@@ -16,6 +16,11 @@ OWN_DESCRIPTORS = 512  # file descriptors of a process; the one that serves the 
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 HOSTS = re.compile(r"[^,\[\]\s]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
 MOST_HOSTS = 1 << 20  # in a range
+# What may differ between hosts, as it changes neither results nor traffic: which device or interface of a host is used,
+# where something lies there (ends of names), and what is logged (beginnings of names).
+OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
+PLACES = ("_HOME", "_PATH", "_DIR", "_DIRECTORY", "_FILE", "_ROOT")
+LOGS = ("NCCL_DEBUG", "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES")
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # set to 1, torchrun opens a store for each start of the workers
 
 
@@ -137,6 +142,11 @@ def _numbers(listed: str) -> list[str]:
             raise InputError(f"the range {part} of the node list {problem}: export MASTER_ADDR")
         numbers += [f"{i:0{len(first)}}" for i in span]
     return numbers
+
+
+def is_of_host(variable: str) -> bool:
+    """Whether a variable of the environment may well have another value on each host."""
+    return variable in OF_EACH_HOST or variable.endswith(PLACES) or variable.startswith(LOGS)
 
 
 def started_before(variables: Mapping[str, str]) -> bool:

@@ -162,6 +162,8 @@ class Watchdog(Failures):
             install_handlers({signal.SIGTERM: signal.SIG_DFL})
         if self._server is not None:
             self._server.close()
+        if self._peers is not None:
+            self._peers.close()
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -286,6 +288,8 @@ class Watchdog(Failures):
             self._learn(question["diagnosis"])
         if request == "look":
             return {"state": self.peers.state(question["rank"])}
+        if request == "end of":
+            return {"end": self.peers.end_of(question["rank"])}
         if request == "kill":
             self.peers.kill(question["rank"])
         return {}
