@@ -71,7 +71,8 @@ def job_exit(job: Job) -> Iterator[None]:
         headline = f"{job} failed: {describe(error)}"
         diagnosis = Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,))
         if isinstance(error, OSError) and is_of_machine(error):
-            print_failure(job, diagnosis, f"{headline} ({line_of(error)})")
+            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"  # no program has to be mended
+            print_failure(job, diagnosis, f"{headline}{place}")
             tell_launcher(headline)
             _end(job, 1)
         print_failure(job, diagnosis)
@@ -87,11 +88,15 @@ def refuse_start(error: InputError | StartError) -> int:
     return INPUT_STATUS if isinstance(error, InputError) else 1
 
 
-def _end(job: Job, status: int) -> NoReturn:
-    """Ends this process with its own status. A launcher sends signals to all ranks once the first has left, and Python
-    takes a while to end."""
+def outlast_signals(job: Job) -> None:
+    """For a process that ends now with a status of its own: its launcher sends signals to all ranks once the first has
+    left, and Python takes a while to end."""
     if job.store is not None and in_main_thread():
         ignore_signals()
+
+
+def _end(job: Job, status: int) -> NoReturn:
+    outlast_signals(job)
     raise SystemExit(status) from None
 
 

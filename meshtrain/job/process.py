@@ -162,7 +162,8 @@ class Job:
             if error.filename is None and not known:
                 raise
             passes = known or error.errno in DISK_ERRORS
-            failure = f"host {self.host} {error}" if known else f"host {self.host}: {error} ({line_of(error)})"
+            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"  # no program has to be mended
+            failure = f"host {self.host} {error}" if known else f"host {self.host}: {error}{place}"
         failed, wrong, passes = self.reduce(activity, [problem, failure, passes], _describe_problems)
         if failed is not None:
             raise (DiskError if passes else TrainingError)(f"{activity}: {failed}")

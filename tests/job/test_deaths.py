@@ -1,5 +1,6 @@
 """How a process ended, as its neighbours see it until its launcher has been told."""
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ def test_the_end_of_a_process_is_seen_and_remembered(
     if pid == 0:
         os.close(go)
         os.read(wait, 1)
+        faulthandler.disable()  # it would print the stack of the tests
         end()
     neighbours = Deaths({1: pid, 2: os.getpid()})
     os.close(go)
