@@ -1,14 +1,12 @@
 """How a process leaves its job: together with all other ranks, or with a failure that names the rank at fault."""
 
 import errno
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from meshtrain.config.locate import line_of
 from meshtrain.errors import AgreedError, DiskError, InputError, StartError, TrainingError, UnreadableError
-from meshtrain.job.environment import already_printed
+from meshtrain.job.environment import already_printed, tell_launcher
 from meshtrain.job.process import Job
 from meshtrain.job.signals import ignore_signals, in_main_thread
 from meshtrain.job.storage import DISK_ERRORS, print_error
@@ -24,7 +22,6 @@ from meshtrain.job.store import RemoteFailure, describe, is_input
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
 INPUT_STATUS = 2  # the exit status where the user's input is wrong
-VICTIM_LATER_S = 5  # by which the failure of a rank that is not at fault counts as later than that of the one that is
 GRACE_S = 10.0  # how long the process that serves the store waits for the others to finish reading from it
 
 
@@ -109,27 +106,6 @@ def _leave_after(job: Job, first: RemoteFailure) -> NoReturn:
     if not first.printed:
         print_failure(job, diagnosis, f"{job} stops, because {diagnosis.headline}")
     _end(job, 1)
-
-
-def tell_launcher(sentence: str, *, at_fault: bool = True) -> None:
-    """Writes torch's error file: torchrun's report then gives this sentence as the cause, and not the place in Python
-    where it was raised, which says nothing to who has to mend a config or a disk.
-
-    torchrun calls that rank the root whose file has the earliest second, and a failure is on all ranks within one: who
-    is not at fault gives a later one. All tell the same sentence."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        return
-    stamp = int(time.time()) + (0 if at_fault else VICTIM_LATER_S)
-    message = {"message": _one_sentence(sentence), "extraInfo": {"timestamp": str(stamp)}}
-    with suppress(OSError):  # its own folder may be on the disk that is full
-        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
-
-
-def _one_sentence(text: str) -> str:
-    """Of a text of many lines the first one: the rest stands in the log once, and would be in the report again."""
-    lines = [line.strip() for line in text.strip().splitlines()]
-    return " ".join(lines) if len(lines) <= 2 else f"{lines[0]} (the rest is printed above)"
 
 
 def is_of_machine(error: OSError) -> bool:
