@@ -424,6 +424,8 @@ def test_what_is_executed_lies_where_nobody_else_writes(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(made)
     with pytest.raises(NotADirectoryError, match="a link to one"):
         storage.make_private_folder(tmp_path / "link")
+    (tmp_path / "way").symlink_to(tmp_path / "own")
+    assert storage.make_private_folder(tmp_path / "way" / "more") == tmp_path / "own" / "more", "without the link"
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o2775)
     with pytest.raises(PermissionError, match="others can write to the folder above"):

@@ -1,5 +1,7 @@
-"""The environment as the launcher has set it (torchrun's variables, SLURM's, or none), marks of earlier starts, and what
-is told to the launcher."""
+"""The environment as the launcher has set it (torchrun's variables, SLURM's, or none), and what is left for it to read.
+
+The launcher passes variables; a worker leaves marks of earlier starts, and the reason for which it ends.
+"""
 
 import hashlib
 import itertools

@@ -113,6 +113,7 @@ def make_private_folder(folder: Path, *, may_be_shared: bool = True) -> Path:
         sticky = bool(about.st_mode & stat.S_ISVTX)  # as in /tmp: only the owner of a folder can exchange it
         if about.st_uid not in (0, os.geteuid()) or (_others_write(about) and not sticky):
             raise PermissionError(errno.EPERM, f"others can write to the folder above it, {parent}", str(folder))
+    folder = above / folder.name  # whoever can exchange a link on the way to it changes nothing
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     about = os.lstat(folder)
