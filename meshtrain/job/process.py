@@ -457,7 +457,7 @@ def _agree_on_start(environment: Environment, store: dist.Store, deadline: float
 
 
 def _pauses(world_size: int) -> Iterator[float]:
-    """Seconds between two polls of the store, which has one thread for all ranks."""
+    """Seconds between two polls of the store, without end: it has one thread for all ranks."""
     pause, longest = max(POLL_S, world_size / 50_000), max(LONGEST_POLL_S, world_size / 2000)
     while True:
         yield pause
@@ -495,11 +495,13 @@ def _begin_start(environment: Environment, store: dist.Store, token: str, deadli
     keys = [f"hello/{rank}" for rank in range(1, world)]
     answered = [""] * len(keys)  # the token each was answered with: one of an earlier start may be read first
     store.append(f"{token}/met", "0\n")  # type: ignore[attr-defined]  # from now on it can be read
-    pauses = _pauses(world)
-    while len(met := set(lines := store.get(f"{token}/met").split())) < world:
-        if len(lines) > len(met):
-            twice = next(int(rank) for rank in met if lines.count(rank) > 1)
+    for pause in _pauses(world):
+        met = list(map(int, store.get(f"{token}/met").split()))
+        if len(set(met)) < len(met):
+            twice = next(rank for rank in met if met.count(rank) > 1)
             raise InputError(_two_processes(twice, []))
+        if len(met) == world:
+            break
         _check_for_twins(store)
         if store.check(keys):
             tokens = [hello.decode().split()[0] for hello in store.multi_get(keys)]
@@ -508,12 +510,12 @@ def _begin_start(environment: Environment, store: dist.Store, token: str, deadli
                 values = [f"{tokens[i]} {token}" for i in new]
                 store.multi_set([f"welcome/{i + 1}" for i in new], values)  # type: ignore[attr-defined]  # not in stubs
                 answered = tokens
-        time.sleep(next(pauses))
+        time.sleep(pause)
         now = time.monotonic()
         if now - printed_at > SAY_EVERY_S or now > deadline:
             printed_at = now
             hint = stale_store(os.environ)
-            missing = _missing_ranks(environment, store, set(map(int, met)))
+            missing = _missing_ranks(environment, store, met)
             if now > deadline:
                 raise StartError(
                     f"the job does not begin: after {now - begun:.0f} s it still waits for {missing}{hint}"
