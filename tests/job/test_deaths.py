@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -51,6 +52,22 @@ def test_the_end_of_a_process_is_seen_and_remembered(
     assert end_of_process(pid) is None
     neighbours.close()
     neighbours.close()
+
+
+def test_a_child_that_has_inherited_its_pipe_does_not_keep_it_from_closing(pipe: tuple[int, int]) -> None:
+    wait, go = pipe
+    neighbours = Deaths({1: os.getpid()})
+    pid = os.fork()
+    if pid == 0:
+        os.close(go)
+        os.read(wait, 1)
+        os._exit(0)
+    closing = threading.Thread(target=neighbours.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    os.close(go)
+    os.waitpid(pid, 0)
 
 
 def test_who_lives_or_is_not_watched_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:

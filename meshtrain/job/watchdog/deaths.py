@@ -37,9 +37,10 @@ class Deaths:
 
     def close(self) -> None:
         if self._closing >= 0:
+            os.write(self._closing, b"\0")  # to close it wakes nobody while a child, a data worker, has it open, too
+            self._thread.join()
             os.close(self._closing)
             self._closing = -1
-            self._thread.join()
 
     def _run(self) -> None:
         ends = select.poll()
