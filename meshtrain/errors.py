@@ -52,7 +52,14 @@ class DiskError(TrainingError):
 
 
 class StartError(TimeoutError):
-    """Not all ranks of a job have come, or one does not reach the others. The process ends with exit status 1."""
+    """Not all ranks of a job have come, or one does not reach the others. The process ends with exit status 1.
+
+    `follows`: another process has ended before, and says why.
+    """
+
+    def __init__(self, text: str, *, follows: bool = False) -> None:
+        self.follows = follows
+        super().__init__(text)
 
 
 @contextmanager

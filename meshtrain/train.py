@@ -38,7 +38,7 @@ from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.foresight.start import MemoryForecast
 from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_equal, run_fingerprints
 from meshtrain.job.environment import read_environment
-from meshtrain.job.exit import INPUT_STATUS, job_exit, tell_launcher
+from meshtrain.job.exit import job_exit, refuse_start
 from meshtrain.job.process import Job, join
 from meshtrain.job.storage import show_any_text
 from meshtrain.job.watchdog.deadlines import process_group_timeout
@@ -87,9 +87,7 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
             require_equal(job, *run_fingerprints(config, os.environ))
             status = run(config, job, signals, watchdog)
     except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
-        print(error, file=sys.stderr)
-        tell_launcher(str(error))
-        return INPUT_STATUS if isinstance(error, InputError) else 1
+        return refuse_start(error)
     # torchrun treats any other status as a failure, ends the remaining ranks, and may restart them.
     return 0 if job.environment.launcher == "torchrun" and status != EXIT_RESTART else status
 

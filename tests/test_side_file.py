@@ -330,7 +330,7 @@ def test_what_others_may_have_planted_is_not_opened(
     assert victim.read_text() == "all that he has"
 
 
-def test_a_strangers_file_is_not_opened_unless_the_folder_is_his(
+def test_a_file_of_another_user_is_opened_only_in_a_folder_of_that_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "x").write_text("his")
@@ -344,8 +344,12 @@ def test_a_strangers_file_is_not_opened_unless_the_folder_is_his(
         return os.stat_result([*about[:4], about.st_uid + 2, *about[5:]])
 
     monkeypatch.setattr(storage.os, "stat", of_another)
-    with pytest.raises(PermissionError, match=r"it belongs to \S+, who is neither this user nor the owner"):
-        storage.read_guarded(tmp_path / "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_uid_of_new_files", lambda folder: os.getuid() + 3)
+        with pytest.raises(PermissionError, match=r"it belongs to \S+, who is neither this user nor the owner"):
+            storage.read_guarded(tmp_path / "x")
+    # A file server may give what this user makes to `nobody`.
+    assert storage.read_guarded(tmp_path / "x") == b"his"
 
 
 def test_a_run_writes_through_no_link_and_goes_on_once_it_is_gone(
@@ -361,6 +365,29 @@ def test_a_run_writes_through_no_link_and_goes_on_once_it_is_gone(
     file.append(b"second\n")
     assert path.read_bytes() == b"first\nsecond\n"
     assert "cannot be written (it is a link, which is not followed here)" in capsys.readouterr().err
+
+
+WRITTEN_BY_A_RUN = ("config.yaml", "layout.txt", "exit.json", "ranks.json", "timeline.json", "loss.png", ".owner")
+
+
+def test_a_run_writes_through_no_link_in_its_folder(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Under the names of its files, and those under which it first writes them."""
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    run.mkdir()
+    for name in WRITTEN_BY_A_RUN:
+        for planted in (name, f".{name}.tmp", f"{name}.tmp"):
+            (run / planted).symlink_to(victim)
+    assert go("train.steps=3") == {"status": 0}
+    plot.plot_loss(run, "run")
+    assert victim.read_text() == "precious"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "loss.png").is_symlink() is False
+
+
+def test_a_picture_of_rows_in_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert "has no steps" in plot.plot_loss(tmp_path, "run")
 
 
 @pytest.mark.parametrize("way", ["removed", "renamed"])
@@ -397,8 +424,13 @@ def test_what_is_executed_lies_where_nobody_else_writes(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(made)
     with pytest.raises(NotADirectoryError, match="a link to one"):
         storage.make_private_folder(tmp_path / "link")
+    (tmp_path / "way").symlink_to(tmp_path / "own")
+    assert storage.make_private_folder(tmp_path / "way" / "more") == tmp_path / "own" / "more", "without the link"
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o2775)
     with pytest.raises(PermissionError, match="others can write to the folder above"):
         storage.make_private_folder(tmp_path / "shared" / "code")
-    assert list((tmp_path / "shared").iterdir()) == []
+    (tmp_path / "shared" / "mine").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="others can write to the folder above"):
+        storage.make_private_folder(tmp_path / "shared" / "mine" / "code")  # they could exchange `mine`
+    assert list((tmp_path / "shared" / "mine").iterdir()) == []

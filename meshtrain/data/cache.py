@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshtrain.data.tokens import Document, temporary_prefix
 from meshtrain.errors import InputError
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.pending import advance
 from meshtrain.job.storage import open_guarded, read_guarded
 
@@ -118,16 +119,18 @@ def _sign(lock: int) -> None:
     """Writes into the lock who holds it, for those who wait. A full disk has no room for that: then nobody is named."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
     with suppress(OSError):
+        if os.fstat(lock).st_nlink > 1:  # a file of this user's that somebody has given the lock's name, too
+            return
         os.truncate(lock, 0)
         os.pwrite(lock, json.dumps(holder).encode(), 0)
 
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(read_guarded(path, 1000))
+        holder = parse_json(read_guarded(path, 1000))
         seconds = time.time() - holder["since"]
         return f"process {holder['pid']} on {holder['host']} has been preparing it for {seconds:.0f} s"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the holder has not written its name yet
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written its name yet
         return "another process begins to prepare it"
 
 

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from meshtrain.errors import join_some
 from meshtrain.job import sockets
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.sockets import is_loopback
+from meshtrain.job.storage import print_error
 
 VERSION = 2
 PREFIX = "meshtrain/doctor/"
@@ -58,7 +58,7 @@ class JoinError(Exception):
 def _progress(last: float, text: str) -> float:
     due = time.monotonic() - last > PROGRESS_S
     if due:
-        print(text, file=sys.stderr, flush=True)
+        print_error(text)
     return time.monotonic() if due else last
 
 

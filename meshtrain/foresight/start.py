@@ -15,7 +15,7 @@ import torch
 
 from meshtrain.config import Config
 from meshtrain.errors import bytes_text
-from meshtrain.job.storage import optional
+from meshtrain.job.storage import optional, read_guarded, write_whole
 
 PATIENCE_S = 5.0  # longest that a run waits for the prediction before its first step
 ROOM = "MESHTRAIN_DEVICE_MEMORY_GIB"  # variable that replaces the device's memory
@@ -40,7 +40,7 @@ class MemoryForecast:
         with optional("how much memory the run takes is not foreseen"):
             self.file.unlink(missing_ok=True)
             source = folder / f"{FILE}.yaml"
-            source.write_text(config.to_yaml())
+            write_whole(source, config.to_yaml())
             arguments = [source, self.file, config.resolved.world_size, gib]
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "meshtrain.foresight.start", *map(str, arguments)],
@@ -59,7 +59,7 @@ class MemoryForecast:
 
     def _read(self) -> list[str]:
         with suppress(OSError):  # not written yet
-            return self.file.read_text().splitlines()
+            return read_guarded(self.file).decode().splitlines()
         return []
 
     def __enter__(self) -> "MemoryForecast":
@@ -93,7 +93,7 @@ def main(source: str, file: str, world_size: str, gib: str) -> None:
     if verdict != "fits":
         saves = (f"{knob} {bytes_text(less)}" for knob, (less, _) in prediction.saves.items())
         lines.append(f"  would save: {'; '.join(saves)}")
-    Path(file).write_text("\n".join(lines) + "\n")
+    write_whole(Path(file), "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

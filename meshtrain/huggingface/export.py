@@ -238,7 +238,7 @@ class ExportFolder:
         export is deleted last. Surrogates in a text are bytes that are no characters (PEP 383)."""
         index = {weights.INDEX: weights.index(files)} if len(files) > 1 else {}
         for name, text in {**texts, **index}.items():
-            write_whole(self.making / name, text, errors="surrogateescape")
+            write_whole(self.making / name, text.encode(errors="surrogateescape"))
         fsync_folder(self.making)
         self._refuse()  # the target may have been changed meanwhile: do not delete what is not an export
         before = self.target.with_name(f".{self.target.name}.old")

@@ -18,6 +18,7 @@ import torch
 
 from meshtrain.config import locate
 from meshtrain.errors import AgreedError, flat_items, group_values, join_some, ranges
+from meshtrain.job.environment import is_of_host
 from meshtrain.job.process import Job
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 TESTED_TORCH = ((2, 11), (2, 14))  # the oldest and the newest version with which the tests pass
 PACKAGES = ("meshtrain", "numpy")  # torch and Python report their own versions
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_")  # change results or traffic
-OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
-# Where something lies may differ between nodes, and changes neither results nor traffic.
-PLACES = ("_HOME", "_PATH", "_DIR", "_DIRECTORY", "_FILE", "_ROOT")  # ends of names
 NOT_SET = "(not set)"
 MOST_VALUES = 8  # distinct sets of values of a fingerprint that are compared by key
 MOST_LINES = 12
@@ -147,16 +145,10 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
     yield Fingerprint("the code", locate.code() | own, remedy)
     remedy = "install the same versions on all hosts, from one lock file or one container image"
     yield Fingerprint("the software", versions(), remedy)
-    values = {name: value for name, value in variables.items() if is_compared(name)}
+    values = {name: value for name, value in variables.items() if name.startswith(VARIABLES)}
+    values = {name: value for name, value in values.items() if not is_of_host(name)}
     remedy = "training goes on; export each variable with one value on all hosts, or nowhere"
     yield Fingerprint("the environment", values, remedy, refused=False)
-
-
-def is_compared(variable: str) -> bool:
-    """Whether a variable of the environment should have one value on all ranks."""
-    if variable in OF_EACH_HOST or variable.endswith(PLACES):
-        return False
-    return variable.startswith(VARIABLES)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -1,29 +1,27 @@
 """How a process leaves its job: together with all other ranks, or with a failure that names the rank at fault."""
 
 import errno
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from meshtrain.config.locate import line_of
-from meshtrain.errors import AgreedError, DiskError, TrainingError, UnreadableError
-from meshtrain.job.environment import already_printed
+from meshtrain.errors import AgreedError, DiskError, InputError, StartError, TrainingError, UnreadableError
+from meshtrain.job.environment import already_printed, tell_launcher
 from meshtrain.job.process import Job
+from meshtrain.job.signals import ignore_signals, in_main_thread
 from meshtrain.job.storage import DISK_ERRORS, print_error
 from meshtrain.job.store import RemoteFailure, describe, is_input
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
 INPUT_STATUS = 2  # the exit status where the user's input is wrong
-VICTIM_LATER_S = 5  # by which the failure of a rank that is not at fault counts as later than that of the one that is
 GRACE_S = 10.0  # how long the process that serves the store waits for the others to finish reading from it
 
 
@@ -45,14 +43,14 @@ def job_exit(job: Job) -> Iterator[None]:
             print_failure(job, Diagnosis(kind, (), str(error)), str(error))
         tell_launcher(str(error))
         _barrier_and_destroy(job)
-        raise SystemExit(1) from None
+        _end(job, 1)
     except AgreedError as error:
         # torchrun ends the other ranks as soon as one exits: none may exit before rank 0 has printed this, once.
         if job.rank == 0 and not already_printed(str(error), os.environ):
             print_error(error)
         tell_launcher(str(error))
         _barrier_and_destroy(job)
-        raise SystemExit(INPUT_STATUS) from None
+        _end(job, INPUT_STATUS)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, SystemExit) and signal_of(error) is None:
             raise
@@ -66,17 +64,37 @@ def job_exit(job: Job) -> Iterator[None]:
             text = str(error) if job.world_size == 1 else f"{job}: {error}"
             print_error(text)
             tell_launcher(text)
-            raise SystemExit(INPUT_STATUS) from None
+            _end(job, INPUT_STATUS)
         headline = f"{job} failed: {describe(error)}"
         diagnosis = Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,))
         if isinstance(error, OSError) and is_of_machine(error):
-            print_failure(job, diagnosis, f"{headline} ({line_of(error)})")
+            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"  # no program has to be mended
+            print_failure(job, diagnosis, f"{headline}{place}")
             tell_launcher(headline)
-            raise SystemExit(1) from None
+            _end(job, 1)
         print_failure(job, diagnosis)
         error.add_note(f"This was {job}.")
         get_error_handler().record_exception(error)
         raise
+
+
+def refuse_start(error: InputError | StartError) -> int:
+    """Says why this process does not join its job; returns its exit status."""
+    print_error(error)
+    tell_launcher(str(error), at_fault=isinstance(error, InputError) or not error.follows)
+    return INPUT_STATUS if isinstance(error, InputError) else 1
+
+
+def outlast_signals(job: Job) -> None:
+    """For a process that ends now with a status of its own: its launcher sends signals to all ranks once the first has
+    left, and Python takes a while to end."""
+    if job.store is not None and in_main_thread():
+        ignore_signals()
+
+
+def _end(job: Job, status: int) -> NoReturn:
+    outlast_signals(job)
+    raise SystemExit(status) from None
 
 
 def _leave_after(job: Job, first: RemoteFailure) -> NoReturn:
@@ -84,31 +102,10 @@ def _leave_after(job: Job, first: RemoteFailure) -> NoReturn:
     diagnosis = first.diagnosis
     tell_launcher(diagnosis.headline, at_fault=job.rank in diagnosis.ranks)
     if diagnosis.kind == DiagnosisKind.INPUT:  # the rank that has found it prints it
-        raise SystemExit(INPUT_STATUS) from None
+        _end(job, INPUT_STATUS)
     if not first.printed:
         print_failure(job, diagnosis, f"{job} stops, because {diagnosis.headline}")
-    raise SystemExit(1) from None
-
-
-def tell_launcher(sentence: str, *, at_fault: bool = True) -> None:
-    """Writes torch's error file: torchrun's report then gives this sentence as the cause, and not the place in Python
-    where it was raised, which says nothing to who has to mend a config or a disk.
-
-    torchrun calls that rank the root whose file has the earliest second, and a failure is on all ranks within one: who
-    is not at fault gives a later one. All tell the same sentence."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        return
-    stamp = int(time.time()) + (0 if at_fault else VICTIM_LATER_S)
-    message = {"message": _one_sentence(sentence), "extraInfo": {"timestamp": str(stamp)}}
-    with suppress(OSError):  # its own folder may be on the disk that is full
-        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
-
-
-def _one_sentence(text: str) -> str:
-    """Of a text of many lines the first one: the rest stands in the log once, and would be in the report again."""
-    lines = [line.strip() for line in text.strip().splitlines()]
-    return " ".join(lines) if len(lines) <= 2 else f"{lines[0]} (the rest is printed above)"
+    _end(job, 1)
 
 
 def is_of_machine(error: OSError) -> bool:

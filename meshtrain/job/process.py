@@ -5,6 +5,7 @@ Before any process group exists, the ranks communicate through the launcher's ke
 
 import ctypes
 import faulthandler
+import json
 import math
 import os
 import resource
@@ -30,6 +31,7 @@ from meshtrain.errors import (
     StartError,
     TrainingError,
     UnreadableError,
+    any_of,
     group_values,
     join_some,
     plural,
@@ -44,7 +46,10 @@ from meshtrain.layout import Layout, LayoutError
 
 ATTEMPT_S = 5.0  # of one attempt to reach the store
 MOST_FAILURES = 8  # of hosts or ranks that are listed in one message
-POLL_S = 0.02  # between two polls of the store while the ranks meet
+POLL_S, LONGEST_POLL_S = 0.02, 0.25  # between two polls of the store while the ranks meet; longer in large jobs
+LOOK_FOR_TWIN_S = 2.0  # between looks for another process of the same rank
+TWINS = "twins"  # a key: two processes have the same rank
+REFUSED = "refused "  # in an answer of rank 0, in place of the name of the start
 LOOK_S = 30.0  # for a process that imports torch, and asks a store that answers at once
 # `hello/0` is what rank 0 of a job of ours has put into its store.
 LOOK_FOR_RANK_0 = (
@@ -117,7 +122,14 @@ class Job:
         """Returns, on every rank, what `combine` computes on rank 0 from all ranks' values in rank order, by way of the
         store (all JSON). Rank 0 prints the `activity` and the ranks that it waits for. A watchdog limits the time, or
         before there is one, `limit_s`, with a StartError."""
-        meeting = self.round()
+        try:
+            return self._reduce(self.round(), activity, value, combine)
+        except dist.DistError:
+            if math.isinf(self.limit_s):  # a watchdog finds out who has ended
+                raise
+            raise _lost_store(self.environment) from None
+
+    def _reduce(self, meeting: Round, activity: str, value: object, combine: Callable[[list], Any]) -> Any:
         meeting.put(value)
         if self.rank == 0:
             values = meeting.gather(activity)
@@ -150,7 +162,8 @@ class Job:
             if error.filename is None and not known:
                 raise
             passes = known or error.errno in DISK_ERRORS
-            failure = f"host {self.host} {error}" if known else f"host {self.host}: {error} ({line_of(error)})"
+            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"  # no program has to be mended
+            failure = f"host {self.host} {error}" if known else f"host {self.host}: {error}{place}"
         failed, wrong, passes = self.reduce(activity, [problem, failure, passes], _describe_problems)
         if failed is not None:
             raise (DiskError if passes else TrainingError)(f"{activity}: {failed}")
@@ -363,10 +376,13 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
             raise InputError(_port_taken(environment)) from None
         raise StartError(
             f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "
-            f"({error or 'what listens there does not answer'}): is that host's process running, and does the network "
-            "let this host through to that port?" + stale_store(os.environ)
+            f"({str(error) or 'what listens there does not answer'}): is that host's process running, and does the "
+            "network let this host through to that port?" + stale_store(os.environ)
         ) from None
-    return dist.PrefixStore(_agree_on_start(environment, store, deadline), store)
+    try:
+        return dist.PrefixStore(_agree_on_start(environment, store, deadline), store)
+    except dist.DistError:
+        raise _lost_store(environment) from None
 
 
 def _open_store(address: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:
@@ -425,32 +441,68 @@ def _agree_on_start(environment: Environment, store: dist.Store, deadline: float
 
     torchrun keeps its store when it restarts workers, and each agent has its own count of restarts. So every rank sets
     its own token, and rank 0 answers with that token and the name: an answer with another token is from an earlier
-    start. The store's one thread serves all ranks, so they poll at growing intervals. Raises StartError at `deadline`.
+    start. The store's one thread serves all ranks, so they poll at growing intervals.
+
+    Raises StartError at `deadline`; InputError: two processes have the same rank. Rank 0 tells those that have come.
     """
-    token, rank, world = uuid.uuid4().hex, environment.rank, environment.world_size
-    pause, longest = max(POLL_S, world / 50_000), max(0.25, world / 2000)
-    begun = time.monotonic()
+    token, rank = uuid.uuid4().hex, environment.rank
     store.set(f"hello/{rank}", f"{token} {environment.host}")
     if rank != 0:
-        answer = ["", ""]
-        while answer[0] != token:
-            time.sleep(pause)
-            pause = min(1.5 * pause, longest)
-            if store.check([f"welcome/{rank}"]):
-                answer = store.get(f"welcome/{rank}").decode().split()
-            # Rank 0 names the missing ranks; this one must not end before it has.
-            if time.monotonic() > deadline + LATER_S:
-                seconds = time.monotonic() - begun
-                raise StartError(
-                    f"rank {rank} on host {environment.host} has waited {seconds:.0f} s for rank 0 to begin the job"
-                )
-        store.append(f"{answer[1]}/met", f"{rank}\n")  # type: ignore[attr-defined]  # not in stubs
-        return answer[1]
-    printed_at = begun
+        return _join_start(environment, store, token, deadline)
+    try:
+        return _begin_start(environment, store, token, deadline)
+    except (InputError, StartError) as error:
+        _refuse_start(environment, store, error)
+        raise
+
+
+def _pauses(world_size: int) -> Iterator[float]:
+    """Seconds between two polls of the store, without end: it has one thread for all ranks."""
+    pause, longest = max(POLL_S, world_size / 50_000), max(LONGEST_POLL_S, world_size / 2000)
+    while True:
+        yield pause
+        pause = min(1.5 * pause, longest)
+
+
+def _join_start(environment: Environment, store: dist.Store, token: str, deadline: float) -> str:
+    rank = environment.rank
+    begun = looked_at = time.monotonic()
+    for pause in _pauses(environment.world_size):
+        time.sleep(pause)
+        if store.check([f"welcome/{rank}"]):
+            answered, _, name = store.get(f"welcome/{rank}").decode().partition(" ")
+            if answered == token:
+                break
+        now = time.monotonic()
+        if now - looked_at > LOOK_FOR_TWIN_S:
+            looked_at = now
+            _check_for_twin(environment, store, token)
+        # Rank 0 names the missing ranks; this one must not end before it has.
+        if now > deadline + LATER_S:
+            raise StartError(
+                f"rank {rank} on host {environment.host} has waited {now - begun:.0f} s for rank 0 to begin the job"
+            )
+    if name.startswith(REFUSED):
+        is_input, text = json.loads(name.removeprefix(REFUSED))
+        raise InputError(text) if is_input else StartError(text)
+    store.append(f"{name}/met", f"{rank}\n")  # type: ignore[attr-defined]  # not in stubs
+    return name
+
+
+def _begin_start(environment: Environment, store: dist.Store, token: str, deadline: float) -> str:
+    world = environment.world_size
+    begun = printed_at = time.monotonic()
     keys = [f"hello/{rank}" for rank in range(1, world)]
     answered = [""] * len(keys)  # the token each was answered with: one of an earlier start may be read first
     store.append(f"{token}/met", "0\n")  # type: ignore[attr-defined]  # from now on it can be read
-    while len(met := set(store.get(f"{token}/met").split())) < world:
+    for pause in _pauses(world):
+        met = list(map(int, store.get(f"{token}/met").split()))
+        if len(set(met)) < len(met):
+            twice = next(rank for rank in met if met.count(rank) > 1)
+            raise InputError(_two_processes(twice, []))
+        if len(met) == world:
+            break
+        _check_for_twins(store)
         if store.check(keys):
             tokens = [hello.decode().split()[0] for hello in store.multi_get(keys)]
             new = [i for i, (hello, before) in enumerate(zip(tokens, answered, strict=True)) if hello != before]
@@ -459,18 +511,63 @@ def _agree_on_start(environment: Environment, store: dist.Store, deadline: float
                 store.multi_set([f"welcome/{i + 1}" for i in new], values)  # type: ignore[attr-defined]  # not in stubs
                 answered = tokens
         time.sleep(pause)
-        pause = min(1.5 * pause, longest)
         now = time.monotonic()
         if now - printed_at > SAY_EVERY_S or now > deadline:
             printed_at = now
             hint = stale_store(os.environ)
-            missing = _missing_ranks(environment, store, set(map(int, met)))
+            missing = _missing_ranks(environment, store, met)
             if now > deadline:
                 raise StartError(
                     f"the job does not begin: after {now - begun:.0f} s it still waits for {missing}{hint}"
                 )
             print(f"starting: waiting for {missing}, {now - begun:.0f} s now{hint}", flush=True)
     return token
+
+
+def _refuse_start(environment: Environment, store: dist.Store, error: InputError | StartError) -> None:
+    """Rank 0 tells the ranks that have come why there is no start, and gives them time to read it."""
+    text = json.dumps([isinstance(error, InputError), str(error)])
+    for rank in range(1, environment.world_size):
+        if store.check([f"hello/{rank}"]):
+            token = store.get(f"hello/{rank}").decode().split()[0]
+            store.set(f"welcome/{rank}", f"{token} {REFUSED}{text}")
+    time.sleep(2 * max(LONGEST_POLL_S, environment.world_size / 2000))
+
+
+def _check_for_twin(environment: Environment, store: dist.Store, token: str) -> None:
+    """Raises InputError, and has rank 0 raise it: another process has said hello with this one's rank since. In an
+    earlier start of the job there may have been one; a later start begins when no process of this one is left."""
+    rank, host = environment.rank, environment.host
+    other, its_host = store.get(f"hello/{rank}").decode().split()
+    if other != token:
+        store.set(TWINS, f"{rank} {other} {host}")
+        raise InputError(_two_processes(rank, [host, its_host]))
+
+
+def _check_for_twins(store: dist.Store) -> None:
+    """Raises InputError, on rank 0: a rank has found another process with its number."""
+    if not store.check([TWINS]):
+        return
+    rank, other, host = store.get(TWINS).decode().split()
+    token, its_host = store.get(f"hello/{rank}").decode().split()
+    if token == other:  # else it was in an earlier start
+        raise InputError(_two_processes(int(rank), [host, its_host]))
+
+
+def _two_processes(rank: int, hosts: Sequence[str]) -> str:
+    where = f", on host{'s' * (len(set(hosts)) > 1)} {any_of(list(dict.fromkeys(hosts)), 'and')}" if hosts else ""
+    return f"two processes were started as rank {rank}{where}: give each process of the job a RANK of its own"
+
+
+def _lost_store(environment: Environment) -> StartError:
+    """What a rank says whose launcher, or the rank that serves the store, has ended while it waits there."""
+    assert environment.master is not None
+    address, port = environment.master
+    return StartError(
+        f"rank {environment.rank} on host {environment.host} has lost the job's store at {address}:{port} before the "
+        "job began: rank 0, or its launcher, has ended, and its output says why",
+        follows=True,
+    )
 
 
 def _missing_ranks(environment: Environment, store: dist.Store, met: Collection[int]) -> str:

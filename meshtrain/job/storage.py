@@ -11,6 +11,7 @@ import pwd
 import socket
 import stat
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -62,7 +63,8 @@ def open_guarded(path: Path, flags: int = os.O_RDONLY, *, most: int | None = Non
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if about.st_uid not in (os.geteuid(), os.stat(path.parent).st_uid):
+        own = (os.geteuid(), os.stat(path.parent).st_uid)
+        if about.st_uid not in own and about.st_uid != _uid_of_new_files(path.parent):
             owner = f"it belongs to {user_name(about.st_uid)}, who is neither this user nor the owner of its folder"
             raise PermissionError(errno.EPERM, owner, str(path))
         if most is not None and about.st_size > most:
@@ -71,6 +73,16 @@ def open_guarded(path: Path, flags: int = os.O_RDONLY, *, most: int | None = Non
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _uid_of_new_files(folder: Path) -> int | None:
+    """To whom a file belongs that this process makes there: a file server may give those of root to `nobody`. None: it
+    cannot make one."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return None
 
 
 def read_guarded(path: Path, most: int = SIDE_FILE_BYTES) -> bytes:
@@ -89,16 +101,19 @@ def user_name(uid: int) -> str:
 
 def make_private_folder(folder: Path, *, may_be_shared: bool = True) -> Path:
     """Makes a folder for what this user's processes will execute, with mode 0700, or takes the one that is there.
-    `may_be_shared`: whether others may be able to write to the folder above, as they are not in a user's home, where a
-    private group of his own may have all rights.
+    `may_be_shared`: whether the folders above have to be looked at. Those of a user's home need not be: nobody else
+    writes there, though the user's private group may have all rights.
 
     Raises OSError: it cannot be made, is a link, is another user's, or others can or could write to it, or exchange it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    above = os.stat(folder.parent)
-    sticky = bool(above.st_mode & stat.S_ISVTX)  # as in /tmp: only the owner of a folder can exchange it
-    if may_be_shared and (above.st_uid not in (0, os.geteuid()) or (_others_write(above) and not sticky)):
-        raise PermissionError(errno.EPERM, "others can write to the folder above it", str(folder))
+    above = folder.parent.resolve()
+    for parent in (above, *above.parents) if may_be_shared else ():
+        about = os.stat(parent)
+        sticky = bool(about.st_mode & stat.S_ISVTX)  # as in /tmp: only the owner of a folder can exchange it
+        if about.st_uid not in (0, os.geteuid()) or (_others_write(about) and not sticky):
+            raise PermissionError(errno.EPERM, f"others can write to the folder above it, {parent}", str(folder))
+    folder = above / folder.name  # whoever can exchange a link on the way to it changes nothing
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     about = os.lstat(folder)
@@ -277,14 +292,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str, errors: str = "strict") -> int:
+def write_whole(path: Path, content: str | bytes) -> int:
     """Writes a file atomically and returns its size in bytes. Raises OSError: it cannot be written; no partial file is
-    left. A symbolic link under its name is replaced, not followed. `errors`: as in str.encode."""
+    left. A symbolic link under its name is replaced, not followed."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a writer that was killed
         with temporary.open("xb") as file:
-            size = file.write(text.encode("utf-8", errors))
+            size = file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

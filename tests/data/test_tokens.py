@@ -218,11 +218,14 @@ def test_a_full_disk_of_the_cache_is_named(tmp_path: Path) -> None:
 
 def test_a_lock_is_no_way_to_empty_another_file(tmp_path: Path) -> None:
     """In a folder that a group shares, anybody can compute the name of the lock, and put a link there."""
-    (tmp_path / "victim").write_text("all that he has")
+    (tmp_path / "victim").write_text("precious")
     (tmp_path / ".x.lock").symlink_to("victim")
     with pytest.raises(InputError, match=r"cache .* cannot be written \(.*/\.x\.lock: it is a link"):
         prepare_once(tmp_path / "x", lambda: write_tokens(tmp_path / "x", [1]), print)
-    assert (tmp_path / "victim").read_text() == "all that he has"
+    assert (tmp_path / "victim").read_text() == "precious"
+    (tmp_path / ".y.lock").hardlink_to(tmp_path / "victim")
+    prepare_once(tmp_path / "y", lambda: write_tokens(tmp_path / "y", [1]), print)
+    assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_the_lock_of_another_user_keeps_nobody_from_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,6 @@ def test_ranks_that_wait_ask_more_and_more_seldom_and_each_start_has_a_name_of_i
 def test_a_start_that_a_rank_does_not_come_to_ends_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0, 1, 2 and 5 of 6 come, of which 5 has a host of its own."""
     store = dist.HashStore()
-    monkeypatch.setattr(runtime, "LATER_S", 0.1)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b,c")
 
     def meet(rank: int) -> str:
@@ -148,7 +147,59 @@ def test_a_start_that_a_rank_does_not_come_to_ends_and_names_it(monkeypatch: pyt
     assert re.fullmatch(
         r"the job does not begin: after \d+ s it still waits for ranks 3-4 \(no rank of host b has come\)", told[0]
     )
-    assert re.fullmatch(r"rank 5 on host c has waited \d+ s for rank 0 to begin the job", told[5])
+    assert told[1] == told[2] == told[5] == told[0], "rank 0 tells those that have come"
+
+
+def test_a_start_without_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "LATER_S", 0.1)
+    with pytest.raises(StartError, match=r"rank 1 on host \S+ has waited \d+ s for rank 0 to begin the job"):
+        runtime._agree_on_start(place(1, 2), dist.HashStore(), time.monotonic() + 0.1)
+
+
+def test_two_processes_of_the_same_rank_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 is missing therefore, and would be waited for; each process says what is wrong instead."""
+    monkeypatch.setattr(runtime, "LOOK_FOR_TWIN_S", 0.05)
+    store = dist.HashStore()
+
+    def meet(process: int) -> str:
+        rank, host = [(0, "a"), (1, "b"), (1, "c")][process]
+        with pytest.raises(InputError) as error:
+            runtime._agree_on_start(Environment("none", rank, 3, 0, host, ("a", 1)), store, time.monotonic() + 30)
+        return str(error.value)
+
+    for told in on_ranks(3, meet):
+        hosts = "hosts (b and c|c and b)"
+        assert re.fullmatch(rf"two processes were started as rank 1, on {hosts}: give each process .*", told)
+
+
+def test_a_rank_that_has_come_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two said hello and was answered before the other did."""
+    store = dist.HashStore()
+    monkeypatch.setattr(runtime.uuid, "uuid4", lambda: Mock(hex="token"))
+    store.append("token/met", "1\n1\n")
+    with pytest.raises(InputError, match="two processes were started as rank 1: give each process"):
+        runtime._agree_on_start(place(0, 3), store)
+
+
+def test_twins_of_an_earlier_start_are_forgotten() -> None:
+    """torchrun keeps its store when it starts the workers again."""
+    store = dist.HashStore()
+    store.set(runtime.TWINS, "1 token b")
+    store.set("hello/1", "another c")
+    runtime._check_for_twins(store)
+    store.set("hello/1", "token c")
+    with pytest.raises(InputError, match="two processes were started as rank 1, on hosts b and c"):
+        runtime._check_for_twins(store)
+
+
+def test_a_rank_whose_store_ends_before_the_job_begins_says_so() -> None:
+    """Without a watchdog there is nobody yet to find out who has ended; rank 0, which serves the store, says why."""
+    store = Mock(spec=dist.Store, append=Mock(side_effect=dist.DistNetworkError("Failed to recv, got 0 bytes")))
+    job = Job(place(1, 3), torch.device("cpu"), store, limit_s=60)
+    said = r"rank 1 on host a has lost the job's store at a:1 before the job began"
+    with pytest.raises(StartError, match=said) as told:
+        job.gather("exchanging", None)
+    assert told.value.follows, "torchrun's report shall name another one"
 
 
 @pytest.mark.parametrize(
@@ -173,10 +224,11 @@ def test_a_meeting_before_there_is_a_watchdog_ends_and_names_who_is_missing() ->
 
 
 @pytest.mark.parametrize("holder", ["another program", "another rank 0"])
-def test_a_port_that_is_taken_is_said_to_be(holder: str) -> None:
-    """Another rank 0 has begun to wait for its ranks there."""
+def test_a_port_that_is_taken_is_said_to_be(holder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank 0 has begun to wait for its ranks there; another program does not answer."""
     with ExitStack() as stack:
         if holder == "another program":
+            monkeypatch.setattr(runtime, "LOOK_S", 0.5)
             port = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
             said = rf"port {port} of host a, .*in use by another program \(ss -ltnp .*export another MASTER_PORT"
         else:

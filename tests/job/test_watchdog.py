@@ -386,10 +386,12 @@ def test_torchruns_last_word_is_our_sentence(small: str, tmp_path: Path) -> None
         (root,) = ROOT_CAUSE.findall(job.err)
         assert re.fullmatch(sentence, root), job.err
         assert job.err.count("Traceback (most recent call last)") == 1, "torchrun's own"
+        assert "SIGTERM)" not in job.err, "the other rank has its own status, too"
     job = torchrun(2, "-m", "meshtrain.train", small, "train.stepz=3")
     (root,) = ROOT_CAUSE.findall(job.err)
     assert "train.stepz" in root
     assert "To enable traceback" not in job.err
+    assert "SIGTERM)" not in job.err
     several = torchrun(2, "-m", "meshtrain.train", small, "train.stepz=3", "model.hiden_size=5")
     (root,) = ROOT_CAUSE.findall(several.err)
     assert root.endswith(": 2 errors (the rest is printed above)")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 STACKS = 6  # distinct stacks that are shown; ranks in the same place share one
 NAMED = 4  # ranks that are named with host and coordinate; more are listed by number
+CRASHES = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS")
 FRESH_S = 5.0  # for which an inquiry that found nothing wrong is not repeated
 MOVES_S = 5.0  # for ranks that all wait to make progress, before they count as stuck
 
@@ -106,10 +107,9 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
         of_host = f" (all ranks of host {', '.join(empty)})" if empty and many else ""
         pids = ", ".join(str(report.pid) for report in lost[:NAMED])
         processes = f"processes {pids}" if many else f"process {lost[0].pid}"
-        return (
-            f"{names} {'are' if many else 'is'} gone{of_host}: {processes} {'were' if many else 'was'} "
-            "killed (by somebody, or because memory was full) or crashed; its output or the kernel's log may say why"
-        )
+        ends = {report.end for report in lost[:NAMED]}
+        how = _how_ended(ends.pop() if len(ends) == 1 else None)
+        return f"{names} {'are' if many else 'is'} gone{of_host}: {processes} {'were' if many else 'was'} {how}"
     if kind == DiagnosisKind.STOPPED:
         state = "the processes live" if many else f"process {lost[0].pid} lives"
         return f"{names} {'are' if many else 'is'} stopped (SIGSTOP, or a debugger): {state}, and does not run"
@@ -117,6 +117,20 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
         f"{names} {'do' if many else 'does'} not answer: process {lost[0].pid} is there, and is stopped, "
         "starved or in a call that lets none of its other threads run"
     )
+
+
+def _how_ended(end: str | None) -> str:
+    """The rest of `process 7 was ...`; `end`: as a neighbour has seen it."""
+    killed = "killed (by somebody, or because memory was full)"
+    if end is None:
+        return f"{killed} or crashed; its output or the kernel's log may say why"
+    if end == "SIGKILL":
+        return f"{killed} with SIGKILL; the kernel's log may say by whom"
+    if end == "SIGBUS":
+        return "ended by SIGBUS: a file that it read was cut off, or its disk failed; its output says where"
+    if end in CRASHES:
+        return f"ended by {end}, a crash in native code; its output says where"
+    return f"ended by an exit with {end}; its output may say why"
 
 
 def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis | None:

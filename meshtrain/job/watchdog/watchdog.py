@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from meshtrain.errors import InputError, StartError
 from meshtrain.job.environment import read_environment
-from meshtrain.job.exit import INPUT_STATUS, job_exit, signal_of, tell_launcher
+from meshtrain.job.exit import job_exit, outlast_signals, refuse_start, signal_of
 from meshtrain.job.pending import advances
 from meshtrain.job.process import Job, join
 from meshtrain.job.signals import SignalWakeup, end_with_launcher, ignore_signals, in_main_thread, install_handlers
@@ -162,6 +162,8 @@ class Watchdog(Failures):
             install_handlers({signal.SIGTERM: signal.SIG_DFL})
         if self._server is not None:
             self._server.close()
+        if self._peers is not None:
+            self._peers.close()
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -286,6 +288,8 @@ class Watchdog(Failures):
             self._learn(question["diagnosis"])
         if request == "look":
             return {"state": self.peers.state(question["rank"])}
+        if request == "end of":
+            return {"end": self.peers.end_of(question["rank"])}
         if request == "kill":
             self.peers.kill(question["rank"])
         return {}
@@ -369,13 +373,15 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
     end_with_launcher(os.environ)
     try:
         job = join(read_environment(os.environ), timeout_s)
-        with watched(job) as watchdog, job_exit(job):
-            watchdog.handle_sigterm()
-            watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
-            watchdog.enter_phase("its own loop")
-            job.connect(timeout_s)
-            yield job
+        try:
+            with watched(job) as watchdog, job_exit(job):
+                watchdog.handle_sigterm()
+                watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
+                watchdog.enter_phase("its own loop")
+                job.connect(timeout_s)
+                yield job
+        except SystemExit:
+            outlast_signals(job)  # the watchdog has put the handler of SIGTERM back
+            raise
     except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
-        print_error(error)
-        tell_launcher(str(error))
-        raise SystemExit(INPUT_STATUS if isinstance(error, InputError) else 1) from None
+        raise SystemExit(refuse_start(error)) from None
