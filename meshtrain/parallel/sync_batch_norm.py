@@ -33,10 +33,10 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """The plain layer has its number of dims in its class."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
         if not self.training:
-            return super().forward(x)
-        ranks = 1
+            return super().forward(input)
+        x, ranks = input, 1
         for group in self.axis_groups:
             ranks *= group.size
         count = x.numel() // x.shape[1] * ranks

@@ -303,10 +303,10 @@ class SequenceGather(TensorParallelLayer):
     """Gathers a tensor that every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the same on all ranks.
     Without sequence parallelism each rank already has it, and only its gradient is summed over the ranks."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
         if not self.sequence_parallel:
-            return SumGradient.apply(x, self.axis_group.name)
-        return AllGather.apply(x.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
+            return SumGradient.apply(input, self.axis_group.name)
+        return AllGather.apply(input.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
 
 
 def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement, axis: str = AXIS) -> nn.Parameter:
