@@ -277,9 +277,9 @@ tp_plan = {"embed": "embedding_rowwise", "layer.up": "colwise", "layer.down": "r
 def test_a_model_that_runs_only_without_sequence_parallelism(tmp_path: Path, capsys: Captured) -> None:
     """As attention of transformers: a run turns it off, so the plan is that of a run without."""
     (tmp_path / "own.py").write_text(TAKES_LENGTH_FROM_ITS_INPUT)
-    (tmp_path / "own.yaml").write_text("model: {name: own.py}\ndata: {source: text, path: x}\nlayout: {tp: 2}\n")
-    by_default = planned(capsys, str(tmp_path / "own.yaml"), "--hosts=2")
-    without = planned(capsys, str(tmp_path / "own.yaml"), "parallel.sequence_parallel=false", "--hosts=2")
+    keys = ("quickstart", f"model={{name: {tmp_path / 'own.py'}}}", "layout={tp: 2}")
+    by_default = planned(capsys, *keys, "--hosts=2")
+    without = planned(capsys, *keys, "parallel.sequence_parallel=false", "--hosts=2")
     added = [line for line in by_default.splitlines() if line not in without.splitlines()]
     assert len(added) == 2
     assert added[0].startswith("note: parallel.sequence_parallel is on by default: a run turns it off")

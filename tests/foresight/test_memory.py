@@ -282,10 +282,11 @@ def test_a_run_that_turns_sequence_parallelism_off_foresees_the_memory_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "PATIENCE_S", 300)
-    monkeypatch.setenv(start.ROOM, "1.601")  # of which libraries take 1.6
+    monkeypatch.setenv(start.ROOM, "1.6001")  # of which libraries take 1.6
     model = nn.Module()
     vars(model)["shares_sequence"] = False
-    with start.MemoryForecast(tmp_path, torch.device("cpu"), loaded(2, "layout={tp: 2}"), 0) as forecast:
+    config = loaded(2, "layout={tp: 2}", "parallel.verify=true")
+    with start.MemoryForecast(tmp_path, torch.device("cpu"), config, 0) as forecast:
         forecast.follow(model)
         verdict = forecast.note()[0]
     with_parts, without = (
