@@ -144,6 +144,7 @@ def train(
     mesh, forecast = build_mesh(job.layout, job.device.type), MemoryForecast(folder, job.device, config, job.rank)
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
+    forecast.follow(model)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     held_out, mixture = evaluation_set(data, config.train.eval_samples), sample_order(config, data.train).mixture
     trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture)

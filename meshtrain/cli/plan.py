@@ -97,7 +97,8 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     shards, precision = config.parallel.shard_optimizer, config.train.precision
     memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, shards)
-    from meshtrain.modeling.context import context_costs  # these import torch, as the model has
+    from meshtrain.foresight.model import without_sequence_parts  # these import torch, as the model has
+    from meshtrain.modeling.context import context_costs
     from meshtrain.modeling.experts import expert_costs
 
     title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
@@ -106,6 +107,11 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
         notes.append(warning)
     notes += _loss_shares(config.data)
     config = replace(config, resolved=layout)
+    if config.model.name.endswith(".py") and without_sequence_parts(config) is not None:
+        notes.append(
+            "parallel.sequence_parallel is on by default: a run turns it off, and takes more memory, if the check of "
+            "the model before its first step passes only without it"
+        )
     return Plan(name, config, layout, batch, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
 
@@ -314,16 +320,27 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
     """The prediction and lines for people; None and the reason for a model that cannot be traced."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
     from meshtrain.foresight.hardware import load
-    from meshtrain.foresight.model import UntracedError
+    from meshtrain.foresight.model import UntracedError, without_sequence_parts
     from meshtrain.foresight.prediction import Prediction
 
     hardware = None if gpu is None else load(gpu)
-    try:
+
+    def predicted(config: Config) -> "tuple[Prediction, list[str]]":
         with processes() as pool:
-            prediction = Prediction(plan.config, hardware, True, pool)
-            lines = memory_of_ranks(prediction)
+            prediction = Prediction(config, hardware, True, pool)
+            return prediction, memory_of_ranks(prediction)
+
+    try:
+        prediction, lines = predicted(plan.config)
     except UntracedError as error:
-        return None, [f"memory and time are not known: {error}"]
+        unknown = [f"memory and time are not known: {error}"]
+        if (other := without_sequence_parts(plan.config)) is None:
+            return None, unknown
+        try:
+            prediction, lines = predicted(other)
+        except UntracedError:
+            return None, unknown
+        lines.append(f"  for parallel.sequence_parallel: false, as the run will turn it off: with it on, {error}")
     if (known := prediction.hardware) is not None:
         unit = "tokens" if "vocab_size" in plan.config.model.keys else "samples"
         lines += ["", *step_lines(prediction.step, unit), f"  rates: {known.source} of {known.device.name}"]

@@ -283,12 +283,17 @@ def check_batch_norm(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     ranks = Layout(sizes).size(*DATA_AXES)
     batches = BatchSizes.of(size).sizes
     if any(batch != micro * ranks for batch in batches):
-        fits = [batch // ranks for batch in batches if batch % ranks == 0]
-        advice = f"use micro_size: {fits[0]}" if len(set(batches)) == len(fits) == 1 else "use one that divides"
+        if len(set(batches)) > 1:
+            advice = "use one batch size for the whole run"
+        elif batches[0] % ranks:
+            fits = [str(n) for n in range(1, batches[0] + 1) if batches[0] % n == 0]
+            advice = f"use {any_of(fits)} data ranks, or a batch.global_size that {ranks} divides"
+        else:
+            advice = f"use batch.micro_size: {batches[0] // ranks}"
         draft.report(
             draft.place_of_any((name, "batch.micro_size")),
-            f"{name}: the statistics are those of a microbatch on all {ranks} data ranks, which is {micro * ranks} "
-            f"samples here, and of one process only if that is the whole batch.global_size {yaml_text(size)}: {advice}",
+            f"{name}: the statistics are those of one microbatch on all data ranks, {micro} x {ranks} samples here, "
+            f"and those of one process only if that is the whole batch.global_size {yaml_text(size)}: {advice}",
         )
     spec = draft_model(draft)
     norms = () if spec is None else (type(module).__mro__ for module in spec.meta.modules())

@@ -327,7 +327,15 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     """The second half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
     last, others = blocks_of(model)[-1], [model.get_submodule(name) for name in options.used_outside]
     # What is never called (an nn.ModuleList) has no forward at which it could be gathered: the model's start does it.
-    others += [block for block in blocks_of(model) if not has_forward(block)]
+    uncalled = [block for block in blocks_of(model) if not has_forward(block)]
+    others += uncalled
+    if uncalled and mesh.rank == 0 and (options.recompute != "none" or options.compile):
+        kind = type(uncalled[0]).__name__
+        warnings.warn(
+            f"blocks() names a {kind}, which has no forward: it is neither recomputed nor compiled as a block. Put "
+            "what the model does with it into a module with a forward",
+            stacklevel=4,
+        )
     blocks = [block for block in blocks_of(model) if block not in others]
     attention: list[str] = []
     if mesh.size("cp") > 1:  # looked up here, because FSDP changes the model's class

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
 from meshtrain.errors import AgreedError
 from meshtrain.layout import DATA_AXES
@@ -32,10 +33,10 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """The plain layer has its number of dims in its class."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
         if not self.training:
-            return super().forward(x)
-        ranks = 1
+            return super().forward(input)
+        x, ranks = input, 1
         for group in self.axis_groups:
             ranks *= group.size
         count = x.numel() // x.shape[1] * ranks
@@ -70,9 +71,19 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.copy_(self.running_var + momentum * (variance - self.running_var))
 
 
+def can_sync(module: nn.Module) -> bool:
+    """Whether a module computes batch norm alone: a class derived from torch's may do more in a forward of its own (an
+    activation), or compute its weights."""
+    if not isinstance(module, _BatchNorm) or parametrize.is_parametrized(module):
+        return False
+    forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return type(module).forward in forwards and "forward" not in vars(module)
+
+
 def apply_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    """Gives a plain model's batch norms the statistics of all data ranks. Raises AgreedError: one keeps no running
-    statistics, so that an evaluation would depend on its batches, or `cp` would give it parts of the samples."""
+    """Gives a plain model's batch norms the statistics of all data ranks. Raises AgreedError: one has a forward of its
+    own, or keeps no running statistics, so that an evaluation would depend on its batches, or `cp` would give it parts
+    of the samples."""
     axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1]
     if not axes and mesh.size("cp") == 1:
         return
@@ -82,6 +93,12 @@ def apply_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
             continue
         if mesh.size("cp") > 1:
             raise AgreedError(f"{name} is a batch norm, to which cp gives parts of the samples: use cp: 1")
+        if not can_sync(module):
+            raise AgreedError(
+                f"parallel.sync_batch_norm: {name} is a {type(module).__name__}, which does more than torch's batch "
+                "norm, and that would be left out: move the rest into a module of its own, use a GroupNorm or "
+                "LayerNorm, or one data rank"
+            )
         if not module.track_running_stats:
             raise AgreedError(
                 f"{name} keeps no running statistics (track_running_stats=False), so that an evaluation would depend "

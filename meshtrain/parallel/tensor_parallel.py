@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from meshtrain.errors import AgreedError
+from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, SumGradient, axis_group
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
@@ -274,7 +274,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:  # named as in torch
         tokens, size = input, self.axis_group.size
         if self.sequence_parallel and tokens.shape[-1] % size:
-            raise AgreedError(unequal_parts(f"a sample of {tokens.shape[-1]} tokens", tokens.shape[-1], size))
+            # No AgreedError: other data ranks, and other stages, do not see this sample.
+            raise InputError(unequal_parts(f"a sample of {tokens.shape[-1]} tokens", tokens.shape[-1], size))
         weight = to_local(self.weight)
         own = chunk_range(self.num_embeddings, size, self.axis_group.index)
         ordered = tokens.transpose(0, -1) if self.sequence_parallel else tokens
@@ -302,10 +303,10 @@ class SequenceGather(TensorParallelLayer):
     """Gathers a tensor that every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the same on all ranks.
     Without sequence parallelism each rank already has it, and only its gradient is summed over the ranks."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
         if not self.sequence_parallel:
-            return SumGradient.apply(x, self.axis_group.name)
-        return AllGather.apply(x.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
+            return SumGradient.apply(input, self.axis_group.name)
+        return AllGather.apply(input.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
 
 
 def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement, axis: str = AXIS) -> nn.Parameter:

@@ -120,8 +120,8 @@ class Colwise(Style):
             return Split(name, self.word), []
         if width is None:
             return Split(name, self.word, count, count, outputs // count), _undivided_heads(count, tp)
-        attention = _layers_of_attention(parent, modules, plan)
-        if base_of(name) not in attention:
+        attention = _layers_of_attention(base_of(name), modules, plan)
+        if not attention:
             return Split(name, self.word), []
         problems, most = [], max(modules[other].out_features for other in attention)
         if outputs % width or most % width:
@@ -342,24 +342,42 @@ def unsupported_options(embedding: Any) -> list[str]:
     ]
 
 
-def _layers_of_attention(parent: str, modules: Mapping[str, Any], plan: Mapping[str, str]) -> list[str]:
-    """The column-wise layers directly in a module with a `head_dim` that have heads: all of them, unless it has several
-    row-wise layers, because attention and a feed-forward net share it. Then each column-wise layer goes with the
-    row-wise one that has as many inputs as it has outputs, or else (keys and values of few heads) with the next one.
-    Those of attention are the most: queries, keys and values."""
+def _layers_of_attention(layer: str, modules: Mapping[str, Any], plan: Mapping[str, str]) -> list[str]:
+    """The column-wise layers that have heads together with `layer`, itself included: queries, keys and values of one
+    attention. Empty if it has none.
+
+    Directly in a module with a `head_dim` all column-wise layers have heads, unless it has several row-wise layers,
+    because attention and a feed-forward net share it. Then each column-wise layer leads to a row-wise one. Those of
+    attention are the most (of equally many, those that are defined first), or differ in width, as queries and fewer
+    keys do.
+    """
+    parent = layer.rpartition(".")[0]
     words = {name: style_of(plan, [name]) for name in modules if name.rpartition(".")[0] == parent}
     columns = [name for name in words if words[name] == Colwise.word and hasattr(modules[name], "out_features")]
-    rows = [name for name in words if words[name] == Rowwise.word]
+    rows = [name for name in words if words[name] == Rowwise.word and hasattr(modules[name], "in_features")]
     if len(rows) < 2:
         return columns
-    order = list(words)
     groups: dict[str, list[str]] = {name: [] for name in rows}
+    row = ""
     for name in columns:
-        fitting = [row for row in rows if getattr(modules[row], "in_features", None) == modules[name].out_features]
-        behind = [row for row in rows if order.index(row) > order.index(name)]
-        nearest = [row for row in behind if row in fitting] or fitting or behind or rows
-        groups[nearest[0]].append(name)
-    return max(groups.values(), key=len)  # of equally many, those that are defined first
+        row = _leads_to(name, rows, modules, row)
+        groups[row].append(name)
+    own = next(group for group in groups.values() if layer in group)
+    differ = len({modules[name].out_features for name in own}) > 1
+    return own if differ or own is max(groups.values(), key=len) else []
+
+
+def _leads_to(column: str, rows: Sequence[str], modules: Mapping[str, Any], before: str) -> str:
+    """The row-wise layer to which the outputs of a column-wise one lead: one that has as many inputs, or for keys and
+    values of few heads one that has a multiple. Of several it is that of the column-wise layer `before` this one, or
+    else the first that is defined behind it."""
+    outputs = modules[column].out_features
+    equal = [row for row in rows if modules[row].in_features == outputs]
+    multiple = [row for row in rows if modules[row].in_features % outputs == 0]
+    fitting = equal or multiple or list(rows)
+    order = list(modules)
+    behind = [row for row in fitting if order.index(row) > order.index(column)]
+    return before if before in behind else (behind or fitting)[0]
 
 
 def cut_through_heads(splits: Sequence[Split], modules: Mapping[str, Any]) -> str | None:

@@ -293,8 +293,8 @@ class _Passage(Derived):
             position = f"between {self._name} and {module}" if self._name else f"before {module}"
             self._refuse(f"it computes something {position}")
         if number < self._number:
-            turned = "and blocks() has them the other way round" if block else "which the model defines behind it"
-            self._refuse(f"{module} runs behind {self._name}, {turned}")
+            blocks = "blocks() has" if block and self._name.startswith("block ") else "the model defines"
+            self._refuse(f"{module} runs behind {self._name}, and {blocks} them the other way round")
         others = [*inputs, *named.values()]
         others.pop(next(i for i, other in enumerate(others) if other is x))
         if self.derives(others):
@@ -309,6 +309,9 @@ class _Passage(Derived):
         if self._results.setdefault(name, shapes) != shapes:
             self._refuse(f"module {name} makes something else of the activation's shape, which stages differ in")
         return result
+
+    def read(self) -> None:
+        self._refuse(f"it reads a value of the activation {self._behind()}, of which each stage has another")
 
     def _same(self, x: Any) -> bool:
         return x is self._activation and x._version == self._version

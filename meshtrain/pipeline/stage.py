@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -74,11 +75,24 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class Derived(TorchDispatchMode):
-    """Tracks the tensors that are computed from the values of some, and not only from their shape, dtype and device."""
+    """Tracks the tensors that are computed from the values of some, and not only from their shape, dtype and device.
+    A value that is read of them, as a number or an array, cannot be followed: `read` is called."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         super().__init__()
         self._derived = {id(x): x for x in roots}  # kept alive, so that ids are not reused
+        self._calls = _Calls(self)
+
+    def __enter__(self) -> "Derived":
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._calls.__exit__(*error)
+
+    def read(self) -> None:
+        """A value is read. May raise."""
 
     def derives(self, values: Any) -> bool:
         """Whether one of these values, or of those in a record among them, is tracked."""
@@ -92,7 +106,25 @@ class Derived(TorchDispatchMode):
         shape_only = func.__name__.startswith("new_") or "_like" in func.__name__
         if not shape_only and any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
             self._derived |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+            if any(isinstance(leaf, bool | int | float | complex) for leaf in tree_leaves(result)):
+                self.read()
         return result
+
+
+READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the functions that read values without an operator."""
+
+    def __init__(self, watch: Derived) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS and self._watch.derives(args):
+            self._watch.read()
+        return func(*args, **(kwargs or {}))
 
 
 class _NeedsValuesError(Exception):
@@ -102,14 +134,13 @@ class _NeedsValuesError(Exception):
 class _Trial(Derived):
     """Ends where a value is read, or a random number drawn, which would be another one in each stage."""
 
+    def read(self) -> None:
+        raise _NeedsValuesError
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _NeedsValuesError
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        reads = any(isinstance(leaf, bool | int | float) for leaf in tree_leaves(result))
-        if reads and any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
-            raise _NeedsValuesError
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class OutsideModule:
@@ -145,6 +176,8 @@ class OutsideModule:
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # of the module's code, for an activation of another shape
+                if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((inputs, named))):
+                    raise  # it may read a value (of the positions), which there is on another device: nothing is known
                 self._runs[training] = False
         return self._runs[training]
 

@@ -22,6 +22,13 @@ class Normed(nn.Sequential):
         super().__init__(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4, **options), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
 
 
+class WithActivation(nn.BatchNorm1d):
+    """As in timm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
 class InBlock(nn.Module):
     """Its normed layers are a block."""
 
@@ -73,6 +80,11 @@ def test_what_it_cannot_keep_is_refused(job: Job) -> None:
         meshtrain.parallelize(Normed(track_running_stats=False), mesh, sync_batch_norm=True)
     with pytest.raises(AgreedError, match="1 is a batch norm, to which cp gives parts of the samples"):
         meshtrain.parallelize(Normed(), build_mesh(Layout({"cp": 2})), sync_batch_norm=True)
+    own_forward = nn.Sequential(nn.Conv1d(3, 4, 2), WithActivation(4))
+    with pytest.raises(AgreedError, match="1 is a WithActivation, which does more than torch's batch norm"):
+        meshtrain.parallelize(own_forward, mesh, sync_batch_norm=True)
+    with pytest.raises(AgreedError, match="Use a GroupNorm or LayerNorm, freeze it"):
+        meshtrain.parallelize(own_forward, mesh)
     model = meshtrain.parallelize(InBlock(), mesh, precision="float64", sync_batch_norm=True, recompute="full")
     with pytest.raises(InputError, match=r"the model's forward changes inner\.1\.running_mean in training"):
         model(samples(0, 2)[job.rank])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshtrain
 from meshtrain.data.batch import IGNORE
-from meshtrain.errors import AgreedError
+from meshtrain.errors import InputError
 from meshtrain.loss import correct_predictions, sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import linear_cross_entropy
@@ -88,8 +88,9 @@ def test_the_row_of_padding_has_no_gradient(tp: Mesh, padding_idx: int, sequence
 def test_a_sample_that_tp_does_not_divide_is_refused_by_each_rank(tp: Mesh) -> None:
     model = meshtrain.parallelize(Gated(), tp, tp_plan=GATED, precision="float64")
     odd = torch.zeros(B, 4 * tp.size("tp") + 1, dtype=torch.int64)
-    with pytest.raises(AgreedError, match=f"a sample of {odd.shape[1]} tokens does not divide over layout.tp"):
+    with pytest.raises(InputError, match=f"a sample of {odd.shape[1]} tokens does not divide over layout") as refused:
         model(odd)
+    assert type(refused.value) is InputError, "other data ranks do not find it, and would wait for this one"
 
 
 @pytest.mark.parametrize(("sequence_parallel", "regather"), [(True, False), (True, True), (False, False)])

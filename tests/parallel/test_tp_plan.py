@@ -155,7 +155,10 @@ def together(order: str, heads: int, kv_heads: int, inner: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("order", ["q k v o gate up down", "q k v gate up o down", "gate up down q k v o"])
+ORDERS = ("q k v o gate up down", "q k v gate up o down", "gate up down q k v o", "gate up q k v down o")
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("kv_heads", "inner"), [(4, 128), (4, 61), (2, 128), (1, 61), (1, 256)])
 def test_layers_of_a_feed_forward_net_beside_attention_have_no_heads(order: str, kv_heads: int, inner: int) -> None:
     splits = {split.layer: split for split in split_layers(together(order, 4, kv_heads, inner), TOGETHER, 2)}
@@ -164,6 +167,19 @@ def test_layers_of_a_feed_forward_net_beside_attention_have_no_heads(order: str,
     assert [splits[name].everywhere for name in "qkv"] == [False, kv_heads == 1, kv_heads == 1]
     with pytest.raises(SplitError, match=r"^3 query heads do not divide over tp 2: use a tp of 1, 3$"):
         split_layers(together(order, 3, 3, 96), TOGETHER, 2)
+
+
+def test_two_attentions_in_one_module_have_heads() -> None:
+    """As in a decoder layer with cross attention; their keys and values have fewer heads."""
+    first, second = together("q k v o gate up down", 8, 2, 61), together("q k v o", 8, 2, 61)
+    for name, layer in second.named_children():
+        first.add_module(f"cross_{name}", layer)
+    plan = TOGETHER | {f"cross_{name}": TOGETHER[name] for name in "qkvo"}
+    splits = {split.layer: split for split in split_layers(first, plan, 4)}
+    assert [splits[name].heads for name in ("q", "k", "v", "gate", "up")] == [8, 2, 2, 0, 0]
+    assert [splits[f"cross_{name}"].heads for name in "qkv"] == [8, 2, 2]
+    assert splits["k"].everywhere
+    assert splits["cross_k"].everywhere
 
 
 def test_a_shared_weight_is_split_in_one_way() -> None:

@@ -75,8 +75,30 @@ class Asks(Images):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.first(images)
-        assert x.shape[1] == 2 * int(images.abs().sum() * 0 + images.shape[1])
+        assert x.shape[1] == 2 * int(images.new_ones(1).sum() * images.shape[1])
         return x
+
+
+class Reads(Images):
+    """Its blocks get a number that it reads of the first one's result, with or without an operator."""
+
+    def __init__(self, read: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.read = read
+        self.second = Times()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images)
+        return self.head(self.second(x, self.read(x.detach())).flatten(1))
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(2, 2, 3)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.inner(x) * factor
 
 
 class Hooked(Images):
@@ -162,6 +184,17 @@ def test_what_no_stage_would_notice_is_refused(kind: type[Images], values: Tenso
         check_forward(on_meta(kind), [(0, 1), (1, 3)], (values,), torch.float32)
 
 
+@pytest.mark.parametrize(
+    "read", [lambda x: float(x.sum()), lambda x: x.numpy().max(), lambda x: x.tolist()[0][0][0][0]]
+)
+def test_a_number_that_is_read_of_the_activation_is_refused(read: Callable[[Tensor], float]) -> None:
+    """Each stage would read another one."""
+    with torch.device("meta"):
+        model = Reads(read)
+    with pytest.raises(InputError, match="it reads a value of the activation behind block first"):
+        check_forward(model, [(0, 1), (1, 3)], (IMAGES,), torch.float32)
+
+
 def test_blocks_of_whose_parameters_others_make_use_and_parameters_that_are_written_to() -> None:
     expected: dict[type[Images], tuple[list[str], list[str]]] = {
         Images: ([], []),
@@ -218,6 +251,9 @@ PLACES = torch.arange(3).expand(2, 3)
 OF_NO_VALUES: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, place: place[..., None].to(x.dtype),
     lambda x, place: torch.zeros_like(x) + x.shape[-1] + place[..., None],
+    lambda x, place: (
+        place[..., None].to(x.dtype) * (1 + int(place.max()))
+    ),  # as rotary angles that grow with the length
 ]
 
 
@@ -241,6 +277,7 @@ def test_a_module_that_uses_no_value_of_the_activation_runs_in_each_stage(functi
     [
         (lambda x, _: x.mean(), False),
         (lambda x, place: float(x.sum() > 0) * place[..., None], False),
+        (lambda x, place: x.numpy().max() * place[..., None], False),
         (lambda x, _: torch.rand_like(x), False),  # other numbers in each stage
         (OF_NO_VALUES[0], True),  # a buffer of two stages
     ],
@@ -249,6 +286,19 @@ def test_a_module_that_uses_values_draws_or_stores_is_refused(function: Any, per
     with torch.device("meta"):
         model = Outside(Gives(function, persistent))
     with pytest.raises(InputError, match=r"cut into stages: block layers\.0 gets, besides its first"):
+        check_forward(model, [(0, 1), (1, 3)], (PLACES, PLACES), torch.float32)
+
+
+def test_a_module_outside_blocks_that_is_defined_too_late_is_said_to_be_so() -> None:
+    """It is in no `blocks()`."""
+    with torch.device("meta"):
+        model = Outside(Gives(lambda x, _: x.mean()))
+        beside = model.beside
+        del model.beside
+        model.beside = beside
+    with pytest.raises(
+        InputError, match=r"block layers\.0 runs behind module beside, and the model defines them the other"
+    ):
         check_forward(model, [(0, 1), (1, 3)], (PLACES, PLACES), torch.float32)
 
 

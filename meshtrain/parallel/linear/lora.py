@@ -101,12 +101,13 @@ def is_adapter(name: str) -> bool:
 
 def _attach(layer: nn.Module, lora_a: Any, lora_b: Any, dropout: Any, scale: Any) -> None:
     layer.lora_A, layer.lora_B, layer.lora_dropout, layer.lora_scale = lora_a, lora_b, dropout, scale
-    layer.register_forward_hook(_add)
+    layer.register_forward_hook(_add, with_kwargs=True)
 
 
-def _add(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add(layer: Any, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> Tensor:
     """A function, not a closure, because a model with hooks is copied by pickle."""
-    return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
+    x = inputs[0] if inputs else named["input"]
+    return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(x)))
 
 
 def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.parallel.mixed_precision import state_parameters
-from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
+from meshtrain.parallel.sync_batch_norm import SyncBatchNorm, can_sync
 from meshtrain.parallel.tensor_parallel import VocabParallelEmbedding
 from meshtrain.parallel.torch_private import has_accumulation_hooks, has_gradient_hooks
 
@@ -25,8 +25,8 @@ def refuse_batch_statistics(model: nn.Module, of_parts: bool = False) -> None:
         if isinstance(module, SyncBatchNorm) and not of_parts:
             continue
         if statistics and module.training:
-            can_sync = isinstance(module, nn.modules.batchnorm._BatchNorm) and not of_parts
-            synced = "parallel.sync_batch_norm: true (statistics of all data ranks), " if can_sync else ""
+            offered = can_sync(module) and not of_parts
+            synced = "parallel.sync_batch_norm: true (statistics of all data ranks), " if offered else ""
             raise AgreedError(
                 f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens to have: "
                 "with several data ranks, cp or sequence_parallel the loss would depend on the layout. Use a GroupNorm "
@@ -67,11 +67,11 @@ def refuse_parameters(model: nn.Module, fsdp: bool) -> None:
 
 
 def refuse_single_tokens(embedding: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-    """`Dropout` takes a second dim of 1 for the whole sequence."""
+    """`Dropout` takes a second dim of 1 for the whole sequence. Other data ranks, and other stages, do not see it."""
     assert isinstance(embedding, VocabParallelEmbedding)
     tokens, tp = next(iter((*inputs, *named.values()))), embedding.axis_group.size
     if embedding.training and tokens.shape[-1] == tp:
-        raise AgreedError(
+        raise InputError(
             f"dropout with sequence_parallel: of {tp} tokens over tp {tp} each rank has one, which would be taken for "
             "the whole sequence: use longer sequences (data.seq_len), a smaller tp or sequence_parallel: false"
         )
@@ -83,4 +83,7 @@ def refuse_plain_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             own = f"{name} is a {type(module).__name__}, whose mask each rank of tp would draw for itself"
             same = "without sequence_parallel all of them have the same activations"
-            raise InputError(f"{own}, and {same}: use meshtrain.dropout.Dropout, or sequence_parallel true")
+            raise InputError(
+                f"{own}, and {same}: use meshtrain.dropout.Dropout, a probability of 0, or, if the model computes the "
+                "same with it, sequence_parallel true"
+            )
