@@ -325,7 +325,7 @@ class Peers:
             status = end = None
             if not isinstance(answer, OSError):
                 reach, status = Reach.ANSWERS, RankStatus.from_json(answer)
-            elif isinstance(answer, ConnectionRefusedError):
+            elif isinstance(answer, ConnectionRefusedError) or self._is_gone_from_here(to):
                 reach = Reach.GONE
                 if asked < MOST_ENDS:
                     end, asked = self._end_by_neighbour(to, answers), asked + 1
@@ -346,6 +346,11 @@ class Peers:
                 with suppress(OSError):
                     return str(self.ask(to, {"ask": "look", "rank": silent.rank})["state"])
         return ""
+
+    def _is_gone_from_here(self, to: Address) -> bool:
+        """Whether a process of this host is gone, however the attempt to ask it has failed."""
+        can_see = self._same_pids(to.rank) and process_state(os.getpid()) != ""
+        return can_see and process_state(to.pid) in ("", "Z", "X")
 
     def _end_by_neighbour(self, gone: Address, answers: list[Any]) -> str | None:
         """How a process ended, as a rank of its host has seen it; None if none has."""

@@ -1,8 +1,9 @@
 """A watchdog on every rank: it examines hangs and failures, and names the rank that caused them.
 
-While all is well it costs a thread that looks at the clock once a second, and sends nothing. When a deadline has passed
-or a rank fails, the lowest rank that is alive asks all others (status_server.py), decides (diagnose.py), prints one
-block, and tells the others. All ranks end before the time limits of the process groups (`process_group_timeout`).
+While all is well it costs a thread that looks at the clock once a second, and one that sleeps (deaths.py), and sends
+nothing. When a deadline has passed or a rank fails, the lowest rank that is alive asks all others (status_server.py),
+decides (diagnose.py), prints one block, and tells the others. All ranks end before the time limits of the process
+groups (`process_group_timeout`).
 """
 
 import math
