@@ -23,7 +23,6 @@ from meshtrain.config import Config, Data
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
-from meshtrain.data.prepare import loss_share, preparations
 from meshtrain.errors import InputError, bytes_text, writing
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
@@ -117,6 +116,8 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
 
 def _loss_shares(data: Data) -> list[str]:
     """Which share of the tokens has a loss, of data that may have prompts and lie prepared on this host."""
+    from meshtrain.data.prepare import loss_share, preparations  # it imports numpy
+
     lines = []
     for own in data.each_source() if data.sources else [data]:
         with suppress(InputError, OSError):  # a plan needs no data
