@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from meshtrain.data.order import batch_samples, share
 from meshtrain.metrics.logger import read
-from tests.launching import ROOT, forked, run, torchrun, two_hosts
+from tests.launching import ROOT, forked, root_cause, run, torchrun, two_hosts
 from tests.parity.experiments import QUICKSTART, SMALL
 
 MAIN = ("-m", "meshtrain.train")
@@ -55,6 +55,9 @@ def test_under_torchrun_wrong_input_is_printed_once_and_whole(broken: Path) -> N
     assert done.status == 1, "torchrun turns every status into 1"
     check_input_errors(done.err)
     assert "exitcode  : 2" in done.err
+    assert root_cause(done.err).endswith("errors (the rest is printed above)")
+    assert "To enable traceback" not in done.err
+    assert "SIGTERM)" not in done.err
 
 
 @pytest.mark.slow

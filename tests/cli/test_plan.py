@@ -135,6 +135,7 @@ def test_the_plan_of_a_config_on_uneven_hosts(tmp_path: Path, capsys: Captured) 
     assert set(EXPECTED["uneven"].splitlines()) <= set(printed.splitlines())
 
 
+@pytest.mark.slow
 def test_the_plan_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     text = (ROOT / "docs" / "layouts.md").read_text()
     small = re.search(r"`small.yaml`\n\n```yaml\n(.*?)```", text, re.DOTALL)

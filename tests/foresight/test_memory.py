@@ -278,6 +278,7 @@ def test_a_run_says_before_it_starts_that_it_will_not_fit(tmp_path: Path, monkey
     assert error.__notes__ == [verdict, parts, knobs]
 
 
+@pytest.mark.slow
 def test_a_run_that_turns_sequence_parallelism_off_foresees_the_memory_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
