@@ -8,7 +8,7 @@
 #   make test-integrations  the tests that talk to W&B, Prometheus, an S3 server and others, whose packages it installs
 #   make check    style, types and import contracts
 #   make docs     the documentation as a site, in build/site; a broken link or anchor ends it
-#   make test-versions  a part of the suite with each Python from 3.11 to 3.13 and torch 2.11 to 2.13 that can be had
+#   make test-versions  a part of the suite with each Python from 3.11 to 3.13 and torch 2.11 to 2.14 that can be had
 #
 # PYTHON=python3.12 picks another interpreter, VENV=folder another place for the environment, and
 # ARGS="train.steps=50" is handed to the training.
@@ -17,8 +17,10 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
-VERSIONS ?= 3.11-2.11 3.12-2.12 3.13-2.13
-VERSION_TESTS ?= tests/test_train.py tests/test_mesh.py tests/test_packaging.py tests/parity tests/foresight/test_trace.py
+# torch 2.14 brings CUDA's packages, 3.5 GB.
+VERSIONS ?= 3.11-2.11 3.12-2.12 3.13-2.13 3.13-2.14
+VERSION_TESTS ?= tests/test_train.py tests/test_mesh.py tests/test_packaging.py tests/parity tests/parallel tests/optim \
+	tests/pipeline tests/test_attention.py tests/foresight/test_trace.py
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt

@@ -47,6 +47,21 @@ class TrainingError(RuntimeError):
     """The run cannot continue, and every rank detects this in the same step. The process ends with exit status 1."""
 
 
+class DiskError(TrainingError):
+    """A disk or a file server of a host fails, or is full: the same command may go on later, with nothing changed."""
+
+
+class StartError(TimeoutError):
+    """Not all ranks of a job have come, or one does not reach the others. The process ends with exit status 1.
+
+    `follows`: another process has ended before, and says why.
+    """
+
+    def __init__(self, text: str, *, follows: bool = False) -> None:
+        self.follows = follows
+        super().__init__(text)
+
+
 @contextmanager
 def writing(path: str) -> Iterator[None]:
     """Turns an OSError into an InputError: the user has named a file that cannot be written."""

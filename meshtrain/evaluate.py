@@ -22,6 +22,10 @@ from meshtrain.pipeline.engine import Pipeline, call_stage, ends_of, shapes_of
 UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
 NO_TARGET = "the validation data has no target with a loss: use other data, or train.eval_every=0"
+NOTHING_TO_LEARN = (
+    "has no target with a loss, so that nothing would be learned: its samples hold prompts only (look at the keys of "
+    "the lines, at who speaks in `messages`, and whether data.seq_len ends before the answers)"
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,23 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
 
 def require_targets(samples: Samples) -> None:
     """Raises InputError: no target of an evaluation set has a loss. Reads up to the first that has one."""
-    rows = (samples.read([(0, index)], 1).batch().targets for index in range(len(samples)))
-    if all(bool((row == IGNORE).all()) for row in rows):
+    if not _has_target(samples):
         raise InputError(NO_TARGET)
+
+
+def require_training_targets(samples: Samples) -> None:
+    """Raises InputError: of the training data, or of one source of a mixture, no target has a loss."""
+    by_source = samples.loss_targets()
+    for name, targets in by_source.items():
+        if targets.with_loss == 0:
+            raise InputError(f"data: {name} {NOTHING_TO_LEARN}")
+    if not by_source and not _has_target(samples):
+        raise InputError(f"data: {samples.name} {NOTHING_TO_LEARN}")
+
+
+def _has_target(samples: Samples) -> bool:
+    rows = (samples.read([(0, index)], 1).batch().targets for index in range(len(samples)))
+    return any(bool((row != IGNORE).any()) for row in rows)
 
 
 @contextmanager

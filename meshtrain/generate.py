@@ -1,6 +1,6 @@
 """Samples text from a model. All ranks call it together, because a sharded model needs them all for each forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ def generate_batch(
     seed: int,
     temperature: float = 0.8,
     top_p: float = 1.0,
+    stops: Collection[int] = (),
     tick: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
     """Continues prompts of different lengths together, with a KV cache: each forward takes one new token of each. On
@@ -85,6 +86,7 @@ def generate_batch(
         seq_len: the maximum number of tokens of a prompt and its continuation together.
         top_p: a token is sampled from the likeliest ones whose total probability reaches this
             (https://arxiv.org/abs/1904.09751, section 3.1).
+        stops: a text is over after one of these tokens, which is its last; it ends when all texts are over.
         tick: called with the number of tokens added to each prompt so far.
 
     Raises InputError: a prompt is empty, or too long for its continuation to fit.
@@ -96,6 +98,7 @@ def generate_batch(
             f"in each, and at most {seq_len} together"
         )
     rows = [list(prompt) for prompt in prompts]
+    is_over = [False] * len(rows)
     draws = [generator(seed, "generate", *[i] * (i > 0)) for i in range(len(rows))]  # the first as in `generate`
     starts = torch.tensor([longest - len(row) for row in rows])
     tokens = torch.tensor([[row[0]] * (longest - len(row)) + row for row in rows])
@@ -111,10 +114,15 @@ def generate_batch(
                 last = gather_logits(logits, slice(None), -1).double().cpu()
                 following = [_draw(row, temperature, own, top_p) for row, own in zip(last, draws, strict=True)]
             following = _known(model.from_last(following) if isinstance(model, Pipeline) else following)
-            for row, token in zip(rows, following, strict=True):
-                row.append(token)
+            for i, token in enumerate(following):
+                if is_over[i]:
+                    continue  # the others go on; what this row draws is of no text
+                rows[i].append(token)
+                is_over[i] = token in stops
             first, tokens = first + tokens.shape[1], torch.tensor(following)[:, None]
             tick(done)
+            if all(is_over):
+                break
     return rows
 
 

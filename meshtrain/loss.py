@@ -153,7 +153,7 @@ def tally(name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], 
         name: unique to this module, and the same in every step.
         values: (b, s, n), n numbers per token.
         receive: called at the end of the step on every rank that has the module, with the sums (n,) in float64 and
-            a boolean scalar: True if the step was not finite and made no update. Both are on the device.
+            a boolean scalar: True if the step made no update. Both are on the device.
         owner: the module; another owner with the same name is an error.
 
     Raises:

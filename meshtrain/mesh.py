@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
 
@@ -161,8 +161,10 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Makes later collectives of every group fail after this time, so that a broken link is noticed."""
+        # It has a public name from torch 2.14 on.
+        set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
         for group in (*self._groups.values(), *self._links.values(), *self._own.values()):
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
 
 
 def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:

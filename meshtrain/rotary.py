@@ -11,6 +11,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from meshtrain.huggingface.rope_keys import rope_type
+
 # rope_type -> the numbers that it requires, and its optional keys.
 LENGTH = "original_max_position_embeddings"
 YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -28,11 +30,6 @@ class Rotary:
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
-
-
-def rope_type(scaling: dict[str, Any]) -> Any:
-    """The kind of scaling. Configs older than transformers 4.43 call the key `type`."""
-    return scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def rotary_frequencies(
@@ -137,7 +134,11 @@ def scaling_problems(theta: float, scaling: dict[str, Any], width: int, key: str
     kind = rope_type(scaling)
     if not is_positive(scaling.get("rope_theta", 1)):
         yield f"rope_theta is {scaling['rope_theta']!r}: expected a number above 0"
-    if kind == "default" and (key == "rope_parameters" or scaling.keys() & {"rope_type", "type"}):
+    has_type = bool(scaling.keys() & {"rope_type", "type"})
+    others = sorted(scaling.keys() - {"rope_theta", "rope_type", "type"})
+    if kind == "default" and others and has_type:
+        yield f"rope_type default has no {', '.join(others)}: take it away, or name the type that it belongs to"
+    if kind == "default" and not others and (has_type or key == "rope_parameters"):
         return
     if kind not in ROPE_KEYS:
         written = "is missing" if kind == "default" else f"{kind!r} is not built"

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,15 +29,16 @@ from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
+from meshtrain.config.schema import Train
 from meshtrain.data import OpenData
 from meshtrain.data.cache import cache_folder
 from meshtrain.data.mixture import sample_order
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, StartError
 from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.foresight.start import MemoryForecast
 from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_equal, run_fingerprints
 from meshtrain.job.environment import read_environment
-from meshtrain.job.exit import job_exit
+from meshtrain.job.exit import job_exit, refuse_start
 from meshtrain.job.process import Job, join
 from meshtrain.job.storage import show_any_text
 from meshtrain.job.watchdog.deadlines import process_group_timeout
@@ -76,17 +77,17 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     signals = signals or Signals.install()
     signals.modules_imported()
     try:
-        job = join(read_environment(os.environ))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if job.rank != 0:
-        warnings.simplefilter("ignore")  # libraries warn on every rank; rank 0 prints the warning
-    with watched(job) as watchdog, job_exit(job):
-        with job.collective_check("reading the config"):
-            config = read_config(arguments, job.world_size, job.device.type, again=job.again)
-        require_equal(job, *run_fingerprints(config, os.environ))
-        status = run(config, job, signals, watchdog)
+        environment = read_environment(os.environ)
+        job = join(environment, start_timeout(arguments, environment.world_size))
+        if job.rank != 0:
+            warnings.simplefilter("ignore")  # libraries warn on every rank; rank 0 prints the warning
+        with watched(job) as watchdog, job_exit(job):
+            with job.collective_check("reading the config"):
+                config = read_config(arguments, job.world_size, job.device.type, again=job.again)
+            require_equal(job, *run_fingerprints(config, os.environ))
+            status = run(config, job, signals, watchdog)
+    except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
+        return refuse_start(error)
     # torchrun treats any other status as a failure, ends the remaining ranks, and may restart them.
     return 0 if job.environment.launcher == "torchrun" and status != EXIT_RESTART else status
 
@@ -143,6 +144,7 @@ def train(
     mesh, forecast = build_mesh(job.layout, job.device.type), MemoryForecast(folder, job.device, config, job.rank)
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
+    forecast.follow(model)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     held_out, mixture = evaluation_set(data, config.train.eval_samples), sample_order(config, data.train).mixture
     trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture)
@@ -237,6 +239,15 @@ def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *
     config = Config.load(options.config, options.overrides, for_training=True, **known)
     find_sinks(config.metrics)
     return config
+
+
+def start_timeout(arguments: Sequence[str] | None, world_size: int) -> float:
+    """`train.start_timeout_s`, which counts already while the ranks meet. What is wrong with the config is said once
+    they have met, by one of them for all."""
+    if world_size > 1:
+        with suppress(Exception):
+            return read_config(arguments, world_size, "cpu").train.start_timeout_s
+    return Train.start_timeout_s
 
 
 def train_parser() -> argparse.ArgumentParser:

@@ -30,6 +30,7 @@ from meshtrain.parallel.expert import AXIS, RowLimit, limit_rows
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum, request_loss
 from meshtrain.parallel.mixed_precision import compute_dtype, random_state
+from meshtrain.parallel.parallelize import shares_sequence
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
@@ -86,7 +87,8 @@ class Trainer:
         self.counts_correct = task == "classification"
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         plan = getattr(model_file(config.model.name), "tp_plan", None)
-        sequence = has_sequence_parts(config.parallel.sequence_parallel, plan)
+        # The check before the first step may have turned it off.
+        sequence = shares_sequence(model, has_sequence_parts(config.parallel.sequence_parallel, plan))
         self._same_tokens = mesh.size("tp") > 1 and not sequence  # between layers, on all tp ranks
         self._real_tokens: dict[int, Tensor] = {}  # by the length of a sequence; see `_tokens`
         # field of attached terms and statistics -> number of elements: known after the first step
@@ -221,11 +223,13 @@ class Trainer:
             unscale = None if self.scale is None else 1 / scale
             norm = norm if unscale is None else norm * unscale
             bad = ~(loss.isfinite() & norm.isfinite())
+            # A batch without a target with a loss is no update: weight decay and momentum alone would move the weights.
+            skip = bad | (self._count.total() == 0)
             factor = clip_factor(norm, self.clip_norm)
             if unscale is not None:
                 factor = unscale if factor is None else factor * unscale
-            lr = self.optimizer.update(step, factor, bad)
-            self._terms.receive(self._by_field(sums[5:]), bad)
+            lr = self.optimizer.update(step, factor, skip)
+            self._terms.receive(self._by_field(sums[5:]), skip)
             if self.scale is not None:
                 self.scale.update(bad)
             main = torch.stack([loss, norm, sums[2], self._count.total(), scale, sums[3], overflow])

@@ -59,7 +59,7 @@ class Config(DecoderConfig):
 
     @property
     def rotary_factor(self) -> float:
-        return (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
+        return self.rope[1].get("partial_rotary_factor", self.partial_rotary_factor)
 
     @property
     def rotary_width(self) -> int:

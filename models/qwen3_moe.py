@@ -172,6 +172,9 @@ def check(config: Config) -> keys.Problems:
     problems = keys.decoder_problems(config, keys.COUNTS | {"decoder_sparse_step": 1 << 12})
     experts = "num_experts" if config.num_local_experts is None else "num_local_experts"
     problems = problems or keys.router_problems(config, experts)
+    if experts == "num_local_experts" and config.num_experts not in (Config.num_experts, config.num_local_experts):
+        both = f"num_experts {config.num_experts} and num_local_experts {config.num_local_experts}"
+        problems.append((experts, f"{both} contradict each other: give num_experts alone"))
     if not problems and not config.sparse_layers:
         key = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
         problems.append((key, f"none of the {config.num_hidden_layers} layers has experts: use the model qwen3"))

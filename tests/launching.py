@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -44,6 +45,12 @@ class Finished:
         """Fails the test, with everything that was printed, unless the job ended well."""
         assert self.status == 0, f"exit status {self.status}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
         return self
+
+
+def root_cause(printed: str) -> str:
+    """What torchrun's report says of the rank that has failed first."""
+    (cause,) = re.findall(r"Root Cause \(first observed failure\):.*?traceback : (.*?)\n=", printed, re.DOTALL)
+    return cause
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -89,6 +89,21 @@ def test_texts_with_a_cache_on_any_layout_are_those_without(job: Job, layout: st
     assert texts(PROMPTS[:1], 1.5) == [drawn]
 
 
+def test_a_text_is_over_after_a_token_that_stops_it() -> None:
+    """The others go on as if it did, and nothing is computed when all are over."""
+    greedy, _ = expected_texts("llama")
+    model = build_model(config_of("llama", "{}", 1), ALONE, CPU)
+    added = [text[len(prompt) :] for text, prompt in zip(greedy, PROMPTS, strict=True)]
+    for stops in ({added[0][2]}, {added[0][1], added[1][3], added[2][2]}, {added[1][0]}, set(range(200))):
+        done: list[int] = []
+        texts = generate_batch(
+            model, PROMPTS, LENGTH, temperature=0, seq_len=S, device=CPU, seed=3, stops=stops, tick=done.append
+        )
+        lengths = [next((i + 1 for i, token in enumerate(own) if token in stops), LENGTH) for own in added]
+        assert texts == [prompt + own[:n] for prompt, own, n in zip(PROMPTS, added, lengths, strict=True)]
+        assert done == list(range(1, max(lengths) + 1))
+
+
 def test_top_p_draws_from_the_likeliest() -> None:
     """The fewest that have the probability together; one at least."""
     logits, draws = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log(), torch.Generator().manual_seed(0)

@@ -72,6 +72,15 @@ def test_outside_of_a_step_nothing_is_attached() -> None:
     assert terms.sums == {}
 
 
+def test_a_term_in_bfloat16_is_summed_in_float32() -> None:
+    """Which part of a batch a rank has must not be seen in the rounding of a sum."""
+    term = torch.full((3, 1000), 1.0078125, dtype=torch.bfloat16)  # its multiples are rounded
+    terms = StepTerms(GlobalCount(1, ALONE, CPU))
+    with terms.of_microbatch(3, 3):
+        attach(torch.zeros(3, 2), "hidden", term)
+    assert terms.sums["loss/hidden"][0].item() == 3000 * 1.0078125
+
+
 @pytest.mark.parametrize("term", [torch.tensor(1.0), torch.zeros(3, 2)])
 def test_a_term_has_a_number_for_each_sample(term: Tensor) -> None:
     terms = StepTerms(GlobalCount(1, ALONE, CPU))

@@ -294,3 +294,143 @@ def test_a_line_and_its_end_are_written_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.stderr", Terminal())
     storage.warn("the disk is full")
     assert writes == ["warning: the disk is full\n"]
+
+
+# Files that the user has not named ------------------------------------------------------------------------------------
+
+
+def link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder(path: Path, victim: Path) -> None:
+    path.mkdir()
+
+
+def large(path: Path, victim: Path) -> None:
+    path.write_bytes(b"x" * 101)
+
+
+@pytest.mark.parametrize(
+    ("planted", "problem"),
+    [(link, "is a link"), (pipe, "no regular file"), (folder, "no regular file"), (large, "has 101 bytes")],
+)
+def test_what_others_may_have_planted_is_not_opened(
+    tmp_path: Path, planted: Callable[[Path, Path], None], problem: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("all that he has")
+    planted(tmp_path / "x", victim)
+    with pytest.raises(OSError, match=problem):
+        storage.read_guarded(tmp_path / "x", 100)
+    assert victim.read_text() == "all that he has"
+
+
+def test_a_file_of_another_user_is_opened_only_in_a_folder_of_that_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_text("his")
+    assert storage.read_guarded(tmp_path / "x") == b"his"
+    monkeypatch.setattr(storage.os, "geteuid", lambda: os.getuid() + 1)
+    assert storage.read_guarded(tmp_path / "x") == b"his", "the folder is his, too"
+    whole = os.stat
+
+    def of_another(path: Any, **more: Any) -> Any:
+        about = whole(path, **more)
+        return os.stat_result([*about[:4], about.st_uid + 2, *about[5:]])
+
+    monkeypatch.setattr(storage.os, "stat", of_another)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_uid_of_new_files", lambda folder: os.getuid() + 3)
+        with pytest.raises(PermissionError, match=r"it belongs to \S+, who is neither this user nor the owner"):
+            storage.read_guarded(tmp_path / "x")
+    # A file server may give what this user makes to `nobody`.
+    assert storage.read_guarded(tmp_path / "x") == b"his"
+
+
+def test_a_run_writes_through_no_link_and_goes_on_once_it_is_gone(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"all that he has\n")
+    path.symlink_to(victim)
+    file = SideFile(path)
+    file.append(b"first\n")
+    assert victim.read_bytes() == b"all that he has\n"
+    path.unlink()
+    file.append(b"second\n")
+    assert path.read_bytes() == b"first\nsecond\n"
+    assert "cannot be written (it is a link, which is not followed here)" in capsys.readouterr().err
+
+
+WRITTEN_BY_A_RUN = ("config.yaml", "layout.txt", "exit.json", "ranks.json", "timeline.json", "loss.png", ".owner")
+
+
+def test_a_run_writes_through_no_link_in_its_folder(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Under the names of its files, and those under which it first writes them."""
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    run.mkdir()
+    for name in WRITTEN_BY_A_RUN:
+        for planted in (name, f".{name}.tmp", f"{name}.tmp"):
+            (run / planted).symlink_to(victim)
+    assert go("train.steps=3") == {"status": 0}
+    plot.plot_loss(run, "run")
+    assert victim.read_text() == "precious"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "loss.png").is_symlink() is False
+
+
+def test_a_picture_of_rows_in_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert "has no steps" in plot.plot_loss(tmp_path, "run")
+
+
+@pytest.mark.parametrize("way", ["removed", "renamed"])
+def test_a_folder_that_goes_while_it_is_written_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    """A file server keeps what is open under another name: it is noticed as a folder that was renamed is."""
+    path = tmp_path / "run" / "lines"
+    path.parent.mkdir()
+    file = SideFile(path)
+    file.append(b"first\n")
+    if way == "removed":
+        path.unlink()
+        path.parent.rmdir()
+    else:
+        path.parent.rename(tmp_path / "away")
+        monkeypatch.setattr(storage, "LOOK_FOR_REMOVAL_S", 0.0)
+    file.append(b"second\n")
+    file.replace_last(b"second, and more\n")
+    file.append(b"third\n")
+    assert path.read_bytes() == b"second, and more\nthird\n"
+    assert capsys.readouterr().err.count(f"{path} was removed or renamed while this run writes to it") == 1
+
+
+def test_what_is_executed_lies_where_nobody_else_writes(tmp_path: Path) -> None:
+    made = storage.make_private_folder(tmp_path / "own" / "code")
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert storage.make_private_folder(made) == made, "a later start takes it"
+    made.chmod(0o755)
+    assert storage.make_private_folder(made).stat().st_mode & 0o777 == 0o700
+    made.chmod(0o775)
+    with pytest.raises(PermissionError, match="others may have put code there"):
+        storage.make_private_folder(made)
+    (tmp_path / "link").symlink_to(made)
+    with pytest.raises(NotADirectoryError, match="a link to one"):
+        storage.make_private_folder(tmp_path / "link")
+    (tmp_path / "way").symlink_to(tmp_path / "own")
+    assert storage.make_private_folder(tmp_path / "way" / "more") == tmp_path / "own" / "more", "without the link"
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o2775)
+    with pytest.raises(PermissionError, match="others can write to the folder above"):
+        storage.make_private_folder(tmp_path / "shared" / "code")
+    (tmp_path / "shared" / "mine").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="others can write to the folder above"):
+        storage.make_private_folder(tmp_path / "shared" / "mine" / "code")  # they could exchange `mine`
+    assert list((tmp_path / "shared" / "mine").iterdir()) == []

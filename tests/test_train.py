@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from meshtrain.data.order import batch_samples, share
 from meshtrain.metrics.logger import read
-from tests.launching import ROOT, forked, run, torchrun, two_hosts
+from tests.launching import ROOT, forked, root_cause, run, torchrun, two_hosts
 from tests.parity.experiments import QUICKSTART, SMALL
 
 MAIN = ("-m", "meshtrain.train")
@@ -53,6 +55,9 @@ def test_under_torchrun_wrong_input_is_printed_once_and_whole(broken: Path) -> N
     assert done.status == 1, "torchrun turns every status into 1"
     check_input_errors(done.err)
     assert "exitcode  : 2" in done.err
+    assert root_cause(done.err).endswith("errors (the rest is printed above)")
+    assert "To enable traceback" not in done.err
+    assert "SIGTERM)" not in done.err
 
 
 @pytest.mark.slow
@@ -71,11 +76,35 @@ def test_prompts_that_are_longer_than_a_batch(tmp_path: Path) -> None:
     refused = forked(1, *MAIN, *small, f"data.validation={held_out}", "train.eval_every=5")
     assert refused.status == 2
     assert "the validation data has no target with a loss" in refused.err
-    forked(1, *MAIN, *small, "data.validation=0").check()
+    keys = ["data.validation=0", "checkpoint={every: 1, keep_last: 9, in_background: false}"]
+    done = forked(1, *MAIN, *small, *keys).check()
+    assert "training: 113 of 1,312 targets have a loss (8.61 %)" in done.out
     rows = read(output / "metrics.jsonl")
+    states = [load_file(output / f"checkpoints/step_{row['step']:07d}/rank_00000.safetensors") for row in rows]
+    for (before, after), row in zip(itertools.pairwise(states), rows[1:], strict=True):
+        changed = any(not torch.equal(before[name], after[name]) for name in before if name.startswith("model."))
+        moved = any(not torch.equal(before[name], after[name]) for name in before if name.startswith("optimizer."))
+        assert (changed, moved) == (row["loss"] is not None,) * 2, f"step {row['step']}: an empty step is no update"
     assert None in [row["loss"] for row in rows]
     tokens = [0, *(row["tokens"] for row in rows)]
     assert [row["loss"] is None for row in rows] == [before == after for before, after in itertools.pairwise(tokens)]
+
+
+def test_data_without_a_target_with_a_loss_is_refused(tmp_path: Path) -> None:
+    """Such a run would end well, and have learned nothing."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": 245 * "p", "completion": "c"}))  # whose answer is in no whole sample
+    small = [QUICKSTART, *SMALL, f"data.cache={tmp_path}", "data.source=jsonl", "data.seq_len=16", "data.validation=0"]
+    small += [f"train.output={tmp_path / 'run'}"]
+    refused = forked(2, *MAIN, *small, f"data.path={path}")
+    assert refused.status == 2
+    assert "data: training has no target with a loss, so that nothing would be learned" in refused.err
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps({"text": 400 * "a"}))
+    sources = f"[{{name: good, path: {good}}}, {{name: prompts, path: {path}}}]"
+    refused = forked(1, *MAIN, *small, f"data.sources={sources}")
+    assert refused.status == 2
+    assert "data: prompts has no target with a loss" in refused.err
 
 
 def test_a_log_that_lacks_characters_ends_no_run(tmp_path: Path) -> None:
@@ -211,7 +240,7 @@ def test_a_failing_rank_is_named(own: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_wrong_input_that_one_rank_finds_in_the_middle_ends_all(own: tuple[str, ...], tmp_path: Path) -> None:
     done = forked(3, *MAIN, *own, "model.bad_data_on_rank=1", timeout=100)
-    assert done.status != 0
+    assert done.status == 2
     assert re.search(r"^rank 1 on host \S+ \(dp_shard 1\): sample 3 cannot be read$", done.err, re.MULTILINE), done.err
     ended = json.loads((tmp_path / "run/exit.json").read_text())
     assert ended["status"] == "failed"

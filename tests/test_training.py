@@ -136,7 +136,7 @@ def test_epochs(
     assert len(ends) == 2
     assert rows[-1]["step"] == ends[-1]
     assert [row["epoch"] for row in rows] == sorted(row["epoch"] for row in rows)
-    assert {row["epoch"] for row in rows} <= {1, 2, 3}
+    assert {row["epoch"] for row in rows} == {1, 2}, "also in the last step, which is filled from a third"
     assert warm == [False, True]
     assert rows[0]["samples_digest"] != rows[ends[0]]["samples_digest"]
 

@@ -150,15 +150,25 @@ class CheckpointWrite:
 
     def _prepare(self, before: "CheckpointWrite | None") -> str | None:
         """The first round, and the second if it is needed; returns why nothing is to be written, or None."""
-        self._prepare_round.put([self.sums.digests(), self.sums.inconsistent_ties()])
+        bad = self.sums.not_finite()
+        named = f"{self._rank_name()}: {join_some(bad)}" if bad else None
+        self._prepare_round.put([self.sums.digests(), self.sums.inconsistent_ties(), named])
         if self.job.rank == 0:
             reports = self._gather(self._prepare_round)
             if before is not None:
                 before.forget()
-            divergences = find_divergence(self.state.placements, self.state.layout, [digests for digests, _ in reports])
+            divergences = find_divergence(
+                self.state.placements, self.state.layout, [digests for digests, *_ in reports]
+            )
             requests = [[divergence.kind, divergence.reporters] for divergence in divergences]
-            apart = [[rank, names] for rank, (_, names) in enumerate(reports) if names]
+            apart = [[rank, names] for rank, (_, names, _) in enumerate(reports) if names]
             self.diverged = bool(requests or apart)
+            if not_finite := [named for *_, named in reports if named is not None]:
+                self.notes.append(
+                    f"warning: the weights of step {self.step} are not all finite, though their loss was: "
+                    f"{join_some(not_finite)}. No batch has used them so far. An earlier checkpoint may be whole; "
+                    "this one, and an export, hold them as they are"
+                )
             self._prepare_round.broadcast({"requests": requests, "apart": apart})
         answer = self._prepare_round.receive()
         if not answer["requests"] and not answer["apart"]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config.errors import yaml_text
 from meshtrain.errors import InputError
+from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.job.process import Job
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def compare_configs(
 def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, Any]]:
     for section, keys in config.items():
         if section != "layout" and isinstance(keys, Mapping):  # the resolved layout is compared instead, without -1
-            for key, value in keys.items():
+            # Older versions kept rope_parameters as they were given.
+            for key, value in (one_form(keys) if section == "model" else keys).items():
                 name = f"{section}.{key}"
                 if name in ("batch.global_size", "data.seq_len_warmup"):
                     yield name, _until(value, step)
@@ -129,6 +131,12 @@ def check(manifest: Manifest, spec: "RunSpec", job: Job, checkpoint: Path) -> No
         way = "take the values of the checkpoint, or another folder for another run with train.output=FOLDER"
         if changes.other_data:
             way += ", or allow other data with checkpoint.allow_other_data=true"
+            data = manifest.section("data")
+            if "end_token" not in data and data.get("tokenizer", "bytes") != "bytes":
+                way += (
+                    "; an older version of meshtrain, which wrote it, may have ended documents with another token: "
+                    "data.end_token=TOKEN takes that one (docs/data.md)"
+                )
         lines = "\n".join(f"  {line}" for line in changes.refused)
         raise InputError(f"the config is not that of {checkpoint} (there -> here):\n{lines}\n{way}")
     counters_of(manifest)

@@ -20,7 +20,7 @@ from pathlib import Path
 from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, dumps
 from meshtrain.checkpoint.shard_file import open_plain
 from meshtrain.errors import DamagedError, InputError, MissingError, UnreadableError
-from meshtrain.job.storage import fsync_folder, warn, write_whole
+from meshtrain.job.storage import fsync_folder, open_guarded, warn, write_whole
 
 COMPLETE = "COMPLETE"
 CHECKPOINTS = "checkpoints"  # in a run's folder
@@ -343,11 +343,9 @@ def _write_owner(folder: Path, lock: int, takes: bool, launch: str | None, again
         os.truncate(lock, 0)
         os.pwrite(lock, process.encode(), 0)
         if takes:
-            token = (f"{uuid.uuid4().hex} {process}" + "".join(f"{name}\n" for name in launches)).encode()
-            temporary = folder / f"{OWNER}.tmp"
-            temporary.write_bytes(token)
-            temporary.replace(folder / OWNER)
-            _OWNED[folder.absolute()] = token
+            token = f"{uuid.uuid4().hex} {process}" + "".join(f"{name}\n" for name in launches)
+            write_whole(folder / OWNER, token)
+            _OWNED[folder.absolute()] = token.encode()
     except OSError as error:
         error.filename = error.filename or str(folder / LOCK)
         raise
@@ -356,7 +354,7 @@ def _write_owner(folder: Path, lock: int, takes: bool, launch: str | None, again
 def _lock(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        lock = open_guarded(folder / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise InputError(f"the folder {folder.absolute()} cannot be used ({error.strerror})") from error
     try:

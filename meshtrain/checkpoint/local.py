@@ -20,7 +20,7 @@ from meshtrain.checkpoint.shard_file import write_shard
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.errors import InputError
 from meshtrain.job.process import Job
-from meshtrain.job.storage import write_whole
+from meshtrain.job.storage import read_guarded, write_whole
 from meshtrain.layout import Layout
 
 ID = ".local_id"
@@ -40,7 +40,7 @@ class LocalDisk:
                 path = checkpoints / ID
                 if not path.exists():
                     write_whole(path, uuid.uuid4().hex)
-                known = path.read_text()
+                known = read_guarded(path, 1000).decode()
         known = job.reduce("looking at the local disks", known, itemgetter(0))
         assert job.layout is not None
         self._folder, self._rank = root / str(known), job.rank

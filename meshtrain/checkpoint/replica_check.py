@@ -2,6 +2,7 @@
 
 Each rank sums up the bits of every tensor that other ranks hold, too. Tensors with the same placement have the same
 replicas, so one digest of all their sums suffices; only if digests differ are ranks asked which tensor differs.
+Besides, each rank looks for weights that are not finite: where no batch uses them, no loss and no norm shows them.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.checkpoint.placement import Placement, copies
-from meshtrain.checkpoint.state import State
+from meshtrain.checkpoint.state import MODEL, LocalShard, State
 from meshtrain.errors import join_some
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.layout import Layout
@@ -37,6 +38,17 @@ class Sums:
         self._names = [(self._kinds.index(kind_of(shard.placement)), shard.name) for shard in compared]
         self._sums = torch.stack([bit_sum(shard.local) for shard in compared]) if compared else None
         self._values: list[int] | None = None
+        weights = [shard for shard in state.shards if _is_weight(shard)]
+        self._weights = [shard.name for shard in weights]
+        self._largest = torch.stack([largest(shard.local) for shard in weights]) if weights else None
+
+    def not_finite(self) -> list[str]:
+        """The weights of which this rank holds values that are NaN or infinite."""
+        if self._largest is None:
+            return []
+        with waiting("the largest values of the weights", resource=Resource.DEVICE):
+            finite = torch.isfinite(self._largest).tolist()
+        return sorted({name for name, is_finite in zip(self._weights, finite, strict=True) if not is_finite})
 
     def digests(self) -> dict[str, str]:
         """Number of a kind -> one digest of all this rank's tensors of that kind."""
@@ -119,6 +131,19 @@ def bit_sum(tensor: Tensor) -> Tensor:
     whole = len(data) // 8 * 8
     total = data[:whole].view(torch.int64).sum()
     return total if whole == len(data) else total + data[whole:].sum(dtype=torch.int64)
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """The largest absolute value of a tensor: a float64 scalar on its device; NaN if any value is NaN."""
+    return torch.linalg.vector_norm(tensor, ord=float("inf")).double()
+
+
+def _is_weight(shard: LocalShard) -> bool:
+    """Buffers may hold infinities on purpose, as masks do; the ranks compare parameters alone."""
+    if not shard.compared or not shard.name.startswith(f"{MODEL}."):
+        return False
+    dtype = shard.local.dtype
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def kind_of(tensor: Placement) -> Kind:

@@ -20,7 +20,7 @@ from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, MissingError, TrainingError, UnreadableError
 from meshtrain.job.consistency import Fingerprint, require_equal
 from meshtrain.job.process import Job
-from meshtrain.job.storage import optional, warn, with_retries, write_whole
+from meshtrain.job.storage import optional, read_guarded, warn, with_retries, write_whole
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -371,13 +371,21 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
         return own
     named = _from_path(Path(name).expanduser(), own, spec.checkpoints)
     mark = spec.folder / WENT_BACK
-    if named.back and mark.is_file() and mark.read_text(errors="replace") == _digest(spec):
+    if named.back and _says(mark, _digest(spec)):
         own.notes.append(
             f"checkpoint.resume names {name}, to which this run went back with the same config before; it goes on from "
             f"its newest checkpoint now. To go back once more, remove {mark}"
         )
         return own
     return named
+
+
+def _says(mark: Path, text: str) -> bool:
+    """Whether a file beside the run has this text; one that cannot be read says nothing."""
+    try:
+        return read_guarded(mark) == text.encode()
+    except OSError:
+        return False
 
 
 def _count_offers(offers: list[list[list]]) -> list[tuple]:

@@ -20,6 +20,7 @@ from typing import Any
 from meshtrain.checkpoint.manifest import File, Manifest, dumps, file_of, parse_json
 from meshtrain.errors import DamagedError, MissingError, UnreadableError
 from meshtrain.huggingface.safetensors import METADATA, SIZES, Entry, header_length, pack_header, parse_entry
+from meshtrain.job.pending import advance
 from meshtrain.job.storage import fsync_file, write_all
 from meshtrain.parallel.sharding import Part, shape_of
 
@@ -120,6 +121,7 @@ class Shard(AbstractContextManager["Shard"]):
         if not 0 <= begin <= end <= entry.nbytes:
             raise DamagedError(self.path, f"has {entry.nbytes:,} bytes; {begin:,} to {end:,} were to be read", name)
         for index in range(begin // BLOCK, -(-end // BLOCK)):
+            advance()
             low, high = self._block(name, index)
             first, last = max(begin, low), min(end, high)
             if (first, last) == (low, high):

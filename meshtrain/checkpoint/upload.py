@@ -21,7 +21,8 @@ from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from meshtrain.checkpoint.retention import Retention, steps_to_keep
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, bytes_text
-from meshtrain.job.storage import write_whole
+from meshtrain.job.pending import advance
+from meshtrain.job.storage import read_guarded, write_whole
 
 ASIDE = f"{COMPLETE}.aside"  # replaces COMPLETE: it is damaged, or a run resumed from an earlier step
 RUN, RUN_HERE = "RUN", ".run"  # files that name the run whose checkpoints they are: in storage, in the run's folder
@@ -68,7 +69,7 @@ class Uploads:
             write_whole(own, there)
         if not own.exists():
             write_whole(own, secrets.token_hex(16))
-        if there not in (None, own.read_text()):
+        if there not in (None, read_guarded(own).decode()):
             raise InputError(
                 f"checkpoint.upload: {self.url} holds {name_of(self.steps()[-1])} of another run than {folder}: name a "
                 f"prefix of its own with checkpoint.upload=URL; if they are of one run, remove {self.url}/{RUN}"
@@ -148,7 +149,7 @@ class Uploads:
             return
         self.claim(folder, adopt=False)
         if self._run_there() is None:
-            self._call("pipe_file", f"{self._root}/{RUN}", (folder / RUN_HERE).read_bytes())
+            self._call("pipe_file", f"{self._root}/{RUN}", read_guarded(folder / RUN_HERE))
         self.set_aside_later(here[-1])
         there = self.steps()
         for step in {*here, *there} - self._evaluations.keys() if self._keep.keep_best else ():
@@ -224,7 +225,12 @@ class Uploads:
         from fsspec.callbacks import Callback
 
         last, slots = [time.monotonic()], asyncio.Semaphore(AT_ONCE)
-        callback = Callback(hooks={"moved": lambda *_, **__: last.__setitem__(0, time.monotonic())})
+
+        def moved(*_: Any, **__: Any) -> None:
+            last[0] = time.monotonic()
+            advance()
+
+        callback = Callback(hooks={"moved": moved})
 
         async def transfer(source: str, target: str) -> None:
             async with slots:

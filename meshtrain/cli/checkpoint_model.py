@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meshtrain.config import locate
 from meshtrain.config.checks import scales_dynamically
 from meshtrain.errors import InputError
+from meshtrain.huggingface.rope_keys import one_form
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +79,9 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     overrides += [f"train.precision={options.precision}"] * (options.precision is not None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.yaml"
-        path.write_text(json.dumps(manifest.config))  # JSON is YAML
+        # JSON is YAML. Older versions of meshtrain wrote a default of rope_theta beside the rope_parameters that count.
+        written = {**manifest.config, "model": one_form(manifest.section("model"))}
+        path.write_text(json.dumps(written))
         config = Config.load(str(path), overrides, world_size=world_size, device=device)
     if not hasattr(locate.model_file(config.model.name), "cp_plan"):
         raise InputError(
@@ -99,16 +102,17 @@ def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
             "the run's data.tokenizer does not say by which tokenizer the ids of its files were made: name it with "
             "--tokenizer FILE.json, or --tokenizer bytes"
         )
-    return open_tokenizer(name or config.data.tokenizer)
+    return open_tokenizer(name or config.data.tokenizer, config.data.begin_token, config.data.end_token)
 
 
-def ids_of(text: str, tokenizer: "Tokenizer", config: "Config") -> list[int]:
-    """The token ids of a text. Raises InputError: it is not UTF-8, or an id is outside the model's vocabulary."""
+def ids_of(text: str, tokenizer: "Tokenizer", config: "Config", *, plain: bool = False) -> list[int]:
+    """The token ids of a prompt, which begins as the documents of the run's data do. It may spell control tokens;
+    `plain`: they are text, as in documents. Raises InputError: it is not UTF-8, or an id is outside the vocabulary."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{text[:40]!r} is not text in UTF-8: {error.reason}") from error
-    ids = tokenizer.encode(text)
+    ids = with_begin(tokenizer.encode(text, plain=plain), tokenizer)
     largest, size = max(ids, default=-1), config.model.keys.get("vocab_size")
     if size is not None and largest >= size:
         raise InputError(
@@ -116,6 +120,13 @@ def ids_of(text: str, tokenizer: "Tokenizer", config: "Config") -> list[int]:
             f"{size}: name the tokenizer that the model was trained with by --tokenizer"
         )
     return ids
+
+
+def with_begin(ids: list[int], tokenizer: "Tokenizer") -> list[int]:
+    """The ids behind the token that begins a document, if the run's documents have one and these do not."""
+    if tokenizer.begin is None or ids[:1] == [tokenizer.begin]:
+        return ids
+    return [tokenizer.begin, *ids]
 
 
 def check_length(length: int, config: "Config") -> None:

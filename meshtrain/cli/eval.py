@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
         tokenizer = tokenizer_of(config, options.tokenizer)
         scores: dict[str, Any] = {
-            name: _perplexity(scorer, ids_of(text, tokenizer, config), text) for name, text in texts.items()
+            name: _perplexity(scorer, ids_of(text, tokenizer, config, plain=True), text) for name, text in texts.items()
         }
         if options.tasks:
             scores |= _tasks(options, scorer, tokenizer)
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _text(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8-sig")  # a byte order mark is no part of the text
     except (OSError, ValueError) as error:
         raise InputError(f"--files: {name} cannot be read as text: {error}") from error
 

@@ -6,7 +6,6 @@ config.json is written by one of meshtrain's own models, or by the file that `--
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshtrain.checkpoint.directory import read_manifest, read_plain
+from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
@@ -26,14 +25,16 @@ from meshtrain.huggingface.export import (
     ExportFolder,
     WeightFiles,
     as_input_errors,
-    config_text,
     plan_export,
+    small_files,
     tokenizer_files,
 )
 from meshtrain.huggingface.load import DTYPES, WeightSource
-from meshtrain.huggingface.safetensors import ADAPTER, FILE_BYTES, SINGLE, Entry
+from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
+from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
+from meshtrain.run.weights_export import source_files
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
 MAX_TOKENIZER = 2**27  # bytes; files of large vocabularies have a third of that
@@ -101,6 +102,7 @@ def export(
         module = None if adapter else _module(manifest, model, say)
         table: Table = {} if module is None else table_of(module.Model, file_format)
         config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
+        beside = {} if config is None else source_files(base, say)
         files, parts = plan_export(source.entries.values(), kind, 2**63 if adapter else file_bytes, table)
         files = {ADAPTER: files[SINGLE]} if adapter else files
         place = ExportFolder(folder)
@@ -113,7 +115,8 @@ def export(
                     for file, entries in files.items():
                         for entry in entries:
                             out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
-                place.finish(files, config_text(config, kind, tokenizer), tokenizer, about)
+                texts = small_files(config, kind, tokenizer, manifest.section("data"), beside)
+                place.finish(files, texts if about is None else {**texts, ADAPTER_CONFIG: about})
             finally:
                 place.drop()
     sizes = [entry.nbytes for entries in files.values() for entry in entries]
@@ -179,10 +182,10 @@ def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]
     try:
         path = Path(str(name)).expanduser()
         if path.suffix == ".json":
-            tokenizer = json.loads(read_plain(path.resolve(), MAX_TOKENIZER).decode())
+            tokenizer = parse_json(read_limited(path, MAX_TOKENIZER))
             if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):
                 return tokenizer_files(path)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder, or a RecursionError
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder
         problem = str(error)
     shown = "".join(character if character.isprintable() else "?" for character in str(name))
     say(f"tokenizer.json is not written: the run's tokenizer is {shown}, and {problem}")

@@ -6,10 +6,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from meshtrain.cli.checkpoint_model import add_model_arguments, check_length, ids_of, opened_model, tokenizer_of
 from meshtrain.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from meshtrain.data.tokenizer import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=100, help="tokens to add (100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (0.8)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the most likely with this mass (1)")
+    past = "go on behind the token that ends a document, which otherwise ends the text"
+    parser.add_argument("--ignore-end", action="store_true", help=past)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
 
 
@@ -28,6 +34,7 @@ def run(options: argparse.Namespace) -> None:
 
     with opened_model(options) as (model, config, job, _):
         tokenizer = tokenizer_of(config, options.tokenizer)
+        stops = frozenset() if options.ignore_end else tokenizer.stops
         prompts = [ids_of(text, tokenizer, config) for text in options.prompt]
         longest = max(map(len, prompts)) + options.length
         check_length(longest, config)
@@ -40,10 +47,22 @@ def run(options: argparse.Namespace) -> None:
             seed=options.seed,
             temperature=options.temperature,
             top_p=options.top_p,
+            stops=stops,
             tick=progress(options.length, len(prompts)) if job.rank == 0 else lambda done: None,
         )
-        for text in map(tokenizer.decode, rows):
+        most = max(len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True))
+        if job.rank == 0 and most < options.length:
+            print(f"{most} of at most {options.length} tokens", file=sys.stderr, flush=True)
+        for row, prompt in zip(rows, prompts, strict=True):
+            text = text_of(row, len(prompt), tokenizer, stops)
             job.say(printable(text) if sys.stdout.isatty() else text)
+
+
+def text_of(row: list[int], prompt: int, tokenizer: "Tokenizer", stops: Collection[int]) -> str:
+    """The text of a prompt of so many tokens and what follows it, without the tokens that begin and end a document."""
+    is_begun = row[0] == tokenizer.begin
+    is_ended = len(row) > prompt and row[-1] in stops
+    return tokenizer.decode(row[int(is_begun) : len(row) - int(is_ended)])
 
 
 def progress(length: int, texts: int) -> Callable[[int], None]:

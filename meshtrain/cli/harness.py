@@ -8,6 +8,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from meshtrain.cli.checkpoint_model import with_begin
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import InputError
 from meshtrain.generate import generate_batch
@@ -31,17 +32,33 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.tokenizer.end
 
-    def tok_encode(self, string: str, **unused: Any) -> list[int]:
-        return self.tokenizer.encode(string)
+    @property
+    def prefix_token_id(self) -> int:
+        """What is before a whole text: the token that begins the run's documents, or else the one that ends them."""
+        return self.eot_token_id if self.tokenizer.begin is None else self.tokenizer.begin
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        """`add_special_tokens`: false for a text that the harness puts behind a prefix."""
+        ids = self.tokenizer.encode(string)
+        return ids if add_special_tokens is False else with_begin(ids, self.tokenizer)
 
     def _loglikelihood_tokens(self, requests: list[Any], **unused: Any) -> list[tuple[float, bool]]:
-        return self.scorer.score([(before, predicted) for _, before, predicted in requests])
+        # The harness puts the prefix before an answer without a question, and encodes the answer as a prompt, so that
+        # a token that begins prompts is there twice.
+        twice = [self.tokenizer.begin]
+        pairs = []
+        for _, before, predicted in requests:
+            is_twice = before == twice == predicted[:1]
+            pairs.append((before, predicted[1:] if is_twice else predicted))
+        return self.scorer.score(pairs)
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
-        """Each token of a text is predicted once, the first one after an end-of-document token; the last window has as
-        much context before it as the model sees."""
-        texts = [self.tok_encode(request.args[0]) for request in requests]
-        windows = [list(get_rolling_token_windows(text, self.eot_token_id, self.scorer.seq_len, 1)) for text in texts]
+        """Each token of a text is predicted once, the first one after the prefix; the last window has as much context
+        before it as the model sees."""
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        windows = [
+            list(get_rolling_token_windows(text, self.prefix_token_id, self.scorer.seq_len, 1)) for text in texts
+        ]
         scores = iter(self.scorer.score([make_disjoint_window(pair) for pairs in windows for pair in pairs]))
         return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
 
@@ -58,16 +75,18 @@ class HarnessModel(TemplateLM):
         lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
         most, length = self.scorer.seq_len, [*lengths, GENERATED][0]
         # A long prompt is cut at its beginning; but at least half of what the model sees is left for the prompt.
-        tokens = self.tok_encode(prompt)[-max(most - length, most // 2) :] or [self.eot_token_id]
+        room = max(most - length, most // 2) - (self.tokenizer.begin is not None)
+        tokens = with_begin(self.tok_encode(prompt, add_special_tokens=False)[-room:], self.tokenizer)
+        tokens = tokens or [self.prefix_token_id]
         length = min(length, most - len(tokens))
         settings: dict[str, Any] = {"seq_len": self.scorer.seq_len, "device": self.scorer.device, "seed": 0}
         samples = options.get("do_sample")
         greedy = samples is False or options.get("top_k") == 1
         settings["temperature"] = 0.0 if greedy else float(options.get("temperature", 1.0 if samples else 0.0))
         settings["top_p"] = float(options.get("top_p", 1.0))
+        settings["stops"] = self.tokenizer.stops
         (row,) = generate_batch(self.scorer.model, [tokens], length, **settings)
         added = row[len(tokens) :]
-        if self.eot_token_id in added:
-            added = added[: added.index(self.eot_token_id)]
-        text = self.tokenizer.decode(added)
+        is_ended = bool(added) and added[-1] in self.tokenizer.stops
+        text = self.tokenizer.decode(added[:-1] if is_ended else added)
         return text[: min([len(text), *(at for stop in until if stop and (at := text.find(stop)) >= 0)])]

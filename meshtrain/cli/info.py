@@ -36,11 +36,15 @@ def describe(host: Host) -> dict[str, Any]:
     """Fact -> text, or a list of texts."""
     import torch  # here, because it takes two seconds
 
+    from meshtrain.job.consistency import untested_torch
+
     versions = {name: version for name, version in (host.versions or {}).items() if name != "executable"}
+    untested = untested_torch(torch.__version__)
     soft, hard = host.open_files or (-1, -1)
     locked = "unlimited" if host.locked_memory_kib is None else f"{host.locked_memory_kib} KiB"
     return {
         "versions": [f"{name} {version}" for name, version in sorted(versions.items())],
+        "warnings": [] if untested is None else [untested],
         "launcher": [name for variable, name in LAUNCHERS.items() if variable in os.environ] or ["none seen"],
         "GPUs": [f"{gpu.name}, {gpu.memory_gib:.1f} GiB {gpu.throttled}".rstrip() for gpu in host.gpus],
         "GPUs of torch": str(host.gpus_seen),

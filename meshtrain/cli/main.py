@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.errors import InputError, UnreadableError
-from meshtrain.job.storage import show_any_text
+from meshtrain.job.storage import DISK_ERRORS, show_any_text
 from meshtrain.layout import LayoutError
 
 # name -> (module, what it does, an example)
@@ -114,6 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is None:
+            raise
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)  # no wrong input: the same may work later
+        return 1
     return status
 
 

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
-from meshtrain.config import Config
+from meshtrain.config import Config, Data
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
@@ -27,6 +27,7 @@ from meshtrain.errors import InputError, bytes_text, writing
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.metrics.picture import write_picture
+from meshtrain.optim.lr_schedule import warmup_note
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from meshtrain.modeling.context import ContextCosts
     from meshtrain.modeling.experts import ExpertCosts
 
+WITH_PROMPTS = ("jsonl", "parquet")  # sources whose tokens need not all have a loss
 MOST_LINES = 16  # of the rank table in a terminal, and half as many per axis; `--json` and layout.txt have all
 
 
@@ -94,13 +96,40 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     shards, precision = config.parallel.shard_optimizer, config.train.precision
     memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, shards)
-    from meshtrain.modeling.context import context_costs  # these import torch, as the model has
+    from meshtrain.foresight.model import without_sequence_parts  # these import torch, as the model has
+    from meshtrain.modeling.context import context_costs
     from meshtrain.modeling.experts import expert_costs
 
     title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
     optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
+    if config.train.steps is not None and (warning := warmup_note(config.optimizer, config.train.steps)) is not None:
+        notes.append(warning)
+    notes += _loss_shares(config.data)
     config = replace(config, resolved=layout)
+    if config.model.name.endswith(".py") and without_sequence_parts(config) is not None:
+        notes.append(
+            "parallel.sequence_parallel is on by default: a run turns it off, and takes more memory, if the check of "
+            "the model before its first step passes only without it"
+        )
     return Plan(name, config, layout, batch, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
+
+
+def _loss_shares(data: Data) -> list[str]:
+    """Which share of the tokens has a loss, of data that may have prompts and lie prepared on this host."""
+    from meshtrain.data.prepare import loss_share, preparations  # it imports numpy
+
+    lines = []
+    for own in data.each_source() if data.sources else [data]:
+        with suppress(InputError, OSError):  # a plan needs no data
+            if own.source == "tokens" and own.path is not None:
+                folders = [Path(own.path).expanduser()]
+            elif own.source in WITH_PROMPTS:
+                folders = [preparation.folder for preparation in preparations(own)]
+            else:
+                folders = []
+            shares = [(folder, loss_share(folder)) for folder in folders if folder.is_dir()]
+            lines += [f"{folder}: {share}" for folder, share in shares if share is not None]
+    return lines
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
@@ -292,16 +321,27 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
     """The prediction and lines for people; None and the reason for a model that cannot be traced."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
     from meshtrain.foresight.hardware import load
-    from meshtrain.foresight.model import UntracedError
+    from meshtrain.foresight.model import UntracedError, without_sequence_parts
     from meshtrain.foresight.prediction import Prediction
 
     hardware = None if gpu is None else load(gpu)
-    try:
+
+    def predicted(config: Config) -> "tuple[Prediction, list[str]]":
         with processes() as pool:
-            prediction = Prediction(plan.config, hardware, True, pool)
-            lines = memory_of_ranks(prediction)
+            prediction = Prediction(config, hardware, True, pool)
+            return prediction, memory_of_ranks(prediction)
+
+    try:
+        prediction, lines = predicted(plan.config)
     except UntracedError as error:
-        return None, [f"memory and time are not known: {error}"]
+        unknown = [f"memory and time are not known: {error}"]
+        if (other := without_sequence_parts(plan.config)) is None:
+            return None, unknown
+        try:
+            prediction, lines = predicted(other)
+        except UntracedError:
+            return None, unknown
+        lines.append(f"  for parallel.sequence_parallel: false, as the run will turn it off: with it on, {error}")
     if (known := prediction.hardware) is not None:
         unit = "tokens" if "vocab_size" in plan.config.model.keys else "samples"
         lines += ["", *step_lines(prediction.step, unit), f"  rates: {known.source} of {known.device.name}"]

@@ -4,7 +4,6 @@ The token files are the same that the job would make, and where the job looks fo
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import signal
@@ -14,8 +13,9 @@ from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue
 
 from meshtrain.config import Config
-from meshtrain.data.prepare import Preparation, preparations
+from meshtrain.data.prepare import Preparation, loss_share, preparations
 from meshtrain.errors import InputError, plural
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.signals import end_with_parent
 from meshtrain.job.storage import warn
 
@@ -56,14 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
+    preparation.take_earlier(_say)
     share = len([shard for shard in preparation.missing() if shard % hosts == host])
     if workers > 1 and share > 1:
         _say(f"preparing {preparation.source.name}: {plural(share, 'shard')} in {min(workers, share)} processes")
         _work_together(preparation, min(workers, share), host, hosts)
     if preparation.run(_say, host, hosts):
-        header = json.loads((preparation.folder / "header.json").read_text("utf-8"))
+        header = parse_json((preparation.folder / "header.json").read_bytes())
         size = f"{plural(header['documents'], 'document')}, {plural(header['tokens'], 'token')}"
         _say(f"{preparation.folder} is prepared: {size}, fingerprint {header['fingerprint'][:16]}")
+        with_loss = loss_share(preparation.folder)
+        if with_loss is not None:
+            _say(with_loss)
     else:
         missing = plural(len(preparation.missing()), "shard")
         _say(f"host {host}/{hosts} has done its share of {preparation.folder}; the others have {missing} to do")
@@ -103,6 +107,6 @@ def _work(preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker starts threads for all cores
     try:
-        preparation.take_shards(lambda line: None, host, hosts, wait=False)
+        preparation.take_shards(lambda line: None, host, hosts, wait=False, note=_say)
     except (InputError, OSError) as error:
         errors.put(error)

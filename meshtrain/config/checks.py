@@ -267,6 +267,29 @@ def bytes_fit_model(vocab_size: int, tokenizer: str, source: str) -> Problems:
         yield f"model.vocab_size {vocab_size} is less than the 256 tokens of data.tokenizer bytes: use at least 256"
 
 
+@rule("data.begin_token", "data.end_token", "data.tokenizer")
+def tokens_of_documents_have_names(begin: str | None, end: str | None, tokenizer: str) -> Problems:
+    for name, token in (("begin_token", begin), ("end_token", end)):
+        if token is not None and tokenizer == "bytes":
+            yield f"data.{name} is a token of a tokenizer.json, and data.tokenizer is bytes: take it away"
+
+
+@rule("data.begin_token", "data.source", "data.sources")
+def begin_token_of_source(begin: str | None, source: str, sources: tuple[Source, ...]) -> Problems:
+    kinds = {own.source or source for own in sources} or {source}
+    if begin is not None and not kinds & set(_OF_TEXT):
+        yield (
+            f"data.begin_token begins documents of text where they are tokenized, and data.source {source} has none: "
+            "take it away"
+        )
+
+
+@rule("data.loss_on", "data.source", "data.sources")
+def answers_of_source(loss_on: str, source: str, sources: tuple[Source, ...]) -> Problems:
+    if loss_on != "all" and not {source, *(own.source for own in sources)} & {"jsonl"}:
+        yield f"data.loss_on {loss_on} is for conversations, which data.source {source} does not have: take it away"
+
+
 @rule("train.time_limit")
 def time_limit_reads(time_limit: str | float | None) -> Problems:
     try:

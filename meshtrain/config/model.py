@@ -20,6 +20,7 @@ from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.config.yaml_reader import Node, describe, read_text
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
+from meshtrain.huggingface.rope_keys import BOTH_FORMS, MODEL_KEYS, one_form, rope_contradictions, split_rope
 
 # Advice for keys of `only` for which using the supported value is no way out.
 _WAYS_OUT = {
@@ -87,7 +88,13 @@ def _read_keys(draft: ConfigDraft, node: Node, module: ModuleType, own: dict[str
     keys = model_keys(module)
     before = len(draft.errors)
     explicit = _read_given_keys(draft, node, module, keys, own)
+    has_both_forms = keys.keys() >= BOTH_FORMS
+    if has_both_forms and INVALID not in explicit.values():
+        for names, problem in rope_contradictions(explicit):
+            draft.report(draft.place_of_any(tuple(f"model.{name}" for name in names)), f"model: {problem}")
     preset = _preset_values(draft, module, keys) | _weights_values(draft, module, keys)
+    if has_both_forms and explicit.keys() & {"rope_theta", "rope_scaling"}:
+        preset = split_rope(preset, MODEL_KEYS & keys.keys())  # or it would count more than what the config gives
     missing = [name for name, key in keys.items() if key.required and name not in explicit | preset]
     if missing and draft.values["model.weights"] is not INVALID and draft.values["model.preset"] is not INVALID:
         needed = ", ".join(f"{name} ({describe_type(keys[name].hint)})" for name in missing)
@@ -100,6 +107,8 @@ def _read_keys(draft: ConfigDraft, node: Node, module: ModuleType, own: dict[str
     else:
         defaults = {name: key.default for name, key in keys.items()}
         values = _build_config(draft, node, module, defaults | preset | explicit)
+    if INVALID not in values.values():
+        values = one_form(values)
     draft.values |= {f"model.{name}": value for name, value in values.items()}
 
 

@@ -85,6 +85,14 @@ class Data:
     """The validation set: a share of the documents or samples to hold out, the path of another data set, or 0: none."""
     tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    begin_token: str | None = key(None, also="bos_token add_bos bos prepend_bos begin_of_text")
+    """The token that begins each document and prompt: `auto` (the `bos_token` of the `tokenizer_config.json` beside
+    `tokenizer`) or a token of the vocabulary, such as `<s>`. It is no target with a loss. null: none."""
+    end_token: str | None = key(None, also="eos_token add_eos eos end_of_text eod_token")
+    """The token that ends each document. null: the `eos_token` of the `tokenizer_config.json` beside `tokenizer`, or a
+    usual one. See [data](data.md#text)."""
+    loss_on: Literal["all", "last"] = key("all", also="train_on assistant_only_loss train_on_last last_turn_only")
+    """Which of a conversation's answers carry a loss: `all`, or only the `last`; none with `train: false` does."""
     text_field: str = key("text", also="text_key text_column content_field")
     """For `jsonl` and `parquet`: the field that holds the text of a document."""
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
@@ -177,6 +185,9 @@ class Parallel:
     reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
     """The dtype in which gradients are sent and summed over the data ranks. With `bfloat16` the rounding depends on
     the layout. null: the dtype in which they are kept, float32 or float64."""
+    sync_batch_norm: bool = key(False, also="sync_bn syncbn sync_batchnorm convert_sync_batchnorm")
+    """Whether batch norms compute with the samples of all data ranks: the statistics are those of one process if a step
+    is one microbatch, so `batch.micro_size` has to be `batch.global_size` divided by the data ranks."""
     verify: bool = True
     """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first step. With several
     data ranks, `cp` or `recompute`: whether a model is refused whose result for a sample depends on earlier forwards
@@ -346,7 +357,8 @@ class Train:
     """How long a job of this run may take: `3h50m`, `90s`, `2d`, or seconds. It saves a checkpoint and stops before
     that. null: no limit other than the end of a SLURM job."""
     start_timeout_s: float = key(600.0, above=0)
-    """Seconds that ranks wait for one another while the job starts."""
+    """Seconds that ranks wait for one another while the job starts, and three times as long while one of them is busy
+    and does not get on."""
     lock_timeout_s: float = key(120.0, minimum=0)
     """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may still hold."""
     step_timeout_s: float | None = key(None, above=0)

@@ -25,9 +25,10 @@ from meshtrain.parallel.tp_plan import (
     no_context_plan,
     shards_sequence,
     split_layers,
+    unequal_parts,
 )
 from meshtrain.pipeline.actions import ScheduleError
-from meshtrain.pipeline.partition import StageSplitError, split_blocks
+from meshtrain.pipeline.partition import StageSplitError, blocks_of, split_blocks
 from meshtrain.pipeline.schedule import load
 
 
@@ -101,12 +102,8 @@ def _check_sequence(draft: ConfigDraft, tp: int) -> None:
         return
     length = next((part for _, part in warmup if part % tp), length)
     if length % tp:
-        near = " or ".join(str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n)
-        draft.report(
-            draft.place("data.seq_len"),
-            f"data.seq_len{'_warmup' * bool(warmup)} {length} does not divide over layout.tp {tp}, which shares the "
-            f"sequence: use {near}, or parallel.sequence_parallel: false",
-        )
+        what = f"data.seq_len_warmup {length}" if warmup else f"data.seq_len {length}"
+        draft.report(draft.place("data.seq_len"), unequal_parts(what, length, tp))
 
 
 def check_context(draft: ConfigDraft, sizes: dict[str, int]) -> None:
@@ -231,7 +228,7 @@ def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:
         return
     spec = draft_model(draft)
     model: Any = None if spec is None else spec.meta
-    blocks = None if model is None else len(model.blocks()) if hasattr(model, "blocks") else 1
+    blocks = None if model is None else len(blocks_of(model))
     if blocks is not None and ranks > blocks:  # checked first, since building a schedule may be expensive
         _check_blocks(draft, blocks, ranks, per_rank or 1)
         return
@@ -275,6 +272,35 @@ def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
         draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{NOT_WITH_FSDP}")
 
 
+def check_batch_norm(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports `parallel.sync_batch_norm` where a step is not one microbatch, or the model has no batch norm."""
+    name = "parallel.sync_batch_norm"
+    size, micro = draft.values.get("batch.global_size", INVALID), draft.values.get("batch.micro_size", INVALID)
+    if draft.values[name] is not True or -1 in sizes.values() or INVALID in (size, micro):
+        return
+    if sizes.get("cp", 1) > 1:
+        draft.report(draft.place(name), f"{name} with cp {sizes['cp']}: ranks have parts of the samples: use cp: 1")
+    ranks = Layout(sizes).size(*DATA_AXES)
+    batches = BatchSizes.of(size).sizes
+    if any(batch != micro * ranks for batch in batches):
+        if len(set(batches)) > 1:
+            advice = "use one batch size for the whole run"
+        elif batches[0] % ranks:
+            fits = [str(n) for n in range(1, batches[0] + 1) if batches[0] % n == 0]
+            advice = f"use {any_of(fits)} data ranks, or a batch.global_size that {ranks} divides"
+        else:
+            advice = f"use batch.micro_size: {batches[0] // ranks}"
+        draft.report(
+            draft.place_of_any((name, "batch.micro_size")),
+            f"{name}: the statistics are those of one microbatch on all data ranks, {micro} x {ranks} samples here, "
+            f"and those of one process only if that is the whole batch.global_size {yaml_text(size)}: {advice}",
+        )
+    spec = draft_model(draft)
+    norms = () if spec is None else (type(module).__mro__ for module in spec.meta.modules())
+    if spec is not None and not any(kind.__name__ == "_BatchNorm" for kinds in norms for kind in kinds):
+        draft.refuse(name, f"the model {draft.values['model.name']} has no batch norm: take it away")
+
+
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
     """Reports options that this job's device, if known, does not support or does not profit from."""
     if sizes.get("tp", 1) > 1 and draft.values["parallel.symmetric_memory"] is True and device == "cpu":
@@ -291,4 +317,13 @@ def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) 
         )
 
 
-OF_LAYOUT = (check_tuning, check_split, check_context, check_experts, check_float8, check_stages, check_copies)
+OF_LAYOUT = (
+    check_tuning,
+    check_split,
+    check_context,
+    check_experts,
+    check_float8,
+    check_stages,
+    check_copies,
+    check_batch_norm,
+)

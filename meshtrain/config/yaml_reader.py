@@ -15,6 +15,7 @@ import yaml
 
 from meshtrain.config.errors import ConfigError, Place, shorten, yaml_text
 from meshtrain.config.layout_advice import add_axis
+from meshtrain.errors import InputError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -137,7 +138,29 @@ def read_text(text: str, place: Callable[[int, int], Place], errors: list[Config
         location = place(text.count("\n", 0, error.position) + 1, 0)
         message = f"the character U+{error.character:04X} is not allowed in YAML: take it out"
         errors.append(ConfigError(location, message))
+    except (ValueError, OverflowError) as error:  # PyYAML's scanner, at an escape such as "\\UFFFFFFFF"
+        errors.append(ConfigError(place(1, 0), f"this is not YAML: {error}"))
     return None
+
+
+def parse_yaml(text: str | bytes, most: int = MAX_BYTES) -> Any:
+    """The plain value of a YAML text that somebody else wrote, by the rules of a config.
+
+    Raises InputError, the reason as a part of a sentence: it is too long, not UTF-8, not YAML, too deeply nested, or
+    has tags or anchors.
+    """
+    if len(text) > most:
+        raise InputError(f"it has {len(text):,} bytes, and at most {most:,} are read")
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(str(error)) from None
+    errors: list[ConfigError] = []
+    root = read_text(text.removeprefix("\ufeff"), lambda line, column: Place.in_file("it", line, column), errors)
+    if errors:
+        raise InputError(str(errors[0]))
+    return None if root is None else root.plain
 
 
 class _Composer:

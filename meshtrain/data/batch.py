@@ -101,6 +101,19 @@ class Batch:
         return self
 
 
+@dataclass(frozen=True)
+class LossTargets:
+    """Of the targets of some samples, those that have a loss."""
+
+    all: int
+    with_loss: int
+
+    @property
+    def line(self) -> str:
+        share = 100 * self.with_loss / max(self.all, 1)
+        return f"{self.with_loss:,} of {self.all:,} targets have a loss ({share:.3g} %)"
+
+
 class Packed(Protocol):
     """A microbatch as a worker process sends it: smaller than the tensors it becomes."""
 
@@ -144,6 +157,10 @@ class Samples(ABC):
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         """Lengths of the document parts in these samples, in any order; None: not known without reading them."""
         return None
+
+    def loss_targets(self) -> "dict[str, LossTargets]":
+        """By source, how many targets of its samples have a loss; {}: not known without reading every sample."""
+        return {}
 
     def _row(self, index: int, epoch: int) -> Item:
         try:

@@ -12,11 +12,14 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from meshtrain.data.tokens import Document, temporary_prefix
 from meshtrain.errors import InputError
+from meshtrain.job.parsing import parse_json
+from meshtrain.job.pending import advance
+from meshtrain.job.storage import open_guarded, read_guarded
 
 Say = Callable[[str], None]
 
@@ -44,14 +47,14 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(folder.parent / f".{folder.name}.lock", "a+", encoding="utf-8")  # noqa: SIM115 closed below
+        path, lock = _open_lock(folder)
     except OSError as error:
         raise InputError(
-            f"the cache {folder.parent} cannot be written ({error.strerror}): prepared data goes there; "
-            "name a folder on a disk of this host in data.cache"
+            f"the cache {folder.parent} cannot be written ({error.filename}: {error.strerror}): prepared data goes "
+            "there; name a folder on a disk of this host in data.cache"
         ) from error
-    with lock:
-        if _lock_unless_there(lock, folder, say, wait):
+    try:
+        if _lock_unless_there(path, lock, folder, say, wait):
             _clean(folder)
             try:
                 prepare()
@@ -60,62 +63,99 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait:
                     if error.errno in NO_ROOM:
                         error.filename = error.filename or str(folder)  # a failed write does not name its file
                     raise
+    finally:
+        os.close(lock)
     return folder
 
 
-def _lock_unless_there(lock: TextIO, folder: Path, say: Say, wait: bool) -> bool:
+def _open_lock(folder: Path) -> tuple[Path, int]:
+    """The lock of a folder, and its descriptor. Each user has a lock of his own: nobody can write to another's. Two
+    users may then prepare the same at once, and the first to rename it wins."""
+    common = folder.parent / f".{folder.name}.lock"
+    own = folder.parent / f".{folder.name}.{os.geteuid()}.lock"
+    try:
+        return common, open_guarded(common, os.O_RDWR | os.O_CREAT)
+    except PermissionError:
+        return own, open_guarded(own, os.O_RDWR | os.O_CREAT)
+
+
+def _lock_unless_there(path: Path, lock: int, folder: Path, say: Say, wait: bool) -> bool:
     """Waits for the lock or the folder, if `wait`. True: this process holds the lock and has to prepare the folder."""
     last_message, pause = time.monotonic(), _POLL_S
+    written = 0.0  # when the other process last wrote
     while not folder.is_dir():
-        if _try_lock(lock):
+        if _try_lock(path, lock):
             if folder.is_dir():  # created between the check and the lock
                 return False
-            lock.truncate(0)
-            json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}, lock)
-            lock.flush()
+            _sign(lock)
             return True
         if not wait:
             return False
         if time.monotonic() - last_message >= _SAY_EVERY_S:
             last_message = time.monotonic()
-            say(f"waiting for {folder}: {_holder(lock)}")
+            say(f"waiting for {folder}: {_holder(path)}")
+            before, written = written, _last_written(folder)
+            if written != before:
+                advance()  # this process waits for one that gets on
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_POLL_S)
     return False
 
 
-def _try_lock(lock: TextIO) -> bool:
+def _try_lock(path: Path, lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         raise InputError(
-            f"the file system of {lock.name} has no locks ({error.strerror}): "
+            f"the file system of {path} has no locks ({error.strerror}): "
             "name a folder on a disk of this host in data.cache"
         ) from error
     return True
 
 
-def _holder(lock: TextIO) -> str:
-    lock.seek(0)
+def _sign(lock: int) -> None:
+    """Writes into the lock who holds it, for those who wait. A full disk has no room for that: then nobody is named."""
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+    with suppress(OSError):
+        if os.fstat(lock).st_nlink > 1:  # a file of this user's that somebody has given the lock's name, too
+            return
+        os.truncate(lock, 0)
+        os.pwrite(lock, json.dumps(holder).encode(), 0)
+
+
+def _holder(path: Path) -> str:
     try:
-        holder = json.load(lock)
+        holder = parse_json(read_guarded(path, 1000))
         seconds = time.time() - holder["since"]
         return f"process {holder['pid']} on {holder['host']} has been preparing it for {seconds:.0f} s"
-    except (ValueError, KeyError, TypeError):  # the holder took the lock a moment ago and has not written its name yet
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written its name yet
         return "another process begins to prepare it"
 
 
+def _last_written(folder: Path) -> float:
+    """When a process that prepares this folder last wrote to its temporary one."""
+    newest = 0.0
+    with suppress(OSError):  # it has just become the folder
+        for temporary in folder.parent.glob(f"{temporary_prefix(folder)}*.tmp"):
+            for path in (temporary, *temporary.glob("*")):
+                newest = max(newest, path.lstat().st_mtime)
+    return newest
+
+
 def _clean(folder: Path) -> None:
-    """Removes temporary folders that dead processes left for this folder. The caller holds the lock, so no process of
-    this host is preparing it; one of another host may be, where a shared file system locks per host."""
+    """Removes temporary folders that dead processes left for this folder. The caller holds this user's lock, so no
+    process of this user and host is preparing it; one of another user, or of another host, where a shared file system
+    locks per host, may be."""
     prefix = temporary_prefix(folder)
     for leftover in folder.parent.glob(f"{prefix}*.tmp"):
-        own = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")
-        newest = max((path.stat().st_mtime for path in leftover.glob("*")), default=leftover.stat().st_mtime)
-        if own or time.time() - newest > _ABANDONED_S:
-            shutil.rmtree(leftover)
+        with suppress(OSError):  # it has just become the folder, or is another user's
+            own = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")
+            own = own and leftover.lstat().st_uid == os.geteuid()
+            newest = max((path.lstat().st_mtime for path in leftover.glob("*")), default=leftover.lstat().st_mtime)
+            if own or time.time() - newest > _ABANDONED_S:
+                shutil.rmtree(leftover)
 
 
 class Progress:
@@ -130,6 +170,7 @@ class Progress:
         """Yields the documents unchanged."""
         for document in documents:
             yield document
+            advance()
             self._tokens += len(document.ids)
             self._documents += document.ends
             now = time.monotonic()

@@ -17,7 +17,7 @@ import numpy as np
 from meshtrain.config import locate
 from meshtrain.data.fingerprint import Files
 from meshtrain.data.tokens import PIECE, Corpus, MappedArray, Piece, check_size, read_blocks
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, plural
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
@@ -31,11 +31,10 @@ class MegatronCorpus(Corpus):
     """Documents of several sequences each, anywhere in the file; `offsets` are those of sequences, in bytes."""
 
     lengths: MappedArray  # (S,) lengths of the sequences, in tokens
-    bounds: MappedArray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound may be missing
+    bounds: MappedArray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound is S
 
     def piece(self, first: int, stop: int) -> Piece:
         bounds = self.bounds.array[first : stop + 1]
-        bounds = np.append(bounds, self.lengths.count)[: stop - first + 1]
         inside = slice(int(bounds[0]), int(bounds[-1]))
         starts = self.offsets.array[inside] // self.tokens.dtype.itemsize
         return Piece(slice(first, stop), starts, self.lengths.array[inside].astype(np.int64), np.diff(bounds))
@@ -91,10 +90,18 @@ def open_megatron(prefix: str) -> Corpus:
     rise = (np.diff(documents.array[first : first + PIECE + 1]) for first in range(0, bounds, PIECE))
     if bounds == 0 or documents.array[0] != 0 or documents.array[-1] > sequences or any((up < 0).any() for up in rise):
         raise InputError(f"{index} is damaged: expected document bounds that rise from 0 to {sequences}; {_REMEDY}")
+    # Megatron-LM asserts the same: old versions merged files without the bounds of the second one.
+    left_over = sequences - int(documents.array[-1])
+    if left_over:
+        raise InputError(
+            f"{index}: its documents leave out the last {plural(left_over, 'sequence')} of {sequences:,}, as old tools "
+            "that merge data sets write it, or a writer without end_document; Megatron-LM refuses such a file, too: "
+            "merge or write it anew"
+        )
     return MegatronCorpus(
         name=str(data),
         tokens=MappedArray(data, dtype, end // size),
-        documents=bounds - int(documents.array[-1] == sequences),  # else the writer never ended the last document
+        documents=bounds - 1,
         offsets=offsets,
         lengths=lengths,
         bounds=documents,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtrain.data.batch import Item, Samples
+from meshtrain.data.batch import Item, LossTargets, Samples
 from meshtrain.data.order import BatchSizes, Mixture, changes_of
 from meshtrain.data.order_numpy import SampleOrder
 from meshtrain.data.packing import PackedTokens, TokenSamples
@@ -45,6 +45,10 @@ class MixedSamples(Samples):
         places = [(epoch, *self._place(index)) for epoch, index in items]
         rows = [self.parts[source].read([(epoch, own)], 1) for epoch, source, own in places]
         return PackedTokens.together(rows, valid)
+
+    def loss_targets(self) -> dict[str, LossTargets]:
+        parts = (part.loss_targets().values() for part in self.parts)
+        return {name: of_part for name, (of_part,) in zip(self.names, parts, strict=True)}
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         lengths = [self.parts[source].document_lengths([own]) for source, own in map(self._place, indices)]

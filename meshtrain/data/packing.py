@@ -4,11 +4,12 @@ The concatenation is never materialized: a split is a list of runs of the token 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from meshtrain.data.batch import IGNORE, LANGUAGE, Batch, Item, Samples
+from meshtrain.data.batch import IGNORE, LANGUAGE, Batch, Item, LossTargets, Samples
 from meshtrain.data.tokens import Corpus, MappedArray, outside_vocabulary
 
 
@@ -171,6 +172,19 @@ class TokenSamples(Samples):
             begins[:, 0] = True
         self._check(rows, items)
         return PackedTokens(rows, loss, begins, valid)
+
+    def loss_targets(self) -> dict[str, LossTargets]:
+        return {self.name: self._targets}
+
+    @cached_property
+    def _targets(self) -> LossTargets:
+        of_samples, loss = len(self) * self.seq_len, self.stream.corpus.loss
+        if loss is None:
+            return LossTargets(of_samples, of_samples)
+        # The stream's last tokens, which fill no sample, are targets of none.
+        rest = np.empty(max(len(self.stream) - 1 - of_samples, 0), np.uint8)
+        self.stream.read(loss, of_samples + 1, rest)
+        return LossTargets(of_samples, self.stream.targets() - int(np.count_nonzero(rest)))
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         if not self.mask_documents:

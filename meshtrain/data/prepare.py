@@ -5,7 +5,9 @@ all shards done merges them. A killed process loses at most the shard it was wor
 The token files depend on the texts and the tokenizer alone, not on who tokenized what. Imports no torch.
 """
 
+import os
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,15 +15,21 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from meshtrain.data import text
 from meshtrain.data.cache import Progress, Say, cache_folder, prepare_once
+from meshtrain.data.chat import LossOn
 from meshtrain.data.fingerprint import data_path
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
-from meshtrain.data.tokens import Document, read_documents, write
+from meshtrain.data.tokens import Document, open_tokens, read_documents, temporary_prefix, write
 from meshtrain.errors import InputError, any_of, plural
+from meshtrain.job.storage import fsync_folder
 
 if TYPE_CHECKING:
     from meshtrain.config import Data
+
+_PART = 1 << 22  # tokens looked at once
 
 # data.source -> function of data.path and data.text_field that finds the files.
 TEXT: dict[str, Callable[[Path, str], text.TextSource]] = {
@@ -39,6 +47,8 @@ class Preparation:
     source: text.TextSource
     tokenizer: Tokenizer
     folder: Path
+    loss_on: LossOn = "all"
+    earlier: Path | None = None  # where an older version of meshtrain would have put a corpus of these files
 
     @cached_property
     def shards(self) -> list[list[text.Piece]]:
@@ -60,6 +70,7 @@ class Preparation:
         Returns whether the token files exist: the last of several hosts makes them. Finished shards stay if this fails.
         Raises InputError: a text is malformed; OSError: writing to the disk failed.
         """
+        self.take_earlier(say)
         if self.missing():
             say(f"preparing {self.source.name}: {plural(len(self.source.files), 'file')} into {self.folder}")
             self.take_shards(say, host, hosts, wait=False)
@@ -70,29 +81,62 @@ class Preparation:
         shutil.rmtree(self.parts, ignore_errors=True)
         return True
 
-    def take_shards(self, say: Say, host: int, hosts: int, *, wait: bool) -> None:
-        """Tokenizes the shards of a host's share one by one. `wait`: whether to wait for a shard that another process
-        is tokenizing, or to skip it."""
+    def take_earlier(self, say: Say) -> None:
+        """Takes the folder of an older version of meshtrain, if it holds what would be made today."""
+        earlier = self.earlier
+        if earlier is None or self.folder.is_dir() or not earlier.is_dir():
+            return
+        if _is_of_today(earlier, self.tokenizer):
+            say(f"taking {earlier}, which an older meshtrain prepared, as {self.folder}")
+            prepare_once(self.folder, partial(_link, earlier, self.folder), say)
+
+    def take_shards(self, say: Say, host: int, hosts: int, *, wait: bool, note: Say | None = None) -> None:
+        """Tokenizes the shards of a host's share one by one.
+
+        Args:
+            say: prints the progress.
+            wait: whether to wait for a shard that another process is tokenizing, or to skip it.
+            note: prints what is worth knowing of the text; None: `say` does.
+        """
+        before = self.tokenizer.spelled
         progress = Progress(self.source.name, say)
         for shard in range(host, len(self.shards), hosts):
             prepare_once(self._shard_folder(shard), partial(self._tokenize, shard, progress), say, wait=wait)
+        spelled = self.tokenizer.spelled
+        if spelled is not None and before is None:
+            (note or say)(
+                f"text of {self.source.name} spells control tokens, such as {spelled}: it is tokenized as characters; "
+                "a conversation whose turns shall have these tokens is given as `messages`"
+            )
 
     def _shard_folder(self, shard: int) -> Path:
         return self.folder if len(self.shards) == 1 else self.parts / f"{shard:05d}"
 
     def _tokenize(self, shard: int, progress: Progress) -> None:
         if not self.folder.is_dir():  # while this process waited for the lock, another may have merged the shards
-            documents = text.documents(self.source, self.shards[shard], self.tokenizer)
+            documents = text.documents(self.source, self.shards[shard], self.tokenizer, self.loss_on)
             self._write(self._shard_folder(shard), progress.count(documents))
 
     def _merge(self, say: Say) -> None:
         say(f"merging {plural(len(self.shards), 'shard')} into {self.folder}")
         shards = map(self._shard_folder, range(len(self.shards)))
-        self._write(self.folder, chain.from_iterable(map(read_documents, shards)))
+        documents = chain.from_iterable(map(read_documents, shards))
+        self._write(self.folder, Progress(self.source.name, say).count(documents))
 
     def _write(self, folder: Path, documents: Iterable[Document]) -> None:
         names = {"tokenizer": self.tokenizer.identity, "source": self.source.name}
         write(folder, documents, vocab_size=self.tokenizer.vocab_size, empty=folder != self.folder, **names)
+
+
+def loss_share(folder: Path) -> str | None:
+    """Which share of the tokens of a prepared folder has a loss, as a line; None: all of them. Raises InputError: it is
+    none, or damaged."""
+    corpus = open_tokens(folder)
+    if corpus.loss is None:
+        return None
+    of_all, with_loss = corpus.tokens.count, int(np.count_nonzero(corpus.loss.array))
+    line = f"{with_loss:,} of {of_all:,} tokens have a loss ({100 * with_loss / of_all:.3g} %)"
+    return line if with_loss else f"{line}: a run refuses such training data, of which nothing would be learned"
 
 
 def preparations(config: "Data") -> Iterator[Preparation]:
@@ -104,11 +148,48 @@ def preparations(config: "Data") -> Iterator[Preparation]:
         return
     if config.source not in TEXT:
         raise InputError(f"data.source {config.source} is read as it is: {any_of(list(TEXT))} are prepared")
-    tokenizer, library = open_tokenizer(config.tokenizer), config.source == "python-stdlib"
+    tokenizer = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
+    library = config.source == "python-stdlib"
     paths = [(config.source, Path() if library else data_path(config, "a file, or a folder of files"))]
     if isinstance(config.validation, str):
         paths.append(("text" if library else config.source, Path(config.validation)))
     for kind, path in paths:
         source = TEXT[kind](path, config.text_field)
-        name = f"{source.name.split()[0].rsplit('/', 1)[-1]}-{source.key(tokenizer)}"
-        yield Preparation(source, tokenizer, cache_folder(config.cache) / name)
+        cache, stem = cache_folder(config.cache), source.name.split()[0].rsplit("/", 1)[-1]
+        folder = cache / f"{stem}-{source.key(tokenizer, config.loss_on)}"
+        comparable = tokenizer.begin is None and config.loss_on == "all"
+        earlier = cache / f"{stem}-{source.earlier_key(tokenizer)}" if comparable else None
+        yield Preparation(source, tokenizer, folder, config.loss_on, earlier)
+
+
+def _is_of_today(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether a corpus that an older version of meshtrain prepared has the ids and losses that this one would make: the
+    ends of its documents are today's, and no other control token is in it, as its text would have spelled them."""
+    try:
+        corpus = open_tokens(folder)
+    except InputError:
+        return False
+    if corpus.loss is not None and tokenizer.chat is not None:  # it may hold conversations
+        return False
+    tokens = corpus.tokens.array
+    if (tokens[corpus.offsets.array[1:] - 1] != tokenizer.end).any():
+        return False
+    parts = (tokens[first : first + _PART] for first in range(0, len(tokens), _PART))
+    return sum(int(np.count_nonzero(tokenizer.controls(part))) for part in parts) == corpus.documents
+
+
+def _link(earlier: Path, folder: Path) -> None:
+    """Makes `folder` of the files of another one, which keeps them, without taking more of the disk where it can."""
+    temporary = folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
+    temporary.mkdir()
+    try:
+        for file in earlier.iterdir():
+            try:
+                os.link(file, temporary / file.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(file, temporary / file.name)
+        fsync_folder(temporary)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -119,7 +119,7 @@ def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
 def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
     """The data of one corpus, or of two if `data.validation` is a path."""
     if config.source in TEXT:
-        tokenizer: Tokenizer | None = open_tokenizer(config.tokenizer)
+        tokenizer: Tokenizer | None = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
         assert tokenizer is not None
         if n_outputs is not None and tokenizer.vocab_size > n_outputs and config.tokenizer == "bytes":
             raise InputError(f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256")
@@ -146,7 +146,7 @@ def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
 
 def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | None:
     """The tokenizer of the files, None if unknown. `bytes`, the key's default, counts only if the files agree."""
-    tokenizer = open_tokenizer(config.tokenizer)
+    tokenizer = open_tokenizer(config.tokenizer, end_token=config.end_token)
     for corpus in corpora:
         if config.tokenizer != "bytes" and corpus.tokenizer not in (None, tokenizer.identity):
             raise InputError(
@@ -180,7 +180,12 @@ def _language_data(
         task="language",
         tokenizer=tokenizer,
         bytes_per_target=bytes_per_target(other, split.held_out) if validation is not None else None,
-        about=[_corpus_line(config, corpus), _split_line("training", train), held_out],
+        about=[
+            _corpus_line(config, corpus),
+            *_tokenizer_lines(config, tokenizer),
+            _split_line("training", train),
+            held_out,
+        ],
         fingerprint=corpus.fingerprint if other is corpus else f"{corpus.fingerprint} {other.fingerprint}",
         files={file.names[0]: file for file in corpus.files}
         | {f"{file.names[0]} (validation)": file for file in other.files if other is not corpus},
@@ -193,6 +198,13 @@ def _corpus_line(config: "Data", corpus: Corpus) -> str:
     masked = ", attention within documents" if config.mask_documents else ""
     source = config.source if config.path is None else f"{config.source} {config.path}"
     return f"{source}: {plural(corpus.documents, 'document')}, {size}{tokens:,} tokens{masked}"
+
+
+def _tokenizer_lines(config: "Data", tokenizer: Tokenizer | None) -> list[str]:
+    """Which tokens begin and end a document; files of tokens have their own."""
+    if config.source not in TEXT or tokenizer is None or tokenizer.about is None:
+        return []
+    return [tokenizer.about]
 
 
 def _split_line(name: str, samples: TokenSamples) -> str:
@@ -226,7 +238,7 @@ def _open_custom(config: "Data", n_outputs: int | None, vocab_size: int | None) 
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     about = plural(len(samples), "sample")
     data = _sample_data(config, "language" if language else "classification", split, about, fingerprint)
-    return replace(data, tokenizer=open_tokenizer(config.tokenizer) if language else None)
+    return replace(data, tokenizer=open_tokenizer(config.tokenizer, end_token=config.end_token) if language else None)
 
 
 def _sample_data(

@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import importlib.util
 import io
-import json
 import sys
 import sysconfig
 import zlib
@@ -18,10 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain.data.chat import LossOn
 from meshtrain.data.fingerprint import files_below
-from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.tokenizer import Tokenizer, refuse_controls
 from meshtrain.data.tokens import FORMAT, Document
-from meshtrain.errors import InputError, any_of
+from meshtrain.errors import InputError, any_of, plural
+from meshtrain.job.parsing import parse_json
 
 # Folders of the standard library to skip: tests, tables, optional parts, and build outputs.
 _PASSED_OVER = frozenset(
@@ -30,6 +31,7 @@ _PASSED_OVER = frozenset(
 )
 _BATCH_CHARACTERS = 1 << 20  # characters tokenized at once: several short texts, or a part of a long one
 _MOST_WHOLE = 1 << 26  # characters within which a tokenizer must find a cut: it takes some 150 bytes for each
+_MOST_LINE = 1 << 28  # bytes of a line of JSONL, which is in memory about three times
 _LEAST_SHARD, _SHARDS = 1 << 24, 2048  # minimum bytes of a shard, and the approximate maximum number of shards
 _ROWS = 64  # rows of a Parquet file that are in memory at once
 _PACKED = (".jsonl.gz", ".jsonl.zst")
@@ -42,6 +44,7 @@ class Text(NamedTuple):
     source: object  # the file, or the file and line, for error messages
     loss: bool = True  # whether its tokens carry a loss
     ends: bool = True  # whether it ends its document
+    begins: bool = True  # whether it begins its document
     record: dict[str, Any] | None = None  # an object with `messages`, a conversation, instead of chunks
 
 
@@ -80,11 +83,21 @@ class TextSource(NamedTuple):
     read: Callable[[Piece], Iterator[Text]]
     cut: tuple[str, ...] = ()  # suffixes of files that may be read in pieces
 
-    def key(self, tokenizer: Tokenizer) -> str:
+    def key(self, tokenizer: Tokenizer, loss_on: LossOn = "all") -> str:
         """16 hex digits that identify the prepared token files, without reading the text files."""
+        marks = list(tokenizer.marks)
+        if loss_on != "all":
+            marks.append(("loss on", loss_on))
+        return self._key(tokenizer, *marks)
+
+    def earlier_key(self, tokenizer: Tokenizer) -> str:
+        """The key by which older versions of meshtrain, which knew no `marks` of tokenizers, named these files."""
+        return self._key(tokenizer)
+
+    def _key(self, tokenizer: Tokenizer, *marks: object) -> str:
         state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
         chat = () if tokenizer.chat is None else (tokenizer.chat.digest,)
-        names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat)
+        names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat, *marks)
         return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
     def shards(self) -> list[list[Piece]]:
@@ -124,7 +137,7 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 def _read_module(piece: Piece) -> Iterator[Text]:
     with suppress(UnicodeDecodeError):  # a few old modules declare another encoding; they are left out
-        yield Text([piece.path.read_text("utf-8")], piece.path)
+        yield Text([piece.path.read_text("utf-8-sig")], piece.path)
 
 
 def text_files(path: Path) -> TextSource:
@@ -176,7 +189,8 @@ def _files(path: Path, endings: tuple[str, ...], source: str) -> list[Path]:
 
 
 def _read_text(piece: Piece) -> Iterator[Text]:
-    if piece.end:
+    is_empty = piece.end == 0 or (piece.end == len(codecs.BOM_UTF8) and piece.path.read_bytes() == codecs.BOM_UTF8)
+    if not is_empty:
         yield Text(_decode(piece.path), piece.path)
 
 
@@ -195,8 +209,9 @@ def _decode(path: Path) -> Iterator[str]:
                 ) from None
             if not raw:
                 return
+            # A byte order mark is no part of the text; it is whole within the first block.
+            yield text if read else text.removeprefix("\ufeff")
             read += len(raw)
-            yield text
 
 
 def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
@@ -210,21 +225,53 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
         at, number = at + len(line), number + 1
         if not line.isspace():
             source = Line(path, begin, number)
+            form = _form_of_file(line[:64]) if number == 1 and begin == 0 else ""
             try:
                 text = line.decode("utf-8-sig")
                 del line  # may be long, and so may `text`: hold only one of them
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line") from None
+                record = parse_json(text, most=_MOST_LINE, unique=True)
+            except ValueError as error:
+                raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line{form}") from None
             del text
+            if isinstance(record, list) and form:
+                raise InputError(f"{source}: expected one object a line{form}")
+            if _is_sharegpt(record, field):
+                raise InputError(
+                    f"{source}: this is the form of ShareGPT (`from`, `value`): write `messages`, with `role` (user "
+                    "for human, assistant for gpt, or system) in place of `from`, and `content` in place of `value`"
+                )
             if isinstance(record, dict) and "messages" in record and field not in record:
                 yield Text((), source, record=record)
             else:
                 yield from _from_object(record, source, field)
 
 
+def _form_of_file(beginning: bytes) -> str:
+    """What a file is if its first line, which begins so, is no object; "" if that is not to be seen."""
+    text = beginning.removeprefix(codecs.BOM_UTF8).strip()
+    if text.startswith(b"["):
+        return ": the file is one JSON array; write each of its objects as a line (jq -c '.[]' FILE)"
+    if text == b"{":
+        return ": the file's objects go over several lines; write each as one line (jq -c . FILE)"
+    return ""
+
+
+def _is_sharegpt(record: Any, field: str) -> bool:
+    """Whether it is a conversation of another form than `messages` with `role` and `content`, and nothing else."""
+    if not isinstance(record, dict) or {field, "prompt", "completion"} & set(record):
+        return False
+    turns = record.get("messages", record.get("conversations"))
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return False
+    return {"from", "value"} <= set(turns[0])
+
+
 def _lines(path: Path, begin: int) -> Iterator[bytes]:
-    """The lines of a file, decompressed, from the byte before `begin` on; yields b"" at the end."""
+    """The lines of a file, decompressed, from the byte before `begin` on; yields b"" at the end.
+
+    Raises InputError: damaged content, or a line that has more than `_MOST_LINE` bytes: a small compressed file may
+    hold one that is larger than the memory.
+    """
     file: Any
     if path.suffix.lower() == ".zst":
         import pyarrow
@@ -237,12 +284,17 @@ def _lines(path: Path, begin: int) -> Iterator[bytes]:
             file.seek(begin - 1)
         for number in count():
             try:
-                line = [file.readline()]
+                line = [file.readline(_MOST_LINE + 1)]
             except (EOFError, OSError, ValueError, zlib.error) as error:  # pyarrow raises OSError and ValueError
                 if isinstance(error, OSError) and error.errno:  # a disk error, not damaged content
                     raise
                 damage = f"truncated or damaged after line {number:,} ({error})"
                 raise InputError(f"{path} is {damage}; fetch it again") from None
+            if len(line[0]) > _MOST_LINE:
+                raise InputError(
+                    f"{path}: the line after the first {plural(number, 'line')} that were read has more than "
+                    f"{_MOST_LINE:,} bytes: write each document as a line of its own"
+                )
             yield line.pop()  # may be long: no reference stays here
 
 
@@ -294,15 +346,18 @@ def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
     if prompt:
         yield Text(_slices(prompt), source, loss=False, ends=False)
     if prompt or text:
-        yield Text(_slices(text), source)
+        yield Text(_slices(text), source, begins=not prompt)
 
 
 def _slices(text: str) -> Iterator[str]:
     return (text[start : start + _BATCH_CHARACTERS] for start in range(0, len(text), _BATCH_CHARACTERS))
 
 
-def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Document]:
+def documents(
+    source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer, loss_on: LossOn = "all"
+) -> Iterator[Document]:
     """The documents of a shard as tokens, each ended by the tokenizer's end-of-document token, without empty documents.
+    A token that begins each is no target with a loss. `loss_on`: which answers of a conversation carry a loss.
 
     Holds no more of a long document in memory than the tokenizer needs to find a place to cut it.
     Raises InputError: a file is malformed; names the file and the place in it.
@@ -314,7 +369,7 @@ def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) 
             if text.record is not None:
                 yield from _encode(waiting, tokenizer)
                 waiting, size = [], 0
-                yield _conversation(text.record, text.source, tokenizer)
+                yield _conversation(text.record, text.source, tokenizer, loss_on)
                 continue
             for part in _parts(text, tokenizer):
                 waiting.append(part)
@@ -325,20 +380,34 @@ def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) 
     yield from _encode(waiting, tokenizer)
 
 
-def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer) -> Document:
+def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer, loss_on: LossOn) -> Document:
     if tokenizer.chat is None:
         raise InputError(
             f"{source}: `messages` need a chat template: data.tokenizer has to be a tokenizer.json with a "
             "tokenizer_config.json (`chat_template`) or a chat_template.jinja beside it"
         )
     try:
-        content, spans = tokenizer.chat.conversation(record["messages"], record.get("tools"))
+        talk = tokenizer.chat.conversation(record["messages"], record.get("tools"), loss_on)
+        ids, loss = tokenizer.encode_spans(*talk)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    ids, loss = tokenizer.encode_spans(content, spans)
-    size = sum(len(content[first:last].encode()) for first, last in spans)
-    ends_with_loss = np.append(loss, loss[-1:])  # the end token carries a loss if the last token does
-    return Document(np.append(ids, ids.dtype.type(tokenizer.end)), ends_with_loss, size)
+    size = sum(len(talk.text[first:last].encode()) for first, last in talk.learned)
+
+    # Templates write some of these tokens themselves: none stands there twice.
+    if not _is_ended(ids, tokenizer):
+        ids = np.append(ids, ids.dtype.type(tokenizer.end))
+        loss = np.append(loss, loss[-1] if len(loss) else np.uint8(0))  # as the last token of the text
+    if tokenizer.begin is not None:
+        if ids[0] != tokenizer.begin:
+            ids, loss = np.insert(ids, 0, tokenizer.begin), np.insert(loss, 0, 0)
+        loss[0] = 0
+    return Document(ids, loss, size)
+
+
+def _is_ended(ids: np.ndarray, tokenizer: Tokenizer) -> bool:
+    """Whether nothing but blanks follows an end-of-document token at the end of a text."""
+    places = np.flatnonzero(ids == tokenizer.end)
+    return len(places) > 0 and not tokenizer.decode(ids[places[-1] + 1 :].tolist()).strip()
 
 
 def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
@@ -363,7 +432,16 @@ def _encode(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
         problem = tokenizer.problem(content, start)
         if problem:
             raise InputError(f"{text.source} {problem}")
-    for (content, _, text), ids in zip(parts, tokenizer.encode_batch([part[0] for part in parts]), strict=True):
-        ids = np.append(ids, ids.dtype.type(tokenizer.end)) if text.ends else ids
+    encoded = tokenizer.encode_batch([part[0] for part in parts])
+    for (content, start, text), ids in zip(parts, encoded, strict=True):
+        try:
+            refuse_controls(tokenizer, ids)
+        except InputError as error:
+            raise InputError(f"{text.source} {error}") from None
+        if text.ends:
+            ids = np.append(ids, ids.dtype.type(tokenizer.end))
         loss = None if text.loss else np.zeros(len(ids), np.uint8)
+        if text.begins and start == 0 and tokenizer.begin is not None:
+            loss = np.ones(len(ids), np.uint8) if loss is None else loss
+            ids, loss = np.insert(ids, 0, tokenizer.begin), np.insert(loss, 0, 0)
         yield Document(ids, loss, len(content.encode()) if text.loss else 0, text.ends)

@@ -1,21 +1,23 @@
 """Text to token ids and back: bytes, or a Hugging Face tokenizer.json."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from meshtrain.data.chat import ChatTemplate
+from meshtrain.data.chat import CONFIG, ChatTemplate, Span, Spelling, tokenizer_config
 from meshtrain.data.tokens import smallest_dtype
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, join_some
 
 _LOOK, _AROUND = 4096, 256  # characters searched for a cut, and characters compared on each side of a candidate
-_END_NAMES = (
+END_NAMES = (  # ends of documents, where neither data.end_token nor tokenizer_config.json names one
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "<|im_end|>", "<|eot_id|>",
     "[EOS]", "[SEP]",
 )  # fmt: skip
+_CUT = "\ue000cut\ue000"  # an added token of one's own, which no text has
 
 
 class Tokenizer(Protocol):
@@ -23,8 +25,13 @@ class Tokenizer(Protocol):
 
     identity: str  # names the tokenizer and its content: equal identities give equal ids
     vocab_size: int  # ids lie in [0, vocab_size)
+    begin: int | None  # the id that begins a document; None: a document begins with its text
     end: int  # the id that ends a document
+    stops: frozenset[int]  # ids after which a generated text is over
     chat: ChatTemplate | None  # how the tokenizer formats conversations; None: it has no chat template
+    about: str | None  # which tokens begin and end a document, for people; None: always the same
+    spelled: str | None  # a control token that documents so far have spelled, and that is text in them; None: none has
+    marks: tuple[object, ...]  # what, besides `identity`, makes other ids than older versions of meshtrain did
 
     def problem(self, text: str, start: int) -> str | None:
         """Why `text`, from character `start` of a document on, cannot be encoded, as the end of a sentence; or None."""
@@ -32,20 +39,56 @@ class Tokenizer(Protocol):
     def cut(self, text: str) -> int:
         """The last place to cut `text` so that the ids of the two sides are those of the whole; 0: there is none."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, plain: bool = False) -> list[int]:
+        """The ids of a text without a begin and an end. Where it spells a control token, it has that token; `plain`: it
+        has the characters, as in documents."""
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """The ids of each text, in the dtype of a token file."""
+        """The plain ids of each text, in the dtype of a token file."""
 
-    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text, (n,), and a mask, (n,): 1 for ids that begin within one of these character spans, or 0."""
+    def encode_spans(
+        self, text: str, spans: Sequence[Span], plain: Sequence[Span] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text, (n,), and a mask, (n,): 1 for ids of characters in one of these spans, or 0. Control
+        tokens that the text spells are tokens, but not in the spans `plain`."""
+
+    def controls(self, ids: np.ndarray) -> np.ndarray:
+        """Which ids are those of control tokens, (n,) bool."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """Opens `bytes` or the path of a tokenizer.json. Raises InputError: neither, or `tokenizers` is not installed."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
+def open_tokenizer(name: str, begin_token: str | None = None, end_token: str | None = None) -> Tokenizer:
+    """Opens `bytes` or the path of a tokenizer.json. Raises InputError: neither, `tokenizers` is not installed, or it
+    has no such token.
+
+    Args:
+        begin_token: `auto` (what tokenizer_config.json names as `bos_token`) or the token that begins a document.
+        end_token: the token that ends a document; None: what tokenizer_config.json names as `eos_token`, or the first
+            of `END_NAMES` that there is.
+    """
+    if name != "bytes":
+        return FileTokenizer(Path(name).expanduser(), begin_token, end_token)
+    for key, value in (("begin_token", begin_token), ("end_token", end_token)):
+        if value is not None:
+            raise InputError(f"data.{key} is {value!r}, and the tokenizer `bytes` has no such tokens: leave it out")
+    return ByteTokenizer()
+
+
+def end_name(ids: Mapping[str, int], eos: str | None, end_token: str | None = None) -> str | None:
+    """Which of a tokenizer's tokens ends a document. `eos`: what tokenizer_config.json names; `end_token`: the key."""
+    candidates = (eos, *END_NAMES) if end_token is None else (end_token,)
+    return next((name for name in candidates if name in ids), None)
+
+
+def refuse_controls(tokenizer: Tokenizer, ids: np.ndarray) -> None:
+    """Raises InputError, the reason as the end of a sentence: control tokens are among the ids of plain text."""
+    if (is_control := tokenizer.controls(ids)).any():
+        token = tokenizer.decode(ids[is_control][:1].tolist())
+        raise InputError(
+            f"spells the control token {token}, which this data.tokenizer does not tell from text: take it out of the "
+            "text, or use a tokenizer whose `added_tokens` have it as `special`"
+        )
 
 
 class ByteTokenizer:
@@ -53,8 +96,13 @@ class ByteTokenizer:
 
     identity = "bytes"
     vocab_size = 256
+    begin: int | None = None
     end = 0
+    stops = frozenset({0})
     chat: ChatTemplate | None = None
+    about: str | None = None
+    spelled: str | None = None
+    marks: tuple[object, ...] = ()
 
     def problem(self, text: str, start: int) -> str | None:
         index = text.find("\0")
@@ -68,14 +116,19 @@ class ByteTokenizer:
     def cut(self, text: str) -> int:
         return len(text)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, plain: bool = False) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         return (np.frombuffer(text.encode(), np.uint8) for text in texts)
 
-    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_spans(
+        self, text: str, spans: Sequence[Span], plain: Sequence[Span] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError  # never called for a tokenizer without a chat template
+
+    def controls(self, ids: np.ndarray) -> np.ndarray:
+        return ids == self.end
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ends of documents become blank lines; ids above 255 and bytes that are not valid UTF-8 become U+FFFD."""
@@ -86,7 +139,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json, read by Hugging Face's `tokenizers`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, begin_token: str | None = None, end_token: str | None = None) -> None:
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -96,28 +149,85 @@ class FileTokenizer:
             ) from error
         try:
             from tokenizers import Tokenizer as Implementation
+            from tokenizers.processors import TemplateProcessing
         except ImportError as error:
             raise InputError(
                 f"reading {path} needs the package tokenizers: pip install 'meshtrain[tokenizers]'"
             ) from error
         try:
-            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8"))
+            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8-sig"))
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # Nothing is added to a text here; all that the file's own would do is to leave blanks out of the offsets.
+        self._tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        self._path = path
+
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values(), default=-1) + 1
-        end = next((ids[name] for name in _END_NAMES if name in ids), None)
+        self._dtype = smallest_dtype(self.vocab_size)
+        self.identity = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
+
+        _, named = tokenizer_config(path)
+        begin = self._begin_name(ids, named, begin_token)
+        end = self._end_name(ids, named, end_token)
+        self.begin: int | None = None if begin is None else ids[begin]
+        self.end: int = ids[end]
+        eos = ids.get(named.get("eos_token", end), self.end)
+        self.stops = frozenset({self.end, eos})
+        starts = "" if begin is None else f"begin with {begin} (id {self.begin}) and "
+        self.about: str | None = f"documents {starts}end with {end} (id {self.end})"
+
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        control = special | {name: ids[name] for name in (begin, end) if name is not None}
+        self.chat: ChatTemplate | None = ChatTemplate.beside(path, tuple(control))
+        self._control_ids = frozenset(control.values())
+        self._spelling = Spelling(tuple(control)).pattern
+        self.spelled: str | None = None
+        # Text may have the token of what is unknown, but not, as GPT-2's is the same, the one that ends a document.
+        unknown = {ids[name] for name in (named.get("unk_token", ""), "<unk>", "[UNK]") if name in ids}
+        self._controls = np.zeros(self.vocab_size, bool)
+        self._controls[sorted(self._control_ids - (unknown - {self.begin, self.end}))] = True
+
+        marks: list[object] = []
+        if begin is not None:
+            marks.append(("begin", self.begin))
+        if end != end_name(ids, None):
+            marks.append(("end", self.end))
+        if special or self.chat is not None:
+            marks.append("control tokens in text are text")
+        self.marks = tuple(marks)
+
+    def _begin_name(self, ids: Mapping[str, int], named: Mapping[str, str], begin_token: str | None) -> str | None:
+        if begin_token != "auto":
+            return None if begin_token is None else self._known("data.begin_token", begin_token, ids)
+        if "bos_token" not in named:
+            raise InputError(
+                f"data.begin_token is auto, and no {CONFIG} beside {self._path} names a `bos_token`: name the token "
+                "that begins a document, or leave the key out"
+            )
+        return self._known(f"the `bos_token` of {CONFIG}", named["bos_token"], ids)
+
+    def _end_name(self, ids: Mapping[str, int], named: Mapping[str, str], end_token: str | None) -> str:
+        if end_token is not None:
+            return self._known("data.end_token", end_token, ids)
+        end = end_name(ids, named.get("eos_token"))
         if end is None:
             raise InputError(
-                f"{path} has no token to end a document with: looked for {', '.join(_END_NAMES)} among its "
-                f"{len(ids):,} tokens; add one to the tokenizer"
+                f"{self._path} has no token to end a document with: no {CONFIG} beside it names an `eos_token` that it "
+                f"has, and {', '.join(END_NAMES)} are not among its {len(ids):,} tokens; name one of them in "
+                "data.end_token"
             )
-        self.end: int = end
-        self.chat: ChatTemplate | None = ChatTemplate.beside(path)
-        self._path, self._dtype = path, smallest_dtype(self.vocab_size)
-        self.identity = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
+        return end
+
+    def _known(self, key: str, name: str, ids: Mapping[str, int]) -> str:
+        if name not in ids:
+            added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+            tokens = f"whose added tokens are {join_some(added)}" if added else f"which has {len(ids):,} tokens"
+            raise InputError(f"{key} is {name!r}, which is no token of {self._path}, {tokens}")
+        return name
 
     def problem(self, text: str, start: int) -> str | None:
         return None
@@ -128,34 +238,89 @@ class FileTokenizer:
         Merges never cross a word boundary, and the pre-tokenizer looks at only a few characters around one.
         """
         base = max(0, len(text) - _LOOK)
-        (tail,) = self._encode([text[base:]])
+        (tail,) = self._encode([text[base:]], plain=True)
         for i in range(len(tail.ids) - 1, 0, -1):
             end = base + tail.offsets[i - 1][1]
             if tail.word_ids[i] == tail.word_ids[i - 1] or not _AROUND <= end <= len(text) - _AROUND:
                 continue
             sides = text[end - _AROUND : end], text[end : end + _AROUND]
-            whole, left, right = (encoding.ids for encoding in self._encode(["".join(sides), *sides]))
+            whole, left, right = (encoding.ids for encoding in self._encode(["".join(sides), *sides], plain=True))
             if whole == left + right:
                 return end
         return 0
 
-    def encode(self, text: str) -> list[int]:
-        return self._encode([text])[0].ids
+    def encode(self, text: str, *, plain: bool = False) -> list[int]:
+        return self._encode([text], plain=plain)[0].ids
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        return (np.array(encoding.ids, self._dtype) for encoding in self._encode(texts))
+        if self.spelled is None:
+            found = next(filter(None, map(self._spelling.search, texts)), None)
+            self.spelled = None if found is None else found[0]
+        return (np.array(encoding.ids, self._dtype) for encoding in self._encode(texts, plain=True))
 
-    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        (encoding,) = self._encode([text])
-        starts = np.array([start for start, _ in encoding.offsets], np.int64)
-        inside = [(starts >= first) & (starts < last) for first, last in spans]
-        return np.array(encoding.ids, self._dtype), np.any(inside, 0).astype(np.uint8)
+    def encode_spans(
+        self, text: str, spans: Sequence[Span], plain: Sequence[Span] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        ids, offsets = self._encode_partly_plain(text, plain)
+        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        loss = np.zeros(len(ids), np.uint8)
+        for first, last in spans:
+            # A token across the beginning is learned for the answer's part of it. An empty one belongs to what follows.
+            loss[((starts >= first) | (ends > first)) & (starts < last)] = 1
+        return np.array(ids, self._dtype), loss
 
-    def _encode(self, texts: Sequence[str]) -> list[Any]:
+    def _encode_partly_plain(self, text: str, plain: Sequence[Span]) -> tuple[list[int], list[Span]]:
+        """The ids and offsets of a text that spells control tokens in the spans `plain`, where they are characters."""
+        (encoding,) = self._encode([text], plain=False)
+        if not plain:
+            return encoding.ids, encoding.offsets
+        ids: list[int] = []
+        offsets: list[Span] = []
+        place = 0
+        for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token not in self._control_ids or any(first < end and begin < last for begin, end in plain):
+                continue
+            self._add_plain(text, place, first, ids, offsets)
+            ids.append(token)
+            offsets.append((first, last))
+            place = last
+        self._add_plain(text, place, len(text), ids, offsets)
+        return ids, offsets
+
+    def _add_plain(self, text: str, first: int, last: int, ids: list[int], offsets: list[Span]) -> None:
+        """Adds the plain ids of text[first:last], which is the whole text's beginning or follows an added token."""
+        if first == last:
+            return
+        lead = _CUT if first else ""
         try:
+            encoding = self._cutting.encode(lead + text[first:last], add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
+            raise InputError(f"the tokenizer {self._path} cannot encode the text: {error}") from error
+        skip, shift = bool(lead), first - len(lead)
+        refuse_controls(self, np.array(encoding.ids[skip:], np.int64))
+        ids += encoding.ids[skip:]
+        offsets += [(begin + shift, end + shift) for begin, end in encoding.offsets[skip:]]
+
+    @cached_property
+    def _cutting(self) -> Any:
+        """A tokenizer of plain text with a token of one's own: what follows it is encoded as behind any added token."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Implementation
+
+        tokenizer = Implementation.from_str(self._tokenizer.to_str())
+        tokenizer.add_tokens([AddedToken(_CUT, normalized=False, special=False)])
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _encode(self, texts: Sequence[str], *, plain: bool) -> list[Any]:
+        try:
+            self._tokenizer.encode_special_tokens = plain
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"the tokenizer {self._path} cannot encode the text: {error}") from error
+
+    def controls(self, ids: np.ndarray) -> np.ndarray:
+        return self._controls[ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be padded

@@ -29,6 +29,7 @@ import numpy as np
 
 from meshtrain.data.fingerprint import Files
 from meshtrain.errors import InputError
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.storage import fsync_folder, write_whole
 
 FORMAT = 1
@@ -307,10 +308,11 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
     sums = folder / CHECKSUMS
     try:
         corpus = open_tokens(folder)
-        crc32 = json.loads(sums.read_text("utf-8"))["crc32"] if sums.is_file() else None
-        blocks = {part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names}
     except InputError as error:
         return [str(error)], True
+    try:
+        crc32 = parse_json(sums.read_bytes(), most=1 << 30)["crc32"] if sums.is_file() else None
+        blocks = {part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names}
     except (ValueError, KeyError, TypeError) as error:
         return [f"{sums} is damaged ({error!r})"], True
     problems = []
@@ -364,10 +366,10 @@ def check_size(path: Path, expected: int, remedy: str) -> None:
 def _read_header(folder: Path) -> Header:
     path = folder / "header.json"
     try:
-        header = json.loads(path.read_text("utf-8"))
+        header = parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{folder} is not a folder of prepared tokens: there is no {path}") from None
-    except (ValueError, RecursionError) as error:
+    except InputError as error:
         raise InputError(f"{path} is not JSON ({error}); prepare the folder again") from None
     version = header.get("format") if isinstance(header, dict) else None
     if not isinstance(version, int):

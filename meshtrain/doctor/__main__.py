@@ -6,7 +6,9 @@ import sys
 
 from meshtrain.doctor.command import add_arguments, run
 from meshtrain.errors import InputError
+from meshtrain.job.environment import tell_launcher
 from meshtrain.job.signals import end_with_launcher
+from meshtrain.job.storage import print_error
 
 
 def main() -> int:
@@ -15,7 +17,8 @@ def main() -> int:
     try:
         return run(parser.parse_intermixed_args())
     except InputError as error:
-        print(error, file=sys.stderr)
+        print_error(error)
+        tell_launcher(str(error))
         return 2
 
 

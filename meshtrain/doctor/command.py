@@ -29,6 +29,7 @@ from meshtrain.doctor.report import print_report, print_summary
 from meshtrain.doctor.rules import blocking, judge
 from meshtrain.doctor.torchrun_options import add_torchrun_options, read_place, speaks_for_node
 from meshtrain.errors import InputError
+from meshtrain.job.environment import tell_launcher
 from meshtrain.job.sockets import address_towards, listen, plain_address
 from meshtrain.layout import Layout
 
@@ -81,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         print_report(outcome.cluster, outcome.findings, arguments.json)
     elif not arguments.json:
         print_summary(outcome.findings, socket.gethostname(), outcome.leader, quiet=bool(place.ranks))
+    if status(outcome.findings):
+        errors = [found.what for found in outcome.findings if found.severity == "error"]
+        more = f" (and {len(errors) - 1} more, printed above)" if len(errors) > 1 else ""
+        tell_launcher(f"meshtrain doctor: {errors[0]}{more}")
     return status(outcome.findings)
 
 

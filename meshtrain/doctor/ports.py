@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.doctor.records import PortCheck
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.sockets import call_with_timeout, connect, connect_failure, listen, plain_address
 
 TRY_S = 3.0
@@ -93,13 +94,13 @@ def _ask(address: str, port: int) -> tuple[str, dict[str, Any]]:
 
     def answer() -> Any:
         with connection, connection.makefile("rb") as stream:
-            return json.loads(stream.readline(MOST_BYTES))
+            return parse_json(stream.readline(MOST_BYTES))
 
     try:
         message = call_with_timeout(TRY_S, answer)
     except TimeoutError:
         return "mute", {}
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         message = None
     return ("", message) if isinstance(message, dict) else ("another", {})
 

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,9 @@ from meshtrain.doctor.ports import owner_of_port, peers_of_port
 from meshtrain.doctor.records import ClusterFacts, Host, Place, RecordError, from_json, to_json
 from meshtrain.errors import join_some
 from meshtrain.job import sockets
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.sockets import is_loopback
+from meshtrain.job.storage import print_error
 
 VERSION = 2
 PREFIX = "meshtrain/doctor/"
@@ -57,7 +58,7 @@ class JoinError(Exception):
 def _progress(last: float, text: str) -> float:
     due = time.monotonic() - last > PROGRESS_S
     if due:
-        print(text, file=sys.stderr, flush=True)
+        print_error(text)
     return time.monotonic() if due else last
 
 
@@ -93,9 +94,8 @@ class Board:
             time.sleep(pause)
             pause = min(1.5 * pause, POLL_S)
         data = self.call("get", self._prefix + key)
-        with contextlib.suppress(ValueError, RecursionError):
-            if len(data) <= MOST_BYTES:
-                return json.loads(data)
+        with contextlib.suppress(ValueError):
+            return parse_json(data, most=MOST_BYTES)
         raise RecordError(f"{key}: {len(data)} bytes that are no JSON, or too many")
 
 

@@ -2,7 +2,6 @@
 run's config that help, with their current values (`options.yaml`)."""
 
 import fcntl
-import json
 import os
 import re
 from collections import defaultdict
@@ -16,11 +15,14 @@ from typing import Any
 
 import yaml
 
+from meshtrain.config.yaml_reader import parse_yaml
 from meshtrain.errors import InputError, join_some, ranges
 from meshtrain.explain.flight_recorder import not_entered
 from meshtrain.explain.log_reader import logs_of
 from meshtrain.explain.rules import CERTAINTIES, Rule, load_rules
 from meshtrain.explain.search import Matches, Search
+from meshtrain.job.parsing import parse_json, read_limited
+from meshtrain.job.storage import read_guarded
 from meshtrain.layout import AXES
 
 NAMED = 6  # the most ranks that a text names
@@ -28,6 +30,7 @@ RANK = re.compile(r"(?P<kind>(?:local )?rank) (?P<number>\d+)(?: of node (?P<nod
 LEVELS = 8  # folders above a log with its run's config.yaml: logs/slurm-7.0/node_0/ID/attempt_0/3/stderr.log is 7
 OPTIONS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text())
 SECTIONS = ("model", "data", "layout", "batch", "parallel", "pipeline", "optimizer", "train", "checkpoint", "metrics")
+MOST_OF_CONFIG = 1 << 18  # bytes: a run's own has some thousand
 LATE_S = 10.0  # if an end from outside comes this much later, it is not why ranks waited
 
 
@@ -108,7 +111,7 @@ def _end_of_run(folder: Path) -> tuple[str, str] | None:
     if not (folder / "config.yaml").is_file():
         return None
     try:
-        ended = json.loads((folder / "exit.json").read_text(encoding="utf-8"))
+        ended = parse_json(read_limited(folder / "exit.json"))
         status, reason = ended["status"], str(ended.get("reason"))
     except FileNotFoundError:
         if _is_locked(folder):
@@ -120,11 +123,14 @@ def _end_of_run(folder: Path) -> tuple[str, str] | None:
 
 
 def _is_locked(folder: Path) -> bool:
-    with suppress(OSError), (folder / ".lock").open() as lock:
+    with suppress(OSError):
+        lock = os.open(folder / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
+        finally:
+            os.close(lock)
     return False
 
 
@@ -219,11 +225,18 @@ def _number(rank: str) -> tuple[int, str, int]:
 
 
 def settings_beside(path: str) -> Settings:
-    """The config of the run to which a log belongs: the nearest config.yaml of meshtrain in the folders above it."""
+    """The config of the run to which a log belongs: the nearest config.yaml of meshtrain in the folders above it.
+
+    Nobody has named these files, and in a folder of many users they may be anybody's: what cannot be read is passed
+    over, and only texts of a config's form are looked at.
+    """
     log = Path(path).resolve()
     for folder in ([log] if log.is_dir() else []) + list(log.parents)[:LEVELS]:
-        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
-            sections = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        file = folder / "config.yaml"
+        with suppress(OSError, InputError):
+            named = folder == log  # a file in a folder that the user names may be a link
+            text = read_limited(file, MOST_OF_CONFIG) if named else read_guarded(file, MOST_OF_CONFIG)
+            sections = parse_yaml(text)
             if isinstance(sections, dict) and {"model", "batch", "train"} <= set(sections):
                 return Settings(sections)
     return Settings(None)

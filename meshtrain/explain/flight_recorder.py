@@ -1,6 +1,5 @@
 """Flight recorders in a failure's folder: which collectives some ranks of a group have entered and others have not."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,9 +7,11 @@ from typing import Any
 
 from meshtrain.errors import ranges
 from meshtrain.explain.log_reader import Log
+from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.job.watchdog.records import VERDICT
 
 RECORDERS = "*/rank-*.flight-recorder.json"  # in a folder for each host
+MOST_BYTES = 1 << 28  # of a recorder
 Group = tuple[int, ...]  # its ranks
 
 
@@ -23,7 +24,7 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
         for path in sorted(Path(folder).glob(RECORDERS)):
             try:
                 files[_read(path, begun, names)] = path
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
                 yield str(path), f"this flight recorder cannot be read: {error!r}"
         for group, by_rank in begun.items():
             number = min(by_rank.values(), default=0) + 1
@@ -43,7 +44,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 def _read(path: Path, begun: dict[Group, dict[int, int]], names: dict[tuple[Group, int], str]) -> int:
     """Adds what one rank has recorded; returns the rank."""
-    recorder: dict[str, Any] = json.loads(path.read_bytes())
+    recorder: dict[str, Any] = parse_json(read_limited(path, MOST_BYTES), most=MOST_BYTES)
     rank = int(recorder["rank"])
     groups = {name: (str(over), tuple(map(int, ranks))) for name, (over, ranks) in recorder["groups"].items()}
     for _, ranks in groups.values():

@@ -3,13 +3,14 @@
 A lost job of meshtrain reports the reason in one line of JSON. All other lines are matched against the rules.
 """
 
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshtrain.explain.log_reader import LONGEST, Log, pieces, time_of, without_prefix
 from meshtrain.explain.rules import Rule
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.watchdog.records import FAILURE_MARK
 
 Rules = Sequence[Rule]
@@ -44,7 +45,12 @@ class Evidence:
 
     @property
     def key(self) -> tuple[float, tuple[int, int]]:
-        return (float("inf") if self.time is None else self.time, self.order)
+        return key_of(self.time, self.order)
+
+
+def key_of(time: float | None, order: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+    """What lines are ordered by."""
+    return (math.inf if time is None else time, order)
 
 
 @dataclass
@@ -61,26 +67,53 @@ class Matches:
     attempt: int = 0  # the last start of the job that has a match
     _last: tuple[int, int] = (0, 0)
 
-    def add(self, evidence: Evidence, groups: Mapping[str, str | None], attempt: int) -> None:
-        if evidence.order == self._last:  # again in the next piece of a long line, or the next state of a progress bar
-            return
-        self._last = evidence.order
+    def count_line(
+        self, order: tuple[int, int], rank: str | None, groups: Mapping[str, str | None], attempt: int
+    ) -> bool:
+        """Counts a line that matches; returns whether it was not counted before."""
+        if order == self._last:  # again in the next piece of a long line, or the next state of a progress bar
+            return False
+        self._last = order
         self.count += 1
         if attempt > self.attempt:  # what ended an earlier start counts less
             self.evidence.clear()
         self.attempt = max(attempt, self.attempt)
-        if evidence.rank is not None and len(self.ranks) < KEPT_RANKS:
-            self.ranks[evidence.rank] = None
-        stripped = {name: value.strip() for name, value in groups.items() if value is not None}
-        if "enqueued" in stripped and evidence.rank is not None and len(self.work) < KEPT_LINES * 100:
-            ranks = self.work.setdefault(stripped["pg"], {})
+        if rank is not None and len(self.ranks) < KEPT_RANKS:
+            self.ranks[rank] = None
+        enqueued, group = groups.get("enqueued"), groups.get("pg")
+        if enqueued is not None and group is not None and rank is not None and len(self.work) < KEPT_LINES * 100:
+            ranks = self.work.setdefault(group.strip(), {})
             if len(ranks) < KEPT_RANKS:
-                ranks[evidence.rank] = int(stripped["enqueued"])
+                ranks[rank] = int(enqueued)
+        return True
+
+    def keeps(self, time: float | None, order: tuple[int, int], attempt: int) -> bool:
+        """Whether a line is among the first, which are evidence: of millions the others are only counted."""
         if attempt < self.attempt:
-            return
+            return False
+        return len(self.evidence) < KEPT_LINES or key_of(time, order) < self.evidence[-1].key
+
+    def keep(self, evidence: Evidence, groups: Mapping[str, str | None]) -> None:
         if not self.evidence or evidence.key < self.evidence[0].key:
-            self.groups = stripped
+            self.groups = {name: value.strip() for name, value in groups.items() if value is not None}
         self.evidence = sorted([*self.evidence, evidence], key=lambda line: line.key)[:KEPT_LINES]
+
+
+def _shown(text: str, start: int) -> str:
+    """The part of a line around a match, as it is printed."""
+    line = " ".join(C1.sub("", text).split())
+    start = max(0, min(start - LONGEST_SHOWN // 2, len(line) - LONGEST_SHOWN))
+    return "..." * (start > 0) + line[start : start + LONGEST_SHOWN] + "..." * (len(line) > start + LONGEST_SHOWN)
+
+
+def _rules_by_literal(rules: Rules) -> dict[bytes, list[int]]:
+    """Literal -> the numbers of the rules whose lines have it; without those that apply to ends of tracebacks only."""
+    numbers: dict[bytes, list[int]] = {}
+    for number, rule in enumerate(rules):
+        literals = {literal.encode(): None for pattern in rule.match for literal in pattern.literals}
+        for literal in () if rule.in_traceback else literals:
+            numbers.setdefault(literal, []).append(number)
+    return numbers
 
 
 class Search:
@@ -91,11 +124,7 @@ class Search:
         self.matches: dict[str, Matches] = {}  # by rule id
         self.worked = False  # whether a line shows that training had begun
         self._by_kind = {rule.kind: rule for rule in rules if rule.kind is not None}
-        self._words = [
-            (rule, [literal.encode() for pattern in rule.match for literal in pattern.literals])
-            for rule in rules
-            if not rule.in_traceback
-        ]
+        self._by_literal = _rules_by_literal(rules)
         self._ranks: dict[str, None] = {}  # named by some line or file
         self._processes: dict[str, Log] = {}  # known only by a local rank
         self._identified: set[str] = set()  # those of them whose lines have their global rank
@@ -113,13 +142,35 @@ class Search:
         for first, block in log.blocks():
             lower = block.lower()
             self.worked = self.worked or WORKED.search(lower) is not None
-            rules = [rule for rule, words in self._words if any(word in lower for word in words)]
-            if not rules and not position.tracebacks and not any(word in lower for word in CONTEXT_BYTES):
+            by_line = self._rules_by_line(lower)
+            if not by_line and not position.tracebacks and not any(word in lower for word in CONTEXT_BYTES):
                 position.time = None
                 continue
-            for position.line, line in enumerate(block.split(b"\n"), first):
+            for number, line in enumerate(block.split(b"\n")):
+                position.line = first + number
+                rules = by_line.get(number, ())
                 for text in pieces(line):
                     self._line(position, text, rules)
+
+    def _rules_by_line(self, lower: bytes) -> dict[int, list[Rule]]:
+        """The rules of which a line has a literal, by the line's number in a block, which is given in lower case.
+
+        Each literal is looked for in the whole block at once: to look for all of them in each line of a hundred
+        megabytes that match would take minutes.
+        """
+        places: list[tuple[int, int]] = []  # (offset of a literal, number of a rule)
+        for literal, numbers in self._by_literal.items():
+            at = lower.find(literal)
+            while at >= 0:
+                places += [(at, number) for number in numbers]
+                end = lower.find(b"\n", at)  # once in a line is enough
+                at = lower.find(literal, end) if end >= 0 else -1
+        by_line: dict[int, set[int]] = {}
+        line = counted = 0
+        for at, number in sorted(places):
+            line, counted = line + lower.count(b"\n", counted, at), at
+            by_line.setdefault(line, set()).add(number)
+        return {line: [self.rules[number] for number in sorted(numbers)] for line, numbers in by_line.items()}
 
     @property
     def ranks(self) -> list[str]:
@@ -136,7 +187,7 @@ class Search:
     def _line(self, position: "_Position", text: str, rules: Rules) -> None:
         position.time = time_of(text) or position.time
         lower = text.lower()
-        candidates = [rule for rule in rules if not rule.in_traceback and rule.may_match(lower)]
+        candidates = [rule for rule in rules if rule.may_match(lower)]
         if not candidates and not position.tracebacks and not position.may_matter(text):
             return
         text, rank = without_prefix(text)
@@ -157,11 +208,11 @@ class Search:
     def _failure(self, position: "_Position", line: str) -> None:
         """Reads the line of JSON: its kind belongs to a rule, or it is an exception whose text rules match."""
         try:
-            failure = json.loads(line)
+            failure = parse_json(line)
             kind, text = failure["kind"], str(failure["text"])[:LONGEST]
             ranks = [f"rank {rank}" for rank in failure["ranks"] if type(rank) is int and rank >= 0]
             rule = self._by_kind.get(kind)
-        except (ValueError, TypeError, KeyError, RecursionError):  # cut off; the readable block says the same
+        except (ValueError, TypeError, KeyError):  # cut off; the readable block says the same
             return
         for rank in ranks:
             self._add_rank(rank)
@@ -201,13 +252,13 @@ class Search:
             matches = self.matches[rule.id] = Matches(rule, by_kind=True)
         elif matches.by_kind and not by_kind:
             return
-        start, groups = (0, {}) if match is None else (match.start(), match.groupdict())
-        line = " ".join(C1.sub("", text).split())
-        start = max(0, min(start - LONGEST_SHOWN // 2, len(line) - LONGEST_SHOWN))
-        shown = "..." * (start > 0) + line[start : start + LONGEST_SHOWN] + "..." * (len(line) > start + LONGEST_SHOWN)
         order = (position.order, position.line)
-        evidence = Evidence(position.log.path, position.line, shown, rank, position.time, order)
-        matches.add(evidence, groups, position.attempt)
+        if not matches.count_line(order, rank, {} if match is None else match.groupdict(), position.attempt):
+            return
+        if matches.keeps(position.time, order, position.attempt):
+            shown = _shown(text, 0 if match is None else match.start())
+            evidence = Evidence(position.log.path, position.line, shown, rank, position.time, order)
+            matches.keep(evidence, {} if match is None else match.groupdict())
 
     def _add_rank(self, rank: str) -> None:
         if len(self._ranks) < KEPT_RANKS:

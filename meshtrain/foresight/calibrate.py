@@ -1,6 +1,5 @@
 """Measured runs compared with their predictions, and the hardware file that fits runs best."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from meshtrain.foresight.collective import STEPS
 from meshtrain.foresight.hardware import Hardware, Link
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.foresight.steptime import StepTime
+from meshtrain.job.parsing import parse_json
 from meshtrain.metrics.logger import read
 
 WARM_UP = 3  # first steps, which do not count: caches fill, blocks are compiled
@@ -207,7 +207,7 @@ def with_links(hardware: Hardware, report: Path) -> Hardware:
     """The hardware with links as measured by `meshtrain doctor --json`; links that it did not see stay as they are.
     Raises InputError: not such a report."""
     try:
-        cluster = json.loads(report.read_text())["seen"]
+        cluster = parse_json(report.read_bytes())["seen"]
         timings, pairs = cluster["timings"]["timings"], cluster["timings"]["links"]
         host_of = {rank: i for i, host in enumerate(cluster["hosts"]) for rank in host["ranks"]}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from meshtrain.data.batch import Batch
 from meshtrain.dropout import set_dropout
 from meshtrain.errors import InputError
 from meshtrain.modeling.flops import why_not
-from meshtrain.pipeline.stage import SETTINGS, blocks_of, skip_blocks
+from meshtrain.parallel.tp_plan import shards_sequence
+from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_input, skip_blocks
 
 NUMBERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # names of a layer's index
 
@@ -37,6 +38,17 @@ def untraced_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise UntracedError(why_not(error)) from error
+
+
+def without_sequence_parts(config: Config) -> Config | None:
+    """The config of a run that has turned sequence parallelism off, because the check of its model passes only without
+    it (`parallel.verify`). None: such a run does not do so, or does not have it on."""
+    spec, layout, parallel = spec_of(config), config.resolved, config.parallel
+    assert layout is not None
+    is_default = parallel.sequence_parallel is None and shards_sequence(getattr(spec.module, "tp_plan", None) or {})
+    if not is_default or not parallel.verify or layout.size("tp") == 1 or layout.size("ep") > 1:
+        return None
+    return replace(config, parallel=replace(parallel, sequence_parallel=False))
 
 
 def batch_of(config: Config) -> Batch:
@@ -123,12 +135,12 @@ def _passed_on(model: nn.Module, batch: Batch) -> tuple[dict[int, Any], dict[int
     """Shapes of each block's inputs and outputs in a forward."""
     inputs, outputs = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
 
-    def record(i: int, block: nn.Module, arguments: Any, output: Any) -> None:
-        inputs[i].append(_sizes(arguments[:1]))
+    def record(i: int, block: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        inputs[i].append(_sizes(first_input(first_argument(block.forward), arguments, named)))
         outputs[i].append(_sizes(output))
 
     for i, block in enumerate(blocks_of(model)):
-        block.register_forward_hook(partial(record, i))
+        block.register_forward_hook(partial(record, i), with_kwargs=True)
     set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
     with torch.no_grad():
         model(*batch.to(torch.device("meta"), torch.float32).inputs)

@@ -29,6 +29,7 @@ from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.prediction import SAVINGS, Prediction, usable_savings
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
+from meshtrain.pipeline.partition import blocks_of
 from meshtrain.pipeline.schedule import NAMES
 
 MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
@@ -132,7 +133,7 @@ class Space:
         self.config, self.placed, self.vary, self.fixed = config, config.resolved, set(vary), fixed or {}
         self.unit = math.gcd(self.placed.world_size, *(run.start for run in self.placed.runs))  # divides every host
         spec = spec_of(config)
-        self.blocks = len(spec.meta.blocks()) if hasattr(spec.meta, "blocks") else 1  # type: ignore[operator]
+        self.blocks = len(blocks_of(spec.meta))
         self.experts = hasattr(spec.module, "ep_plan")
         sections = {"model": config.model.keys, **{name: vars(getattr(config, name)) for name in SECTIONS}}
         self.values = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}

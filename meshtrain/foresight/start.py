@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshtrain.config import Config
 from meshtrain.errors import bytes_text
-from meshtrain.job.storage import optional
+from meshtrain.foresight.model import without_sequence_parts
+from meshtrain.job.storage import optional, read_guarded, write_whole
+from meshtrain.parallel.parallelize import shares_sequence
 
 PATIENCE_S = 5.0  # longest that a run waits for the prediction before its first step
 ROOM = "MESHTRAIN_DEVICE_MEMORY_GIB"  # variable that replaces the device's memory
@@ -34,14 +37,28 @@ class MemoryForecast:
     out-of-memory error: predicted memory, its parts, and settings that save memory."""
 
     def __init__(self, folder: Path, device: torch.device, config: Config, rank: int) -> None:
-        self.file, self.process, gib = folder / FILE, None, device_gib(device)
-        if gib is None or config.resolved is None or rank != 0:
+        self.file, self.config = folder / FILE, config
+        self.process: subprocess.Popen[bytes] | None = None
+        self.gib = device_gib(device) if rank == 0 and config.resolved is not None else None
+        self._begin(config)
+
+    def follow(self, model: nn.Module) -> None:
+        """Begins anew if the check of the parallelized model has turned sequence parallelism off: that takes memory."""
+        if self.process is None or shares_sequence(model) is not False:
             return
+        if (config := without_sequence_parts(self.config)) is not None:
+            self._end()
+            self._begin(config)
+
+    def _begin(self, config: Config) -> None:
+        if self.gib is None:
+            return
+        assert config.resolved is not None
         with optional("how much memory the run takes is not foreseen"):
             self.file.unlink(missing_ok=True)
-            source = folder / f"{FILE}.yaml"
-            source.write_text(config.to_yaml())
-            arguments = [source, self.file, config.resolved.world_size, gib]
+            source = Path(f"{self.file}.yaml")
+            write_whole(source, config.to_yaml())
+            arguments = [source, self.file, config.resolved.world_size, self.gib]
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "meshtrain.foresight.start", *map(str, arguments)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -59,7 +76,7 @@ class MemoryForecast:
 
     def _read(self) -> list[str]:
         with suppress(OSError):  # not written yet
-            return self.file.read_text().splitlines()
+            return read_guarded(self.file).decode().splitlines()
         return []
 
     def __enter__(self) -> "MemoryForecast":
@@ -69,6 +86,9 @@ class MemoryForecast:
         if isinstance(error, torch.OutOfMemoryError):
             for line in self._read():
                 error.add_note(line)
+        self._end()
+
+    def _end(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -93,7 +113,7 @@ def main(source: str, file: str, world_size: str, gib: str) -> None:
     if verdict != "fits":
         saves = (f"{knob} {bytes_text(less)}" for knob, (less, _) in prediction.saves.items())
         lines.append(f"  would save: {'; '.join(saves)}")
-    Path(file).write_text("\n".join(lines) + "\n")
+    write_whole(Path(file), "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

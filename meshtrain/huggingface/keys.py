@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from meshtrain.rotary import is_positive, rope_type, scaling_problems
+from meshtrain.huggingface.rope_keys import rope_type, split_rope
+from meshtrain.rotary import is_positive, scaling_problems
 
 Problems = list[tuple[str, str]]  # key, what is wrong with it and what would work
 
@@ -70,9 +71,8 @@ class DecoderConfig:
     @property
     def rope(self) -> tuple[float, dict[str, Any]]:
         """The base of the rotary angles and their scaling, from whichever keys give them."""
-        if self.rope_parameters is None:
-            return self.rope_theta, self.rope_scaling or {}
-        return self.rope_parameters.get("rope_theta", self.rope_theta), self.rope_parameters
+        scaling = self.rope_parameters if self.rope_parameters is not None else self.rope_scaling or {}
+        return scaling.get("rope_theta", self.rope_theta), scaling
 
 
 def decoder_problems(config: DecoderConfig, counts: Mapping[str, int] = COUNTS) -> Problems:
@@ -118,12 +118,19 @@ def rope_problems(config: DecoderConfig) -> Problems:
     if not is_positive(config.rope_theta):
         problems.append(("rope_theta", f"rope_theta is {config.rope_theta}: expected a number above 0"))
     for key in ("rope_scaling", "rope_parameters"):
-        scaling = getattr(config, key)
-        if scaling is not None:
-            theta = config.rope[0]
-            problem = next(scaling_problems(theta, scaling, config.rotary_width, key), None)
-            problems += [(key, problem)] if problem else []
+        written = getattr(config, key)
+        if written is None:
+            continue
+        scaling = {name: value for name, value in written.items() if not _is_own_key(config, name)}
+        problem = next(scaling_problems(config.rope[0], scaling, config.rotary_width, key), None)
+        if problem:
+            problems.append((key, problem))
     return problems
+
+
+def _is_own_key(config: DecoderConfig, name: str) -> bool:
+    """Whether a key of `rope_parameters` is a key of the model that transformers has moved there."""
+    return name == "partial_rotary_factor" and hasattr(config, name)
 
 
 def router_problems(config: Any, experts: str) -> Problems:
@@ -172,16 +179,13 @@ def read_config_json(
 ) -> dict[str, Any]:
     """Converts a config.json's keys to ours: `rope_parameters` is split up, so that each value can be overridden.
 
+    Where a file has both, `rope_scaling` counts and `rope_parameters` does not, as in transformers 5: it is what users
+    add to a file by hand.
+
     `defaults`: transformers' values for keys that are left out. `rope_keys`: keys of `rope_parameters` that are keys
     of the model; the others are the scaling.
     """
-    keys = defaults | keys
-    rope = keys.pop("rope_parameters", None)
-    if rope is not None:
-        scaling = {key: value for key, value in rope.items() if key not in rope_keys}
-        keys |= {key: rope[key] for key in rope_keys & rope.keys()}
-        keys["rope_scaling"] = None if rope_type(scaling) == "default" else scaling
-    return keys
+    return split_rope(defaults | keys, rope_keys, first="rope_scaling")
 
 
 def write_config_json(config: Any, architecture: str, model_type: str, only: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +203,6 @@ def write_config_json(config: Any, architecture: str, model_type: str, only: dic
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {**scaling, "rope_theta": theta},
-        "bos_token_id": None,  # training uses no special tokens
+        "bos_token_id": None,  # an export has those of its tokenizer, and of the folder that its run started from
         "eos_token_id": None,
     }

@@ -3,7 +3,6 @@
 Mismatches are found from the headers, before any weight is read. Then each rank reads only the parts that it holds.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from meshtrain.errors import InputError, fold_names, join_some, plural
 from meshtrain.huggingface.safetensors import CONFIG, FLOATS, Entry, read_config, stored
 from meshtrain.huggingface.stored_names import StoredTensor, stored_tensors, table_of
+from meshtrain.job.parsing import parse_json
+from meshtrain.job.pending import advance
 from meshtrain.parallel.sharding import Part, is_empty, local_part, overlap, shape_of, within
 from meshtrain.parallel.tp_plan import plan_of
 
@@ -61,9 +62,10 @@ def open_folder(folder: str | Path) -> Iterator[WeightSource]:
             pass
 
     def keys() -> Mapping[str, Any]:
-        return json.loads(read_config(folder)) if (folder / CONFIG).is_file() else {}
+        return parse_json(read_config(folder)) if (folder / CONFIG).is_file() else {}
 
     def read(name: str, part: Part) -> Tensor:
+        advance()
         path, entry = entries[name]
         if path not in opened:
             stack.close()

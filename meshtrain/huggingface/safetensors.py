@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import InputError, join_some
+from meshtrain.job.parsing import parse_json
 
 CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a tokenizer.json
+SENTENCEPIECE = "tokenizer.model"  # the one file of a tokenizer that is no text
+# What a folder has of its tokenizer. The last five are of older transformers, for which a tokenizer.json need not be.
+TOKENIZER_FILES = (
+    TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE,
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", SENTENCEPIECE,
+)  # fmt: skip
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's file names
 METADATA = "__metadata__"  # the one key of a header that is not a tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -111,12 +119,12 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = header_length(file.read(8), size)
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length), most=length)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
     except FileNotFoundError:
         raise InputError(f"there is no {path}: copy the folder anew, or what is missing of it") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is no whole safetensors file: {error}: copy it anew") from error
     return header, size - 8 - length
 
@@ -125,11 +133,11 @@ def read_config(folder: Path) -> str:
     """The text of a folder's config.json. Raises InputError: it is missing, or not a JSON object."""
     path = folder / CONFIG
     try:
-        text = path.read_text(encoding="utf-8")
-        is_object = isinstance(json.loads(text), dict)
+        text = path.read_text(encoding="utf-8-sig")
+        is_object = isinstance(parse_json(text), dict)
     except FileNotFoundError:
         raise InputError(f"there is no {path}: {_expected_files(folder)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is not JSON: {error}: copy the file anew") from error
     if not is_object:
         raise InputError(f"{path} holds no object, as a config.json does: copy the file anew")
@@ -173,8 +181,8 @@ def _expected_files(folder: Path) -> str:
 def _read_index(path: Path) -> dict[str, str]:
     """Name of a tensor -> name of the file that holds it."""
     try:
-        files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"].items())
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        files = dict(parse_json(path.read_bytes())["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is no index of weights ({error!r}): copy the file anew") from error
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
@@ -225,7 +233,7 @@ def export_problem(folder: Path) -> str | None:
 
 def _of_export(path: Path) -> bool:
     if path.suffix != ".safetensors":
-        return path.name in (CONFIG, INDEX, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, ADAPTER_CONFIG)
+        return path.name in (CONFIG, GENERATION_CONFIG, INDEX, ADAPTER_CONFIG, *TOKENIZER_FILES)
     try:
         metadata = _read_json(path)[0].get(METADATA)
     except InputError:

@@ -18,14 +18,15 @@ import torch
 
 from meshtrain.config import locate
 from meshtrain.errors import AgreedError, flat_items, group_values, join_some, ranges
+from meshtrain.job.environment import is_of_host
 from meshtrain.job.process import Job
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
 
+TESTED_TORCH = ((2, 11), (2, 14))  # the oldest and the newest version with which the tests pass
 PACKAGES = ("meshtrain", "numpy")  # torch and Python report their own versions
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_")  # change results or traffic
-OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
 NOT_SET = "(not set)"
 MOST_VALUES = 8  # distinct sets of values of a fingerprint that are compared by key
 MOST_LINES = 12
@@ -145,7 +146,7 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
     remedy = "install the same versions on all hosts, from one lock file or one container image"
     yield Fingerprint("the software", versions(), remedy)
     values = {name: value for name, value in variables.items() if name.startswith(VARIABLES)}
-    values = {name: value for name, value in values.items() if name not in OF_EACH_HOST}
+    values = {name: value for name, value in values.items() if not is_of_host(name)}
     remedy = "training goes on; export each variable with one value on all hosts, or nowhere"
     yield Fingerprint("the environment", values, remedy, refused=False)
 
@@ -160,6 +161,16 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         versions["cuda"] = torch.version.cuda
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
+
+
+def untested_torch(version: str) -> str | None:
+    """What to warn of if this torch is older or newer than those that were tested; None: it is one of them."""
+    oldest, newest = TESTED_TORCH
+    major, minor = map(int, version.split(".")[:2])
+    if oldest <= (major, minor) <= newest:
+        return None
+    tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    return f"torch {version} was not tested with this meshtrain, only {tested} were: compare a short run with theirs"
 
 
 def checkpoint_versions(model: ModuleType) -> dict[str, str]:

@@ -1,10 +1,17 @@
-"""The environment as the launcher has set it (torchrun's variables, SLURM's, or none), and marks of earlier starts."""
+"""The environment as the launcher has set it (torchrun's variables, SLURM's, or none), and what is left for it to read.
+
+The launcher passes variables; a worker leaves marks of earlier starts, and the reason for which it ends.
+"""
 
 import hashlib
 import itertools
+import json
+import os
 import re
 import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +21,14 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 OWN_DESCRIPTORS = 512  # file descriptors of a process; the one that serves the job's store has one more per rank
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-HOSTS = re.compile(r"[^,\[\]]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
+HOSTS = re.compile(r"[^,\[\]\s]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
+MOST_HOSTS = 1 << 20  # in a range
+# What may differ between hosts, as it changes neither results nor traffic: which device or interface of a host is used,
+# where something lies there (ends of names), and what is logged (beginnings of names).
+OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
+PLACES = ("_HOME", "_PATH", "_DIR", "_DIRECTORY", "_FILE", "_ROOT")
+LOGS = ("NCCL_DEBUG", "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES")
+VICTIM_LATER_S = 5  # by which the failure of a rank that is not at fault counts as later than that of the one that is
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # set to 1, torchrun opens a store for each start of the workers
 
 
@@ -114,7 +128,8 @@ def slurm_nodes(variables: Mapping[str, str]) -> tuple[str, ...]:
 def expand_hosts(nodes: str) -> tuple[str, ...]:
     """All names of a SLURM node list: `gpu[07-09,12],login1` -> gpu07, gpu08, gpu09, gpu12, login1; or InputError."""
     names: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", nodes.strip()) if nodes.strip() else ():
+    items = re.split(r",(?![^\[]*\])", nodes) if nodes.strip() else []
+    for item in map(str.strip, items):  # a blank after a comma is no part of a name
         if HOSTS.fullmatch(item) is None:
             form = "is not of SLURM's form, for instance node[01-04,07]"
             raise InputError(f"the node list {nodes!r} {form}: export MASTER_ADDR")
@@ -129,8 +144,17 @@ def _numbers(listed: str) -> list[str]:
     numbers = []
     for part in listed.split(","):
         first, _, last = part.partition("-")
-        numbers += [f"{i:0{len(first)}}" for i in range(int(first), int(last or first) + 1)]
+        span = range(int(first), int(last or first) + 1)
+        if not 0 < len(span) <= MOST_HOSTS:
+            problem = "runs backwards" if len(span) == 0 else f"has more than {MOST_HOSTS:,} nodes"
+            raise InputError(f"the range {part} of the node list {problem}: export MASTER_ADDR")
+        numbers += [f"{i:0{len(first)}}" for i in span]
     return numbers
+
+
+def is_of_host(variable: str) -> bool:
+    """Whether a variable of the environment may well have another value on each host."""
+    return variable in OF_EACH_HOST or variable.endswith(PLACES) or variable.startswith(LOGS)
 
 
 def started_before(variables: Mapping[str, str]) -> bool:
@@ -158,6 +182,27 @@ def already_printed(text: str, variables: Mapping[str, str]) -> bool:
     before = mark.exists() and mark.read_text() == digest
     mark.write_text(digest)
     return before
+
+
+def tell_launcher(sentence: str, *, at_fault: bool = True) -> None:
+    """Writes torch's error file: torchrun's report then gives this sentence as the cause, and not the place in Python
+    where it was raised, which says nothing to who has to mend a config or a disk.
+
+    torchrun calls that rank the root whose file has the earliest second, and a failure is on all ranks within one: who
+    is not at fault gives a later one. All tell the same sentence."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    stamp = int(time.time()) + (0 if at_fault else VICTIM_LATER_S)
+    message = {"message": _one_sentence(sentence), "extraInfo": {"timestamp": str(stamp)}}
+    with suppress(OSError):  # its own folder may be on the disk that is full
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _one_sentence(text: str) -> str:
+    """Of a text of many lines the first one: the rest stands in the log once, and would be in the report again."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return " ".join(lines) if len(lines) <= 2 else f"{lines[0]} (the rest is printed above)"
 
 
 def _agent_folder(variables: Mapping[str, str]) -> Path | None:

@@ -1,6 +1,7 @@
 """The registry of pending waits: what each thread of this process waits for, entered by the waits themselves.
 
-The watchdog's thread reads it. Collectives that torch starts by itself (FSDP, autograd) are in its flight recorder.
+The watchdog's thread reads it, and how often this process has got on with long work of its start. Collectives that
+torch starts by itself (FSDP, autograd) are in its flight recorder.
 """
 
 import threading
@@ -13,6 +14,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _stacks: dict[int, list["PendingWait"]] = {}  # thread -> its waits, innermost last; only that thread changes its list
+
+
+class _Work:
+    advances = 0
+
+
+def advance() -> None:
+    """Long work of the start has got on: a document was prepared, a block of weights was read. The start has a time
+    limit for what does not."""
+    _Work.advances += 1
+
+
+def advances() -> int:
+    """How often this process has got on so far."""
+    return _Work.advances
 
 
 class Resource(StrEnum):

@@ -32,7 +32,7 @@ STEPS_TO_STOP = 3  # the current step, the one that carries the request, the one
 SPARE_S = 5.0  # left over when everything goes as planned
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 Handler = Any  # what signal.signal takes
 
 
@@ -55,7 +55,8 @@ class Signals:
 
     Before and after training a signal ends the process at once, by unwinding the stack, so that the exit is recorded in
     the run's folder. During training the first signal is a request to stop, and a later one ends the process. SIGUSR1
-    announces the end (SLURM's `--signal`): if it comes first, it is a request at any time. During imports a signal is
+    announces the end (SLURM's `--signal`): if it comes first, it is a request at any time. SIGHUP comes when a terminal
+    or an ssh session is closed; where it is ignored from the start (nohup), it stays so. During imports a signal is
     only remembered: an exception in the middle of an import may be swallowed, or break a library.
 
     One request may come as several signals within ONE_REQUEST_S. Python runs a handler only when the main thread
@@ -70,6 +71,7 @@ class Signals:
         self._asked_at = 0.0
         self._importing = False
         self._remembered: tuple[int, float] | None = None  # the first signal during imports, and when it came
+        self._numbers: tuple[signal.Signals, ...] = SIGNALS  # those with a handler of ours
         self._ignored: tuple[signal.Signals, ...] = ()  # signals ignored until the alarm
         self._alarm: tuple[Handler, float] = signal.SIG_DFL, 0.0  # the program's own: handler, and seconds left
 
@@ -78,7 +80,9 @@ class Signals:
         """Installs the handlers. `importing`: signals are only remembered until `modules_imported` is called."""
         signals = cls()
         signals._importing = importing
-        install_handlers(dict.fromkeys(SIGNALS, signals._handle))
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            signals._numbers = tuple(number for number in SIGNALS if number != signal.SIGHUP)
+        install_handlers(dict.fromkeys(signals._numbers, signals._handle))
         atexit.register(signals.restore)  # an alarm after Python's end would kill the process
         return signals
 
@@ -90,6 +94,8 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            mute_closed_outputs()
         if self._importing:
             if self._remembered is None:
                 self._remembered = number, now
@@ -99,7 +105,7 @@ class Signals:
         if self.training or number == signal.SIGUSR1:
             if self.request is None:
                 self.request, self._asked_at = StopKind(signal.Signals(number).name), now
-                self._ignore_until_alarm(SIGNALS if self.training else (signal.SIGUSR1,))
+                self._ignore_until_alarm(self._numbers if self.training else (signal.SIGUSR1,))
                 return
             if now - self._asked_at < ONE_REQUEST_S:
                 return
@@ -122,6 +128,19 @@ class Signals:
         handler, seconds = self._alarm
         install_handlers({signal.SIGALRM: handler})
         signal.setitimer(signal.ITIMER_REAL, max(seconds - ONE_REQUEST_S, 0.001) if seconds else 0)
+
+
+def mute_closed_outputs() -> None:
+    """Sends stdout and stderr to /dev/null where their terminal is gone: a line printed there would be an error, and
+    would end the run before it has saved."""
+    for stream in (1, 2):
+        poll = select.poll()
+        poll.register(stream, 0)
+        gone = any(events & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+        if gone:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 class SignalWakeup:
@@ -209,6 +228,7 @@ class StopKind(StrEnum):
     SIGTERM = "SIGTERM"
     SIGINT = "SIGINT"
     SIGUSR1 = "SIGUSR1"
+    SIGHUP = "SIGHUP"
     FILE = "file"
     TIME_LIMIT = "time_limit"  # train.time_limit
     SLURM_END = "slurm_end"  # the end of the SLURM job's time

@@ -1,9 +1,17 @@
-"""File I/O of a run: side files whose disk errors do not end the run, durable writes, and reads with retries."""
+"""File I/O of a run: side files whose disk errors do not end the run, durable writes, and reads with retries.
 
+A file that the user has not named himself (a lock, a cache, a file beside a run or a log) is opened by `open_guarded`
+alone: others may be able to write to its folder, and would choose what a link there leads to.
+"""
+
+import errno
 import io
 import os
+import pwd
 import socket
+import stat
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,6 +22,11 @@ from typing import BinaryIO, TypeVar
 from meshtrain.errors import InputError, UnreadableError
 
 MOST_WAITING = 10_000  # lines kept in memory until the disk accepts them
+SIDE_FILE_BYTES = 1 << 20  # the most that a small file beside a run may have: exit.json, a token, a config
+LOOK_FOR_REMOVAL_S = 60.0  # between looks whether a file that is written still has its name
+
+# What no config can mend: the disk is full, or it, or the server behind it, fails. The same command may work later.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO)
 
 
 def print_error(text: object) -> None:
@@ -30,6 +43,91 @@ def show_any_text() -> None:
     """From now on stdout has `?` for what its encoding lacks: a log in Latin-1 ends no run whose text is Cyrillic."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def open_guarded(path: Path, flags: int = os.O_RDONLY, *, most: int | None = None, mode: int = 0o644) -> int:
+    """Opens a file that the user has not named, and returns its descriptor.
+
+    It has to be a regular file and no link, of this user or of the owner of its folder, and of at most `most` bytes. A
+    link would lead wherever whoever can write to the folder likes; a pipe or a device would never end.
+
+    Raises OSError, whose `strerror` says what is wrong; PermissionError: the file is another user's.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed here", str(path)) from None
+        raise
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        own = (os.geteuid(), os.stat(path.parent).st_uid)
+        if about.st_uid not in own and about.st_uid != _uid_of_new_files(path.parent):
+            owner = f"it belongs to {user_name(about.st_uid)}, who is neither this user nor the owner of its folder"
+            raise PermissionError(errno.EPERM, owner, str(path))
+        if most is not None and about.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, and at most {most:,} are read", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _uid_of_new_files(folder: Path) -> int | None:
+    """To whom a file belongs that this process makes there: a file server may give those of root to `nobody`. None: it
+    cannot make one."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return None
+
+
+def read_guarded(path: Path, most: int = SIDE_FILE_BYTES) -> bytes:
+    """The bytes of a file that the user has not named. Raises OSError, as `open_guarded` does."""
+    with open(open_guarded(path, most=most), "rb") as file:
+        return file.read(most)
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or his number where this host knows none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def make_private_folder(folder: Path, *, may_be_shared: bool = True) -> Path:
+    """Makes a folder for what this user's processes will execute, with mode 0700, or takes the one that is there.
+    `may_be_shared`: whether the folders above have to be looked at. Those of a user's home need not be: nobody else
+    writes there, though the user's private group may have all rights.
+
+    Raises OSError: it cannot be made, is a link, is another user's, or others can or could write to it, or exchange it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    above = folder.parent.resolve()
+    for parent in (above, *above.parents) if may_be_shared else ():
+        about = os.stat(parent)
+        sticky = bool(about.st_mode & stat.S_ISVTX)  # as in /tmp: only the owner of a folder can exchange it
+        if about.st_uid not in (0, os.geteuid()) or (_others_write(about) and not sticky):
+            raise PermissionError(errno.EPERM, f"others can write to the folder above it, {parent}", str(folder))
+    folder = above / folder.name  # whoever can exchange a link on the way to it changes nothing
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = os.lstat(folder)
+    if not stat.S_ISDIR(about.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is no folder, or a link to one", str(folder))
+    if about.st_uid != os.geteuid() or _others_write(about):
+        whose = f"it is {user_name(about.st_uid)}'s, with mode {stat.S_IMODE(about.st_mode):04o}"
+        raise PermissionError(errno.EPERM, f"{whose}, and others may have put code there", str(folder))
+    folder.chmod(0o700)
+    return folder
+
+
+def _others_write(about: os.stat_result) -> bool:
+    return bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 @contextmanager
@@ -67,6 +165,7 @@ class SideFile:
         self._file: BinaryIO | None = None
         self._waiting: deque[bytes] = deque()
         self._fails, self._lost = False, 0
+        self._looked_at = time.monotonic()
         self._write()
 
     def append(self, line: bytes) -> None:
@@ -96,8 +195,10 @@ class SideFile:
 
     def _write(self) -> None:
         try:
+            if self._file is not None and self._is_removed(self._file):
+                self._begin_anew()
             if self._file is None:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                descriptor = open_guarded(self.path, os.O_RDWR | os.O_CREAT)
                 self._file = os.fdopen(descriptor, "r+b", buffering=0)
             size = os.fstat(self._file.fileno()).st_size
             at = self._end
@@ -125,6 +226,31 @@ class SideFile:
         if self._fails:
             warn(f"{self.path} is written again" + (f"; {self._lost} lines of it are lost" if self._lost else ""))
         self._fails, self._lost = False, 0
+
+    def _is_removed(self, file: BinaryIO) -> bool:
+        """Whether what is written goes into a file that no longer has its name: its folder was removed or renamed."""
+        about = os.fstat(file.fileno())
+        if about.st_nlink == 0:
+            return True
+        # A file server keeps the link of a removed file that is open. To ask it at each step would cost too much.
+        if time.monotonic() - self._looked_at < LOOK_FOR_REMOVAL_S:
+            return False
+        self._looked_at = time.monotonic()
+        try:
+            return not os.path.samestat(about, os.stat(self.path, follow_symlinks=False))
+        except FileNotFoundError:
+            return True
+
+    def _begin_anew(self) -> None:
+        warn(
+            f"{self.path} was removed or renamed while this run writes to it: its lines so far are gone from there, "
+            "and a new file has those from now on"
+        )
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+        self._start, self._end, self._size = 0, None, None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def _share(self) -> None:
         if self._size is not None and not self._shared:
@@ -166,14 +292,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> int:
+def write_whole(path: Path, content: str | bytes) -> int:
     """Writes a file atomically and returns its size in bytes. Raises OSError: it cannot be written; no partial file is
     left. A symbolic link under its name is replaced, not followed."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a writer that was killed
         with temporary.open("xb") as file:
-            size = file.write(text.encode())
+            size = file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -1,21 +1,24 @@
 """Gathers over the launcher's key-value store (TCPStore): ranks exchange small values without a collective."""
 
 import json
+import math
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from meshtrain.errors import join_some, ranges
+from meshtrain.errors import InputError, StartError, join_some, ranges
 from meshtrain.job.pending import PendingWait, waiting
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
+from meshtrain.layout import LayoutError
 
 SAY_EVERY_S = 10.0  # how often a waiting rank 0 prints which ranks it waits for
+LATER_S = 15.0  # by which rank 0 gives a wait up sooner than the others: it knows whom all of them wait for
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,18 @@ class Failures:
         that fails closes its connections: later errors of other ranks are consequences."""
         if self._store is None or not isinstance(error, Exception):
             return None
-        own = f"{name} failed: {describe(error)}"
+        kind, text = DiagnosisKind.FAILED, f"{name} failed: {describe(error)}"
+        if is_input(error):
+            kind, text = DiagnosisKind.INPUT, f"{name}: {error}"
+        own = f"{kind} {text}"
         try:
             first = self._store.compare_set("failure", "", own).decode()
         except RuntimeError:  # the store ended with the process that served it
             return None
-        return RemoteFailure(Diagnosis(DiagnosisKind.FAILED, (), first)) if first != own else None
+        if first == own:
+            return None
+        first_kind, _, headline = first.partition(" ")
+        return RemoteFailure(Diagnosis(DiagnosisKind(first_kind), (), headline))
 
     def is_lost(self) -> bool:
         """Whether the job is lost, so that no rank needs to be waited for."""
@@ -62,6 +71,11 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
+def is_input(error: BaseException) -> bool:
+    """Whether the user's input is wrong: the ranks then end with status 2."""
+    return isinstance(error, InputError | LayoutError)
+
+
 @dataclass(eq=False)
 class Round:
     """One gather and broadcast of JSON values through the store: each rank puts one, rank 0 gathers them and broadcasts
@@ -73,6 +87,8 @@ class Round:
     name: str  # unique, and the same on every rank
     is_lost: Callable[[], bool] = lambda: False
     meanwhile: Callable[[], object] = lambda: None  # called while this rank waits
+    limit_s: float = math.inf  # for a wait: then StartError
+    hosts: Sequence[str] = ()  # the host of each rank, as far as known
 
     def __post_init__(self) -> None:
         self._store = dist.HashStore() if self.store is None else self.store
@@ -90,7 +106,7 @@ class Round:
     def gather(self, activity: str | None = None) -> list:
         """Every rank's value in rank order, on rank 0, once all have put theirs. `activity`: named in the line that
         says which ranks rank 0 waits for; None prints nothing. Raises RuntimeError: another rank has failed;
-        CancelledError: `cancel` was called."""
+        CancelledError: `cancel` was called; StartError: `limit_s` is over."""
         self._wait(self._read_values, activity)
         for key in ("given", "count"):  # a long run has many rounds
             self._store.delete_key(f"{self.name}/{key}")
@@ -146,8 +162,18 @@ class Round:
                     ranks = join_some(ranges(missing), 8)
                     raise CancelledError(f"rank {self.rank} waits no longer for ranks {ranks}")
                 pause = min(pause * 1.5, max(0.25, self.world_size / 2000))
-                if activity is not None and self.rank == 0 and time.monotonic() - printed_at > SAY_EVERY_S:
-                    printed_at = time.monotonic()
-                    ranks = join_some(ranges(missing), 8)
-                    count = f"{len(missing)} of {self.world_size} ranks"
-                    print(f"{activity}: waiting for {count} ({ranks}), {printed_at - start:.0f} s now", flush=True)
+                now = time.monotonic()
+                if now - start > self.limit_s + (0.0 if self.rank == 0 else LATER_S):
+                    waits = f"{activity or self.name}: {self._describe(missing)} did not come"
+                    raise StartError(f"the job does not begin: {waits} within {self.limit_s:g} s")
+                if activity is not None and self.rank == 0 and now - printed_at > SAY_EVERY_S:
+                    printed_at = now
+                    print(f"{activity}: waiting for {self._describe(missing)}, {now - start:.0f} s now", flush=True)
+
+    def _describe(self, missing: Sequence[int]) -> str:
+        """`2 of 16 ranks (8-9 on host b)`."""
+        ranks = join_some(ranges(missing), 8)
+        if self.hosts:
+            names = list(dict.fromkeys(self.hosts[rank] for rank in missing))
+            ranks += f" on host{'s' * (len(names) > 1)} {join_some(names, 8)}"
+        return f"{len(missing)} of {self.world_size} ranks ({ranks})"

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain.job.storage import move_damaged, write_whole
+from meshtrain.job.parsing import parse_json
+from meshtrain.job.storage import move_damaged, read_guarded, write_whole
 from meshtrain.job.watchdog.records import OUT_OF_REACH, DiagnosisKind
 from meshtrain.metrics.goodput import FILE, JobRecord, read
 
@@ -77,10 +78,10 @@ def furthest_step(jobs: Sequence[JobRecord]) -> int:
 def read_history(folder: Path) -> History:
     path = folder / HISTORY
     try:
-        return History(**json.loads(path.read_bytes()))
+        return History(**parse_json(read_guarded(path)))
     except FileNotFoundError:
         pass
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         move_damaged(path, error)
     return History()
 
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--down", type=str.split, default=[], help="those that are known to be out of order")
     parser.add_argument("--no-exit", action="store_true", help="the exit.json that is there is of an earlier start")
     words = parser.parse_args()
-    end = None if words.no_exit else json.loads((words.folder / "exit.json").read_bytes())
+    end = None if words.no_exit else parse_json(read_guarded(words.folder / "exit.json"))
     history = read_history(words.folder).after_failure(words.job, furthest_step(read(words.folder / FILE)[0]))
     write_whole(words.folder / HISTORY, json.dumps(asdict(history)) + "\n")
     decision = decide(end, history, words.nodes, words.needed, words.tries, words.down)

@@ -6,6 +6,7 @@ Time of a killed job after its last line counts as between jobs, and time in ste
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshtrain.job.storage import SideFile, write_whole
+from meshtrain.job.parsing import parse_json
+from meshtrain.job.storage import SideFile, open_guarded, write_whole
 from meshtrain.metrics.progress import duration
 
 FILE = "goodput.jsonl"
@@ -207,11 +209,9 @@ def read(path: Path) -> tuple[list[JobRecord], str | None]:
     """The jobs of a ledger, and what is wrong with it, in words; bad lines are skipped. Raises OSError."""
     jobs: list[JobRecord] = []
     bad = 0
-    if not path.exists():
+    if not os.path.lexists(path):
         return jobs, None
-    if not path.is_file():
-        raise OSError("it is no file")
-    with path.open("rb") as file:
+    with open(open_guarded(path), "rb") as file:
         # A damaged file takes no more memory than a ledger: length and number of lines are limited.
         for line in islice(iter(lambda: file.readline(LONGEST_LINE), b""), MOST_LINES):
             if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
@@ -228,8 +228,8 @@ def read(path: Path) -> tuple[list[JobRecord], str | None]:
 
 def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        values = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(values, dict):
         return None

@@ -5,6 +5,7 @@ Rank 0 has a `Metrics`; the others have a `NoMetrics`, which does nothing. docs/
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from meshtrain.errors import InputError
-from meshtrain.job.storage import SideFile, move_damaged, optional, warn
+from meshtrain.job.parsing import parse_json
+from meshtrain.job.storage import SideFile, move_damaged, open_guarded, optional, warn
 from meshtrain.metrics.progress import open_progress
 from meshtrain.metrics.sink_threads import SinkThreads
 
@@ -26,7 +28,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     Raises InputError: a line is not a JSON object with a step.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would never end
         return [row for _, _, row in _rows(file, path)]
 
 
@@ -37,8 +39,8 @@ def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[st
         if not line.endswith(b"\n"):
             return
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            row = parse_json(line)
+        except InputError as error:
             raise InputError(
                 f"{path}:{number}: expected one JSON object per line, found {line[:60]!r} ({error}); "
                 "remove the line, or move the file away"
@@ -59,8 +61,10 @@ class MetricsFile:
         self._last: dict[str, Any] = {"step": 0}
         with optional(f"{path} cannot be read"):
             try:
-                if path.exists():
-                    read(path)
+                if os.path.lexists(path):
+                    with open(open_guarded(path), "rb") as file:
+                        for _ in _rows(file, path):
+                            pass
             except InputError as error:
                 _keep_whole(move_damaged(path, error), path)
         self._file = SideFile(path, end=None)
@@ -70,7 +74,7 @@ class MetricsFile:
         """Removes the rows after `step`, and an incomplete last row, in one truncation."""
         last, whole, self._last = 0, 0, {"step": 0}
         try:
-            with self._path.open("rb") as file:
+            with open(open_guarded(self._path), "rb") as file:
                 for start, end, row in _rows(file, self._path):
                     if step is not None and row["step"] > step:
                         break

@@ -2,12 +2,14 @@
 
 import importlib.util
 import math
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshtrain.errors import InputError
+from meshtrain.job.storage import write_whole
 from meshtrain.metrics import logger as metrics
 
 if TYPE_CHECKING:
@@ -32,7 +34,9 @@ def plot_loss(folder: str | Path, name: str) -> str:
         rows = metrics.read(path) if path.exists() else []
         if not rows:
             return f"no loss plot: {path} has no steps"
-        _draw(rows, name).savefig(folder / FILE)
+        picture = BytesIO()
+        _draw(rows, name).savefig(picture, format="png")
+        write_whole(folder / FILE, picture.getvalue())
     except (OSError, InputError) as error:
         return f"no loss plot: {error}"
     return f"loss plot: {folder / FILE}"

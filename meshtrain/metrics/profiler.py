@@ -57,6 +57,7 @@ class Profiler:
             self._remembering = False
             with optional("there is no memory history"):
                 self._history.parent.mkdir(parents=True, exist_ok=True)
+                self._history.unlink(missing_ok=True)  # torch would write to where a link of this name leads
                 torch.cuda.memory._dump_snapshot(str(self._history))
             torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -66,4 +67,5 @@ class Profiler:
         running, self._running = self._running, None
         with optional("there is no profile"):
             self._trace.parent.mkdir(parents=True, exist_ok=True)
+            self._trace.unlink(missing_ok=True)  # torch would write to where a link of this name leads
             running.export_chrome_trace(str(self._trace))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from meshtrain.job.storage import warn, write_whole
+from meshtrain.job.storage import read_guarded, warn, write_whole
 
 STATUSES = ("running", "done", "stopped", "failed")
 
@@ -105,8 +105,9 @@ class Wandb(_Curves):
             write_whole(file, uuid.uuid4().hex[:12])
         config = None if run.config is None else dict(run.config)
         self._run = wandb.init(
-            project=project, entity=entity, name=name or run.name, id=file.read_text().strip(), resume="allow",
-            dir=str(run.folder), mode=cast(Any, mode), config=config, settings=wandb.Settings(console="off"),
+            project=project, entity=entity, name=name or run.name, resume="allow",
+            id=read_guarded(file).decode().strip(), dir=str(run.folder), mode=cast(Any, mode), config=config,
+            settings=wandb.Settings(console="off"),
         )  # fmt: skip
 
     def add(self, step: int, values: dict[str, float]) -> None:

@@ -39,14 +39,16 @@ from meshtrain.parallel.parallelize import (
     apply_tensor_parallel,
     broadcast_parameters,
     refuse_dependent_samples,
+    shares_sequence,
 )
+from meshtrain.parallel.sync_batch_norm import apply_sync_batch_norm
 from meshtrain.parallel.torch_private import has_gradient_hooks, writes_to_parameter
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
 from meshtrain.pipeline.probe import blocks_used_outside, check_forward
 from meshtrain.pipeline.schedule import load
-from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
+from meshtrain.pipeline.stage import Skipped, blocks_of, keep_stage, stages_of_parameter
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -86,13 +88,15 @@ def build_model(
     later = WeightGradQueue() if splits_backward or hands_on_first else None
     # Many microbatches are in flight at once: parameters freed between them would be gathered again for each.
     options = replace(options, reshard_after_forward=False)
-    stages = {
-        number: build_stage(config, mesh, device, options, split.bounds[number], later, verified=number != numbers[0])
-        for number in numbers
-    }
+    stages: dict[int, nn.Module] = {}
+    for number in numbers:
+        stage = build_stage(config, mesh, device, options, split.bounds[number], later, verified=bool(stages))
+        stages[number] = stage
+        # What the check of the first one has found out holds for all.
+        options = replace(options, sequence_parallel=shares_sequence(stage, options.sequence_parallel))
     holding = stages_of_parameter(spec_of(config).meta, split.bounds)
     about = describe_pipeline(schedule, split)
-    return Pipeline(
+    pipeline = Pipeline(
         stages,
         schedule,
         mesh,
@@ -103,6 +107,8 @@ def build_model(
         about=about,
         schedule_of=lambda microbatches: load_schedule(config, mesh.layout, microbatches),
     )
+    vars(pipeline)["shares_sequence"] = options.sequence_parallel
+    return pipeline
 
 
 def options_of(
@@ -209,6 +215,8 @@ def build_stage(
         model = spec.copy()
     broadcast_parameters(model, mesh)
     cast(model, master_dtype(options.precision))
+    if options.sync_batch_norm:
+        apply_sync_batch_norm(model, mesh)
     if not verified:
         refuse_dependent_samples(model, mesh, options, seen_terms)
     apply_context_parallel(model, mesh, options, verified=verified)
@@ -256,7 +264,7 @@ def has_loss_head(model: nn.Module, config: "Config") -> bool:
     plain = cast(plain_model(config), compute_dtype(config.train.precision))
     *others, layer = blocks_of(plain)
     for block in others[1:]:  # their outputs do not matter, and computing them takes seconds
-        block.forward = lambda x, *unused, **named: x
+        block.forward = Skipped(block)
     tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
     return can_fuse(layer) and gives_logits(plain, layer, (tokens, torch.zeros_like(tokens), None))
 

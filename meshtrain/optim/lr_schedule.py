@@ -3,6 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
+from meshtrain.errors import plural
+
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
 
@@ -10,17 +12,20 @@ if TYPE_CHECKING:
 def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> float:
     """The learning rate of update `step` (from 1) of `total_steps`.
 
-    Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" decay to `min_lr` at the last
-    step, "wsd" (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395) stays constant and decays linearly
-    over the last `decay_steps`, "constant" stays constant.
+    Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" decay towards `min_lr`, "wsd"
+    (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395) stays constant and decays linearly in the last
+    `decay_steps`, "constant" stays constant. `min_lr` is the rate of the update after the last one, so that with
+    `min_lr: 0` no update is without effect.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    start = config.warmup_steps
+
+    # The last update with the whole rate: the end of the warm-up, or the first update if there is none.
+    last_whole = max(config.warmup_steps, 1)
     if config.schedule == "wsd":
-        decay = config.decay_steps if config.decay_steps is not None else max(1, total_steps // 10)
-        start = max(start, total_steps - decay)
-    progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
+        last_whole = max(config.warmup_steps, total_steps - wsd_decay_steps(config, total_steps))
+    progress = max(0, step - last_whole) / (total_steps + 1 - last_whole)
+
     if config.schedule == "constant":
         share = 1.0
     elif config.schedule == "cosine":
@@ -28,3 +33,21 @@ def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> flo
     else:
         share = 1 - progress
     return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def wsd_decay_steps(config: "OptimizerConfig", total_steps: int) -> int:
+    """How many updates decay at the end with "wsd": `decay_steps`, or a tenth of the run."""
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return max(1, total_steps // 10)
+
+
+def warmup_note(config: "OptimizerConfig", total_steps: int) -> str | None:
+    """What to say of a run that ends before its warm-up does; None: it does not."""
+    if config.warmup_steps <= total_steps:
+        return None
+    highest = learning_rate(config, total_steps, total_steps)
+    return (
+        f"the run ends in its warm-up: optimizer.warmup_steps is {config.warmup_steps}, and the run has "
+        f"{plural(total_steps, 'step')}, so that its learning rate reaches {highest:g} instead of {config.lr:g}"
+    )

@@ -5,7 +5,6 @@ import shutil
 import sysconfig
 import warnings
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
@@ -14,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from meshtrain.data.cache import cache_folder
+from meshtrain.job.storage import make_private_folder, warn
 from meshtrain.parallel.torch_private import (
     allow_side_effects_in_recomputation,
     breaks_graph,
@@ -59,16 +60,24 @@ def missing_tools(capability: tuple[int, int]) -> str | None:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Caches compiled code where later starts find it, unless the environment names a folder or this one is not
-    writable: torch's own default is a temporary folder. torch itself detects stale entries."""
-    place, named = folder / f"compiled-torch-{torch.__version__}", Path(os.environ.get(CACHE, ""))
+    """Caches compiled code where later starts find it, unless the environment names a folder: in `folder` if that is
+    this user's alone, else in the user's own cache folder. torch's own default is a temporary folder. torch itself
+    detects stale entries, but it runs whatever code it finds: nobody else may be able to put some there."""
+    named = Path(os.environ.get(CACHE, ""))
     # A model that imports parts of the compiler has already put torch's default in the environment.
     default = named.parent == Path(gettempdir()) and named.name.startswith("torchinductor_")
-    if CACHE not in os.environ or default:
-        with suppress(OSError):
-            place.mkdir(parents=True, exist_ok=True)
-        if os.access(place, os.W_OK | os.X_OK):
-            os.environ[CACHE] = str(place)
+    if CACHE in os.environ and not default:
+        return
+    name = f"compiled-torch-{torch.__version__}"
+    problem = None
+    for parent in dict.fromkeys((folder, cache_folder(None))):
+        try:
+            own = parent == cache_folder(None)
+            os.environ[CACHE] = str(make_private_folder(parent / name, may_be_shared=not own))
+            return
+        except OSError as error:
+            problem = problem or error
+    warn(f"compiled code is not kept for the next start: {problem}")
 
 
 def compile_block(

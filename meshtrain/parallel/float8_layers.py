@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtrain.parallel.tp_plan import STYLES, Split
+from meshtrain.pipeline.partition import blocks_of
 
 BLOCKS: dict[str, int | None] = {"float8": None, "mxfp8": 32}  # elements along the summed dim per scale; None: all
 MIN_FEATURES = 128  # below, rounding the operands takes longer than the product
@@ -21,7 +22,7 @@ def float8_layers(model: Any, precision: str) -> tuple[list[str], list[str]]:
     The former are inside the model's `blocks()` (a head is a block by itself), are not routers, and have at least
     `MIN_FEATURES` inputs and outputs, in multiples of 16 (MXFP8: 32), as the kernels require.
     """
-    blocks = model.blocks() if hasattr(model, "blocks") else []
+    blocks = [block for block in blocks_of(model) if block is not model]
     inside = {module for block in blocks for module in block.modules() if module is not block}
     layers: tuple[list[str], list[str]] = [], []
     for name, module in model.named_modules():

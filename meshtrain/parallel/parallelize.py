@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext
 from meshtrain.dropout import Dropout, SequencePart, bind_dropout
-from meshtrain.errors import InputError
+from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
@@ -41,6 +41,7 @@ from meshtrain.parallel.mixed_precision import (
     master_dtype,
     message_dtype,
 )
+from meshtrain.parallel.sync_batch_norm import apply_sync_batch_norm
 from meshtrain.parallel.tensor_parallel import (
     TensorParallel,
     VocabParallelEmbedding,
@@ -66,8 +67,9 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import verify, verify_context, verify_samples
-from meshtrain.parallel.verify.comparison import Terms, no_terms
+from meshtrain.parallel.verify import made_up_sample, verify, verify_context, verify_samples
+from meshtrain.parallel.verify.between import parameters_between
+from meshtrain.parallel.verify.comparison import PlainError, Terms, no_terms
 from meshtrain.parallel.verify.refusals import (
     refuse_accumulation_hooks,
     refuse_batch_statistics,
@@ -76,7 +78,7 @@ from meshtrain.parallel.verify.refusals import (
     refuse_single_tokens,
 )
 from meshtrain.parallel.verify.side_effects import refuse_side_effects
-from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
+from meshtrain.pipeline.stage import OtherStageBlock, blocks_of, has_forward
 
 # Devices where layers that share an input compute one product, in 16 bits, compiled and without FSDP, which gathers
 # each weight into separate memory. On CPUs one product takes as long as several.
@@ -105,6 +107,7 @@ class ParallelOptions:
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
     reduce_precision: str | None = None  # dtype of gradient sums over data ranks; None: the dtype of gradients
     used_outside: Collection[str] = ()  # blocks whose parameters are used outside: gathered and cast with the model
+    sync_batch_norm: bool = False  # batch norms compute with the samples of all data ranks (`sync_batch_norm.py`)
     shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); only for `meshtrain.optim.Optimizer`
     # First compares the split model with the plain one (`verify/`), and refuses a first forward with side effects
     # (`verify/side_effects.py`).
@@ -135,11 +138,14 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     settings = ParallelOptions(**options)
     cast(model, master_dtype(settings.precision))
     broadcast_parameters(model, mesh)
+    if settings.sync_batch_norm:
+        apply_sync_batch_norm(model, mesh)
     refuse_dependent_samples(model, mesh, settings)
     apply_context_parallel(model, mesh, settings)
     resolved = apply_tensor_parallel(model, mesh, settings)
     apply_expert_parallel(model, mesh, resolved)
-    if mesh.rank == 0 and settings.sequence_parallel is None and resolved.sequence_parallel is False:
+    splits_sequence = shards_sequence(plan_of(type(model), "tp_plan", settings.tp_plan) or {})
+    if mesh.rank == 0 and mesh.size("tp") > 1 and settings.sequence_parallel is None and not splits_sequence:
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=2)
     return apply_data_parallel(model, mesh, resolved)
 
@@ -234,9 +240,10 @@ def apply_tensor_parallel(
     if sequence and not shards_sequence(plan):
         raise InputError(f"sequence_parallel: {NO_SEQUENCE}: leave it out, or use sequence_parallel: false")
     if sequence:
-        refuse_batch_statistics(model)
+        refuse_batch_statistics(model, of_parts=True)
     tp = TensorParallel(mesh, plan, splits, sequence, options.regather)
-    _check_split(model, tp, options, verified)
+    sequence = _check_split(model, tp, options, verified)
+    tp = replace(tp, sequence_parallel=sequence)
     bind_dropout(model, part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp")) if sequence else part)
     group = axis_group(mesh, "tp")
     group.waiting = options.waiting
@@ -245,11 +252,17 @@ def apply_tensor_parallel(
     elif options.symmetric_memory and sequence and not group.on_cpu and not group.choice:
         group.fuse_if_possible(torch.device(mesh.device_type))
     replace_layers(model, tp)
+    vars(model)["shares_sequence"] = sequence
     if sequence and any(isinstance(module, Dropout) and module.p > 0 for module in model.modules()):
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_pre_hook(refuse_single_tokens, with_kwargs=True)
     return replace(options, sequence_parallel=sequence)
+
+
+def shares_sequence(model: nn.Module, default: bool | None = None) -> bool | None:
+    """Whether each rank of `tp` has a part of the sequence between the layers of a parallelized model or stage."""
+    return vars(model).get("shares_sequence", default)
 
 
 def _refuse_float8(model: nn.Module, options: ParallelOptions, splits: Sequence[Split] = (), tp: int = 1) -> None:
@@ -261,20 +274,48 @@ def _refuse_float8(model: nn.Module, options: ParallelOptions, splits: Sequence[
             raise InputError(f"linear_precision {options.linear_precision}: {'; '.join(problems)}")
 
 
-def _check_split(model: nn.Module, tp: TensorParallel, options: ParallelOptions, verified: bool) -> None:
-    """Compares the split model with the plain one. If unverified, the plan must name all parameters between layers."""
+def _check_split(model: nn.Module, tp: TensorParallel, options: ParallelOptions, verified: bool) -> bool:
+    """Compares the split model with the plain one. If unverified, the plan must name all parameters between layers.
+    Returns whether each rank has a part of the sequence: by default not, if that alone passes."""
     unverified = None if verified else "verify is off"
+    sequence = tp.sequence_parallel
     if options.verify and not verified:
-        unverified = verify(model, _block_names(model), tp, options.sample, options.precision)
-    names = undecided(model, tp.plan, tp.splits) if unverified is not None and not tp.sequence_parallel else []
-    if names:
-        raise InputError(
-            f"{', '.join(names)}: each rank has a part of the features between a colwise and a rowwise layer, and "
-            f"the tp_plan does not say whether this lies there: if it does, give it the style {REPLICATED}; "
-            "verify=True (parallel.verify) finds it out"
-        )
+        by_default = options.sequence_parallel is None and tp.mesh.size("ep") == 1  # experts need the parts
+        verdict = verify(model, _block_names(model), tp, options.sample, options.precision, may_fall_back=by_default)
+        unverified = verdict.unverified
+        if verdict.without_parts is not None:
+            sequence = False
+            if tp.mesh.rank == 0:
+                reason = f"with it the model does not compute what it does on one device: {verdict.without_parts}"
+                warnings.warn(f"parallel.sequence_parallel is off: {reason}", stacklevel=4)
+    if unverified is not None and not sequence:
+        _refuse_undecided(model, tp, options, unverified)
     if options.verify:
         _warn_unverified(tp.mesh, unverified)
+    return sequence
+
+
+def _refuse_undecided(model: nn.Module, tp: TensorParallel, options: ParallelOptions, unverified: str) -> None:
+    """Rejects a plan that leaves out a parameter between a column-wise and a row-wise layer, or that leaves it open
+    for a model that does not run without values."""
+    names = undecided(model, tp.plan, tp.splits)
+    if not names:
+        return
+    where = "between a colwise and a rowwise layer, where each rank of tp has a part of the features"
+    sample = made_up_sample(model, tp.mesh.size("tp")) if options.sample is None else options.sample
+    try:
+        between = parameters_between(model, tp.splits, names, sample)
+    except PlainError as error:
+        raise AgreedError(
+            f"{', '.join(names)}: whether they lie {where}, the tp_plan does not say, the model was not compared with "
+            f"the plain one ({unverified}), and its forward does not run without values ({error}): give them the style "
+            f"{REPLICATED} if they do, or replicate if not"
+        ) from error
+    if between:
+        raise AgreedError(
+            f"{', '.join(between)}: they lie {where}, so that their gradients have to be summed: give them the style "
+            f"{REPLICATED} in the tp_plan"
+        )
 
 
 def _warn_unverified(mesh: Mesh, reason: str | None) -> None:
@@ -285,6 +326,16 @@ def _warn_unverified(mesh: Mesh, reason: str | None) -> None:
 def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> nn.Module:
     """The second half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
     last, others = blocks_of(model)[-1], [model.get_submodule(name) for name in options.used_outside]
+    # What is never called (an nn.ModuleList) has no forward at which it could be gathered: the model's start does it.
+    uncalled = [block for block in blocks_of(model) if not has_forward(block)]
+    others += uncalled
+    if uncalled and mesh.rank == 0 and (options.recompute != "none" or options.compile):
+        kind = type(uncalled[0]).__name__
+        warnings.warn(
+            f"blocks() names a {kind}, which has no forward: it is neither recomputed nor compiled as a block. Put "
+            "what the model does with it into a module with a forward",
+            stacklevel=4,
+        )
     blocks = [block for block in blocks_of(model) if block not in others]
     attention: list[str] = []
     if mesh.size("cp") > 1:  # looked up here, because FSDP changes the model's class

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, SumGradient, axis_group
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
@@ -26,7 +27,14 @@ from meshtrain.parallel.linear.shared_input import SharedInput, share_input, spl
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_linear import ColumnParallelMatmul, RowParallelMatmul, flatten_tokens, unflatten_tokens
-from meshtrain.parallel.tp_plan import STYLES, Heads, Split, styled_parameters, unsupported_options
+from meshtrain.parallel.tp_plan import (
+    STYLES,
+    Heads,
+    Split,
+    styled_parameters,
+    unequal_parts,
+    unsupported_options,
+)
 
 AXIS = "tp"
 
@@ -178,8 +186,8 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, placement)
         self.shared_input = SharedInput([self])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared_input.output(self, x)
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
+        return self.shared_input.output(self, input)
 
     @staticmethod
     def outputs(layers: Sequence["ColumnParallelLinear"], x: Tensor, weight: Tensor | None) -> list[Tensor]:
@@ -235,10 +243,10 @@ class RowParallelLinear(ProductsLayer, TensorParallelLayer):
         self.weight = shard_parameter(plain.weight, mesh, Shard(1))
         self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, Replicate())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
         axis, sequence = self.axis_group, self.sequence_parallel
-        y = RowParallelMatmul.apply(x, to_local(self.weight), axis, sequence, self.products, self.weight_grad_queue)
-        shape = list(x.shape)
+        y = RowParallelMatmul.apply(input, to_local(self.weight), axis, sequence, self.products, self.weight_grad_queue)
+        shape = list(input.shape)
         if sequence:
             shape[-2] //= axis.size
         y = unflatten_tokens(y, shape, sequence)
@@ -260,17 +268,26 @@ class VocabParallelEmbedding(TensorParallelLayer):
         if problems := unsupported_options(plain):
             raise ValueError("; ".join(problems))
         self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim
+        self.padding_idx = plain.padding_idx
         self.weight = shard_parameter(plain.weight, mesh, Shard(0))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
+        tokens, size = input, self.axis_group.size
+        if self.sequence_parallel and tokens.shape[-1] % size:
+            # No AgreedError: other data ranks, and other stages, do not see this sample.
+            raise InputError(unequal_parts(f"a sample of {tokens.shape[-1]} tokens", tokens.shape[-1], size))
         weight = to_local(self.weight)
-        own = chunk_range(self.num_embeddings, self.axis_group.size, self.axis_group.index)
+        own = chunk_range(self.num_embeddings, size, self.axis_group.index)
         ordered = tokens.transpose(0, -1) if self.sequence_parallel else tokens
         # An id that the vocabulary lacks belongs to the first or the last rank, whose lookup fails as a plain one does.
         from_start, to_end = own.start == 0, own.stop == self.num_embeddings
         mine = ((ordered >= own.start) | from_start) & ((ordered < own.stop) | to_end)
         if weight.shape[0] > 0:
-            rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight)
+            # The rank that has the row of a padding_idx keeps it without a gradient, as the plain layer does.
+            padding = self.padding_idx
+            if padding is not None:
+                padding = padding - own.start if own.start <= padding < own.stop else None
+            rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight, padding)
         else:  # more ranks than parts: nothing to look up, but the other ranks wait for this rank's contribution
             rows = weight.sum() * weight.new_ones(*ordered.shape, self.embedding_dim)
         rows = rows * mine[..., None].to(rows.dtype)
@@ -286,10 +303,10 @@ class SequenceGather(TensorParallelLayer):
     """Gathers a tensor that every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the same on all ranks.
     Without sequence parallelism each rank already has it, and only its gradient is summed over the ranks."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
         if not self.sequence_parallel:
-            return SumGradient.apply(x, self.axis_group.name)
-        return AllGather.apply(x.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
+            return SumGradient.apply(input, self.axis_group.name)
+        return AllGather.apply(input.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
 
 
 def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement, axis: str = AXIS) -> nn.Parameter:

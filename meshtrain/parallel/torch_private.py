@@ -1,4 +1,4 @@
-"""Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.13."""
+"""Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.14."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

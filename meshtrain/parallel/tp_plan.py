@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, any_of
 
 if TYPE_CHECKING:
     from meshtrain.parallel.tensor_parallel import TensorParallel
@@ -104,9 +104,10 @@ class Style:
 
 class Colwise(Style):
     """A linear layer whose outputs are split: between heads, if its module has a `head_dim` (as attention modules of
-    Hugging Face have). The column-wise layer with the most heads holds the queries; one with fewer, of keys or values,
-    is split if `tp` divides its heads, and otherwise held by every rank. In a module with `num_heads` and no `head_dim`
-    (latent attention) each layer has that many heads, with its own head width."""
+    Hugging Face have) and it is one of the layers of attention (`_layers_of_attention`). The column-wise layer with the
+    most heads holds the queries; one with fewer, of keys or values, is split if `tp` divides its heads, and otherwise
+    held by every rank. In a module with `num_heads` and no `head_dim` (latent attention) each layer has that many
+    heads, with its own head width."""
 
     word, becomes, dim = "colwise", "ColumnParallelLinear", 0
 
@@ -119,13 +120,10 @@ class Colwise(Style):
             return Split(name, self.word), []
         if width is None:
             return Split(name, self.word, count, count, outputs // count), _undivided_heads(count, tp)
-        columns = [
-            modules[other].out_features
-            for other in modules
-            if other.rpartition(".")[0] == parent
-            and any(fnmatchcase(other, pattern) and word == self.word for pattern, word in plan.items())
-        ]
-        problems, most = [], max(columns)
+        attention = _layers_of_attention(base_of(name), modules, plan)
+        if not attention:
+            return Split(name, self.word), []
+        problems, most = [], max(modules[other].out_features for other in attention)
         if outputs % width or most % width:
             problems.append(f"{name} has {outputs} outputs, which are no whole heads of {width}")
         queries, heads = most // width, outputs // width
@@ -324,15 +322,72 @@ def has_sequence_parts(option: bool | None, plan: Mapping[str, str] | None) -> b
     return shards_sequence(plan or {}) if option is None else option
 
 
+def unequal_parts(what: str, length: int, tp: int) -> str:
+    """The problem of `what`, a sequence of a `length` that `tp` does not divide, if its ranks share each sequence."""
+    near = any_of([str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n])
+    return (
+        f"{what} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
+        "parallel.sequence_parallel: false"
+    )
+
+
 def unsupported_options(embedding: Any) -> list[str]:
     """Problems of options that an embedding split over the vocabulary does not support."""
-    options = ("max_norm", "scale_grad_by_freq", "sparse", "padding_idx")
+    options = ("max_norm", "scale_grad_by_freq", "sparse")
     values = {option: getattr(embedding, option, None) for option in options}
     return [
         f"an embedding with {option} cannot be split over tp: leave {option} out"
         for option, value in values.items()
-        if value is not None and value is not False  # a padding_idx may be 0
+        if value is not None and value is not False
     ]
+
+
+def _layers_of_attention(layer: str, modules: Mapping[str, Any], plan: Mapping[str, str]) -> list[str]:
+    """The column-wise layers that have heads together with `layer`, itself included: queries, keys and values of one
+    attention. Empty if it has none.
+
+    Directly in a module with a `head_dim` all column-wise layers have heads, unless it has several row-wise layers,
+    because attention and a feed-forward net share it. Then each column-wise layer leads to a row-wise one. Those of
+    attention are the most (of equally many, those that are defined first), or differ in width, as queries and fewer
+    keys do.
+    """
+    parent = layer.rpartition(".")[0]
+    words = {name: style_of(plan, [name]) for name in modules if name.rpartition(".")[0] == parent}
+    columns = [name for name in words if words[name] == Colwise.word and hasattr(modules[name], "out_features")]
+    rows = [name for name in words if words[name] == Rowwise.word and hasattr(modules[name], "in_features")]
+    if len(rows) < 2:
+        return columns
+    groups: dict[str, list[str]] = {name: [] for name in rows}
+    row = ""
+    for name in columns:
+        row = _leads_to(name, rows, modules, row)
+        groups[row].append(name)
+    own = next(group for group in groups.values() if layer in group)
+    differ = len({modules[name].out_features for name in own}) > 1
+    return own if differ or own is max(groups.values(), key=len) else []
+
+
+def _leads_to(column: str, rows: Sequence[str], modules: Mapping[str, Any], before: str) -> str:
+    """The row-wise layer to which the outputs of a column-wise one lead: one that has as many inputs, or for keys and
+    values of few heads one that has a multiple. Of several it is that of the column-wise layer `before` this one, or
+    else the first that is defined behind it."""
+    outputs = modules[column].out_features
+    equal = [row for row in rows if modules[row].in_features == outputs]
+    multiple = [row for row in rows if modules[row].in_features % outputs == 0]
+    fitting = equal or multiple or list(rows)
+    order = list(modules)
+    behind = [row for row in fitting if order.index(row) > order.index(column)]
+    return before if before in behind else (behind or fitting)[0]
+
+
+def cut_through_heads(splits: Sequence[Split], modules: Mapping[str, Any]) -> str | None:
+    """A module with column-wise layers of several widths, as queries and fewer keys have, that does not say how wide a
+    head is: its name."""
+    widths: dict[str, set[int]] = {}
+    for split in splits:
+        if split.style == Colwise.word and not split.width and base_of(split.layer) == split.layer:
+            widths.setdefault(split.layer.rpartition(".")[0], set()).add(modules[split.layer].out_features)
+    return next((name for name, of in widths.items() if len(of) > 1), None)
 
 
 def _undivided_heads(queries: int, tp: int) -> list[str]:

@@ -9,8 +9,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from meshtrain.errors import plural
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """A model's blocks in execution order; the model itself if it has no function `blocks`. A submodule or a number of
+    that name, as the transformers of timm have, is the model's own."""
+    blocks = getattr(model, "blocks", None)
+    is_submodule = hasattr(blocks, "named_modules")
+    return blocks() if callable(blocks) and not is_submodule else [model]
 
 
 class StageSplitError(ValueError):

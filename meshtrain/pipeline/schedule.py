@@ -144,7 +144,7 @@ def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbat
     Raises ScheduleError: the file cannot be read, is for other `ranks` or `microbatches`, or does not pass `check`.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot read the schedule {os.fspath(path)}: {error}") from error
     schedule = parse_csv(text, Path(path).stem)

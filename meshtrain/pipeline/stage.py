@@ -3,15 +3,22 @@
 So a stage runs the model's own `forward`, and its parameters keep the names that they have in the whole model.
 """
 
+import copy
+import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshtrain.errors import InputError
+from meshtrain.parallel.torch_private import persistent_buffers
+from meshtrain.pipeline.partition import blocks_of as blocks_of
 
 SETTINGS = (int, float, str, tuple, Enum, torch.dtype, type(None))
 
@@ -27,28 +34,186 @@ class OtherStageBlock(nn.Module):
         super().__init__()
         settings = vars(block).items() if block is not None else ()
         vars(self).update((name, x) for name, x in settings if isinstance(x, SETTINGS) and not name.startswith("_"))
+        self._first = "" if block is None else first_argument(block.forward)
 
-    def forward(self, x: Any, *others: Any, **named: Any) -> Any:
-        return x
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return first_input(self._first, inputs, named)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """A model's blocks in execution order; the model itself if it has no `blocks`."""
-    blocks = getattr(model, "blocks", None)
-    return [model] if blocks is None else blocks()
+class Skipped:
+    """In the place of a block's forward: returns its first input."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._first = first_argument(block.forward)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return first_input(self._first, inputs, named)
+
+
+def first_argument(forward: Callable) -> str:
+    """The name of a forward's first parameter; "" if it has none of its own."""
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        return ""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return parameters[0].name if parameters and parameters[0].kind in named else ""
+
+
+def first_input(name: str, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """What a call passes as the first argument, which may be given by keyword. `name`: from `first_argument`."""
+    if inputs:
+        return inputs[0]
+    if name in named:
+        return named[name]
+    return next((x for x in named.values() if isinstance(x, Tensor)), None)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: an nn.ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+class Derived(TorchDispatchMode):
+    """Tracks the tensors that are computed from the values of some, and not only from their shape, dtype and device.
+    A value that is read of them, as a number or an array, cannot be followed: `read` is called."""
+
+    def __init__(self, roots: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._derived = {id(x): x for x in roots}  # kept alive, so that ids are not reused
+        self._calls = _Calls(self)
+
+    def __enter__(self) -> "Derived":
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._calls.__exit__(*error)
+
+    def read(self) -> None:
+        """A value is read. May raise."""
+
+    def derives(self, values: Any) -> bool:
+        """Whether one of these values, or of those in a record among them, is tracked."""
+        leaves = tree_leaves(values)
+        records = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        leaves = leaves + [value for record in records for value in getattr(record, "__dict__", {}).values()]
+        return any(id(leaf) in self._derived for leaf in leaves)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shape_only = func.__name__.startswith("new_") or "_like" in func.__name__
+        if not shape_only and any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
+            self._derived |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+            if any(isinstance(leaf, bool | int | float | complex) for leaf in tree_leaves(result)):
+                self.read()
+        return result
+
+
+READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the functions that read values without an operator."""
+
+    def __init__(self, watch: Derived) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS and self._watch.derives(args):
+            self._watch.read()
+        return func(*args, **(kwargs or {}))
+
+
+class _NeedsValuesError(Exception):
+    """Ends the trial of a module outside blocks."""
+
+
+class _Trial(Derived):
+    """Ends where a value is read, or a random number drawn, which would be another one in each stage."""
+
+    def read(self) -> None:
+        raise _NeedsValuesError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _NeedsValuesError
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class OutsideModule:
+    """The forward, in another stage, of a module without parameters outside blocks. One that gets the activation for
+    its dtype and device alone, as rotary embeddings of transformers do, gives each stage the same, and so runs in each.
+    Any other (the dropout after an embedding) runs in one stage, and hands on its first input in the others.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._run, self._own = module, module.forward, vars(module).get("forward")
+        self._first = first_argument(module.forward)
+        self._runs: dict[bool, bool] = {}  # by the module's mode: whether it runs here
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        """Persistent buffers would be in the files of several stages, and may be changed by one of them."""
+        own = all(not persistent_buffers(inner) for inner in module.modules())
+        return own and has_forward(module) and not any(True for _ in module.parameters())
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._run(*inputs, **named) if self.runs(inputs, named) else self.activation(inputs, named)
+
+    def activation(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        return first_input(self._first, inputs, named)
+
+    def runs(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        """Whether its results follow from its inputs without the values of real numbers. Found out by its first call,
+        with a copy of it, which must not change anything."""
+        training = self._module.training
+        if training not in self._runs:
+            try:
+                self._runs[training] = self._is_free_of_values(inputs, named)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # of the module's code, for an activation of another shape
+                if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((inputs, named))):
+                    raise  # it may read a value (of the positions), which there is on another device: nothing is known
+                self._runs[training] = False
+        return self._runs[training]
+
+    def _is_free_of_values(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        now = vars(self._module).pop("forward")  # refers to the model, which must not be copied
+        try:
+            trial = copy.deepcopy(self._module)
+        finally:
+            self._module.forward = now
+        if self._own is not None:
+            trial.forward = self._own
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (tuple(inputs), dict(named)))
+        reals = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not _is_whole(x)]
+        with _Trial(reals) as watch, torch.no_grad():
+            return not watch.derives(trial(*args, **kwargs))
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def keep_stage(model: nn.Module, first: int, end: int) -> None:
     """Removes from a model, on any device, all blocks except those from `first` up to, but not including, `end`.
 
     A module outside blocks (the dropout after an embedding) belongs to the preceding block, in the order in which the
-    model defines its modules, or to the first. Raises InputError as `owners` does.
+    model defines its modules, or to the first; see `OutsideModule`. Raises InputError as `owners` does.
     """
-    own = {parameter for block in blocks_of(model)[first:end] for parameter in block.parameters()}
+    blocks = blocks_of(model)
+    own = {parameter for block in blocks[first:end] for parameter in block.parameters()}
     for name, owner in owners(model):
         if first <= owner < end:
             continue
         module = model.get_submodule(name)
+        if module not in blocks and OutsideModule.fits(module):
+            module.forward = OutsideModule(module)
+            continue
         placeholder = OtherStageBlock(module)
         for path, parameter in module.named_parameters(remove_duplicate=False):
             if parameter in own:

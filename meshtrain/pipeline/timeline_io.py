@@ -1,6 +1,5 @@
 """Timelines on disk: as JSON, which meshtrain can read back, and as a trace for Perfetto or chrome://tracing."""
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from meshtrain.errors import InputError
+from meshtrain.job.parsing import parse_json
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.simulate import Cost, Event, Timeline
 
 FORMAT = "meshtrain timeline 1"
+MOST_BYTES = 1 << 30  # of a timeline: one of many ranks and microbatches is long
 _COSTS = {"forward": Kind.FORWARD, "input_grad": Kind.INPUT_GRAD, "weight_grad": Kind.WEIGHT_GRAD}
 
 
@@ -59,7 +60,7 @@ def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[s
 def read_timeline(path: str | Path) -> Record:
     """Reads the output of `timeline_json`. Raises InputError: the file cannot be read, or is not a timeline."""
     try:
-        content = json.loads(Path(path).read_text())
+        content = parse_json(Path(path).read_bytes(), most=MOST_BYTES)
     except OSError as error:
         problem = f"cannot read {path} ({error.strerror})"
         raise InputError(f"{problem}: give a timeline that `--json` or a run has written") from None

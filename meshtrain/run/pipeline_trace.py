@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from meshtrain.job.process import Job
-from meshtrain.job.storage import optional
+from meshtrain.job.storage import optional, write_whole
 from meshtrain.layout import Layout
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.engine import Pipeline
@@ -41,7 +41,7 @@ def record_timeline(
         title = f"{model.schedule.title}, step {step} of {config.name}"
         path = folder / FILE
         with optional("there is no timeline"):
-            path.write_text(json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n")
+            write_whole(path, json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n")
             say(f"timeline of step {step} in {path}; this draws it below the plan: {_command(config, path)}")
 
 

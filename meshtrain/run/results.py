@@ -1,5 +1,6 @@
 """Results of a run: a text sample, the picture of the loss, and exported weights. All ranks call each function."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
@@ -60,5 +61,16 @@ def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder:
     tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
     dtype = compute_dtype(config.train.precision)
     file_format = config.train.export_format
-    export(model, folder, job, mesh, dtype=dtype, config=described, tokenizer=tokenizer, file_format=file_format)
+    export(
+        model,
+        folder,
+        job,
+        mesh,
+        dtype=dtype,
+        config=described,
+        tokenizer=tokenizer,
+        data=asdict(config.data),
+        weights=config.model.weights,
+        file_format=file_format,
+    )
     job.say(f"weights in {folder}")

@@ -11,8 +11,9 @@ from typing import Any
 
 from meshtrain.checkpoint.directory import InUseError, TakenError, check_owner, clear_unfinished, lock_folder
 from meshtrain.errors import AgreedError, InputError, join_some
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
-from meshtrain.job.storage import move_damaged, optional, warn, write_whole
+from meshtrain.job.storage import move_damaged, optional, read_guarded, warn, write_whole
 
 EXIT = "exit.json"
 LOOK_FOR_S = 15.0  # a network file system may take a while to show what another host has written
@@ -34,11 +35,11 @@ class RunFolder:
         path = self.path / EXIT
         with optional(f"{path} cannot be used"), suppress(FileNotFoundError):
             try:
-                end = json.loads(path.read_bytes())
+                end = parse_json(read_guarded(path))
                 if isinstance(end, dict) and isinstance(end.get("step"), int):
                     return end
                 move_damaged(path, "it does not say how a job ended")
-            except (ValueError, RecursionError) as error:
+            except InputError as error:
                 move_damaged(path, error)
         return None
 
@@ -156,7 +157,7 @@ def _reads(proof: Path, token: str) -> bool:
     end = time.monotonic() + LOOK_FOR_S
     while True:
         with suppress(OSError):  # it is not there, or not yet
-            if proof.read_text() == token:
+            if read_guarded(proof) == token.encode():
                 return True
         if time.monotonic() > end:
             return False

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshtrain.attention import has_varlen
@@ -14,20 +15,22 @@ from meshtrain.config.locate import model_file
 from meshtrain.data import Batch, EvalBatches, OpenData, Samples, open_data, prepare_data, train_batches
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp
-from meshtrain.evaluate import evaluation_set, require_targets
-from meshtrain.job.consistency import Fingerprint, flat, require_equal
+from meshtrain.errors import InputError
+from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
+from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
-from meshtrain.layout import DATA_AXES, LOSS_AXES
+from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
 from meshtrain.modeling.context import context_costs
 from meshtrain.modeling.experts import expert_costs
+from meshtrain.optim.lr_schedule import warmup_note
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
 from meshtrain.parallel.mixed_precision import compute_dtype
-from meshtrain.parallel.tp_plan import NO_SEQUENCE, has_sequence_parts, shards_sequence
+from meshtrain.parallel.tp_plan import NO_SEQUENCE, has_sequence_parts, shards_sequence, unequal_parts
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.checkpointing import describe_saving
 from meshtrain.run.rank_table import describe_hosts
@@ -46,7 +49,10 @@ def load_data(config: Config, job: Job) -> OpenData:
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
+        check_parts(config, job.layout, data)
         held_out = evaluation_set(data, config.train.eval_samples)
+        if job.rank == 0:
+            require_training_targets(data.train)
         if job.rank == 0 and held_out is not None and config.train.eval_every:
             require_targets(held_out)
     files = "every host must have the same files, and the same Python for python-stdlib"
@@ -54,6 +60,20 @@ def load_data(config: Config, job: Job) -> OpenData:
     damaged = "copy or prepare them anew where they are damaged"
     require_equal(job, Fingerprint("what the data files hold", samples, damaged))
     return data
+
+
+def check_parts(config: Config, layout: Layout, data: OpenData) -> None:
+    """Raises InputError: the ranks of `tp` share each sequence, and do not divide the first sample of a data set of
+    one's own. With `cp` sequences are padded; later samples are looked at by the layer that splits them."""
+    plan = getattr(model_file(config.model.name), "tp_plan", None)
+    tp = layout.size("tp")
+    shares = tp > 1 and layout.size("cp") == 1 and has_sequence_parts(config.parallel.sequence_parallel, plan)
+    for samples in (data.train, data.validation) if shares else ():
+        tokens = None if samples is None else samples.read([(0, 0)], 1).batch().inputs[0]
+        if tokens is not None and not tokens.is_floating_point() and tokens.shape[-1] % tp:
+            length = tokens.shape[-1]
+            assert samples is not None
+            raise InputError(unequal_parts(f"{samples.name}: the length of the first sample, {length},", length, tp))
 
 
 def total_steps(config: Config, train: Samples) -> int:
@@ -72,7 +92,8 @@ def model_of_run(
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
     sample = None
-    if config.parallel.verify and (mesh.size(*LOSS_AXES, "tp") > 1 or config.parallel.recompute != "none"):
+    compared = mesh.size(*LOSS_AXES) > 1 or config.parallel.recompute != "none"
+    if mesh.size("tp") > 1 or (config.parallel.verify and compared):
         with job.collective_check("reading the first samples"):
             sample = build.short_sample(data, build.spec_of(config).meta, mesh.size("cp"), mesh.size("tp"))
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
@@ -107,6 +128,15 @@ def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
     return ContextParallel(mesh, method=keys.context, heads=keys.context_heads, sequence_parallel=sequence)
 
 
+def loss_lines(data: OpenData) -> Iterator[str]:
+    """Which share of the training targets has a loss, by source; nothing where all of them have one."""
+    by_source = data.train.loss_targets()
+    for name, targets in by_source.items():
+        if targets.with_loss < targets.all:
+            source = f"{name}: " if len(by_source) > 1 else "training: "
+            yield f"{source}{targets.line}"
+
+
 def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | None, model: nn.Module) -> Iterator[str]:
     """Lines that rank 0 prints before the first step; `evaluated`: the samples from `evaluation_set`."""
     config, layout, size = spec.config, job.layout, spec.config.batch
@@ -114,6 +144,8 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
     yield f"layout {layout}, {config.train.precision}"
     yield from describe_ramp(size.sizes, size.micro_size, layout.size(*DATA_AXES))
+    if (note := warmup_note(config.optimizer, spec.steps)) is not None:
+        yield note
     if (costs := context_costs(config, layout)) is not None:
         yield costs.describe()
     experts = expert_costs(config, layout)
@@ -141,6 +173,7 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     elif config.metrics.timeline is not None:
         yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
     yield from data.about
+    yield from loss_lines(data)
     if config.data.sources:
         yield from about_mixture(config, data.train, spec.steps)
     if config.data.mask_documents and layout.size("cp") == 1 and job.device.type == "cuda":
@@ -150,4 +183,6 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
         yield f"an evaluation takes {len(evaluated):,} samples of the validation (train.eval_samples)"
     yield describe_saving(spec)
     yield from (f"override {override}" for override in config.overrides)
+    if (untested := untested_torch(torch.__version__)) is not None:
+        yield f"warning: {untested}"
     yield from (f"warning: {warning}" for warning in host_warnings(layout))

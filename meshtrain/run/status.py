@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.config import Config
-from meshtrain.errors import AgreedError, InputError, TrainingError, ranges
+from meshtrain.errors import AgreedError, DiskError, InputError, TrainingError, ranges
 from meshtrain.job.exit import signal_of
 from meshtrain.job.process import Job
 from meshtrain.job.signals import StopKind, StopReason
@@ -119,6 +119,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             shared = isinstance(error, AgreedError | TrainingError)  # all ranks raise it
             asks = signal_of(error) is not None or (isinstance(error, Exception) and not shared)
             first = self.job.failures.first_failure(str(self.job), error) if asks else None
+            if first is not None and first.diagnosis.kind == DiagnosisKind.INPUT and self._goodput is None:
+                return  # another rank has refused the run
             if first is not None:
                 self._write("failed", 1, first.diagnosis.headline, first.diagnosis.kind, first.diagnosis.hosts)
             else:
@@ -154,4 +156,5 @@ def _reason(error: BaseException) -> tuple[str, DiagnosisKind]:
         return f"ended by {name}" if isinstance(error, SystemExit) else text, DiagnosisKind.ENDED
     if isinstance(error, InputError | LayoutError):
         return text, DiagnosisKind.INPUT
-    return text, DiagnosisKind.TRAINING if isinstance(error, TrainingError) else DiagnosisKind.FAILED
+    final = isinstance(error, TrainingError) and not isinstance(error, DiskError)
+    return text, DiagnosisKind.TRAINING if final else DiagnosisKind.FAILED

@@ -10,7 +10,7 @@ from meshtrain.checkpoint.retention import SAMPLES
 from meshtrain.data import OpenData
 from meshtrain.data.mixture import sample_order
 from meshtrain.data.order import BatchSizes, samples_digest, share
-from meshtrain.errors import TrainingError, join_some
+from meshtrain.errors import TrainingError, join_some, ranges
 from meshtrain.evaluate import Evaluation
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
@@ -22,6 +22,7 @@ from meshtrain.modeling.flops import CausalCalls, causal_flops, mfu, peak_flops,
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.trainer import StepResult
 
+EMPTY_STEPS = 10  # in a row without any target with a loss, after which that is said
 MOST_BAD = 8  # ranks whose samples are listed, and samples of each
 
 
@@ -52,6 +53,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self._epoch = _Sums() if counters is None else _Sums(**counters["epoch"])
         self._order = sample_order(spec.config, data.train)
         self._pending: Callable[[], StepResult] | None = None
+        self._empty = 0  # steps in a row without a target with a loss
         self._monitor, self._metrics = monitor, metrics
         self._lengths = BatchSizes.of(spec.config.data.seq_len_warmup or spec.config.data.seq_len)
         if job.rank == 0:
@@ -80,6 +82,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self.stop_asked |= result.stop_asked
         if not result.finite and not result.overflow:
             self._handle_nonfinite(result)
+        self._count_empty(result)
         times = self._monitor.finish_step(result.step)
         self.tokens += result.num_valid_tokens
         if result.finite:
@@ -117,7 +120,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             self._count_flops(length)
         return {
             "step": result.step,
-            "epoch": (positions.stop - 1) // self._order.samples + 1,
+            # That of its first sample: a last batch is filled from an epoch that the run does not have.
+            "epoch": positions.start // self._order.samples + 1,
             "loss": result.loss if result.num_valid_tokens else None,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
@@ -146,6 +150,16 @@ class StepLogger(AbstractContextManager["StepLogger"]):
 
     def _items(self, step: int) -> list[tuple[int, int]]:
         return self._order.of_step(step - 1)
+
+    def _count_empty(self, result: StepResult) -> None:
+        self._empty = self._empty + 1 if result.num_valid_tokens == 0 else 0
+        in_vain = result.step == self.steps and self.tokens == 0 and 0 < self._empty < EMPTY_STEPS
+        if (self._empty == EMPTY_STEPS or in_vain) and self.job.rank == 0:
+            steps = ranges(range(result.step - self._empty + 1, result.step + 1))[0]
+            self._metrics.say(
+                f"no target of the steps {steps} had a loss: such steps change no weight; look at the prompts of the "
+                "data, or take a larger data.seq_len or batch.global_size"
+            )
 
     def _handle_nonfinite(self, result: StepResult) -> None:
         """Names the ranks and samples whose loss is not finite. All ranks call it, as all have the same result."""

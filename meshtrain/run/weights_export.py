@@ -5,7 +5,8 @@ tensor (of one expert) and writes it: no rank holds more than that besides its o
 """
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
@@ -15,24 +16,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshtrain.checkpoint.directory import find_checkpoint, read_manifest
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import gather_placements
+from meshtrain.errors import InputError, printable
 from meshtrain.huggingface.export import (
     ExportFolder,
     WeightFiles,
     as_input_errors,
-    config_text,
     plan_export,
+    small_files,
     tokenizer_files,
 )
 from meshtrain.huggingface.load import DTYPES, named_tensors
-from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
+from meshtrain.huggingface.safetensors import (
+    CONFIG,
+    FILE_BYTES,
+    GENERATION_CONFIG,
+    SENTENCEPIECE,
+    TOKENIZER_FILES,
+    Entry,
+)
 from meshtrain.huggingface.stored_names import StoredTensor, table_of
+from meshtrain.job.parsing import read_limited
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.sharding import Part, local_part, overlap, overlapping, shape_of, tensor_spec, within
 from meshtrain.pipeline.engine import Pipeline
+
+MAX_SMALL_FILE = 2**27  # bytes of a file beside weights; tokenizers of large vocabularies have a third of that
+_MOST_STARTS = 100  # runs that may have started one from the other
 
 Turn = tuple[int, str, Entry]  # the rank that writes, its file, and the tensor
 
@@ -46,6 +60,8 @@ def export(
     dtype: torch.dtype,
     config: Mapping[str, Any] | None = None,
     tokenizer: str | Path | None = None,
+    data: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     file_bytes: int = FILE_BYTES,
     file_format: str = "original",
 ) -> None:
@@ -57,10 +73,12 @@ def export(
         dtype: of the floating tensors in the files.
         config: the contents of config.json, except for the dtype; None writes none.
         tokenizer: a tokenizer.json to be copied beside the weights, with the files that belong to it.
+        data: the run's section `data`, which says how documents ended.
+        weights: `model.weights`: what it says of the ends of texts, and its tokenizer, are kept.
         file_bytes: the maximum size of one file, unless a tensor is larger.
         file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
 
-    Raises AgreedError: on every rank: a rank could not write, for instance because its disk is full.
+    Raises on every rank: AgreedError: a rank may not write there; TrainingError: its disk is full, or has failed.
     """
     place = ExportFolder(folder)
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
@@ -85,10 +103,49 @@ def export(
         with job.collective_check("finishing the export"), as_input_errors(place.target):
             if job.rank == 0:
                 texts = {} if tokenizer is None else tokenizer_files(Path(tokenizer).expanduser())
-                place.finish(files, config_text(config, dtype, texts), texts)
+                source = source_files(weights, job.say)
+                place.finish(files, small_files(config, dtype, texts, data or {}, source))
     finally:
         if job.rank == 0:
             place.drop()
+
+
+def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
+    """What the Hugging Face directory that a run started from says beside its tensors: texts by the files' names. Bytes
+    of a tokenizer.model that are no characters are surrogates in its text (PEP 383).
+
+    A run may have started from a checkpoint, whose run started from the directory. Says if it is not there any more. A
+    checkpoint may come from a stranger, so no more is read than these files, if they are small and plain.
+
+    Args:
+        weights: the run's `model.weights`.
+    """
+    folder = Path()
+    try:
+        for _ in range(_MOST_STARTS):
+            if not isinstance(weights, str):
+                return {}  # the first run started from nothing
+            folder = Path(weights).expanduser()
+            checkpoint = find_checkpoint(folder)
+            if checkpoint is None:
+                break
+            weights = read_manifest(checkpoint)[0].section("model").get("weights")
+    except (InputError, OSError, RuntimeError, ValueError):  # RuntimeError: no home folder
+        folder = Path(str(weights))
+
+    texts = {}
+    for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
+        with suppress(InputError, OSError, RuntimeError, ValueError):
+            content = read_limited(folder / name, MAX_SMALL_FILE)
+            binary = name == SENTENCEPIECE
+            texts[name] = content.decode("utf-8", "surrogateescape") if binary else content.decode("utf-8-sig")
+    if CONFIG not in texts:
+        say(
+            f"the export has no ends of texts and no tokenizer of {printable(str(folder))}, from which the run "
+            f"started: no {CONFIG} can be read there"
+        )
+        return {}
+    return texts
 
 
 def turns(files: Mapping[str, Sequence[Entry]], writers: Sequence[int]) -> Iterator[list[Turn]]:

@@ -1,6 +1,5 @@
 """What a run's folder tells of it, read again as the run writes: rows of metrics.jsonl as columns, and small files."""
 
-import json
 import math
 import os
 import stat
@@ -9,7 +8,14 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from meshtrain.job.parsing import parse_json
+
 SMALL = 8 * 2**20  # bytes of a file that is sent whole
+AT_ONCE = 16 * 2**20  # bytes of metrics.jsonl that are read for one request: the next one reads on
+LONGEST = 2**20  # bytes of a line; a longer one counts as a bad one
+COLUMNS = 500  # the most fields that are shown: a row with ever new ones would be a column for each
+LAST_STEP = 2**53  # beyond which a page cannot tell one step from the next
+REMEMBERED = 4096  # bytes before the offset, by which a file that was cut is noticed
 NOT_SHOWN = {"step", "samples_digest"}  # of a row
 
 
@@ -23,7 +29,9 @@ class RunFiles:
 
     def _forget(self) -> None:
         self._offset = self.bad_lines = 0
-        self._last = b""  # the line before the offset
+        self._last = b""  # the bytes before the offset
+        self._in_long_line = False  # whether the offset is inside of a line that is too long
+        self._left_out: set[str] = set()  # fields beyond the most columns
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self._stride = 1
@@ -40,22 +48,41 @@ class RunFiles:
             if file.read(len(self._last)) != self._last:
                 self._forget()
                 file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):
+            end = self._offset + AT_ONCE
+            while self._offset < end and (line := file.readline(LONGEST)):
+                is_whole = line.endswith(b"\n")
+                if not is_whole and len(line) < LONGEST:
                     break  # it is being written
-                self._add(line)
+                self._take(line, is_whole)
                 self._offset += len(line)
-                self._last = line
+                self._last = (self._last + line)[-REMEMBERED:]
+
+    def _take(self, line: bytes, is_whole: bool) -> None:
+        """Takes a line, or a part of one that is too long, of which nothing is read."""
+        if self._in_long_line:
+            self._in_long_line = not is_whole
+        elif is_whole:
+            self._add(line)
+        else:
+            self.bad_lines += 1
+            self._in_long_line = True
 
     def _add(self, line: bytes) -> None:
         try:
-            row = json.loads(line)
-            (step,) = array("q", [int(row["step"])])
+            row = parse_json(line, most=LONGEST)
+            step = int(row["step"])
             numbers = {name: float(x) for name, x in row.items() if type(x) in (int, float) and name not in NOT_SHOWN}
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             self.bad_lines += 1
             return
+        if abs(step) > LAST_STEP:
+            self.bad_lines += 1
+            return
         for name, number in numbers.items():
+            if name not in self._columns and len(self._columns) == COLUMNS:
+                if len(self._left_out) < COLUMNS:
+                    self._left_out.add(name)
+                continue
             column = self._columns.setdefault(name, array("d"))
             column.extend([math.nan] * (len(self._steps) - len(column)))
             column.append(number)
@@ -86,6 +113,7 @@ class RunFiles:
             "name": self.name,
             "age_s": self._age() if ended is None else None,
             "bad_lines": self.bad_lines,
+            "left_out": len(self._left_out),
             "exit": ended,
             "ranks": self._json("ranks.json"),
             "timeline": self._json("timeline.json"),
@@ -115,10 +143,11 @@ class RunFiles:
         events = []
         for line in (self._text("goodput.jsonl") or "").splitlines():
             try:
-                row = _loads(line)
+                row = parse_json(line, finite=True)
                 kind = next((name for name in ("started", "saved", "end") if name in row), None)
                 if kind is not None:
-                    events.append({"kind": kind, "step": int(row["step"]), "value": row[kind]})
+                    step = min(int(row["step"]), LAST_STEP)
+                    events.append({"kind": kind, "step": step, "value": row[kind]})
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # half of it was there, or it is none
         return events[-200:]
@@ -126,8 +155,8 @@ class RunFiles:
     def _json(self, name: str) -> Any:
         text = self._text(name)
         try:
-            return None if text is None else _loads(text)
-        except (ValueError, RecursionError):  # half of it was there
+            return None if text is None else parse_json(text, finite=True)
+        except ValueError:  # half of it was there
             return None
 
     def _text(self, name: str) -> str | None:
@@ -147,11 +176,6 @@ class RunFiles:
             return descriptor
         os.close(descriptor)
         return None
-
-
-def _loads(text: str) -> Any:
-    """A page takes no NaN and no infinity."""
-    return json.loads(text, parse_constant=lambda name: None, parse_float=lambda text: _finite(float(text)))
 
 
 def _finite(value: float) -> float | None:

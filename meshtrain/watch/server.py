@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -20,7 +21,7 @@ PAGE = {
     "/watch.svg": ("watch.svg", "image/svg+xml"),
 }
 POINTS = 600  # of a curve
-LOCAL = ("127.0.0.1", "localhost")
+LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -33,9 +34,12 @@ class PageServer(ThreadingHTTPServer):
     """Serves the page at `url`, and of run number i what it shows at /runs/i. OSError: the address is taken."""
 
     daemon_threads = True
+    address_family = socket.AF_INET
 
     def __init__(self, address: tuple[str, int], runs: Sequence[RunFiles]) -> None:
         self.runs, self.lock = runs, Lock()
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -44,7 +48,8 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_port}/"
+        host = str(self.server_address[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
     def answer(self, path: str) -> tuple[str, bytes] | None:
         """Media type and content; None: there is no such page."""
@@ -64,6 +69,7 @@ class PageServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
+    timeout = 60.0  # seconds after which a connection that asks nothing is closed: each has a thread
 
     def do_GET(self) -> None:
         # A page of another site, whose name was made to lead here, is not this host's.

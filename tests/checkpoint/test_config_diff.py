@@ -5,9 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import yaml
 
-from meshtrain.checkpoint.config_diff import Changes, compare, compare_configs
+from meshtrain.checkpoint.config_diff import Changes, check, compare, compare_configs
+from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from tests.checkpoint.test_manifest import made
 
@@ -63,6 +65,22 @@ def test_the_layouts_are_compared_with_what_experts_make_of_them() -> None:
     )
     job = SimpleNamespace(layout=layout)
     assert compare(then, spec, job).listed == ["experts: 4 -> 1"]
+
+
+@pytest.mark.parametrize(("older", "tokenizer"), [(True, "a.json"), (True, "bytes"), (False, "a.json")])
+def test_the_data_of_an_older_version_may_have_another_end_token(older: bool, tokenizer: str) -> None:
+    section = {"tokenizer": tokenizer} | ({} if older else {"end_token": None})
+    layout = Layout({"dp_shard": 1})
+    then = made(layout, {}, config={"data": section}, counters={"steps": 3})
+    spec: Any = SimpleNamespace(
+        config=SimpleNamespace(plain=lambda: {"data": section}, checkpoint=SimpleNamespace(allow_other_data=False)),
+        data=then.data | {"fingerprint": "cd"},
+        steps=3,
+        versions={},
+    )
+    with pytest.raises(InputError, match="allow other data") as refused:
+        check(then, spec, SimpleNamespace(layout=layout), Path("x"))
+    assert ("data.end_token=TOKEN" in str(refused.value)) == (older and tokenizer == "a.json")
 
 
 def test_what_changes_at_later_steps_may_differ() -> None:

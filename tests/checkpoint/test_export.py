@@ -24,7 +24,7 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.run.weights_export import export as export_of_run
 from tests.checkpoint.by_hand import SHARDED, Cuts, flip, weights_of, write_checkpoint
-from tests.comparing import small_llama
+from tests.comparing import V, small_llama
 
 llama = model_file("llama")
 
@@ -110,7 +110,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             cli.main(["export", str(run), str(tmp_path / "out"), *([] if word == "float32" else ["--dtype", word])])
             == 0
         )
-        export_as_a_run_does(model, tmp_path / "wanted", dtype, tokenizer=tmp_path / "mine.json")
+        export_as_a_run_does(model, tmp_path / "wanted", dtype, tokenizer=tmp_path / "mine.json", data=config["data"])
         assert files_in(tmp_path / "out") == files_in(tmp_path / "wanted")
         assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
         assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
@@ -118,6 +118,118 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert (written["bos_token_id"], written["eos_token_id"]) == (3, 7)
     assert "weights of step 100 in" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["mine.json", "out", "run", "wanted", *beside])
+
+
+SOURCE = {"config.json": {"eos_token_id": [2, 3], "pad_token_id": 0, "bos_token_id": 1, "vocab_size": V}}
+GENERATION = {"generation_config.json": {"eos_token_id": [2, 3], "temperature": 0.6}}
+TEXT_DATA = {"source": "jsonl", "tokenizer": "bytes"}
+LISTED = {"model": {"vocab": {"</s>": 7, "<s>": 5, "<|im_end|>": 8, "x": 500}}}
+
+
+def ends_of(folder: Path) -> tuple[Any, ...]:
+    """`eos_token_id` of config.json and of generation_config.json; `bos_token_id` and `pad_token_id`."""
+    config = json.loads((folder / "config.json").read_text())
+    generation = folder / "generation_config.json"
+    stops = json.loads(generation.read_text())["eos_token_id"] if generation.exists() else None
+    return config["eos_token_id"], stops, config["bos_token_id"], config.get("pad_token_id")
+
+
+@pytest.mark.parametrize(
+    ("source", "named", "data", "expected"),
+    [
+        # Of the folder alone, of the run alone, of both; ids that the vocabulary does not have are of neither.
+        (SOURCE | GENERATION, None, TEXT_DATA, ([2, 3], [2, 3], 1, 0)),
+        (SOURCE, None, {"source": "tokens", "tokenizer": "bytes"}, ([2, 3], [2, 3], 1, 0)),
+        ({}, None, TEXT_DATA, (0, 0, None, None)),
+        ({}, None, {"source": "tokens", "tokenizer": "bytes"}, (None, None, None, None)),
+        ({}, None, {"sources": [{"source": None}, {"source": "megatron"}], **TEXT_DATA}, (None, None, None, None)),
+        ({}, {"eos_token": "<|im_end|>", "bos_token": "<s>"}, {}, (8, 8, 5, None)),
+        ({}, {"eos_token": "<|im_end|>"}, {"end_token": "</s>"}, ([7, 8], [7, 8], None, None)),
+        ({}, {}, {"end_token": "</s>", "begin_token": "<s>"}, (7, 7, 5, None)),
+        (SOURCE | GENERATION, {"eos_token": "<|im_end|>", "bos_token": "<s>"}, {}, ([2, 3, 8], [2, 3, 8], 1, 0)),
+        (SOURCE | GENERATION, {"eos_token": "<|im_end|>"}, {"end_token": "</s>"}, ([2, 3, 7, 8],) * 2 + (1, 0)),
+        (SOURCE | GENERATION, {"eos_token": "x"}, {"end_token": "x"}, ([2, 3], [2, 3], 1, 0)),
+        (GENERATION | {"config.json": {"eos_token_id": 4}}, None, TEXT_DATA, ([4, 2, 3], [4, 2, 3], None, None)),
+        ({"config.json": {"eos_token_id": [True, -1, "2", V, None]}}, None, TEXT_DATA, (0, 0, None, None)),
+        ({"config.json": [1], "generation_config.json": "["}, {}, {}, (7, 7, None, None)),
+    ],
+)
+def test_an_export_has_the_ends_of_its_source_and_of_its_training(
+    source: dict[str, Any], named: Any, data: dict[str, Any], expected: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """Also if the run started from a checkpoint, whose run started from the folder."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, content in source.items():
+        (folder / name).write_text(json.dumps(content))
+    model = made()
+    tokenizer = None
+    if named is not None:
+        (tmp_path / "own").mkdir()
+        tokenizer = tmp_path / "own" / "tokenizer.json"
+        tokenizer.write_text(json.dumps(LISTED))
+        (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(named))
+        data = {"source": "text", "tokenizer": str(tokenizer), **data}
+    config = config_of(model) | {"data": data}
+    config["model"]["weights"] = str(folder) if source else None
+    first = write_checkpoint(tmp_path / "first", tensors_of(model), config=config)
+    config["model"]["weights"] = str(first)
+    second = write_checkpoint(tmp_path / "second", tensors_of(model), config=config)
+    for number, checkpoint in enumerate((first, second)):
+        out = tmp_path / f"out{number}"
+        checkpoint_export.export(checkpoint, out)
+        assert ends_of(out) == expected
+    export_as_a_run_does(
+        model, tmp_path / "run", torch.float32, tokenizer=tokenizer, data=data, weights=config["model"]["weights"]
+    )
+    assert files_in(tmp_path / "run") == files_in(out)
+    if source == SOURCE | GENERATION and expected[0] == [2, 3]:
+        assert (out / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
+    checkpoint_export.export(second, out)  # it takes the place of an earlier one
+
+
+def test_a_tokenizer_of_the_source_goes_with_its_vocabulary(tmp_path: Path) -> None:
+    """If the run has none of its own, or the same one."""
+    files = {"tokenizer.json": json.dumps(LISTED), "tokenizer_config.json": '{"eos_token": "</s>"}'}
+    files |= {
+        "chat_template.jinja": "{{ messages }}",
+        "merges.txt": "a b",
+        "config.json": json.dumps({"vocab_size": V}),
+    }
+    folder, own, out = tmp_path / "source", tmp_path / "own.json", tmp_path / "out"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    binary = b"\xef\xbb\xbf\x00\xff\r\n\x80"
+    (folder / "tokenizer.model").write_bytes(binary)
+    model = made()
+
+    def exported(tokenizer: str, **keys: Any) -> set[str]:
+        config = config_of(model, tokenizer=tokenizer)
+        config["model"] |= {"weights": str(folder)} | keys
+        checkpoint_export.export(write_checkpoint(tmp_path / "from", tensors_of(model), config=config), out)
+        return {path.name for path in out.iterdir()} & files.keys() - {"config.json"}
+
+    everything = files.keys() - {"config.json"}
+    assert exported("bytes") == everything
+    assert (out / "tokenizer.model").read_bytes() == binary
+    assert ends_of(out)[0] == 7
+    own.write_text(files["tokenizer.json"])
+    assert exported(str(own)) == everything
+    own.write_text(json.dumps(LISTED | {"added_tokens": []}))
+    assert exported(str(own)) == {"tokenizer.json"}
+    (folder / "config.json").write_text(json.dumps({"vocab_size": V + 1}))
+    assert exported("bytes") == set()
+
+
+def test_a_source_that_is_gone_is_told(tmp_path: Path) -> None:
+    model = made()
+    config = config_of(model)
+    config["model"]["weights"] = str(tmp_path / "gone\x1b")
+    lines: list[str] = []
+    checkpoint = write_checkpoint(tmp_path / "from", tensors_of(model), config=config)
+    checkpoint_export.export(checkpoint, tmp_path / "out", say=lines.append)
+    assert f"no ends of texts and no tokenizer of {tmp_path}/gone\ufffd, from which the run started" in lines[0]
 
 
 @pytest.mark.parametrize("named", ["", "[]", "{}", '{"eos_token": "other"}', '{"eos_token": {}}', '{"eos_token": []}'])

@@ -1,8 +1,9 @@
 """Checkpoints that the first edition (commit 9cfe131) wrote are read and gone on from as that edition did itself.
 
 `first_edition/` holds a small run's config and text, checkpoints of step 4 that two layouts wrote, and `expected.json`:
-what 9cfe131 got when it went on from each, on the same layout and on one process. What is loaded has the same bits; its
-steps have since been computed in another order (the loss a chunk at a time, clipping in AdamW's kernel): to 1e-6.
+what a run gets that goes on from each, on the same layout and on one process. What is loaded has the same bits. The
+numbers were 9cfe131's own, to 1e-6 (its steps have since been computed in another order: the loss a chunk at a time,
+clipping in AdamW's kernel), until the learning rates of steps 5 to 8 changed: the schedule no longer ends at 0.
 """
 
 import json

@@ -199,7 +199,9 @@ def of_two(rank: int, store: dist.Store | None) -> Job:
 def write_of(job: Job, place: Path) -> CheckpointWrite:
     """A save whose time is over when it begins."""
     state: Any = SimpleNamespace(placements={}, layout=None)
-    sums: Any = SimpleNamespace(digests=lambda: {}, inconsistent_ties=lambda: ["w"], of_kind=lambda _: {})
+    sums: Any = SimpleNamespace(
+        digests=lambda: {}, inconsistent_ties=lambda: ["w"], of_kind=lambda _: {}, not_finite=list
+    )
     snapshot: Any = SimpleNamespace(wait=lambda: 0.0)
     return CheckpointWrite(state, place, job, 1, ABOUT, snapshot, sums, limit_s=0.0)
 
@@ -213,7 +215,7 @@ def test_a_rank_that_is_stuck_when_ranks_have_diverged_is_given_up(
     first, stuck = (write_of(of_two(rank, store), tmp_path) for rank in (0, 1))
     thread = threading.Thread(target=first.run, args=[None], daemon=True)
     thread.start()
-    stuck._prepare_round.put([{}, []])
+    stuck._prepare_round.put([{}, [], None])
     assert stuck._prepare_round.receive()["apart"] == [[0, ["w"]]]
     wait_for(lambda: first._gathering is first._divergence_round)
     assert first.poll()
@@ -295,6 +297,26 @@ def test_nothing_is_summed_up_where_nobody_else_holds_the_same(state: State) -> 
     sums = Sums(state)
     assert sums.digests() == {}
     assert sums.inconsistent_ties() == []
+
+
+def test_weights_that_no_batch_has_used_are_named_at_a_save_if_they_are_not_finite(
+    saver: Callable[..., Saver], state: State, printed: list[str]
+) -> None:
+    """No loss and no norm shows them; the optimizer's state and buffers are not looked at, nor is an infinite weight
+    anything else."""
+    one = saver()
+    one.save(1, ABOUT, wait=True)
+    assert not [line for line in printed if "finite" in line]
+    weights = [shard for shard in state.shards if shard.name.startswith("model.") and shard.compared]
+    others = [shard for shard in state.shards if shard.name.startswith("optimizer.") and shard.local.numel() > 1]
+    weights[0].local.view(-1)[0] = torch.nan
+    weights[1].local.view(-1)[-1] = -torch.inf
+    others[0].local.view(-1)[0] = torch.inf
+    one.save(2, ABOUT, wait=True)
+    assert one.saved == 2
+    (line,) = [line for line in printed if "finite" in line]
+    named = ", ".join(sorted(shard.name for shard in weights[:2]))
+    assert f"the weights of step 2 are not all finite, though their loss was: rank 0 on host here: {named}. No" in line
 
 
 # Several ranks ------------------------------------------------------------------------------------------------------

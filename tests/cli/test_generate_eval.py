@@ -16,11 +16,13 @@ from meshtrain.checkpoint.weights import load_weights
 from meshtrain.cli import main as cli
 from meshtrain.cli.checkpoint_model import ids_of, tokenizer_of
 from meshtrain.cli.eval import windows
+from meshtrain.cli.generate import text_of
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
-from meshtrain.data.tokenizer import ByteTokenizer
+from meshtrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from meshtrain.errors import InputError
 from meshtrain.modeling.build import plain_model
+from tests.data.files import tokenizer_folder
 from tests.launching import forked
 
 S = 32
@@ -72,6 +74,60 @@ def test_text_from_the_command_line(run: Path) -> None:
     assert command(2, *words, "--layout", "{tp: 2}") == done.out
 
 
+def test_a_text_ends_where_a_document_would(run: Path) -> None:
+    """The token that ends documents is not printed; --ignore-end goes on behind it. A prompt may spell it."""
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_file(str(run / "tokenizer.json"))
+    model = plain_model(Config.load(str(run / "mine.yaml"))).to_empty(device="cpu").eval()
+    load_weights(run / "runs", model)
+    prompt = made.encode("the mesh").ids
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    stop = ids[len(prompt) + 3]
+    first = ids.index(stop, len(prompt)) - len(prompt)
+
+    config = run / "ended"
+    config.mkdir()
+    made.save(str(config / "tokenizer.json"))
+    (config / "tokenizer_config.json").write_text(json.dumps({"eos_token": made.id_to_token(stop)}))
+    words: list[str | Path] = ["generate", run / "runs", "--prompt", "the mesh", "--length", "8", "--temperature", "0"]
+    own: list[str | Path] = [*words, "--tokenizer", config / "tokenizer.json"]
+    done = forked(1, "-m", "meshtrain.cli", *own).check()
+    assert done.out == made.decode(ids[: len(prompt) + first], skip_special_tokens=False) + "\n"
+    assert f"{first + 1} of at most 8 tokens" in done.err
+    for whole in ([*own, "--ignore-end"], words):
+        assert command(1, *whole) == made.decode(ids, skip_special_tokens=False) + "\n"
+
+
+def test_a_prompt_begins_as_documents_do(tmp_path: Path) -> None:
+    file = tokenizer_folder(tmp_path)
+    config: Any = SimpleNamespace(model=SimpleNamespace(keys={}))
+    tokenizer = open_tokenizer(str(file), begin_token="auto")
+    assert tokenizer.begin is not None
+    plain = tokenizer.encode("a<s>", plain=True)
+    assert ids_of("a", tokenizer, config) == [tokenizer.begin, *tokenizer.encode("a")]
+    assert ids_of("<s>a", tokenizer, config) == [tokenizer.begin, *tokenizer.encode("a")], "once"
+    assert ids_of("a<s>", tokenizer, config) == [tokenizer.begin, *tokenizer.encode("a"), tokenizer.begin]
+    assert ids_of("a<s>", tokenizer, config, plain=True) == [tokenizer.begin, *plain]
+    assert ids_of("a", open_tokenizer(str(file)), config) == tokenizer.encode("a")
+
+
+def test_the_tokens_that_begin_and_end_a_text_are_not_printed(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(tokenizer_folder(tmp_path)), begin_token="auto")
+    a, b = tokenizer.encode("ab")
+    begin, end = tokenizer.begin, tokenizer.end
+    assert begin is not None
+    assert text_of([begin, a, b, end], 2, tokenizer, tokenizer.stops) == "ab"
+    assert text_of([begin, a, b], 2, tokenizer, tokenizer.stops) == "ab"
+    assert text_of([begin, a, end], 3, tokenizer, tokenizer.stops) == f"a{tokenizer.decode([end])}", "of the prompt"
+    assert text_of([begin, a, end, b], 2, tokenizer, ()) == f"a{tokenizer.decode([end])}b", "with --ignore-end"
+    plain = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert text_of([begin, a], 2, plain, plain.stops) == f"{plain.decode([begin])}a"
+
+
 def test_a_text_goes_on_as_its_tokenizer_writes_words(run: Path) -> None:
     """A decoder of words leaves out the space before the first: there is one between the prompt and what follows."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -88,8 +144,6 @@ def test_perplexity_of_a_file(run: Path) -> None:
     config = Config.load(str(run / "mine.yaml"))
     model = plain_model(config).to_empty(device="cpu").eval()
     load_weights(run / "runs", model)
-    from meshtrain.data.tokenizer import open_tokenizer
-
     tokens = open_tokenizer(str(run / "tokenizer.json")).encode((run / "text.txt").read_text())
     total = 0.0
     with torch.no_grad():
@@ -136,9 +190,10 @@ def test_a_model_without_a_cp_plan_is_refused(
 
 
 def test_a_tokenizer_that_nobody_has_named() -> None:
+    unnamed = {"tokenizer": "bytes", "begin_token": None, "end_token": None, "source": None}
     for data, name, taken in TABLES["tokenizers"]:
         sources = [SimpleNamespace(**source) for source in data.get("sources", ())]
-        section = SimpleNamespace(**{"tokenizer": "bytes", "source": None} | data | {"sources": sources})
+        section = SimpleNamespace(**unnamed | data | {"sources": sources})
         config: Any = SimpleNamespace(data=section)
         if taken:
             assert isinstance(tokenizer_of(config, name), ByteTokenizer)
@@ -270,3 +325,35 @@ def test_options_of_generation_mean_what_they_mean_to_lm_eval(monkeypatch: pytes
     with pytest.raises(InputError, match="generation_kwargs: num_beams: expected"):
         model._generate("a", {"num_beams": 10, "repetition_penalty": 1.0})
     assert not calls, "it is told before anything runs"
+
+
+@pytest.mark.integrations
+def test_a_begin_token_is_the_prefix_and_begins_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from meshtrain.cli import harness
+
+    tokenizer = open_tokenizer(str(tokenizer_folder(tmp_path, eos_token="<|im_end|>")), "auto", "<|endoftext|>")
+    begin, (a, b, c) = tokenizer.begin, tokenizer.encode("abc")
+    assert begin is not None
+    asked: list[Any] = []
+
+    def score(pairs: list[Any]) -> list[tuple[float, bool]]:
+        asked.extend(pairs)
+        return [(0.0, True)] * len(pairs)
+
+    def generate_batch(model: None, prompts: list[list[int]], length: int, **settings: Any) -> list[list[int]]:
+        assert settings["stops"] == {tokenizer.end, tokenizer.encode("<|im_end|>")[0]}
+        return [[*prompts[0], c, tokenizer.encode("<|im_end|>")[0]]]
+
+    monkeypatch.setattr(harness, "generate_batch", generate_batch)
+    scorer: Any = SimpleNamespace(seq_len=4, model=None, device=None, score=score)
+    model = harness.HarnessModel(scorer, tokenizer)
+    pairs = [Instance("loglikelihood", {}, request, 0) for request in (("a", "b"), ("", "b"))]
+    model.loglikelihood(pairs)
+    assert [(list(before), list(predicted)) for before, predicted in asked] == [([begin, a], [b]), ([begin], [b])]
+    asked.clear()
+    model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("ab",), 0)])
+    assert [(list(before), list(predicted)) for before, predicted in asked] == [([begin], [a, b])]
+    assert model._generate("ab", {"max_gen_toks": 2}) == "c"
+    assert model._generate("abababab", {"max_gen_toks": 2}) == "c"

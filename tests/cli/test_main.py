@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshtrain.cli.main import COMMANDS, main
 
@@ -90,5 +91,8 @@ def test_info_tells_what_a_bug_report_needs_and_no_host(
     assert "10.1.2.3" not in text
     assert "secret" not in text
     assert f'"{socket.gethostname()}"' not in text
+    assert facts["warnings"] == []
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
     assert main(["info"]) == 0
-    assert "open files" in capsys.readouterr().out
+    assert "torch 9.9.0 was not tested" in (printed := capsys.readouterr().out)
+    assert "open files" in printed

@@ -135,6 +135,7 @@ def test_the_plan_of_a_config_on_uneven_hosts(tmp_path: Path, capsys: Captured) 
     assert set(EXPECTED["uneven"].splitlines()) <= set(printed.splitlines())
 
 
+@pytest.mark.slow
 def test_the_plan_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     text = (ROOT / "docs" / "layouts.md").read_text()
     small = re.search(r"`small.yaml`\n\n```yaml\n(.*?)```", text, re.DOTALL)
@@ -241,6 +242,49 @@ def test_what_cannot_run_has_no_plan(tmp_path: Path, capsys: Captured) -> None:
     error = refused(capsys, write_config(tmp_path, "{dp_shard: 4, tp: 2}"), "--hosts", "4,2")
     assert "needs 8 processes and there are 6" in error
     assert "{dp_shard: 3, tp: 2}" in error
+
+
+TAKES_LENGTH_FROM_ITS_INPUT = """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 256
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).view(*x.shape[:-1], -1))
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(256, 8), Layer(), nn.Linear(8, 256)
+
+    def blocks(self):
+        return [self.embed, self.layer, self.head]
+
+    def forward(self, tokens, positions=None, documents=None):
+        return self.head(self.layer(self.embed(tokens)))
+
+tp_plan = {"embed": "embedding_rowwise", "layer.up": "colwise", "layer.down": "rowwise"}
+"""
+
+
+def test_a_model_that_runs_only_without_sequence_parallelism(tmp_path: Path, capsys: Captured) -> None:
+    """As attention of transformers: a run turns it off, so the plan is that of a run without."""
+    (tmp_path / "own.py").write_text(TAKES_LENGTH_FROM_ITS_INPUT)
+    keys = ("quickstart", f"model={{name: {tmp_path / 'own.py'}}}", "layout={tp: 2}")
+    by_default = planned(capsys, *keys, "--hosts=2")
+    without = planned(capsys, *keys, "parallel.sequence_parallel=false", "--hosts=2")
+    added = [line for line in by_default.splitlines() if line not in without.splitlines()]
+    assert len(added) == 2
+    assert added[0].startswith("note: parallel.sequence_parallel is on by default: a run turns it off")
+    assert added[1].startswith("  for parallel.sequence_parallel: false, as the run will turn it off")
 
 
 def test_without_hosts_a_plan_says_what_it_assumes(tmp_path: Path) -> None:

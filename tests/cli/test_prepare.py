@@ -18,7 +18,6 @@ import pytest
 from meshtrain.cli.main import main
 from meshtrain.config import Data
 from meshtrain.data import open_data, prepare_data, text, tokens
-from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import Document
 from tests.data.test_text import write_lines
 from tests.launching import run
@@ -122,8 +121,8 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, flag: Path, at: int) -> None:
     """The process that begins shard `at` is killed in it, the first time."""
     plain = text.documents
 
-    def documents(source: text.TextSource, shard: list[text.Piece], tokenizer: Tokenizer) -> Iterator[Document]:
-        for document in plain(source, shard, tokenizer):
+    def documents(source: text.TextSource, shard: list[text.Piece], *how: Any) -> Iterator[Document]:
+        for document in plain(source, shard, *how):
             yield document
             if shard == source.shards()[at] and not flag.exists():
                 flag.touch()
@@ -154,9 +153,9 @@ def test_a_restart_keeps_what_is_finished(
     assert len(list(shards.glob(".00004.*.tmp"))) == 1, "half a shard"
     plain, begun = text.documents, []
 
-    def documents(source: text.TextSource, shard: list[text.Piece], tokenizer: Tokenizer) -> Iterator[Document]:
+    def documents(source: text.TextSource, shard: list[text.Piece], *how: Any) -> Iterator[Document]:
         begun.append(source.shards().index(shard))
-        return plain(source, shard, tokenizer)
+        return plain(source, shard, *how)
 
     monkeypatch.setattr(text, "documents", documents)
     prepare_data(section(corpus, "cache"), say=lambda line: None)  # a run does, too

@@ -33,8 +33,19 @@ def test_documents_are_runs_of_sequences(opened: Opener, tmp_path: Path) -> None
     (_, positions, documents), _ = whole.train.item(0, 0)
     assert positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert documents.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-    prefix = write_pair(tmp_path / "y", [[1, 2], [3, 4]], documents=[0])  # the last one was never ended
-    assert read_all(opened(source="megatron", path=prefix, validation=0, seq_len=1).train)[0] == [1, 2, 3]
+
+
+def test_sequences_in_no_document_are_refused_as_in_megatron(opened: Opener, tmp_path: Path) -> None:
+    """As one document they would be the validation, and tokens of different documents would see each other."""
+    sequences = [[1, 2, 3] for _ in range(40)]
+    merged = write_pair(tmp_path / "merged", sequences, documents=list(range(21)))
+    with pytest.raises(InputError, match=r"merged\.idx: its documents leave out the last 20 sequences of 40"):
+        opened(source="megatron", path=merged, validation=0.1, seq_len=2)
+    never_ended = write_pair(tmp_path / "open", [[1, 2], [3, 4]], documents=[0, 1])
+    with pytest.raises(InputError, match="leave out the last 1 sequence of 2"):
+        opened(source="megatron", path=never_ended, validation=0, seq_len=1)
+    whole = opened(source="megatron", path=write_pair(tmp_path / "whole", sequences), validation=0.1, seq_len=2)
+    assert (len(whole.train), len(whole.validation)) == (53, 5)
 
 
 def test_sequences_may_lie_anywhere(opened: Opener, tmp_path: Path) -> None:

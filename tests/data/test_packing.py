@@ -36,8 +36,7 @@ def corpus_of(tmp_path: Path, documents: list[list[int]], empties: int = 0) -> M
         documents=len(documents),
         offsets=array("offsets", (n for i in range(len(documents)) for n in (*nothing, 2 * starts[i])), "int64"),
         lengths=array("lengths", (n for document in documents for n in (*nothing, len(document))), "int32"),
-        # The last one is left out, as Megatron may.
-        bounds=array("bounds", (number * (empties + 1) for number in range(len(documents))), "int64"),
+        bounds=array("bounds", (number * (empties + 1) for number in range(len(documents) + 1)), "int64"),
         fingerprint="",
     )
 

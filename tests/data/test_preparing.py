@@ -8,18 +8,20 @@ import tracemalloc
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from meshtrain.config import Data
 from meshtrain.data import cache, prepare_data, text, tokens
+from meshtrain.data.prepare import preparations
 from meshtrain.data.text import TextSource, jsonl_files, text_files
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
-from meshtrain.data.tokens import Document, write
+from meshtrain.data.tokens import Document, open_tokens, verify, write
 from meshtrain.errors import InputError
 from tests.data.conftest import Opener
-from tests.data.files import write_lines, write_tokens
+from tests.data.files import tokenizer_folder, write_lines, write_tokens
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
@@ -173,11 +175,49 @@ def test_what_is_wrong_in_a_later_part_has_its_place_in_the_document(
 def test_recursion_without_end_is_bad_json(opened: Opener, tmp_path: Path) -> None:
     lines = tmp_path / "x.jsonl"
     lines.write_text('{"text": "good"}\n{"text": ' + "[" * 100_000 + "\n")
-    with pytest.raises(InputError, match=r"x\.jsonl:2: not JSON .*recursion"):
+    with pytest.raises(InputError, match=r"x\.jsonl:2: not JSON .*too deeply"):
         opened(source="jsonl", path=lines)
     (write_tokens(tmp_path / "a", range(9)) / "header.json").write_text("[" * 100_000)
-    with pytest.raises(InputError, match=r"header\.json is not JSON .*recursion"):
+    with pytest.raises(InputError, match=r"header\.json is not JSON .*too deeply"):
         opened(source="tokens", path=tmp_path / "a")
+
+
+# Folders that an older meshtrain prepared
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "keys", "is_taken"),
+    [
+        ("ab", {}, {}, True),
+        ("a<|endoftext|>b", {}, {}, False),
+        ("ab", {"eos_token": "<|im_end|>"}, {}, False),
+        ("ab", {"eos_token": "<|im_end|>"}, {"end_token": "<|endoftext|>"}, True),
+        ("ab", {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}, {}, True),
+        ("ab", {}, {"begin_token": "<s>"}, False),
+    ],
+)
+def test_a_folder_of_an_older_version_is_taken_if_it_is_as_today(
+    line: str, config: dict[str, Any], keys: dict[str, Any], is_taken: bool, tmp_path: Path
+) -> None:
+    """Whose documents end with <|endoftext|>, which a text could spell."""
+    path = write_lines(tmp_path / "x.jsonl", [{"text": line}, {"prompt": "c", "completion": "d"}])
+    file = tokenizer_folder(tmp_path / "tokenizer", None, **config)
+    before = open_tokenizer(str(file), end_token="<|endoftext|>")
+    data = Data(
+        source="jsonl", path=str(path), tokenizer=str(file), validation=0, cache=str(tmp_path / "cache"), **keys
+    )
+    (preparation,) = preparations(data)
+    earlier = preparation.folder.with_name(f"x.jsonl-{preparation.source.earlier_key(before)}")
+    own = Document(np.array([*before.encode("c"), *before.encode("d"), before.end]), np.array([0, 1, 1]), 1)
+    write_tokens(earlier, [*before.encode(line), before.end], own, vocab_size=before.vocab_size)
+    said: list[str] = []
+    assert preparation.run(said.append)
+    assert any("which an older meshtrain prepared" in line for line in said) == is_taken
+    assert (open_tokens(preparation.folder).fingerprint == open_tokens(earlier).fingerprint) == is_taken
+    assert verify(preparation.folder) == ([], True)
+    said.clear()
+    assert preparation.run(said.append)
+    assert said == []
 
 
 # Links

@@ -23,6 +23,9 @@ def text(folder: Path) -> dict[str, Any]:
     files.write_tokenizer(folder / "endless.json", end=None)
     strict = library.Tokenizer(library.models.WordLevel({"</s>": 0, "the": 1}, "[UNK]"))
     strict.save(str(folder / "strict.json"))
+    strict = library.Tokenizer(library.models.WordLevel({"</s>": 0, "[UNK]": 1}, "[UNK]"))
+    strict.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    strict.save(str(folder / "blanks.json"))
     return {"source": "text", "path": folder / "text"}
 
 

@@ -1,15 +1,16 @@
 """Sources of text, tokenizers, and what is kept from one run to the next."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from meshtrain.data.batch import IGNORE
 from meshtrain.data.split import held_out_mask
-from meshtrain.data.tokenizer import open_tokenizer
+from meshtrain.data.tokenizer import FileTokenizer, open_tokenizer
 from tests.data.conftest import Opener
-from tests.data.files import write_lines, write_texts, write_tokenizer, write_tokens
+from tests.data.files import tokenizer_folder, write_lines, write_texts, write_tokenizer, write_tokens
 from tests.properties import given, st
 
 
@@ -126,6 +127,65 @@ def test_a_tokenizer_file(opened: Opener, tmp_path: Path) -> None:
     assert read_all(data.train)[1] == [200, 400, 300, 100, 0, 400]
     assert data.tokenizer.end == 400
     assert data.tokenizer.decode([100, 200, 5000]) == "the cat"
+
+
+def test_the_token_that_ends_documents(tmp_path: Path) -> None:
+    """`data.end_token`, else the `eos_token` of tokenizer_config.json, else the first of a list."""
+    file = tokenizer_folder(tmp_path)
+    ids = FileTokenizer(file)._tokenizer.token_to_id
+
+    def ended(end_token: str | None = None, **config: Any) -> tuple[int, set[int]]:
+        tokenizer = FileTokenizer(tokenizer_folder(tmp_path, **config), end_token=end_token)
+        assert f"end with {tokenizer.decode([tokenizer.end])} (id {tokenizer.end})" in tokenizer.about
+        return tokenizer.end, set(tokenizer.stops)
+
+    listed, eos, own = ids("<|endoftext|>"), ids("<|im_end|>"), ids("<|eot_id|>")
+    assert ended() == (listed, {listed})
+    assert ended(eos_token="<|im_end|>") == (eos, {eos})
+    assert ended(eos_token={"content": "<|im_end|>", "lstrip": False}) == (eos, {eos})
+    assert ended(eos_token="no such token") == (listed, {listed})
+    assert ended("<|eot_id|>", eos_token="<|im_end|>") == (own, {own, eos})
+
+
+def test_a_token_begins_documents(opened: Opener, tmp_path: Path) -> None:
+    """Also those of several parts. It is no target with a loss, and counts in the length."""
+    file = str(tokenizer_folder(tmp_path / "tokenizer"))
+    rows = [{"text": "ab"}, {"prompt": "c", "completion": "d"}, {"prompt": "", "completion": "e"}]
+    keys = {"source": "jsonl", "path": write_lines(tmp_path / "x.jsonl", rows), "tokenizer": file, "validation": 0}
+    data = opened(**keys, seq_len=1, begin_token="auto")
+    begin, end = data.tokenizer.begin, data.tokenizer.end
+    assert begin == FileTokenizer(Path(file), "<s>").begin
+    a, b, c, d, e = data.tokenizer.encode("abcde")
+    tokens, targets = read_all(data.train)
+    assert tokens == [begin, a, b, end, begin, c, d, end, begin, e]
+    assert targets == [a, b, end, IGNORE, IGNORE, d, end, IGNORE, e, end]
+    assert any("begin with <s>" in line for line in data.about)
+    assert read_all(opened(**keys, seq_len=1).train)[0][:4] == [a, b, end, c]
+
+
+def test_a_long_document_begins_once(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshtrain.data.text._BATCH_CHARACTERS", 1000)
+    file = str(tokenizer_folder(tmp_path / "tokenizer"))
+    path = write_texts(tmp_path / "text", ["some words " * 500])
+    data = opened(source="text", path=path, tokenizer=file, begin_token="auto", validation=0, seq_len=1)
+    tokens, targets = read_all(data.train)
+    assert tokens.count(data.tokenizer.begin) == 1
+    assert len(tokens) == len(targets) == 5501
+    assert data.train.stream.corpus.loss.array.sum() == 5501
+
+
+def test_control_tokens_that_a_document_spells_are_text(opened: Opener, tmp_path: Path) -> None:
+    file = str(tokenizer_folder(tmp_path / "tokenizer"))
+    texts = ["a<|endoftext|>b", "<s>c"]
+    said: list[str] = []
+    path = write_texts(tmp_path / "text", texts)
+    data = opened(source="text", path=path, tokenizer=file, validation=0, seq_len=1, messages=said)
+    assert sum("spells control tokens, such as <|endoftext|>" in line for line in said) == 1
+    tokens = data.train.stream.corpus.tokens.array.tolist()
+    assert tokens.count(data.tokenizer.end) == 2
+    assert data.tokenizer.decode(tokens) == "".join(text + "<|endoftext|>" for text in texts)
+    assert data.tokenizer.encode("<s>") == [data.tokenizer.encode("<s>")[0]], "in a prompt it is the token"
+    assert len(data.tokenizer.encode("<s>", plain=True)) == 3
 
 
 # The split

@@ -1,6 +1,8 @@
 """Token files: what is written is read, and preparation happens once. Damaged files are in refusals.yaml."""
 
+import errno
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ import tracemalloc
 from dataclasses import asdict
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from meshtrain.data import cache
 from meshtrain.data.cache import cache_folder, prepare_once
 from meshtrain.data.tokens import Document, Header, open_tokens, smallest_dtype
 from meshtrain.errors import InputError
+from meshtrain.job import pending
 from tests.data.conftest import Opener
 from tests.data.files import write_tokens
 
@@ -210,6 +214,76 @@ def test_a_full_disk_of_the_cache_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match=r"No space left on device: '.*/x'"):
         prepare_once(tmp_path / "x", fill, print)
+
+
+def test_a_lock_is_no_way_to_empty_another_file(tmp_path: Path) -> None:
+    """In a folder that a group shares, anybody can compute the name of the lock, and put a link there."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".x.lock").symlink_to("victim")
+    with pytest.raises(InputError, match=r"cache .* cannot be written \(.*/\.x\.lock: it is a link"):
+        prepare_once(tmp_path / "x", lambda: write_tokens(tmp_path / "x", [1]), print)
+    assert (tmp_path / "victim").read_text() == "precious"
+    (tmp_path / ".y.lock").hardlink_to(tmp_path / "victim")
+    prepare_once(tmp_path / "y", lambda: write_tokens(tmp_path / "y", [1]), print)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_the_lock_of_another_user_keeps_nobody_from_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """He may have failed, and nobody else can write to his lock. His work in progress is his."""
+    theirs, half = tmp_path / ".x.lock", tmp_path / f".x.{os.uname().nodename}.1.tmp"
+    theirs.touch()
+    half.mkdir()
+    os.utime(half, (time.time(), time.time()))
+    guarded, lstat = cache.open_guarded, Path.lstat
+
+    def open_mine(path: Path, *more: Any, **words: Any) -> int:
+        if path == theirs:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return guarded(path, *more, **words)
+
+    def of_another(path: Path) -> os.stat_result:
+        about = lstat(path)
+        return os.stat_result([*about[:4], about.st_uid + (path == half), *about[5:]])
+
+    monkeypatch.setattr(cache, "open_guarded", open_mine)
+    monkeypatch.setattr(Path, "lstat", of_another)
+    prepare_once(tmp_path / "x", lambda: write_tokens(tmp_path / "x", [1]), print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [".x.lock", f".x.{os.geteuid()}.lock", half.name, "x"]
+    )
+
+
+def test_a_full_disk_has_no_room_for_the_name_of_who_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is then the work itself, whose error names a file."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache.os, "pwrite", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/x'"):
+        prepare_once(tmp_path / "x", full, print)
+
+
+def test_who_waits_for_one_that_gets_on_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start has a time limit for what does not."""
+    folder, half, advances = tmp_path / "x", tmp_path / ".x.elsewhere.7.tmp", []
+    half.mkdir()
+
+    def say(_: str) -> None:
+        advances.append(pending.advances())
+        if len(advances) in (2, 3):
+            (half / f"tokens.{len(advances)}").touch()
+            os.utime(half / f"tokens.{len(advances)}", (2e9 + len(advances),) * 2)
+        if len(advances) == 7:
+            folder.mkdir()
+
+    monkeypatch.setattr(cache, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(cache, "_LONGEST_POLL_S", 0.001)
+    with open(tmp_path / ".x.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare_once(folder, lambda: pytest.fail("prepared twice"), say)
+    got_on = [after - before for before, after in itertools.pairwise(advances)]
+    assert got_on == [1, 1, 1, 0, 0, 0], "from the first look, and whenever something was written since"
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

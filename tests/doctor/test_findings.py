@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from meshtrain.doctor import records
+from meshtrain.doctor import __main__ as doctor
+from meshtrain.doctor import command, records
 from meshtrain.doctor import rules as rules_package
 from meshtrain.doctor.findings import SENTENCES, Finding, status
 from meshtrain.doctor.records import ClusterFacts, Host, RecordError, from_json, to_json
@@ -160,3 +162,21 @@ def test_a_table_in_80_columns_cuts_no_word(
     assert "…" not in table
     assert {"processes", "GPUs", "clock", "disk"} <= set(table.split())
     assert max(map(len, table.splitlines())) <= 80
+
+
+def test_torchruns_report_names_what_the_doctor_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where in Python the doctor ended, which torchrun gives as the cause otherwise."""
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    wrong = {"hosts/1/code": {"meshtrain/train.py": "a2"}, "hosts/1/versions/torch": "2.11"}
+    findings = judge(cluster(**wrong))
+    what = [finding.what for finding in findings if finding.severity == "error"]
+    assert len(what) == 2
+    monkeypatch.setattr(command, "examine", lambda run: command.Outcome(findings))
+    monkeypatch.setattr(sys, "argv", ["doctor", "--local"])
+    assert doctor.main() == 1
+    said = json.loads(told.read_text())["message"]["message"]
+    assert said == f"meshtrain doctor: {what[0]} (and 1 more, printed above)"
+    monkeypatch.setattr(sys, "argv", ["doctor", "train.steps=3"])
+    assert doctor.main() == 2
+    assert "without a config" in json.loads(told.read_text())["message"]["message"]

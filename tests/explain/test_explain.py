@@ -22,7 +22,7 @@ from meshtrain.explain import log_reader
 from meshtrain.explain.causes import Cause, explain, names
 from meshtrain.explain.command import explanation
 from meshtrain.explain.log_reader import pieces, time_of, without_prefix
-from meshtrain.explain.rules import load_rules
+from meshtrain.explain.rules import Rule, load_rules
 from meshtrain.job.watchdog import records
 from meshtrain.job.watchdog.diagnose import diagnose
 from tests.job.fakes import rank, waits
@@ -356,3 +356,69 @@ def test_the_text_keeps_to_the_width() -> None:
     for width in (60, 110):
         long = [line for line in explanation(explained, width).splitlines() if len(line) > width]
         assert all(" " not in line.strip() or "/" in line for line in long), long  # a path is not broken
+
+
+STRANGE_CONFIGS = {
+    "a date that is none": "model: 2001-99-99",
+    "a long integer": "model: " + 5_000 * "1",
+    "deep": 3_000 * "[",
+    "an escape beyond Unicode": r'model: "\UFFFFFFFF"',
+    "large": "model: " + (1 << 20) * "a",
+    "no UTF-8": "model: \udcff",
+}
+
+
+@pytest.mark.parametrize("case", STRANGE_CONFIGS)
+def test_a_strange_config_beside_a_log_does_no_harm(case: str, tmp_path: Path) -> None:
+    """Anybody may have put it into a folder above; the evidence that was found counts."""
+    (tmp_path / "config.yaml").write_text(STRANGE_CONFIGS[case], errors="surrogateescape")
+    assert ids(write(tmp_path / "logs" / "job.txt", OOM)) == ["CUDA_OOM"]
+
+
+def test_a_config_beside_a_log_that_is_no_file_is_passed_over(tmp_path: Path) -> None:
+    log, config = write(tmp_path / "run" / "logs" / "job.txt", OOM), tmp_path / "run" / "config.yaml"
+    write(tmp_path / "config.yaml", CONFIG)
+    os.mkfifo(config)  # which nobody writes to
+    assert "(now 8" in causes(log)[0].to_json()["fix"], "the next one above"
+    config.unlink()
+    config.symlink_to("/dev/zero")
+    assert "(now 8" in causes(log)[0].to_json()["fix"]
+    config.unlink()
+    config.symlink_to(write(tmp_path / "elsewhere", CONFIG.replace("micro_size: 8", "micro_size: 6")))
+    assert "(now 8" in causes(log)[0].to_json()["fix"], "nobody has named this file"
+    assert "(now 6" in causes(config.parent)[0].to_json()["fix"], "and here the folder that has it is named"
+
+
+def test_a_runs_folder_with_strange_files(tmp_path: Path) -> None:
+    write(tmp_path / "config.yaml", CONFIG)
+    for text in (100_000 * "[", "[1]", '{"status": 3}'):
+        write(tmp_path / "exit.json", text)
+        assert all(isinstance(name, str) for name in ids(tmp_path))
+    (tmp_path / "exit.json").unlink()
+    os.mkfifo(tmp_path / "exit.json")
+    os.mkfifo(tmp_path / ".lock")
+    assert ids(tmp_path), "nobody waits for a writer"
+
+
+def test_lines_without_a_literal_are_not_looked_at_for_each_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a log of a hundred megabytes takes minutes."""
+    asked: list[str] = []
+    may_match = Rule.may_match
+    monkeypatch.setattr(Rule, "may_match", lambda rule, lower: asked.append(rule.id) or may_match(rule, lower))
+    noise = "step 1/9  loss 2.5\n" * 500
+    log = write(tmp_path / "job.txt", noise + f"{OOM}\n{WATCHDOG}\n" + noise)
+    found = causes(log)
+    assert {"CUDA_OOM"} < {cause.id for cause in found}
+    assert [line.line for cause in found if cause.id == "CUDA_OOM" for line in cause.matches.evidence] == [501]
+    assert len(asked) < 20
+
+
+def test_of_many_lines_the_first_are_kept_and_all_are_counted(tmp_path: Path) -> None:
+    """By their times, and where they have none by their places."""
+    times = [f"2026-11-28 10:{minute:02d}:00 {OOM}" for minute in (30, 20, 50, 10, 40, 5)]
+    log = write(tmp_path / "job.txt", "\n".join([OOM, *times]) + "\n")
+    (cause,) = causes(log)
+    assert [line.line for line in cause.matches.evidence] == [7, 5, 3, 2]
+    assert cause.matches.count == 7

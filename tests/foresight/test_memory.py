@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from meshtrain.config import Config
 from meshtrain.errors import bytes_text
@@ -275,6 +276,26 @@ def test_a_run_says_before_it_starts_that_it_will_not_fit(tmp_path: Path, monkey
         assert [file.name for file in tmp_path.iterdir()] == ["memory.txt"]
         raise error
     assert error.__notes__ == [verdict, parts, knobs]
+
+
+@pytest.mark.slow
+def test_a_run_that_turns_sequence_parallelism_off_foresees_the_memory_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "PATIENCE_S", 300)
+    monkeypatch.setenv(start.ROOM, "1.6001")  # of which libraries take 1.6
+    model = nn.Module()
+    vars(model)["shares_sequence"] = False
+    config = loaded(2, "layout={tp: 2}", "parallel.verify=true")
+    with start.MemoryForecast(tmp_path, torch.device("cpu"), config, 0) as forecast:
+        forecast.follow(model)
+        verdict = forecast.note()[0]
+    with_parts, without = (
+        predict(QUICKSTART, [*LLAMA, "parallel.compile=false", "layout={tp: 2}", *more], hosts=(2,)).memory.total
+        for more in ([], ["parallel.sequence_parallel=false"])
+    )
+    assert with_parts < without
+    assert verdict.startswith(f"memory: {bytes_text(without)} at the peak")
 
 
 def test_a_run_whose_memory_is_not_known_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

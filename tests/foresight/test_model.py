@@ -106,6 +106,7 @@ class Model(nn.Module):
     ("old", "new", "first"),
     [
         ("", "", (0, *[1, 2] * 6, 13)),  # kinds that alternate; the forward reads a setting of each
+        ("x = layer(x)", "x = layer(x=x)", (0, *[1, 2] * 6, 13)),  # called by keyword
         ("in self.layers:\n", "in self.layers:\n            layer.mix.weight\n", range(14)),
         ("x = layer(x)", "x = layer(x)[:, : -2 if x.shape[1] > 32 - 8 else None]", range(14)),  # sizes change outside
         ("return x + self.mix(x)", "return (x + self.mix(x)).double().float()[:, :-1]", range(14)),  # and inside

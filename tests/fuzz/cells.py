@@ -226,11 +226,5 @@ def smaller(cell: Cell) -> Iterator[Cell]:
                 yield replace(cell, first=cell.first | layout, then=cell.first | layout)
 
 
-def parts_of_unequal_length(experiment: Keys, layout: Keys) -> bool:
-    """The samples of a data set of one's own are not compared with tp, whose ranks share each sequence."""
-    ranks = layout["layout"].get("tp", 1)
-    return experiment["data.source"].endswith(".py") and LENGTH % ranks > 0
-
-
 # What is known to be wrong: such cells are drawn again.
-KNOWN: list[Callable[[Keys, Keys], bool]] = [parts_of_unequal_length]
+KNOWN: list[Callable[[Keys, Keys], bool]] = []

@@ -70,7 +70,7 @@ def test_a_checkpoint_keeps_fused_tensors_and_becomes_the_same_files(
         {f"model.{names[0]}": tensor.detach() for names, tensor in named_tensors(model).items()},
         sizes={"dp_shard": 3, "tp": 2},
         cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
-        config={"model": {"name": "glm4_moe", **config.model.keys}, "train": {"precision": "bfloat16"}},
+        config=config.plain(),
     )
     assert cli.main(["export", str(checkpoint), str(tmp_path / "ours"), "--format", file_format]) == 0
     write_export(config, JOB, MESH, model, str(tmp_path / "run"))

@@ -20,7 +20,7 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.build import build_model, check_start, plain_model, spec_of
-from meshtrain.parallel.linear.lora import adapted_layers, is_adapter, merge_adapters
+from meshtrain.parallel.linear.lora import adapted_layers, add_adapters, is_adapter, merge_adapters
 from tests.huggingface.models import REST, assert_loads, logits, transformers_model
 from tests.launching import forked
 
@@ -145,6 +145,13 @@ def test_a_layer_whose_weight_is_tied_has_no_adapter() -> None:
     first, second = (name for name in every if name.endswith("o_proj"))
     every[second].weight = every[first].weight
     assert every.keys() - adapted_layers(model, []).keys() == {first, second}
+
+
+def test_an_adapter_of_a_layer_that_is_called_by_keyword_adds_as_much() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    add_adapters(model, [], rank=2, alpha=4, dropout=0.0)
+    x = torch.ones(1, 3)
+    assert torch.equal(model[0](input=x), model[0](x))
 
 
 def test_an_adapter_of_a_layer_that_is_not_called_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from meshtrain.attention import AttentionContext
-from meshtrain.config import ConfigErrors
+from meshtrain.checkpoint.config_diff import Changes, compare_configs
+from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.locate import model_file
+from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.huggingface.safetensors import CONFIG
 from meshtrain.rotary import (
     cos_sin,
@@ -18,13 +20,14 @@ from meshtrain.rotary import (
     rotary_score_factor,
     rotate,
 )
-from tests.huggingface.models import MODELS, assert_loads, changed, logits, run_config, table, with_weights, write
+from tests.huggingface.models import MODELS, REST, assert_loads, changed, logits, run_config, table, with_weights, write
 
 llama = model_file("llama")
 MOST, LENGTH = 32, 60  # the length that a model was made for, and that of its sequences
 SCALINGS: dict[str, dict[str, Any]] = table("scalings")
 SIZES = {key: size for key, size in MODELS["gqa"].items() if key not in ("model_type", "eos_token_id")}
 SIZES |= {"hidden_size": 96, "max_position_embeddings": MOST}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 TOKENS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
@@ -107,6 +110,91 @@ def test_a_model_goes_in_and_out_with_its_scaling(name: str, form: str, tmp_path
     again, before = (llama.Config(**run_config(tmp_path / folder).model.keys) for folder in ("out", "in"))
     assert torch.equal(frequencies(again, LENGTH), frequencies(before, LENGTH))
     assert magnitude(again) == magnitude(before)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": LINEAR},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": LINEAR, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_theta": 5.0, **LINEAR}, "rope_scaling": None},
+        {"rope_scaling": {"rope_theta": 9.0, **LINEAR}, "rope_theta": 7.0},
+    ],
+)
+def test_where_keys_of_a_file_contradict_each_other_those_count_that_transformers_uses(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    folder = tmp_path / "in"
+    scaled_model(folder, "linear")
+    written = json.loads((folder / CONFIG).read_text())
+    without = {key: value for key, value in written.items() if not key.startswith("rope_")}
+    (folder / CONFIG).write_text(json.dumps(without | keys))
+    theirs = AutoConfig.from_pretrained(folder).rope_parameters
+    theta, scaling = llama.Config(**run_config(folder).model.keys).rope
+    assert (theta, scaling.get("rope_type", "default")) == (theirs["rope_theta"], theirs["rope_type"])
+    assert scaling.get("factor") == theirs.get("factor")
+
+
+def test_a_yaml_overrides_what_a_file_or_a_checkpoint_says_of_rotary_positions(tmp_path: Path) -> None:
+    """Also where one of them gives both keys in one, and the other gives them apart."""
+    rope = {"rope_theta": 5.0, "rope_type": "linear", "factor": 4.0}
+    folder = tmp_path / "in"
+    scaled_model(folder, "linear")
+    changed(folder, rope_parameters=rope, rope_scaling=None, rope_theta=None)
+    cases = (
+        ("model.rope_theta=7.0", (7.0, 4.0)),
+        ("model.rope_scaling={rope_type: linear, factor: 2.0}", (5.0, 2.0)),
+        ("model.rope_parameters={rope_type: linear, factor: 2.0, rope_theta: 9.0}", (9.0, 2.0)),
+    )
+    for override, expected in cases:
+        theta, scaling = llama.Config(**run_config(folder, override).model.keys).rope
+        assert (theta, scaling["factor"]) == expected, override
+
+
+@pytest.mark.parametrize(
+    ("written", "theta", "scaling"),
+    [
+        ("rope_parameters: {rope_type: default, rope_theta: 500000}", 5e5, None),
+        ("rope_parameters: {rope_type: linear, factor: 4.0, rope_theta: 500000}", 5e5, LINEAR),
+        ("rope_scaling: {rope_type: linear, factor: 4.0, rope_theta: 500000}", 5e5, LINEAR),
+        ("rope_scaling: {rope_type: linear, factor: 4.0}, rope_parameters: {}", 1e4, LINEAR),
+        # Twice the same.
+        ("rope_theta: 500000, rope_parameters: {rope_type: default, rope_theta: 500000}", 5e5, None),
+        (
+            "rope_scaling: {rope_type: linear, factor: 4.0}, rope_parameters: {rope_type: linear, factor: 4}",
+            1e4,
+            LINEAR,
+        ),
+    ],
+)
+def test_a_resolved_config_says_rotary_positions_once_and_gives_an_equal_one(
+    written: str, theta: float, scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    first, again = tmp_path / "first.yaml", tmp_path / "config.yaml"
+    first.write_text(f"model: {{name: llama, {written}}}{REST}")
+    config = Config.load(str(first))
+    again.write_text(config.to_yaml())
+    assert Config.load(str(again)) == config
+    keys = config.model.keys
+    assert repr(keys["rope_theta"]) == repr(theta)
+    assert (keys["rope_scaling"], keys["rope_parameters"]) == (scaling, None)
+
+
+def test_the_config_of_an_older_checkpoint_has_both_forms() -> None:
+    """Older versions of meshtrain kept `rope_parameters`, which counted, beside the default of `rope_theta`."""
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000}
+    older = {"name": "llama", "rope_theta": 1e4, "rope_scaling": None, "rope_parameters": rope}
+    newer = {"name": "llama", "rope_theta": 5e5, "rope_scaling": LINEAR, "rope_parameters": None}
+    assert one_form(older) == newer
+    assert one_form(newer) == newer
+    assert compare_configs({"model": older}, {"model": newer}) == Changes()
+    assert compare_configs({"model": newer}, {"model": older | {"rope_parameters": None}}).refused
+    damaged = older | {"rope_parameters": 3}
+    assert one_form(damaged) == damaged
 
 
 def test_the_type_may_stand_in_rope_parameters_by_its_old_name() -> None:

@@ -150,12 +150,26 @@ def test_the_code_is_that_of_meshtrain_its_models_and_the_users_files(tmp_path: 
 
 
 def test_versions_and_variables_that_change_results_or_traffic() -> None:
-    compared = {"NCCL_DEBUG": "INFO", "GLOO_TIMEOUT": "3", "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    compared = {"NCCL_ALGO": "Ring", "GLOO_TIMEOUT": "3", "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     others = {"HOME": "/root", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth0", "TORCHELASTIC_RUN_ID": "7"}
+    others |= {"TORCH_HOME": "/a", "CUDA_CACHE_PATH": "/a", "CUDA_MPS_PIPE_DIRECTORY": "/a", "NCCL_TOPO_FILE": "/a"}
+    others |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ENV", "TORCH_LOGS": "+dynamo"}
     topics = topics_of(variables=compared | others)
     assert topics["the environment"].values == compared
     assert not topics["the environment"].refused
     assert {"torch", "python", "numpy"} <= topics["the software"].values.keys()
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.1+cu130", "2.14.0a0+git1234"])
+def test_torch_that_was_tested(version: str) -> None:
+    assert consistency.untested_torch(version) is None
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0a0+git1234", "3.0.0"])
+def test_torch_that_was_not_tested(version: str) -> None:
+    warning = consistency.untested_torch(version)
+    assert warning is not None
+    assert warning.startswith(f"torch {version} was not tested with this meshtrain, only 2.11 to 2.14 were")
 
 
 # A job ---------------------------------------------------------------------------------------------------------------
@@ -168,7 +182,7 @@ from meshtrain.train import main
 rank, arguments = int(os.environ["RANK"]), sys.argv[1:]
 os.chdir(pathlib.Path(__file__).parent / f"host{rank // 2}")
 os.environ["LOCAL_RANK"] = str(rank % 2)
-os.environ["NCCL_DEBUG"] = "INFO" if rank == 1 else "WARN"
+os.environ["NCCL_ALGO"] = "Tree" if rank == 1 else "Ring"
 if "data.path=code.txt" in arguments and rank == 2:
     plain = consistency.versions
     consistency.versions = lambda: plain() | {"torch": "1.0"}
@@ -211,5 +225,5 @@ def test_a_job_whose_ranks_differ_is_refused_before_anything_is_built(kind: str,
     printed = re.sub(r"\b[\da-f]{12,}\b", "DIGEST", printed)
     assert printed.count(expected) == 1, printed
     assert printed.count("is not the same on all ranks") == expected.count("is not"), "told once"
-    assert job.out.count(f"NCCL_DEBUG: WARN on ranks 0, 2 (host {host}), INFO on rank 1") == 1
+    assert job.out.count(f"NCCL_ALGO: Ring on ranks 0, 2 (host {host}), Tree on rank 1") == 1
     assert not list(tmp_path.glob("run/*.json*")), "nothing was begun"

@@ -58,6 +58,24 @@ def test_a_clock_counts_the_deadlines_missed_since_the_run_got_on(clock: FakeTim
     assert (deadlines.step, deadlines.misses, deadlines.late()) == (7, 0, False)
 
 
+def test_a_start_that_gets_on_takes_as_long_as_it_needs(clock: FakeTime) -> None:
+    """A corpus is prepared for hours, or weights are read; what does not get on has three deadlines."""
+    deadlines = DeadlineClock()
+    for hour in range(1, 9):
+        clock.now = 3600.0 * hour
+        deadlines.advanced(hour)
+        assert (deadlines.missed(), deadlines.late()) == (False, False)
+    for missed in (1, 2, 3):
+        clock.now += 601
+        deadlines.advanced(8)
+        assert (deadlines.missed(), deadlines.late()) == (True, True)
+        assert deadlines.deadlines.hangs("start", deadlines.misses) == (missed == 3)
+    deadlines.enter_phase("step", 1)
+    clock.now += 601
+    deadlines.advanced(9)
+    assert deadlines.missed(), "in training a reader's progress is none of the step"
+
+
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_a_save_that_waits_for_the_device_is_late_sooner_than_one_that_waits_for_the_disk(
     place: str, clock: FakeTime

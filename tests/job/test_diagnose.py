@@ -71,6 +71,22 @@ def test_who_is_to_blame() -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (["SIGKILL"], "process 1001 was killed (by somebody, or because memory was full) with SIGKILL"),
+        (["SIGSEGV"], "process 1001 was ended by SIGSEGV, a crash in native code; its output says where"),
+        (["SIGBUS"], "process 1001 was ended by SIGBUS: a file that it read was cut off"),
+        (["status 3"], "process 1001 was ended by an exit with status 3"),
+        (["SIGSEGV", "SIGSEGV"], "processes 1001, 1002 were ended by SIGSEGV"),
+        (["SIGSEGV", None], "processes 1001, 1002 were killed (by somebody, or because memory was full) or crashed"),
+    ],
+)
+def test_a_rank_that_is_gone_was_seen_to_end_by_its_neighbours(ends: list[str | None], said: str) -> None:
+    gone = [replace(rank(number, reach="gone"), end=end) for number, end in enumerate(ends, start=1)]
+    assert said in verdict_of(rank(0), *gone).headline
+
+
 # 0 waits for 1 over tp, 1 waits for 3 over dp_shard, and 3 does something else.
 CHAIN = [
     rank(0, wait=waits(over="tp", ranks=(0, 1), number=9), begun={"0,1": 9}),

@@ -47,5 +47,11 @@ def test_under_srun_jobs_have_ports_of_their_own() -> None:
 
 def test_node_lists() -> None:
     assert {nodes: list(expand_hosts(nodes)) for nodes in CASES["hosts"]} == CASES["hosts"]
+    for nodes, problem in {
+        "x[3-1]": "the range 3-1 .* runs backwards",
+        "x[1-1000000000]": "has more than 1,048,576",
+    }.items():
+        with pytest.raises(InputError, match=problem):
+            expand_hosts(nodes)
     with pytest.raises(InputError, match="is not of SLURM's form"):  # a long one at once
         expand_hosts(100 * "gpu-cluster-node-" + "[01-0x]")

@@ -115,6 +115,7 @@ def test_a_second_signal_stops_at_once(small: str, start: Start, mark: str, tmp_
     assert not wait_until_gone(mark, 60)
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_stop_ends_with_0(small: str, start: Start, mark: str, tmp_path: Path) -> None:
     """By the file; then torchrun itself is signalled, as SLURM or a person does, and passes it on."""
     output = tmp_path / "run"

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from meshtrain.job.exit import signal_of
 from meshtrain.job.signals import Signals, StopRequest, limits
 from meshtrain.metrics.logger import read
 from tests.job.fakes import START, FakeTime, send
+from tests.launching import ROOT, environment
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,42 @@ def test_before_training_a_signal_ends_the_process_and_a_warning_is_kept(signals
     assert text_of(StopRequest(signals)) == "SIGUSR1"
     ends(signal.SIGTERM)  # there is no training yet that would obey
     send(signal.SIGTERM)  # nothing disturbs the way out
+
+
+def test_a_closed_terminal_asks_for_a_save_unless_the_run_was_started_to_outlive_it(signals: Signals) -> None:
+    """`nohup` ignores SIGHUP before the program begins."""
+    requests = StopRequest(signals)
+    with requests.active():
+        send(signal.SIGHUP)
+        assert text_of(requests) == "SIGHUP"
+    signals.restore()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    requests = StopRequest(Signals.install())
+    with requests.active():
+        send(signal.SIGHUP)
+        assert text_of(requests) is None
+        send(signal.SIGTERM)
+        assert text_of(requests) == "SIGTERM"
+    requests.signals.restore()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_lines_for_a_terminal_that_is_gone_are_no_errors() -> None:
+    """A save prints where it is; stdout and stderr that are files stay."""
+    script = """
+import os, pty, sys
+from meshtrain.job.signals import mute_closed_outputs
+master, terminal = pty.openpty()
+os.dup2(terminal, 1)
+os.close(master)
+os.close(terminal)
+mute_closed_outputs()
+print("saved", flush=True)
+print("said", file=sys.stderr)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
+    assert (done.returncode, done.stderr) == (0, "said\n")
 
 
 def test_in_training_the_first_signal_is_a_request_and_a_later_one_ends_the_process(
@@ -207,7 +246,7 @@ def exit_of(folder: Path) -> dict[str, Any]:
     return ended
 
 
-@pytest.mark.parametrize(("how", "kind"), [("SIGUSR1", "SIGUSR1"), ("STOP", "file")])
+@pytest.mark.parametrize(("how", "kind"), [("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGHUP"), ("STOP", "file")])
 def test_a_run_saves_and_stops(go: Go, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, kind: str) -> None:
     """Asked in the update of step 2; the sum of step 3 tells it to all, and step 4 is not taken any more."""
     assert go(interrupt=how, at=2) == {"status": 75}

@@ -233,6 +233,19 @@ def peers_of(rank: int, server: StatusServer, hosts: int, each: int) -> Peers:
     return Peers(job_of(rank), server, several(hosts, each))
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="processes are looked up in /proc")
+def test_a_process_of_this_host_that_is_gone_is_not_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host is this one, and was reached: whatever came back from a port that was just being closed."""
+    places = [("net 0", "pids 0"), ("net 0", "pids 0"), ("net 1", "pids 1")]
+    pids = [os.getpid(), 2**22 + 1, 2**22 + 1]  # the second number is beyond the largest process id
+    addresses = [Address(rank, "same", pids[rank], 1, ("a",), *place) for rank, place in enumerate(places)]
+    peers = Peers(job_of(0), SimpleNamespace(token="t"), addresses)
+    no_route = OSError(errno.EHOSTUNREACH, "No route to host")
+    monkeypatch.setattr(peers, "_ask_all", lambda ranks, question: [no_route for _ in ranks])
+    assert [report.reach for report in peers.examine()] == ["unreachable", "gone", "unreachable"]
+    peers.close()
+
+
 def test_a_place_is_not_known_by_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert namespace_ids("one") == namespace_ids("another") or not os.path.exists(status_server.BOOT)
     assert len(set(namespace_ids("one"))) == 2 or not os.path.exists("/proc/self/ns/net")

@@ -29,7 +29,7 @@ from meshtrain.job.watchdog.records import (
 )
 from meshtrain.job.watchdog.watchdog import Watchdog, watched
 from tests.job.fakes import FakeTime, job_of, raised, rank, send, waits, watchdog_of
-from tests.launching import forked
+from tests.launching import forked, root_cause, torchrun
 
 ALL = (0, 1, 2)
 ONE_IS_GONE = [rank(0), rank(1, reach="gone"), rank(2)]
@@ -333,6 +333,58 @@ def test_a_loop_of_ones_own_is_ended_by_a_signal_and_nobody_is_blamed(tmp_path: 
     assert "stops, because" not in job.err
 
 
+ASLEEP = """
+import os, sys, time
+from meshtrain import train
+
+whole = train.sample_order
+
+def asleep(*arguments):
+    if os.environ["RANK"] == "1":
+        time.sleep(1000)
+    return whole(*arguments)
+
+train.sample_order = asleep
+sys.exit(train.main())
+"""
+
+
+def test_a_start_in_which_nothing_gets_on_ends_and_names_the_rank(small: str, tmp_path: Path) -> None:
+    script = tmp_path / "asleep.py"
+    script.write_text(ASLEEP)
+    job = forked(2, script, small, "train.start_timeout_s=3", f"train.output={tmp_path}/run")
+    assert job.status == 1, job.err
+    place = "the meeting 'counting the samples of each source' at the store"
+    assert re.search(rf"rank 1 on host \S+ \(\S+ 1\) did not arrive at {place}", job.err), job.err
+
+
+def test_input_that_one_rank_refuses_ends_all_ranks_with_status_2(tmp_path: Path) -> None:
+    """Whichever ends first: a script that would start the job again leaves it alone."""
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.format(fault="raise meshtrain.errors.InputError('the sizes do not fit')"))
+    job = forked(3, script)
+    assert job.status == 2, job.err
+    assert job.err.count("the sizes do not fit") == 1
+    assert re.search(r"^rank 1 on host \S+: the sizes do not fit$", job.err, re.MULTILINE)
+    assert failures_in(job.err) == []
+
+
+def test_torchruns_last_word_is_our_sentence(tmp_path: Path) -> None:
+    """For what one rank refuses, and a disk that is full on one: no place in Python helps there."""
+    script = tmp_path / "loop.py"
+    faults = {
+        "raise meshtrain.errors.InputError('the sizes do not fit')": r"rank 1 on host \S+: the sizes do not fit",
+        "raise OSError(28, 'No space left on device', '/data/x')":
+            r"rank 1 on host \S+ failed: OSError: \[Errno 28\] No space left on device: '/data/x'",
+    }  # fmt: skip
+    for fault, sentence in faults.items():
+        script.write_text(LOOP.format(fault=fault))
+        job = torchrun(2, str(script))
+        assert re.fullmatch(sentence, root_cause(job.err)), job.err
+        assert job.err.count("Traceback (most recent call last)") == 1, "torchrun's own"
+        assert "SIGTERM)" not in job.err, "the other rank has its own status, too"
+
+
 # For programs ---------------------------------------------------------------------------------------------------------
 
 
@@ -354,17 +406,29 @@ def test_a_failure_is_one_line_for_programs_after_the_block(capsys: pytest.Captu
 
 
 FAILED = {"kind": "failed", "ranks": [0], "hosts": ["a"], "text": "rank 0 on host a failed: KeyError: 'mine'"}
+FULL = FAILED | {"text": "rank 0 on host a failed: OSError: [Errno 28] No space left on device: '/x'"}
 AGREED = {"kind": "training", "ranks": [], "hosts": [], "text": "the loss is gone"}
 
 
 @pytest.mark.parametrize(
     ("error", "lines"),
-    [(KeyError("mine"), [FAILED]), (TrainingError("the loss is gone"), [AGREED]), (InputError("no"), [])],
+    [
+        (KeyError("mine"), [FAILED]),
+        (TrainingError("the loss is gone"), [AGREED]),
+        (OSError(28, "No space left on device", "/x"), [FULL]),
+        (InputError("no"), []),
+    ],
 )
 def test_a_rank_that_fails_alone_prints_the_line_too(
-    error: Exception, lines: list[dict[str, Any]], capsys: pytest.CaptureFixture
+    error: Exception,
+    lines: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
+    """And tells torchrun; with the stack of Python only where a program has to be mended."""
     job = job_of()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
 
     def fail() -> None:
         with watched(job) as watch, job_exit(job):
@@ -374,6 +438,10 @@ def test_a_rank_that_fails_alone_prints_the_line_too(
     with pytest.raises((SystemExit, KeyError)):
         fail()
     assert failures_in(capsys.readouterr().err) == [line | {"step": 3, "phase": "saving"} for line in lines]
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert ("py_callstack" in told["extraInfo"]) == isinstance(error, KeyError)
+    assert told["message"] in (line["text"] for line in lines) or str(error) in told["message"]
+    assert int(told["extraInfo"]["timestamp"]) > 0
 
 
 def test_records_come_through_json_as_they_were() -> None:

@@ -1,4 +1,4 @@
-"""Muon: the formula, and which rank computes which matrix. That layouts agree is in the parity table."""
+"""Muon: the formula, which rank computes which matrix, and that ranks which share matrices update them as one does."""
 
 import math
 from collections import Counter
@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshtrain
 from meshtrain.config.locate import model_file
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
+from meshtrain.loss import sample_losses
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.optim import Optimizer
 from meshtrain.optim.groups import suits_muon
 from meshtrain.optim.matrices import deal_out, holders_of, matrices_of
-from meshtrain.parallel.sharding import Cut, ParameterSpec
-from tests.optim.steps import optimizer_of, set_gradients, update
+from meshtrain.parallel import fsdp
+from meshtrain.parallel.sharding import Cut, ParameterSpec, local_part
+from tests.comparing import ALONE, small_llama, tokens
+from tests.optim.steps import config, optimizer_of, set_gradients, update
 
 
 def formula(gradient: Tensor) -> Tensor:
@@ -82,3 +89,26 @@ def test_matrices_and_who_holds_parts_of_them() -> None:
     layout = Layout({"dp_replicate": 2, "dp_shard": 4}).with_experts(2)
     holders = [(part[0].start, part[0].stop, places) for part, places in holders_of(spec, layout, range(8))]
     assert holders == [(0, 2, [0, 4]), (3, 4, [1, 5]), (2, 3, [2, 6]), (4, 5, [3, 7])]
+
+
+def trained(mesh: Mesh) -> nn.Module:
+    """Three updates of a model by its own gradients."""
+    model = meshtrain.parallelize(small_llama(), mesh, precision="float64")
+    optimizer = Optimizer(model, config(name="muon", lr=0.02, momentum=0.9), mesh, 10)
+    samples = tokens().chunk(mesh.size("dp_shard"))[mesh.index("dp_shard")]
+    for step in (1, 2, 3):
+        sample_losses(model(samples), samples).sum().backward()
+        update(optimizer, step)
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_that_share_matrices_update_them_as_one_process(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix is orthogonalized by one rank, which receives its parts and sends the parts of the result back."""
+    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+    plain = trained(ALONE)
+    mesh = build_mesh(Layout({"dp_shard": 2, "tp": job.world_size // 2}))
+    for name, parameter in trained(mesh).named_parameters():
+        part, where = local_part(parameter)
+        torch.testing.assert_close(part, plain.get_parameter(name)[where], rtol=1e-9, atol=1e-12, msg=name)

@@ -24,7 +24,7 @@ from meshtrain.metrics.logger import read
 from meshtrain.optim import clip_gradients, grad_norm, param_groups
 from meshtrain.optim.grad_norm import clip_factor, local_parameters
 from meshtrain.optim.groups import GroupOptions, group_options
-from meshtrain.optim.lr_schedule import learning_rate
+from meshtrain.optim.lr_schedule import learning_rate, warmup_note
 from meshtrain.optim.registry import OPTIMIZERS
 from meshtrain.parallel import fsdp
 from meshtrain.parallel.mixed_precision import sum_dtype, sum_dtype_of
@@ -48,19 +48,49 @@ def rate(step: int, steps: int = 100, **settings: object) -> float:
 def test_warm_up_reaches_the_rate_at_its_last_update(schedule: str) -> None:
     rates = [rate(step, schedule=schedule) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
-    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     assert all(a >= b for a, b in pairwise(rates[9:])), "after the warm-up it never rises"
     assert rate(2, steps=3, schedule=schedule) == pytest.approx(0.2), "a run may be shorter than its warm-up"
 
 
-def test_the_shapes_of_the_schedules() -> None:
-    cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * 22 / 88)) / 2
-    assert rate(32, 98, schedule="cosine") == pytest.approx(cosine)
-    assert rate(28, schedule="linear") == pytest.approx(0.1 + 0.9 * 0.8)
-    assert rate(80, schedule="wsd", decay_steps=20) == 1.0
-    assert rate(90, schedule="wsd", decay_steps=20) == pytest.approx(0.55)
-    assert rate(95, schedule="wsd") == pytest.approx(0.55), "a tenth of the steps by default"
-    assert rate(1, schedule="cosine", warmup_steps=0) < 1.0
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "linear"}, [4 / 4, 3 / 4, 2 / 4, 1 / 4]),
+        ({"schedule": "linear", "warmup_steps": 1}, [4 / 4, 3 / 4, 2 / 4, 1 / 4]),
+        ({"schedule": "linear", "warmup_steps": 2}, [1 / 2, 3 / 3, 2 / 3, 1 / 3]),
+        ({"schedule": "cosine"}, [(1 + math.cos(math.pi * n / 4)) / 2 for n in range(4)]),
+        ({"schedule": "wsd", "decay_steps": 1}, [1, 1, 1, 1 / 2]),
+        ({"schedule": "wsd", "decay_steps": 3}, [1, 3 / 4, 2 / 4, 1 / 4]),
+        ({"schedule": "wsd"}, [1, 1, 1, 1 / 2]),
+        ({"schedule": "wsd", "warmup_steps": 4}, [1 / 4, 2 / 4, 3 / 4, 4 / 4]),
+        ({"schedule": "constant"}, [1, 1, 1, 1]),
+    ],
+)
+def test_no_update_has_the_rate_0(settings: dict[str, Any], expected: list[float]) -> None:
+    """Runs of 4 updates that decay to 0: the rate after the last one would be 0."""
+    options = {"min_lr": 0.0, "warmup_steps": 0, **settings}
+    assert [rate(step, steps=4, **options) for step in (1, 2, 3, 4)] == pytest.approx(expected)
+
+
+def test_a_decay_ends_at_the_lowest_rate() -> None:
+    """A cosine of 99 updates without warm-up, and the last 19 of 100; wsd decays in a tenth of the run by default."""
+    cosine = (1 + math.cos(math.pi * 49 / 99)) / 2
+    assert rate(50, 99, schedule="cosine", warmup_steps=0) == pytest.approx(0.1 + 0.9 * cosine)
+    assert rate(90, schedule="wsd", decay_steps=19) == pytest.approx(0.1 + 0.9 * 11 / 20)
+    assert rate(90, schedule="wsd") == 1.0
+    assert rate(91, schedule="wsd") == pytest.approx(0.1 + 0.9 * 10 / 11)
+
+
+def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
+    assert warmup_note(config(lr=1.0, warmup_steps=20), 20) is None
+    note = warmup_note(config(lr=1e-3, warmup_steps=20), 5)
+    assert note == (
+        "the run ends in its warm-up: optimizer.warmup_steps is 20, and the run has 5 steps, so that its learning rate "
+        "reaches 0.00025 instead of 0.001"
+    )
+    shortest = warmup_note(config(lr=1e-3, warmup_steps=2), 1)
+    assert shortest is not None
+    assert "the run has 1 step, so" in shortest
 
 
 # Norms --------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,20 @@ from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel,
 from tests.comparing import ALONE
 
 
+class Uncalled(nn.Module):
+    """Its block is a list, of which it calls the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
 class Dropping(nn.Module):
     """A block with every kind of dropout but meshtrain's: functional, in attention, torch's module."""
 
@@ -111,3 +125,8 @@ def test_torchs_own_dropout_is_refused_where_ranks_of_tp_have_the_same_activatio
         apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=False))
     apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=True))
     apply_data_parallel(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), mesh, ParallelOptions(sequence_parallel=False))
+
+
+def test_a_block_that_is_never_called_is_said_not_to_be_recomputed() -> None:
+    with pytest.warns(UserWarning, match="names a ModuleList, which has no forward: it is neither recomputed nor"):
+        parallelize(Uncalled(), ALONE, recompute="full")

@@ -300,12 +300,30 @@ def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "no C compiler" in str(missing_tools((9, 0))), "Triton takes what CC names"
 
 
+def test_code_that_others_could_have_written_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A `data.cache` that a group shares holds data, and no code: that lies in the user's own cache folder."""
+    shared, own = tmp_path / "shared", tmp_path / "home" / "meshtrain"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(CACHE, raising=False)
+    keep_compiled_code(shared)
+    kept = Path(os.environ[CACHE])
+    assert (kept.parent, kept.stat().st_mode & 0o777) == (own, 0o700)
+    assert list(shared.iterdir()) == []
+    kept.chmod(0o777)
+    monkeypatch.delenv(CACHE)
+    keep_compiled_code(shared)
+    assert CACHE not in os.environ, "anybody may have put something there"
+
+
 def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CACHE, "there")
     keep_compiled_code(tmp_path)
     assert os.environ[CACHE] == "there", "the user's choice"
     monkeypatch.delenv(CACHE)
     (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_compiled_code(tmp_path / "file")
     assert CACHE not in os.environ, "nothing can be written there, as in a container without a home"
     keep_compiled_code(tmp_path)

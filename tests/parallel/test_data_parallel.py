@@ -63,7 +63,7 @@ def hooked(register: Any) -> nn.Parameter:
             {"dp_shard": 2},
             "norm",
             nn.BatchNorm1d(3),
-            "norm is a BatchNorm1d, which computes with the samples that a rank",
+            r"norm is a BatchNorm1d, which computes with the samples that a rank.*parallel\.sync_batch_norm: true",
         ),
         ({"dp_replicate": 2}, "words", nn.Embedding(4, 2, max_norm=1.0), "words is an embedding with max_norm, which"),
         (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import meshtrain
 from meshtrain.data.batch import IGNORE
+from meshtrain.errors import InputError
 from meshtrain.loss import correct_predictions, sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import linear_cross_entropy
@@ -50,6 +51,14 @@ class Gated(nn.Module):
         return self.head(x + self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
+class Padded(Gated):
+    """Its embedding gives one id's row no gradient."""
+
+    def __init__(self, padding_idx: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, D, padding_idx)
+
+
 GATED = {"words": "embedding_rowwise", "gate": "colwise", "up": "colwise", "down": "rowwise"}
 GATED |= {"head": "colwise_gather_output"}
 
@@ -65,6 +74,23 @@ def part_of(x: Tensor, tp: Mesh, sequence_parallel: bool) -> Tensor:
     size = x.shape[1] // tp.size("tp")
     part = x.narrow(1, tp.index("tp") * size, size) if sequence_parallel else x
     return part.detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("padding_idx", [0, 4, -1])
+def test_the_row_of_padding_has_no_gradient(tp: Mesh, padding_idx: int, sequence_parallel: bool) -> None:
+    assert (tokens() == padding_idx % V).any()
+    options = {"tp_plan": GATED, "sequence_parallel": sequence_parallel}
+    plain: Any = compare(lambda: Padded(padding_idx), tp, steps=2, **options)[1]
+    assert not plain.words.weight.grad[padding_idx].any()
+
+
+def test_a_sample_that_tp_does_not_divide_is_refused_by_each_rank(tp: Mesh) -> None:
+    model = meshtrain.parallelize(Gated(), tp, tp_plan=GATED, precision="float64")
+    odd = torch.zeros(B, 4 * tp.size("tp") + 1, dtype=torch.int64)
+    with pytest.raises(InputError, match=f"a sample of {odd.shape[1]} tokens does not divide over layout") as refused:
+        model(odd)
+    assert type(refused.value) is InputError, "other data ranks do not find it, and would wait for this one"
 
 
 @pytest.mark.parametrize(("sequence_parallel", "regather"), [(True, False), (True, True), (False, False)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -16,7 +17,7 @@ from torch.distributed import _symmetric_memory
 
 import meshtrain
 from meshtrain.config import Config
-from meshtrain.errors import InputError
+from meshtrain.errors import AgreedError, InputError
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
@@ -90,6 +91,27 @@ def test_layers_of_the_documents_snippet_have_its_shapes(tp: Mesh) -> None:
 def test_symmetric_memory_is_refused_on_cpus(tp: Mesh) -> None:
     with pytest.raises(InputError, match="symmetric_memory"):
         meshtrain.parallelize(small_llama(), tp, symmetric_memory=True)
+
+
+OF_21_TOKENS = """
+import torch
+
+def dataset(config, split):
+    tokens = torch.arange(22) % 11
+    return [(tokens[:-1], tokens[1:])] * 40
+"""
+
+
+@pytest.mark.ranks(2)
+def test_samples_of_ones_own_that_tp_does_not_divide_are_refused_before_the_start(job: Job, shared_path: Path) -> None:
+    file = shared_path / "own.py"
+    if job.rank == 0:
+        file.write_text(OF_21_TOKENS)
+    dist.barrier()
+    keys = ("layout={tp: 2}", f"data.source={file}", "data.seq_len=21", "train.steps=1", "batch.micro_size=7")
+    with pytest.raises(AgreedError, match=r"first sample, 21, does not divide over layout\.tp 2, .*: use 20 or 22, or"):
+        train(job, shared_path / "run", *keys)
+    assert len(train(job, shared_path / "whole", *keys, "parallel.sequence_parallel=false")) == 1
 
 
 # 16 bits ------------------------------------------------------------------------------------------------------------

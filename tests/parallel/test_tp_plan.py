@@ -129,7 +129,7 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
             2,
             [f"an embedding with {option} cannot be split over tp"],
         )
-        for option, value in {"max_norm": 1.0, "padding_idx": 0, "sparse": True}.items()
+        for option, value in {"max_norm": 1.0, "sparse": True}.items()
     ),
 ]
 
@@ -140,6 +140,46 @@ def test_what_cannot_be_split(model: nn.Module, plan: dict[str, str], tp: int, e
         split_layers(model, plan, tp)
     for message in expected:
         assert any(message in problem for problem in error.value.problems), error.value.problems
+
+
+TOGETHER = dict.fromkeys(("q", "k", "v", "gate", "up"), "colwise") | {"o": "rowwise", "down": "rowwise"}
+
+
+def together(order: str, heads: int, kv_heads: int, inner: int) -> nn.Module:
+    """Attention and a feed-forward net in one module, their layers defined in this order."""
+    width = 8 * heads
+    sizes = {"q": (width, width), "k": (width, 8 * kv_heads), "v": (width, 8 * kv_heads), "o": (width, width)}
+    sizes |= {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    model: Any = nn.ModuleDict({name: nn.Linear(*sizes[name]) for name in order.split()})
+    model.head_dim = 8
+    return model
+
+
+ORDERS = ("q k v o gate up down", "q k v gate up o down", "gate up down q k v o", "gate up q k v down o")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("kv_heads", "inner"), [(4, 128), (4, 61), (2, 128), (1, 61), (1, 256)])
+def test_layers_of_a_feed_forward_net_beside_attention_have_no_heads(order: str, kv_heads: int, inner: int) -> None:
+    splits = {split.layer: split for split in split_layers(together(order, 4, kv_heads, inner), TOGETHER, 2)}
+    expected = {"q": 4, "k": kv_heads, "v": kv_heads, "gate": 0, "up": 0}
+    assert {name: splits[name].heads for name in expected} == expected
+    assert [splits[name].everywhere for name in "qkv"] == [False, kv_heads == 1, kv_heads == 1]
+    with pytest.raises(SplitError, match=r"^3 query heads do not divide over tp 2: use a tp of 1, 3$"):
+        split_layers(together(order, 3, 3, 96), TOGETHER, 2)
+
+
+def test_two_attentions_in_one_module_have_heads() -> None:
+    """As in a decoder layer with cross attention; their keys and values have fewer heads."""
+    first, second = together("q k v o gate up down", 8, 2, 61), together("q k v o", 8, 2, 61)
+    for name, layer in second.named_children():
+        first.add_module(f"cross_{name}", layer)
+    plan = TOGETHER | {f"cross_{name}": TOGETHER[name] for name in "qkvo"}
+    splits = {split.layer: split for split in split_layers(first, plan, 4)}
+    assert [splits[name].heads for name in ("q", "k", "v", "gate", "up")] == [8, 2, 2, 0, 0]
+    assert [splits[f"cross_{name}"].heads for name in "qkv"] == [8, 2, 2]
+    assert splits["k"].everywhere
+    assert splits["cross_k"].everywhere
 
 
 def test_a_shared_weight_is_split_in_one_way() -> None:

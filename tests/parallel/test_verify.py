@@ -26,7 +26,7 @@ from meshtrain.parallel import tensor_parallel
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.verify import comparison
-from tests.comparing import B, D, V, compare, llama, same, small_llama, tokens, train
+from tests.comparing import B, D, S, V, compare, llama, same, small_llama, tokens, train
 from tests.parity.experiments import MODELS as OWN_MODELS
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.usefixtures("float64")]
@@ -186,14 +186,107 @@ def test_models_that_compute_the_same_are_accepted(
 def test_models_that_compute_something_else_are_refused(
     tp: Mesh, name: str, options: dict[str, Any], words: list[str]
 ) -> None:
-    if name.startswith("mixing"):  # it takes positions
-        options = {**options, "sample": (tokens()[:, :8], torch.arange(8).expand(2, 8))}
     torch.manual_seed(0)
-    with pytest.raises(InputError) as refusal:
+    with pytest.raises(AgreedError) as refusal:
         meshtrain.parallelize(MODELS[name](), tp, precision="float64", **options)
-    assert isinstance(refusal.value, AgreedError) == options.get("verify", True)
     for word in words:
         assert word in str(refusal.value)
+
+
+def with_positions(name: str) -> dict[str, Any]:
+    """A sample for the models that take positions."""
+    return {"sample": (tokens()[:, :8], torch.arange(8).expand(2, 8))} if name.startswith("mixing") else {}
+
+
+@pytest.mark.parametrize(("name", "options", "problem"), TABLE["whole"])
+def test_sequence_parallelism_that_was_not_asked_for_is_off_where_it_computes_something_else(
+    tp: Mesh, name: str, options: dict[str, Any], problem: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    def losses(model: nn.Module, data_rank: int, microbatch: int) -> Tensor:
+        inputs = (tokens(), torch.arange(S).expand(B, S)) if name.startswith("mixing") else (tokens(),)
+        logits = model(*inputs)
+        return sample_losses(logits, tokens() if logits.dim() == 3 else tokens()[:, 0])
+
+    options = {**options, **with_positions(name)}
+    compare(MODELS[name], tp, losses, **options)
+    said = [str(warning.message) for warning in recwarn if "sequence_parallel is off" in str(warning.message)]
+    assert len(said) == (tp.rank == 0)
+    assert all(problem in text for text in said)
+    with pytest.raises(AgreedError, match="sequence_parallel: false, which passes"):
+        meshtrain.parallelize(MODELS[name](), tp, precision="float64", sequence_parallel=True, **options)
+
+
+def norms_before(layer: "Beside", x: Tensor) -> Tensor:
+    y = layer.down(F.gelu(layer.up(layer.norm1(x))))
+    return x + y + layer.down(F.gelu(layer.up(layer.norm2(x) * (1 + layer.scale))))
+
+
+def norm_between(layer: "Beside", x: Tensor) -> Tensor:
+    """Of a tensor into which a part of the features was written."""
+    parts = layer.up(x).unflatten(-1, (-1, 2))
+    written = torch.empty_like(parts)
+    written[..., 0] = parts[..., 1]
+    written[..., 1] = parts[..., 0]
+    return layer.down((written * (1 + layer.scale[:2])).flatten(-2))
+
+
+def reads_values(layer: "Beside", x: Tensor) -> Tensor:
+    return norms_before(layer, x) if float(x.sum()) > 0 else norms_before(layer, x) * 2
+
+
+class Beside(nn.Module):
+    """Norms and a scale in one module with a column-wise and a row-wise layer."""
+
+    def __init__(self, function: Callable[["Beside", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.function = nn.LayerNorm(D), nn.RMSNorm(D), function
+        self.scale = nn.Parameter(torch.zeros(D))
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+PLAIN_MLP: dict[str, Any] = {"tp_plan": MLP, "verify": False, **WHOLE}
+
+
+def test_norms_beside_split_layers_need_no_check_and_no_word(tp: Mesh) -> None:
+    """As those of a pre-norm block, which are in one module with the layers."""
+    compare(lambda: Around(Beside(norms_before)), tp, losses_of_any, **PLAIN_MLP)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (norm_between, r"^inner.scale: they lie between .* have to be summed: give them the style replicated_with"),
+        (reads_values, r"inner.scale, .*: whether they lie between .* \(verify is off\), .* or replicate if not$"),
+    ],
+)
+def test_parameters_that_may_lie_between_split_layers_are_named(tp: Mesh, function: Any, words: str) -> None:
+    with pytest.raises(AgreedError, match=words):
+        meshtrain.parallelize(Around(Beside(function)), tp, precision="float64", **PLAIN_MLP)
+
+
+class FewKeys(nn.Module):
+    """Attention with one head of keys and values for two of queries. `head_dim`: whether it says how wide one is."""
+
+    def __init__(self, head_dim: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, n) for n in (D, D // 2, D // 2, D))
+        if head_dim:
+            self.head_dim = D // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, D // 2)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_the_width_of_a_head_is_asked_for_where_a_split_cuts_heads(tp: Mesh) -> None:
+    plan = {**AROUND, "inner.[qkv]": "colwise", "inner.o": "rowwise"}
+    compare(lambda: Around(FewKeys(head_dim=True)), tp, tp_plan=plan)
+    with pytest.raises(AgreedError, match="If inner is attention, set its attribute head_dim, by which heads stay"):
+        meshtrain.parallelize(Around(FewKeys(head_dim=False)), tp, precision="float64", tp_plan=plan)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,13 @@ def test_what_depends_on_forwards_before_is_refused(data_ranks: Mesh, recompute:
 
 
 def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
-    keys = (*SMALL, f"model.name={MODELS / 'mixing.py'}", "model.learned_positions=0", "layout={tp: 2}")
+    keys = (
+        *SMALL,
+        f"model.name={MODELS / 'mixing.py'}",
+        "model.learned_positions=0",
+        "layout={tp: 2}",
+        "parallel.sequence_parallel=true",
+    )
     keys += (f"data.cache={tmp_path / 'cache'}",)
     refused = forked(2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / 'run'}")
     assert refused.status == 2

@@ -1,7 +1,8 @@
 """Models that stages would not compute as they are: refused before anything runs, with the place."""
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from meshtrain.cli.plan import make_plan
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.pipeline.probe import blocks_used_outside, check_forward
+from meshtrain.pipeline.stage import keep_stage
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART
 from tests.pipeline.formulas import table
@@ -34,7 +36,7 @@ def check_llama(
 
 
 @pytest.mark.parametrize("bounds", [TWO_STAGES, [(0, 1), (1, 4), (4, 5)]])
-@pytest.mark.parametrize("tweak", ["none", "inside", "values"])
+@pytest.mark.parametrize("tweak", ["none", "inside", "values", "rotary"])
 def test_what_stages_compute_as_it_is_passes(tweak: str, bounds: list[tuple[int, int]]) -> None:
     check_llama(tweak, bounds)
     check_llama(tweak, bounds, hidden_dropout=0.1, tie_word_embeddings=True)
@@ -73,8 +75,30 @@ class Asks(Images):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.first(images)
-        assert x.shape[1] == 2 * int(images.abs().sum() * 0 + images.shape[1])
+        assert x.shape[1] == 2 * int(images.new_ones(1).sum() * images.shape[1])
         return x
+
+
+class Reads(Images):
+    """Its blocks get a number that it reads of the first one's result, with or without an operator."""
+
+    def __init__(self, read: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.read = read
+        self.second = Times()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images)
+        return self.head(self.second(x, self.read(x.detach())).flatten(1))
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(2, 2, 3)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.inner(x) * factor
 
 
 class Hooked(Images):
@@ -96,9 +120,25 @@ class Refers(Images):
         self.second.forward = lambda x: x + first.weight.sum()  # type: ignore[method-assign]
 
 
+class Lists(Images):
+    """Its second block is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.ModuleList([nn.Conv2d(2, 2, 3)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.second[0](self.first(images)).flatten(1))
+
+
 class Borrows(Images):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images) @ self.head.weight
+
+
+class ReadsAndBorrows(Borrows):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images + float(images.sum()))
 
 
 class Writes(Images):
@@ -132,6 +172,7 @@ def test_the_shapes_are_those_that_stages_get() -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
+        (Lists, IMAGES, "block second, a ModuleList, has no forward"),
         (Asks, IMAGES, "its forward fails behind block first (AssertionError"),
         (Hooked, IMAGES, "it registers a hook on the activation"),
         (Refers, IMAGES, "block second computes with first.weight, which is a parameter of a block of"),
@@ -143,15 +184,122 @@ def test_what_no_stage_would_notice_is_refused(kind: type[Images], values: Tenso
         check_forward(on_meta(kind), [(0, 1), (1, 3)], (values,), torch.float32)
 
 
+@pytest.mark.parametrize(
+    "read", [lambda x: float(x.sum()), lambda x: x.numpy().max(), lambda x: x.tolist()[0][0][0][0]]
+)
+def test_a_number_that_is_read_of_the_activation_is_refused(read: Callable[[Tensor], float]) -> None:
+    """Each stage would read another one."""
+    with torch.device("meta"):
+        model = Reads(read)
+    with pytest.raises(InputError, match="it reads a value of the activation behind block first"):
+        check_forward(model, [(0, 1), (1, 3)], (IMAGES,), torch.float32)
+
+
 def test_blocks_of_whose_parameters_others_make_use_and_parameters_that_are_written_to() -> None:
     expected: dict[type[Images], tuple[list[str], list[str]]] = {
         Images: ([], []),
         Asks: ([], []),
+        Lists: (["second"], []),
+        ReadsAndBorrows: (["head"], []),
         Refers: (["first"], []),
         Borrows: (["head"], []),
         Writes: (["first", "second", "head"], ["first.weight", "second.bias", "head.weight"]),
     }
     assert {kind: blocks_used_outside(on_meta(kind), (IMAGES,)) for kind in expected} == expected
+
+
+class Outside(nn.Module):
+    """Layers that get the result of a module outside blocks, to which it gives the activation."""
+
+    def __init__(self, beside: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.beside = nn.Embedding(9, 4), beside
+        self.layers: Any = nn.ModuleList(Scaled() for _ in range(2))
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.embed, *self.layers]
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(input=tokens)
+        scale = self.beside(x, place=positions)
+        for layer in self.layers:
+            x = layer(scale=scale, hidden=x)
+        return x
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, hidden: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(hidden) * scale
+
+
+class Gives(nn.Module):
+    """The result of a function of the activation and of the places of tokens."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Any], persistent: bool = False) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("table", torch.ones(3), persistent=persistent)
+
+    def forward(self, x: Tensor, place: Tensor) -> Any:
+        return self.function(x, place) * self.table.sum()
+
+
+PLACES = torch.arange(3).expand(2, 3)
+OF_NO_VALUES: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda x, place: place[..., None].to(x.dtype),
+    lambda x, place: torch.zeros_like(x) + x.shape[-1] + place[..., None],
+    lambda x, place: (
+        place[..., None].to(x.dtype) * (1 + int(place.max()))
+    ),  # as rotary angles that grow with the length
+]
+
+
+@pytest.mark.parametrize("function", OF_NO_VALUES)
+def test_a_module_that_uses_no_value_of_the_activation_runs_in_each_stage(function: Any) -> None:
+    torch.manual_seed(0)
+    whole = Outside(Gives(function))
+    with torch.device("meta"):
+        check_forward(Outside(Gives(function)), [(0, 1), (1, 2), (2, 3)], (PLACES, PLACES), torch.float32)
+    x = PLACES
+    for number in range(3):
+        stage = copy.deepcopy(whole)
+        keep_stage(stage, number, number + 1)
+        assert list(stage.state_dict()) == [name for name in whole.state_dict() if name in stage.state_dict()]
+        x = stage(x, PLACES)
+    assert torch.equal(x, whole(PLACES, PLACES))
+
+
+@pytest.mark.parametrize(
+    ("function", "persistent"),
+    [
+        (lambda x, _: x.mean(), False),
+        (lambda x, place: float(x.sum() > 0) * place[..., None], False),
+        (lambda x, place: x.numpy().max() * place[..., None], False),
+        (lambda x, _: torch.rand_like(x), False),  # other numbers in each stage
+        (OF_NO_VALUES[0], True),  # a buffer of two stages
+    ],
+)
+def test_a_module_that_uses_values_draws_or_stores_is_refused(function: Any, persistent: bool) -> None:
+    with torch.device("meta"):
+        model = Outside(Gives(function, persistent))
+    with pytest.raises(InputError, match=r"cut into stages: block layers\.0 gets, besides its first"):
+        check_forward(model, [(0, 1), (1, 3)], (PLACES, PLACES), torch.float32)
+
+
+def test_a_module_outside_blocks_that_is_defined_too_late_is_said_to_be_so() -> None:
+    """It is in no `blocks()`."""
+    with torch.device("meta"):
+        model = Outside(Gives(lambda x, _: x.mean()))
+        beside = model.beside
+        del model.beside
+        model.beside = beside
+    with pytest.raises(
+        InputError, match=r"block layers\.0 runs behind module beside, and the model defines them the other"
+    ):
+        check_forward(model, [(0, 1), (1, 3)], (PLACES, PLACES), torch.float32)
 
 
 def test_it_is_said_by_the_plan_and_by_a_run_before_its_first_step(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ PLAYED = {
     if [[ $1 == -m ]]; then grep SigIgn /proc/$$/status > "$STAGE/ignored"; fi; echo "$STAGE/run" """,
     "scontrol": """case "$1 $2" in
         "show hostnames") if [[ $3 == *"["* ]]; then cat "$STAGE/hostnames"; else tr , '\\n' <<< "$3"; fi ;;
+        "show node") [[ -f $STAGE/node ]] && echo "NodeName=$3 NodeAddr=$(cat "$STAGE/node")$3 OS=Linux" ;;
         "show job") cat "$STAGE/job" ;;
         "requeue 70001") touch "$STAGE/requeued"; exit "$(cat "$STAGE/requeue_status")" ;;
         "update JobId=70001") [[ -f $STAGE/requeued ]] && echo "$3" > "$STAGE/updated" ;;
@@ -68,7 +69,7 @@ class Stage:
     """A folder with the commands that a script calls, and what they have seen."""
 
     folder: Path
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str | None] = field(default_factory=dict)  # None: not set
 
     def __post_init__(self) -> None:
         (self.folder / "bin").mkdir()
@@ -102,9 +103,10 @@ class Stage:
             "SLURMD_NODENAME": "gpu07",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
+        variables = {name: value for name, value in (variables | self.variables).items() if value is not None}
         command = ["bash", str(SLURM / script), *(words or ("mine.yaml",))]
         return subprocess.run(
-            command, env=variables | self.variables, cwd=self.folder, capture_output=True, text=True, timeout=60,
+            command, env=variables, cwd=self.folder, capture_output=True, text=True, timeout=60,
             check=False,
         )  # fmt: skip
 
@@ -187,6 +189,28 @@ def test_what_the_step_gets(stage: Stage, script: str) -> None:
     files = ("torchrun.0", "torchrun.1", "env") if script == "train.sbatch" else ("srun", "env")
     given = "".join(map(stage.read, files))
     assert not re.findall("--cpu-bind|--numa-binding|SOCKET_IFNAME", given)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_site_that_gives_no_cpus_per_task(stage: Stage, script: str) -> None:
+    stage.variables = {"SLURM_CPUS_PER_TASK": None}
+    assert stage.run(script).returncode == 0
+    assert "--cpus-per-task" not in stage.read("srun")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_host_engine_that_does_not_answer_says_nothing_of_a_node(stage: Stage, script: str) -> None:
+    """`dcgmi` is there, and users may not ask it."""
+    dcgmi = stage.folder / "bin" / "dcgmi"
+    dcgmi.write_text("#!/bin/bash\necho 'Error: Unable to connect to host engine.'; exit 235\n")
+    dcgmi.chmod(0o755)
+    stage.variables = {"PREFLIGHT": "1"}
+    ended = stage.run(script)
+    assert ended.returncode == 0, ended
+    assert stage.read("starts") == "gpu07 gpu08\n"
+    shutil.rmtree(stage.folder / "run" / "logs")  # with the marks of nodes that are fit
+    dcgmi.write_text("#!/bin/bash\n[[ $1 == discovery || $SLURMD_NODENAME != gpu08 ]]\n")
+    assert "not fit to train: gpu08" in stage.run(script).stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
+from meshtrain.watch import run_files
 from meshtrain.watch.run_files import RunFiles
 
 
@@ -66,3 +68,45 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path) -> None:
         (folder / name).symlink_to(tmp_path / "elsewhere")
     data = RunFiles(folder).page_data(9)
     assert data | {"checkpoints": [], "failures": [], "rows": 0, "exit": None, "events": [], "layout": ""} == data
+
+
+def test_no_line_of_a_stranger_stops_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deep, long, or of a step that a page cannot tell from the next one: it is a bad line, and the run goes on."""
+    monkeypatch.setattr(run_files, "LONGEST", 1000)
+    file, run = tmp_path / "metrics.jsonl", RunFiles(tmp_path)
+    deep, long = 900 * "[", '{"step": 2, "text": "' + 5000 * "a" + '"}'
+    far = [f'{{"step": {2**53 + 2}, "loss": 1}}', '{"step": 1e300}']
+    (tmp_path / "goodput.jsonl").write_text(f'{100_000 * "["}\n{{"step": {10**30}, "started": 1}}\n')
+    file.write_text("\n".join([deep, long, *far]) + "\n" + lines(3))
+    data = run.page_data(9)
+    assert (data["step"], data["bad_lines"]) == ([3], 4)
+    assert [event["step"] for event in data["events"]] == [2**53]
+    with file.open("a") as open_file:  # a line that does not end is passed over as it grows, and not read anew
+        open_file.write(2500 * "a")
+    assert run.page_data(9)["bad_lines"] == 5
+    seen: list[int] = []
+    take = run._take
+    monkeypatch.setattr(run, "_take", lambda line, is_whole: seen.append(len(line)) or take(line, is_whole))
+    with file.open("a") as open_file:
+        open_file.write(2500 * "a" + "\n" + lines(4))
+    data = run.page_data(9)
+    assert (data["step"], data["bad_lines"]) == ([3, 4], 5)
+    assert sum(seen) == 500 + 2501 + len(lines(4))
+
+
+def test_rows_with_ever_new_fields_have_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(lines(step, **{f"field_{step}": 1.0}) for step in range(1, 700)))
+    data = RunFiles(tmp_path).page_data(9)
+    assert len(data["columns"]) == run_files.COLUMNS
+    assert data["left_out"] == 700 - run_files.COLUMNS
+    assert data["rows"] == 699
+
+
+def test_a_long_file_is_read_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "AT_ONCE", 100)
+    (tmp_path / "metrics.jsonl").write_text(lines(*range(1, 40)))
+    run = RunFiles(tmp_path)
+    counts = [run.page_data(9)["rows"] for _ in range(20)]
+    assert counts[0] < counts[1] < counts[-1] == 39
+    assert counts == sorted(counts)

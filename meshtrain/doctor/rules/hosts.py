@@ -8,7 +8,7 @@ from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.doctor.findings import Finding, finding, group_by_value, groups_text, minority, names_text
 from meshtrain.doctor.nccl import slow_settings
 from meshtrain.doctor.records import ClusterFacts, Host
-from meshtrain.job.environment import OWN_DESCRIPTORS
+from meshtrain.job.environment import OWN_DESCRIPTORS, is_of_host
 from meshtrain.layout import LayoutError
 
 CLOCK_S = 0.5  # apart, beyond the error of the measurement
@@ -18,7 +18,6 @@ BUSY = 1.5  # runnable processes per core
 MOST_LINES = 6  # of a difference
 MUST_AGREE = ("torch", "python", "nccl", "cuda", "meshtrain")  # versions; others may surprise, these break a job
 MAY_DIFFER = ("executable",)
-OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MASTER_ADDR")  # of each host
 
 
 def hosts(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -107,10 +106,16 @@ def _versions(cluster: ClusterFacts) -> Iterator[Finding]:
 
 def _variables(cluster: ClusterFacts) -> Iterator[Finding]:
     variables = [host.variables or {} for host in cluster.hosts]
-    for variable in sorted({variable for row in variables for variable in row} - set(OWN_VARIABLES)):
+    for variable in sorted({variable for row in variables for variable in row if _should_agree(variable)}):
         groups = group_by_value(cluster.labels, [row.get(variable, "(not set)") for row in variables])
         if len(groups) > 1:
             yield finding("environment-differs", minority(groups), variable=variable, groups=groups_text(groups))
+
+
+def _should_agree(variable: str) -> bool:
+    if variable == "LD_LIBRARY_PATH":  # it decides which NCCL and CUDA are loaded
+        return True
+    return variable != "MASTER_ADDR" and not is_of_host(variable)
 
 
 def _slow_settings(cluster: ClusterFacts) -> Iterator[Finding]:

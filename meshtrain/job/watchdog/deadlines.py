@@ -43,8 +43,6 @@ class Deadlines:
 
     def hangs(self, phase: str, missed: int) -> bool:
         """Whether a rank that has missed so many deadlines in a row, this one included, hangs and is not only busy."""
-        if phase == "start":  # a corpus may take hours to prepare: the ranks waited for are only printed
-            return False
         return not self.patient(phase) or missed >= MISSES or (phase == "saving" and self.save_s is not None)
 
     def adapt(self, slowest_s: float) -> float | None:
@@ -67,6 +65,7 @@ class DeadlineClock:
     def __init__(self) -> None:
         self.deadlines = Deadlines()  # may be changed while it runs
         self.step = 0  # the current or last one
+        self._advances = 0
         self.enter_phase("start")
 
     def enter_phase(self, phase: str, step: int | None = None) -> None:
@@ -79,6 +78,14 @@ class DeadlineClock:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since
+
+    def advanced(self, advances: int) -> None:
+        """`advances`: of this process so far (job/pending.py). While it starts, each of them is progress: a corpus may
+        take hours to prepare, and weights hours to read."""
+        if advances != self._advances:
+            self._advances = advances
+            if self.phase == "start":
+                self.enter_phase(self.phase)
 
     def late(self, *, for_device: bool = False) -> bool:
         """Whether this rank has missed the deadline of its phase; a save that does not wait `for_device` has longer."""

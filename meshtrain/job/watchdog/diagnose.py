@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 STACKS = 6  # distinct stacks that are shown; ranks in the same place share one
 NAMED = 4  # ranks that are named with host and coordinate; more are listed by number
+CRASHES = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS")
 FRESH_S = 5.0  # for which an inquiry that found nothing wrong is not repeated
 MOVES_S = 5.0  # for ranks that all wait to make progress, before they count as stuck
 
@@ -39,7 +40,7 @@ def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
     if (lost := _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)) is not None:
         return lost
     failed = [report for report in reports if report.status is not None and report.status.failure is not None]
-    errors = [report for report in failed if report.answer.kind == FailureKind.ERROR]
+    errors = [report for report in failed if report.answer.kind != FailureKind.SIGNAL]
     own_errors = [report for report in errors if not report.answer.broken]
     if own_errors:
         return _failed(_first(own_errors))
@@ -63,6 +64,8 @@ def _first(failed: Sequence[RankReport]) -> RankReport:
 
 
 def _failed(report: RankReport) -> Diagnosis:
+    if report.answer.kind == FailureKind.INPUT:
+        return Diagnosis.of(DiagnosisKind.INPUT, [report], f"{report.name}: {report.answer.failure}")
     return Diagnosis.of(DiagnosisKind.FAILED, [report], f"{report.name} failed: {report.answer.failure}")
 
 
@@ -83,7 +86,7 @@ def _also_wrong(report: RankReport) -> list[str]:
     status = report.status
     if status is None:
         return [] if report.reach in (Reach.GONE, Reach.STOPPED) else [f"{report.name} is {report.reach} too"]
-    if status.kind != FailureKind.ERROR or status.broken:
+    if status.kind in (None, FailureKind.SIGNAL) or status.broken:
         return []
     return [f"besides, {report.name} failed: {status.failure}"]
 
@@ -104,10 +107,9 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
         of_host = f" (all ranks of host {', '.join(empty)})" if empty and many else ""
         pids = ", ".join(str(report.pid) for report in lost[:NAMED])
         processes = f"processes {pids}" if many else f"process {lost[0].pid}"
-        return (
-            f"{names} {'are' if many else 'is'} gone{of_host}: {processes} {'were' if many else 'was'} "
-            "killed (by somebody, or because memory was full) or crashed; its output or the kernel's log may say why"
-        )
+        ends = {report.end for report in lost[:NAMED]}
+        how = _how_ended(ends.pop() if len(ends) == 1 else None)
+        return f"{names} {'are' if many else 'is'} gone{of_host}: {processes} {'were' if many else 'was'} {how}"
     if kind == DiagnosisKind.STOPPED:
         state = "the processes live" if many else f"process {lost[0].pid} lives"
         return f"{names} {'are' if many else 'is'} stopped (SIGSTOP, or a debugger): {state}, and does not run"
@@ -115,6 +117,20 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
         f"{names} {'do' if many else 'does'} not answer: process {lost[0].pid} is there, and is stopped, "
         "starved or in a call that lets none of its other threads run"
     )
+
+
+def _how_ended(end: str | None) -> str:
+    """The rest of `process 7 was ...`; `end`: as a neighbour has seen it."""
+    killed = "killed (by somebody, or because memory was full)"
+    if end is None:
+        return f"{killed} or crashed; its output or the kernel's log may say why"
+    if end == "SIGKILL":
+        return f"{killed} with SIGKILL; the kernel's log may say by whom"
+    if end == "SIGBUS":
+        return "ended by SIGBUS: a file that it read was cut off, or its disk failed; its output says where"
+    if end in CRASHES:
+        return f"ended by {end}, a crash in native code; its output says where"
+    return f"ended by an exit with {end}; its output may say why"
 
 
 def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis | None:

@@ -19,9 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-from meshtrain.job.exit import print_failure
+from meshtrain.job.environment import tell_launcher
+from meshtrain.job.exit import INPUT_STATUS, print_failure
 from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
 from meshtrain.job.sockets import call_with_timeout, in_thread
@@ -140,7 +139,7 @@ class FailureReport:
 
     def make_evidence_folder(self, diagnosis: Diagnosis, phase: str | None, step: int) -> Diagnosis:
         """The diagnosis, with the folder to which all ranks that learn of it write evidence, if it can be created."""
-        if self.failures is None or diagnosis.kind == DiagnosisKind.ENDED:
+        if self.failures is None or diagnosis.kind in (DiagnosisKind.ENDED, DiagnosisKind.INPUT):
             return diagnosis
         try:
             verdict = f"{failure_line(diagnosis, phase, step)}\n{diagnosis.text}\n"
@@ -158,11 +157,8 @@ class FailureReport:
 
     def abort(self, diagnosis: Diagnosis) -> NoReturn:
         """Ends this process, with the reason in torchrun's summary."""
-        try:
-            raise RuntimeError(f"{self._job} stops, because {diagnosis.headline}")
-        except RuntimeError as error:
-            get_error_handler().record_exception(error)  # it needs a traceback
-        exit_now(1)
+        tell_launcher(diagnosis.headline, at_fault=self._job.rank in diagnosis.ranks)
+        exit_now(INPUT_STATUS if diagnosis.kind == DiagnosisKind.INPUT else 1)
 
 
 def exit_now(status: int) -> NoReturn:

@@ -24,7 +24,7 @@ from meshtrain.job.exit import signal_of
 from meshtrain.job.pending import PendingWait, Resource, pending_waits, wait_that_failed
 from meshtrain.job.process import Job
 from meshtrain.job.sockets import call_with_timeout
-from meshtrain.job.store import describe
+from meshtrain.job.store import describe, is_input
 from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.records import FailureKind, PendingCollective, RankStatus
 from meshtrain.layout import Layout
@@ -66,6 +66,8 @@ class Failure:
     def of(cls, error: BaseException) -> "Failure":
         if (name := signal_of(error)) is not None:
             return cls(FailureKind.SIGNAL, f"ended by {name}", frames_of(error))
+        if is_input(error):
+            return cls(FailureKind.INPUT, str(error), frames_of(error))
         broken = is_connection_error(error)
         return cls(FailureKind.ERROR, describe(error), frames_of(error), broken, wait_that_failed(error))
 

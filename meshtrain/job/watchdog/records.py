@@ -41,6 +41,7 @@ class Reach(StrEnum):
 
 class FailureKind(StrEnum):
     ERROR = "error"
+    INPUT = "input"  # the user's input is wrong, as this rank alone has found
     SIGNAL = "signal"
 
 
@@ -92,6 +93,7 @@ class RankReport:
     pid: int
     reach: Reach
     status: RankStatus | None = None
+    end: str | None = None  # how its process ended, if a neighbour has seen it: `SIGSEGV`, `status 3`
 
     @property
     def answer(self) -> RankStatus:

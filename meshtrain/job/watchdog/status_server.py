@@ -20,14 +20,17 @@ from typing import Any
 from weakref import ref
 
 from meshtrain.errors import group_values
+from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
 from meshtrain.job.sockets import address_towards, is_loopback, listen
+from meshtrain.job.watchdog.deaths import Deaths
 from meshtrain.job.watchdog.records import OUT_OF_REACH, Diagnosis, DiagnosisKind, RankReport, RankStatus, Reach
 
 CONNECT_S = 3.0
 ANSWER_S = 4.0  # a healthy rank needs a few milliseconds; on an oversubscribed host it may take seconds
 TELL_S = 2.0  # for a rank to receive a diagnosis
 AT_ONCE = 64  # ranks that are asked at the same time
+MOST_ENDS = 4  # processes that are gone whose neighbours are asked how they ended
 READERS = 256  # questions that are read at the same time
 PAUSE_S = 0.1  # before a retry where the system has run out of a resource
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)  # of this process or its host
@@ -114,8 +117,8 @@ class StatusServer:
     def _read(self, connection: socket.socket) -> dict[str, Any] | None:
         """The question, if it comes from this job. Strangers hold READERS threads at most, questions once read none."""
         try:
-            question = json.loads(_read_line(connection, ANSWER_S))
-        except (ValueError, RecursionError):  # another protocol
+            question = parse_json(_read_line(connection, ANSWER_S))
+        except ValueError:  # another protocol
             return None
         finally:
             self._readers.release()
@@ -195,8 +198,8 @@ def _exchange(connection: socket.socket, question: Mapping[str, Any], seconds: f
     if not line:
         raise NoReplyError("it does not answer such questions, or not yet")
     try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
+        answer = parse_json(line)
+    except ValueError:
         answer = None
     if not isinstance(answer, dict) or not isinstance(answer.get(ANSWERED), dict):
         raise ConnectionRefusedError("another program listens there now")
@@ -292,6 +295,11 @@ class Peers:
     def __init__(self, job: Job, server: StatusServer, addresses: Sequence[Address]) -> None:
         self._job, self._server, self._addresses = job, server, addresses
         self._own = addresses[job.rank]
+        neighbours = (to for to in addresses if to.pids == self._own.pids and to.rank != job.rank)
+        self._deaths = Deaths({to.rank: to.pid for to in neighbours})
+
+    def close(self) -> None:
+        self._deaths.close()
 
     def alive_from_rank_0(self, *, same_host: bool = False) -> Iterator[Address]:
         """Ranks that answer, from the lowest on, up to this one."""
@@ -312,19 +320,21 @@ class Peers:
         busy = [to for to in silent if states[to.rank] not in STOPPED_STATES]
         for to, answer in zip(busy, self._ask_all(busy, {"ask": "state"}), strict=True):
             answers[to.rank] = answer
-        reports = []
+        reports, asked = [], 0
         for to, answer in zip(self._addresses, answers, strict=True):
-            status = None
+            status = end = None
             if not isinstance(answer, OSError):
                 reach, status = Reach.ANSWERS, RankStatus.from_json(answer)
-            elif isinstance(answer, ConnectionRefusedError):
+            elif isinstance(answer, ConnectionRefusedError) or self._is_gone_from_here(to):
                 reach = Reach.GONE
+                if asked < MOST_ENDS:
+                    end, asked = self._end_by_neighbour(to, answers), asked + 1
             elif isinstance(answer, NoReplyError):
                 reach = Reach.STOPPED if states[to.rank] in STOPPED_STATES else Reach.SILENT
             else:
                 reach = Reach.UNREACHABLE
             name = self._job.name_of(to.rank, to.host)
-            reports.append(RankReport(to.rank, to.host, name, to.pid, reach, status))
+            reports.append(RankReport(to.rank, to.host, name, to.pid, reach, status, end))
         return reports
 
     def _state_by_neighbour(self, silent: Address, answers: list[Any]) -> str:
@@ -336,6 +346,25 @@ class Peers:
                 with suppress(OSError):
                     return str(self.ask(to, {"ask": "look", "rank": silent.rank})["state"])
         return ""
+
+    def _is_gone_from_here(self, to: Address) -> bool:
+        """Whether a process of this host is gone, however the attempt to ask it has failed."""
+        can_see = self._same_pids(to.rank) and process_state(os.getpid()) != ""
+        return can_see and process_state(to.pid) in ("", "Z", "X")
+
+    def _end_by_neighbour(self, gone: Address, answers: list[Any]) -> str | None:
+        """How a process ended, as a rank of its host has seen it; None if none has."""
+        if self._same_pids(gone.rank):
+            return self.end_of(gone.rank)
+        for to, answer in zip(self._addresses, answers, strict=True):
+            if to.pids == gone.pids and not isinstance(answer, OSError):
+                with suppress(OSError):
+                    end = self.ask(to, {"ask": "end of", "rank": gone.rank})["end"]
+                    return None if end is None else str(end)
+        return None
+
+    def end_of(self, rank: int) -> str | None:
+        return self._deaths.end_of(rank) if self._same_pids(rank) else None
 
     def kill_stopped(self, diagnosis: Diagnosis) -> None:
         """Has a rank of its host kill each stopped process, which would stay forever where no launcher ends it."""

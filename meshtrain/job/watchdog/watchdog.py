@@ -1,10 +1,12 @@
 """A watchdog on every rank: it examines hangs and failures, and names the rank that caused them.
 
-While all is well it costs a thread that looks at the clock once a second, and sends nothing. When a deadline has passed
-or a rank fails, the lowest rank that is alive asks all others (status_server.py), decides (diagnose.py), prints one
-block, and tells the others. All ranks end before the time limits of the process groups (`process_group_timeout`).
+While all is well it costs a thread that looks at the clock once a second, and one that sleeps (deaths.py), and sends
+nothing. When a deadline has passed or a rank fails, the lowest rank that is alive asks all others (status_server.py),
+decides (diagnose.py), prints one block, and tells the others. All ranks end before the time limits of the process
+groups (`process_group_timeout`).
 """
 
+import math
 import os
 import signal
 import threading
@@ -16,9 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, StartError
 from meshtrain.job.environment import read_environment
-from meshtrain.job.exit import job_exit, signal_of
+from meshtrain.job.exit import job_exit, outlast_signals, refuse_start, signal_of
+from meshtrain.job.pending import advances
 from meshtrain.job.process import Job, join
 from meshtrain.job.signals import SignalWakeup, end_with_launcher, ignore_signals, in_main_thread, install_handlers
 from meshtrain.job.storage import print_error, warn
@@ -107,7 +110,7 @@ class Watchdog(Failures):
             return None
         blamed = self.job.rank in self.diagnosis.ranks
         # An error that preceded the diagnosis, or is no consequence of it, is printed by no other rank.
-        before = self._failure is not None and self._failure.kind == FailureKind.ERROR
+        before = self._failure is not None and self._failure.kind != FailureKind.SIGNAL
         own = signal_of(error) is None and (before or not introspect.is_connection_error(error))
         if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or own):
             return None
@@ -143,6 +146,7 @@ class Watchdog(Failures):
         self._peers = exchange_addresses(job, self._server)
         self._coordinator = Coordinator(self._peers, self._clock, self._closed)
         job.failures = self
+        job.limit_s = math.inf  # from now on this watchdog ends what takes too long
         self._wakeup.install()
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
@@ -159,6 +163,8 @@ class Watchdog(Failures):
             install_handlers({signal.SIGTERM: signal.SIG_DFL})
         if self._server is not None:
             self._server.close()
+        if self._peers is not None:
+            self._peers.close()
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -187,8 +193,9 @@ class Watchdog(Failures):
             warn(f"the watchdog of {self.job} has failed, and goes on:\n{trace}")
 
     def _look(self) -> None:
+        self._clock.advanced(advances())
         if self._failure is not None:
-            self._inquire(hangs=self._failure.kind == FailureKind.ERROR, failed=True)
+            self._inquire(hangs=self._failure.kind != FailureKind.SIGNAL, failed=True)
             if self.diagnosis is None:
                 self._decided.set()
         elif self._clock.missed():
@@ -245,8 +252,10 @@ class Watchdog(Failures):
                 return None
             diagnosis = self._report.make_evidence_folder(diagnosis, self._clock.phase, self._clock.step)
             ended = diagnosis.kind == DiagnosisKind.ENDED
-            prints_own_error = self.job.rank in diagnosis.ranks and (ended or diagnosis.kind == DiagnosisKind.FAILED)
-            if not prints_own_error and not (ended and self._asked_to_end):
+            own_error = ended or diagnosis.kind == DiagnosisKind.FAILED
+            prints_own_error = self.job.rank in diagnosis.ranks and own_error
+            is_input = diagnosis.kind == DiagnosisKind.INPUT  # the rank that has found it prints it
+            if not prints_own_error and not is_input and not (ended and self._asked_to_end):
                 self._report.print(diagnosis, details=True)
             survivors = self._coordinator.broadcast(diagnosis, self.job.rank)
             if diagnosis.evidence:
@@ -280,6 +289,8 @@ class Watchdog(Failures):
             self._learn(question["diagnosis"])
         if request == "look":
             return {"state": self.peers.state(question["rank"])}
+        if request == "end of":
+            return {"end": self.peers.end_of(question["rank"])}
         if request == "kill":
             self.peers.kill(question["rank"])
         return {}
@@ -312,7 +323,7 @@ class Watchdog(Failures):
             return
         if self._ends_on_sigterm and self.diagnosis.kind == DiagnosisKind.ENDED and self._asked_to_end:
             exit_now(128 + signal.SIGTERM)  # as the other ranks do
-        if self.job.rank not in self.diagnosis.ranks:
+        if self.job.rank not in self.diagnosis.ranks and self.diagnosis.kind != DiagnosisKind.INPUT:
             self._report.print(self.diagnosis, details=False)
         if self.job.rank == 0 and not self._unwinding:
             self._report.write_exit_json(self.diagnosis)
@@ -357,18 +368,21 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
     The others name a rank that is lost, or that a collective awaits for `timeout_s` seconds, which also limits joining.
 
     Raises:
-        SystemExit: with status 2 if the body raises InputError, with status 1 if another rank was lost before. Whatever
-            else the body raises passes through, with a note that names rank, host and coordinate.
+        SystemExit: with status 2 if the body raises InputError on any rank, with status 1 if another rank was lost
+            before. Whatever else the body raises passes through, with a note that names rank, host and coordinate.
     """
     end_with_launcher(os.environ)
     try:
         job = join(read_environment(os.environ), timeout_s)
-    except InputError as error:
-        print_error(error)
-        raise SystemExit(2) from None
-    with watched(job) as watchdog, job_exit(job):
-        watchdog.handle_sigterm()
-        watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
-        watchdog.enter_phase("its own loop")
-        job.connect(timeout_s)
-        yield job
+        try:
+            with watched(job) as watchdog, job_exit(job):
+                watchdog.handle_sigterm()
+                watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
+                watchdog.enter_phase("its own loop")
+                job.connect(timeout_s)
+                yield job
+        except SystemExit:
+            outlast_signals(job)  # the watchdog has put the handler of SIGTERM back
+            raise
+    except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
+        raise SystemExit(refuse_start(error)) from None

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshtrain.dropout import Dropout
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
+from meshtrain.pipeline.partition import blocks_of
 
 # Initial values as in peft: those of an nn.Linear, and zeros, so that the model starts equal to the base model.
 INIT_PLAN: Mapping[str, str] = {f"*.{LORA_A}.weight": "kaiming_uniform", f"*.{LORA_B}.weight": "zeros"}
@@ -38,8 +39,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linear]:
     """The linear layers inside a model's blocks whose names match a pattern; without patterns all of them. Excludes
     layers that are blocks themselves, such as a head, and layers with a tied weight."""
-    plain: Any = model
-    blocks = plain.blocks() if hasattr(model, "blocks") else [model]
+    blocks = blocks_of(model)
     inside = {module for block in blocks for module in block.modules()} - set(blocks)
     holders: Counter[Any] = Counter(
         parameter for module in model.modules() for parameter in module._parameters.values()
@@ -101,12 +101,13 @@ def is_adapter(name: str) -> bool:
 
 def _attach(layer: nn.Module, lora_a: Any, lora_b: Any, dropout: Any, scale: Any) -> None:
     layer.lora_A, layer.lora_B, layer.lora_dropout, layer.lora_scale = lora_a, lora_b, dropout, scale
-    layer.register_forward_hook(_add)
+    layer.register_forward_hook(_add, with_kwargs=True)
 
 
-def _add(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add(layer: Any, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> Tensor:
     """A function, not a closure, because a model with hooks is copied by pickle."""
-    return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
+    x = inputs[0] if inputs else named["input"]
+    return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(x)))
 
 
 def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from meshtrain.parallel.context import ContextParallel, misplaced_calls
 from meshtrain.parallel.mixed_precision import master_dtype, random_state
 from meshtrain.parallel.sharding import chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers
+from meshtrain.parallel.tp_plan import cut_through_heads
 from meshtrain.parallel.verify.comparison import (
     SAME_CODE,
     PlainError,
@@ -41,20 +42,29 @@ from meshtrain.parallel.verify.comparison import (
 MADE_UP, SHORT = 64, 8  # tokens of a made-up sample, and of one for a model that does not take so many
 
 
+class Verdict(NamedTuple):
+    """What `verify` found of a model that it accepts."""
+
+    unverified: str | None  # why the plain model fails on a made-up sample, so that nothing was compared
+    without_parts: str | None  # why it is accepted only without sequence parallelism; None: as it is
+
+
 def verify(
     model: nn.Module, blocks: Sequence[str], tp: TensorParallel, sample: Sample | None, precision: str,
-    least: int = MADE_UP,
-) -> str | None:  # fmt: skip
+    may_fall_back: bool = False, least: int = MADE_UP,
+) -> Verdict:  # fmt: skip
     """Compares a plain model with the same model split over `tp`. All ranks call it together and reach one verdict.
 
     Args:
         model: plain, on any device, meta included. blocks: unique names of its blocks.
         sample: the arguments of `model(*sample)`, two short samples are enough; None: made up, of `least` tokens.
+        may_fall_back: a model that computes the same only without sequence parallelism is accepted.
 
-    Returns None, or why the plain model fails on a made-up sample. AgreedError: they differ, or it fails on `sample`.
+    Raises AgreedError: they differ, or the plain model fails on `sample`.
     """
+    without_parts: str | None = None
     mesh, dtype, size = tp.mesh, master_dtype(precision), tp.mesh.size(AXIS)
-    inputs = _made_up_sample(model, size, least) if sample is None else sample
+    inputs = made_up_sample(model, size, least) if sample is None else sample
     inputs = [x if x is None else x.to(mesh.device_type, dtype if x.is_floating_point() else None) for x in inputs]
 
     def rows(n: int) -> list[int]:
@@ -74,11 +84,19 @@ def verify(
         if (problem := _in_training(partial(compare, tp.sequence_parallel))) is None:
             return None
         without = tp.sequence_parallel and _in_training(partial(compare, False)) is None
+        if without and may_fall_back:
+            nonlocal without_parts
+            without_parts = problem
+            return None
         remedy = "parallel.sequence_parallel: false, which passes this check" if without else "tp: 1"
-        return f"{problem}. Use {remedy}, or mend the model or its tp_plan (docs/tensor-parallel.md says how)"
+        cut = cut_through_heads(tp.splits, dict(model.named_modules()))
+        hint = "" if cut is None else f". If {cut} is attention, set its attribute head_dim, by which heads stay whole"
+        return f"{problem}{hint}. Use {remedy}, or mend the model or its tp_plan (docs/tensor-parallel.md says how)"
 
     failure = _verdict(mesh, AXIS, sample, difference)
-    return failure if failure is None or least == SHORT else verify(model, blocks, tp, sample, precision, SHORT)
+    if failure is None or least == SHORT:
+        return Verdict(failure, without_parts)
+    return verify(model, blocks, tp, sample, precision, may_fall_back, SHORT)
 
 
 def verify_context(
@@ -90,7 +108,7 @@ def verify_context(
     device, dtype = torch.device(mesh.device_type), master_dtype(precision)
     if sample is not None and (sample[0] is None or sample[0].shape[1] % (2 * context.size)):
         sample = None
-    inputs = _made_up_sample(model, 2 * context.size, least) if sample is None else sample
+    inputs = made_up_sample(model, 2 * context.size, least) if sample is None else sample
     tokens, positions, *others = (*inputs, None, None)[: max(3, len(inputs))]
     assert tokens is not None
     length = tokens.shape[1]
@@ -219,7 +237,7 @@ def _generators_kept() -> Iterator[None]:
         restore()
 
 
-def _made_up_sample(model: nn.Module, parts: int, least: int) -> list[Tensor]:
+def made_up_sample(model: nn.Module, parts: int, least: int = MADE_UP) -> list[Tensor]:
     """Two short samples of token ids or features, as the model's first embedding or linear layer takes them."""
     draw, length = torch.Generator().manual_seed(0), parts * max(2, math.ceil(least / parts))
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]

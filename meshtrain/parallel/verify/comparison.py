@@ -22,6 +22,7 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel.grad_sync import tensors_of
 from meshtrain.parallel.mixed_precision import cast, reseed
 from meshtrain.parallel.sharding import Part
+from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
 from meshtrain.parallel.tensor_parallel import AXIS, shard_parameter
 from meshtrain.parallel.torch_private import replace_parameters, to_local
 from meshtrain.parallel.tp_plan import REPLICATED
@@ -52,10 +53,14 @@ def skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
         skeleton = cast(copy.deepcopy(model, memo), dtype)
     except Exception as error:
         raise PlainError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+    if not training:
+        skeleton.eval()
     for module in skeleton.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd | Dropout):
             module.p = 0.0
-    return skeleton if training else skeleton.eval()
+        if isinstance(module, SyncBatchNorm):
+            module.eval()  # its statistics are those of all data ranks by intent
+    return skeleton
 
 
 def signature(block: nn.Module) -> str:

@@ -4,11 +4,13 @@ from torch import Tensor, nn
 
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.parallel.mixed_precision import state_parameters
+from meshtrain.parallel.sync_batch_norm import SyncBatchNorm, can_sync
 from meshtrain.parallel.tensor_parallel import VocabParallelEmbedding
 from meshtrain.parallel.torch_private import has_accumulation_hooks, has_gradient_hooks
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
+def refuse_batch_statistics(model: nn.Module, of_parts: bool = False) -> None:
+    """`of_parts`: ranks would have parts of the sequences, of which a `SyncBatchNorm` knows nothing."""
     for name, module in model.named_modules():
         options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key, None)]
         if options and isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -20,11 +22,15 @@ def refuse_batch_statistics(model: nn.Module) -> None:
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
         )
+        if isinstance(module, SyncBatchNorm) and not of_parts:
+            continue
         if statistics and module.training:
+            offered = can_sync(module) and not of_parts
+            synced = "parallel.sync_batch_norm: true (statistics of all data ranks), " if offered else ""
             raise AgreedError(
                 f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens to have: "
                 "with several data ranks, cp or sequence_parallel the loss would depend on the layout. Use a GroupNorm "
-                "or LayerNorm, freeze it with eval(), or use one data rank, cp: 1 and sequence_parallel: false"
+                f"or LayerNorm, {synced}freeze it with eval(), or use one data rank, cp: 1 and sequence_parallel: false"
             )
 
 
@@ -61,11 +67,11 @@ def refuse_parameters(model: nn.Module, fsdp: bool) -> None:
 
 
 def refuse_single_tokens(embedding: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-    """`Dropout` takes a second dim of 1 for the whole sequence."""
+    """`Dropout` takes a second dim of 1 for the whole sequence. Other data ranks, and other stages, do not see it."""
     assert isinstance(embedding, VocabParallelEmbedding)
     tokens, tp = next(iter((*inputs, *named.values()))), embedding.axis_group.size
     if embedding.training and tokens.shape[-1] == tp:
-        raise AgreedError(
+        raise InputError(
             f"dropout with sequence_parallel: of {tp} tokens over tp {tp} each rank has one, which would be taken for "
             "the whole sequence: use longer sequences (data.seq_len), a smaller tp or sequence_parallel: false"
         )
@@ -77,4 +83,7 @@ def refuse_plain_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             own = f"{name} is a {type(module).__name__}, whose mask each rank of tp would draw for itself"
             same = "without sequence_parallel all of them have the same activations"
-            raise InputError(f"{own}, and {same}: use meshtrain.dropout.Dropout, or sequence_parallel true")
+            raise InputError(
+                f"{own}, and {same}: use meshtrain.dropout.Dropout, a probability of 0, or, if the model computes the "
+                "same with it, sequence_parallel true"
+            )

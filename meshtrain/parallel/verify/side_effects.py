@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES
 from meshtrain.mesh import Mesh
+from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
 from meshtrain.parallel.torch_private import persistent_buffers, to_local
 
 
@@ -28,6 +29,8 @@ def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Modul
 
     def digests() -> Iterator[tuple[str, tuple[torch.Size, Tensor]]]:
         for module_name, module in model.named_modules():
+            if isinstance(module, SyncBatchNorm) and module not in again:
+                continue  # each rank has the same statistics
             own = persistent_buffers(module) if several or module in again else {}
             own |= module._parameters if parameters else {}
             yield from ((f"{module_name}.{name}".lstrip("."), _digest(x)) for name, x in own.items() if x is not None)

@@ -37,7 +37,12 @@ function seconds(value) {
 function ticks(low, high) {
   const raw = (high - low) / 5 || Math.abs(high) || 1, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999), marks = [];
-  for (let mark = Math.ceil(low / step) * step; mark <= high + step * 1e-9; mark += step) marks.push(mark);
+  const first = Math.ceil(low / step);
+  for (let i = 0; i <= 20; i++) {  // counted: added to a large number, a small step may change nothing
+    const mark = (first + i) * step;
+    if (mark > high + step * 1e-9) break;
+    if (mark !== marks[marks.length - 1]) marks.push(mark);
+  }
   return marks;
 }
 
@@ -205,7 +210,8 @@ function facts(run) {
     ["gradient norm", text(now.grad_norm)], ["throughput", text(now.tokens_per_s) + " /s"], ["step time", text(now.step_time_s) + " s"], ["MFU", share(now.mfu)],
     ["goodput", share(now.goodput)], ["memory", text(now.memory_gib) + " GiB"], ["wall time", seconds(now.wall_s)], ["checkpoints", String(run.checkpoints.length)],
     ["layout", run.layout.replace(/^layout /, "") || "-"], ["state", state(run)],
-    ...(run.bad_lines ? [["lines left out", `${run.bad_lines} that are no JSON`]] : [])];
+    ...(run.bad_lines ? [["lines left out", `${run.bad_lines} that are no rows`]] : []),
+    ...(run.left_out ? [["fields left out", `${run.left_out}, beyond the first 500`]] : [])];
 }
 function numbers(run) {
   const card = ([name, value], wide) => make("div", wide ? {class: "wide"} : {}, make("dt", {}, name), make("dd", {}, value));
