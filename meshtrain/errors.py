@@ -9,6 +9,9 @@ T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")
 
 
+INPUT_STATUS = 2  # the exit status where the user's input is wrong
+
+
 class InputError(ValueError):
     """The user's input is wrong: a config, a data file, a layout. The process ends with exit status 2.
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from meshtrain.doctor.records import Link, RecordError, Timing, Timings, from_json
+from meshtrain.errors import INPUT_STATUS
 from meshtrain.layout import Layout
 
 WORLD = "world"
@@ -151,7 +152,10 @@ class _Worker:
             return dict(messages["result"])
         if late:
             return {"stuck": f"not done with {messages['at']} after {time.monotonic() - self._started:.0f} s"}
-        lines = [line for line in _lines(self._err) if line and not line.startswith(" ")] or ["it printed nothing"]
+        lines = [line for line in _lines(self._err) if line and not line.startswith(" ")]
+        if not lines:  # of several ranks that are refused one says why
+            refused = self.process.returncode == INPUT_STATUS
+            lines = ["another rank was refused"] if refused else ["it printed nothing"]
         errors = [line for line in lines if "Error" in line]  # notes may follow the error
         return {"stuck": f"failed at {messages['at']}: {(errors or lines)[-1][:300]}"}
 

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from meshtrain.config.locate import line_of
-from meshtrain.errors import AgreedError, DiskError, InputError, StartError, TrainingError, UnreadableError
+from meshtrain.errors import (
+    INPUT_STATUS,
+    AgreedError,
+    DiskError,
+    InputError,
+    StartError,
+    TrainingError,
+    UnreadableError,
+)
 from meshtrain.job.environment import already_printed, tell_launcher
 from meshtrain.job.process import Job
 from meshtrain.job.signals import ignore_signals, in_main_thread
@@ -21,7 +29,6 @@ from meshtrain.job.storage import DISK_ERRORS, print_error
 from meshtrain.job.store import RemoteFailure, describe, is_input
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
-INPUT_STATUS = 2  # the exit status where the user's input is wrong
 GRACE_S = 10.0  # how long the process that serves the store waits for the others to finish reading from it
 
 

@@ -19,8 +19,9 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
+from meshtrain.errors import INPUT_STATUS
 from meshtrain.job.environment import tell_launcher
-from meshtrain.job.exit import INPUT_STATUS, print_failure
+from meshtrain.job.exit import print_failure
 from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
 from meshtrain.job.sockets import call_with_timeout, in_thread
