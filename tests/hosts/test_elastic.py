@@ -11,7 +11,7 @@ import pytest
 
 from meshtrain.data.order import describe_batch
 from tests.hosts.agents import Agents, needs_hosts, rows, same_as, small_run
-from tests.launching import run
+from tests.launching import root_cause, run
 from tests.nethosts import Network
 
 pytestmark = needs_hosts
@@ -94,7 +94,9 @@ def test_the_hosts_that_are_left_cannot_form_the_layout(small: str, tmp_path: Pa
         network.kill(2)
         assert agents.agents[0].ends() == 1
     printed = agents.agents[0].printed
-    assert printed.count("layout {dp_shard: 2} needs 2 processes and there is 1: start 2, or use {dp_shard: 1}") == 1
+    refusal = "layout {dp_shard: 2} needs 2 processes and there is 1: start 2, or use {dp_shard: 1}"
+    assert refusal in root_cause(printed)
+    assert printed.count(refusal) == 2, "once by the rank, and once in torchrun's report"
     assert "started again with 1: 2 processes can form it, and with dp_shard: -1 any number can" in printed
     assert "exitcode  : 2" in printed
 
