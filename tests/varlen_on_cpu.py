@@ -4,11 +4,16 @@ torch has kernels of these operators for GPUs only. This module registers CPU ke
 autograd and shape functions, and refuses arguments that the GPU kernels do not accept.
 """
 
+import inspect
+from functools import partial
+
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward
+from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varlen_attn
 
 aten = torch.ops.aten
+HAS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+KERNEL = partial(varlen_attn, enable_gqa=True) if HAS_FLAG else varlen_attn  # for grouped heads, too
 
 
 def called() -> None:
@@ -57,7 +62,7 @@ def forward(
     called()
     assert longest == longest_k
     assert torch.equal(ends, ends_k)
-    assert enable_gqa or q.shape[1] == k.shape[1]
+    assert enable_gqa or not HAS_FLAG or q.shape[1] == k.shape[1]
     mask = _mask(q, k, v, ends, longest, causal, window)
     y, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_batched(q, k, v), attn_mask=mask, scale=scale)
     return y[0].transpose(0, 1).contiguous(), lse[0].float(), torch.zeros(2, dtype=torch.uint64)

@@ -247,6 +247,8 @@ def test_a_parameter_and_a_buffer_that_are_transposed_views(mesh: Mesh) -> None:
 
 @every_kind
 def test_steps_after_a_backward_that_fails_on_all_ranks(mesh: Mesh, reshard: bool) -> None:
+    if mesh.layout.size("dp_shard") > 1 and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("the FSDP of this torch cannot go on after a backward that failed, and says so")
     for microbatches in (1, 2):
         model, plain = split(mesh, reshard_after_forward=reshard), fresh()
         for set_to_none in (True, False):

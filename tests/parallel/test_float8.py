@@ -21,6 +21,10 @@ from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel,
 from meshtrain.parallel.tp_plan import split_layers
 from tests.comparing import ALONE, llama, small_llama
 
+needs_scales_of_rows = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="torch 2.11 multiplies float8 on a CPU with one scale a tensor only"
+)
+
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 4, "vocab_size": 160}
 TOKENS = torch.arange(48).view(2, 24) * 7 % 160
 
@@ -86,6 +90,7 @@ def test_products_are_those_of_rounded_operands(precision: str) -> None:
         torch.testing.assert_close(dx, expected, rtol=1e-12, atol=0)
 
 
+@needs_scales_of_rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_multiplies_the_same_numbers(dtype: torch.dtype) -> None:
     x, weight, grad = (tensor.to(dtype) for tensor in operands())
@@ -214,6 +219,7 @@ def test_a_model_has_the_gradients_of_its_layers(recompute: str) -> None:
         assert error < 1e-12, name
 
 
+@needs_scales_of_rows
 def test_it_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for the alike blocks and one for their backward, which sees each product, and keeps those of the
     forward; the numbers are those of eager blocks."""
@@ -234,6 +240,7 @@ def test_it_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products == [7, 7]
 
 
+@needs_scales_of_rows
 def test_rounding_alone_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside of operators, where a compiled block does not see it."""
     graphs = CompileCounter()

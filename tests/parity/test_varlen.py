@@ -1,13 +1,11 @@
 """Packed documents with variable-length attention, as on GPUs: runs have the same losses as with a mask."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from meshtrain import attention
 from meshtrain.attention import AttentionContext
@@ -22,7 +20,7 @@ from tests.ranks import made_once
 def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variable-length attention on CPUs, in all dtypes. Documents that are moved lose their values, so that building a
     mask from them fails."""
-    import tests.varlen_on_cpu  # noqa: F401  its operators
+    from tests.varlen_on_cpu import KERNEL  # registers its operators
 
     plain_to = AttentionContext.to
 
@@ -34,7 +32,7 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(AttentionContext, "to", to)
     monkeypatch.setattr(attention, "VARLEN_TYPES", (*attention.VARLEN_TYPES, torch.float64))
-    monkeypatch.setattr(attention, "varlen_kernel", lambda *_: partial(varlen_attn, enable_gqa=True))
+    monkeypatch.setattr(attention, "varlen_kernel", lambda *_: KERNEL)
 
 
 def write_texts(folder: Path) -> None:
