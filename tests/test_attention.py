@@ -157,8 +157,13 @@ def test_the_kernel_is_called_as_this_torch_has_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(back_ends, "current_flash_attention_impl", lambda: state["active"])
     monkeypatch.setattr(back_ends, "activate_flash_attention_impl", activated.append)
     make_kernel = partial(varlen_kernel.__wrapped__, torch.device("cuda", 0), torch.bfloat16)
-    with_flag = lambda q, *others, scale=None, window_size=(-1, -1), enable_gqa=False: q  # noqa: E731  # torch 2.12
-    monkeypatch.setattr(varlen, "varlen_attn", with_flag)
+
+    def of_torch_2_12(
+        q: Tensor, *others: Any, scale: Any = None, window_size: Any = None, enable_gqa: bool = False
+    ) -> Tensor:
+        return q
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_torch_2_12)
     for row in TABLES["flash_3"]:
         activated.clear()
         state |= row
