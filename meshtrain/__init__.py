@@ -1,8 +1,10 @@
-"""Trains one plain PyTorch model on any mesh of processes. The layout is not part of the experiment.
+"""Trains one plain PyTorch model on any mesh of processes. The layout is not part of the
+experiment.
 
-For a training loop of your own: `start` joins the job, `build_mesh` creates the process groups of a `Layout`, and
-`parallelize` distributes a model over them (see tools/examples/own_loop.py); with `cp` a `ContextParallel` gives each
-rank its part of a batch. Importing this package does not import torch.
+For a training loop of your own: `start` joins the job, `build_mesh` creates the process groups of a
+`Layout`, and `parallelize` distributes a model over them (see tools/examples/own_loop.py); with
+`cp` a `ContextParallel` gives each rank its part of a batch. Importing this package does not import
+torch.
 """
 
 import importlib

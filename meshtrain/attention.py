@@ -1,7 +1,9 @@
-"""Attention as models call it: a function that picks the kernel, and a record of what it needs to know about tokens.
+"""Attention as models call it: a function that picks the kernel, and a record of what it needs to
+know about tokens.
 
-The record passes through a model like any other argument, so recomputation and compilation need no special case for it.
-Another kind of attention (such as over parts of a sequence) is a subclass of the record with its own `attend`.
+The record passes through a model like any other argument, so recomputation and compilation need no
+special case for it. Another kind of attention (such as over parts of a sequence) is a subclass of
+the record with its own `attend`.
 """
 
 import inspect
@@ -23,19 +25,27 @@ VARLEN_TYPES = torch.float16, torch.bfloat16  # the dtypes of variable-length at
 class AttentionContext:
     """What attention must know about the tokens of a microbatch."""
 
-    documents: Tensor | None = None  # (b, s), each token's document; no attention across documents; None: one per row
-    lengths: Tensor | None = None  # int32, document starts: see `cumulative_lengths`. None: no documents or not counted
-    kernel: Callable[..., Tensor] | None = None  # variable-length attention, where available: see `varlen_kernel`
-    part: Tensor | None = None  # (s of this rank), the positions in the sequence that this rank holds; None: all
-    length: int = 0  # tokens of the whole sequence, without padding, if this rank holds a part of it; 0: s
+    # (b, s), each token's document; no attention across documents; None: one per row
+    documents: Tensor | None = None
+    # int32, document starts: see `cumulative_lengths`. None: no documents or not counted
+    lengths: Tensor | None = None
+    # variable-length attention, where available: see `varlen_kernel`
+    kernel: Callable[..., Tensor] | None = None
+    # (s of this rank), the positions in the sequence that this rank holds; None: all
+    part: Tensor | None = None
+    # tokens of the whole sequence, without padding, if this rank holds a part of it; 0: s
+    length: int = 0
     cache: "KVCache | None" = None  # keys and values of earlier tokens, in generation
     layer: int | None = None  # index of the calling layer, when there is a cache; see `at`
-    mask: Tensor | None = None  # (b, 1, s, s) bool, the mask of the documents: built once, shared by the layers
-    windows: dict[int, Tensor] = field(default_factory=dict)  # window -> `mask` with that sliding window
+    # (b, 1, s, s) bool, the mask of the documents: built once, shared by the layers
+    mask: Tensor | None = None
+    # window -> `mask` with that sliding window
+    windows: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, documents: "AttentionContext | Tensor | None") -> "AttentionContext":
-        """The record for a forward pass, with its mask: from a batch's record, a plain tensor (b, s), or None.
+        """The record for a forward pass, with its mask: from a batch's record, a plain tensor (b,
+        s), or None.
 
         A model calls it outside its blocks. With a variable-length kernel there is no mask.
         """
@@ -51,16 +61,22 @@ class AttentionContext:
         return () if self.documents is None else tuple(self.documents.shape)
 
     def at(self, layer: int) -> "AttentionContext":
-        """This record for one layer. A copy: recomputation in backward must see the layer that it saw in forward."""
+        """This record for one layer. A copy: recomputation in backward must see the layer that it
+        saw in forward."""
         return self if self.cache is None else replace(self, layer=layer)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> "AttentionContext":
         """A copy with `function` applied to each tensor, for instance to move it to a device."""
-        tensors = (None if x is None else function(x) for x in (self.documents, self.lengths, self.part, self.mask))
+        tensors = (
+            None if x is None else function(x)
+            for x in (self.documents, self.lengths, self.part, self.mask)
+        )
         documents, lengths, part, mask = tensors
         return replace(self, documents=documents, lengths=lengths, part=part, mask=mask, windows={})
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False) -> Any:
+    def to(
+        self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> Any:
         """A copy on a device. `dtype`: the type of q, k and v, which decides the kernel."""
         moved = self.apply(lambda x: x.to(device, non_blocking=non_blocking))
         moved.kernel = None if moved.lengths is None else varlen_kernel(torch.device(device), dtype)
@@ -72,25 +88,45 @@ class AttentionContext:
         return self.apply(Tensor.pin_memory)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, soft_cap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
     ) -> Tensor:
         if self.cache is not None and self.documents is None:
             k, v = self.cache.extend(self.layer, k, v)
-            return _attend(q, k, v, self.cache.mask(q.shape[2], k.shape[2], window), scale, soft_cap)
+            return _attend(
+                q, k, v, self.cache.mask(q.shape[2], k.shape[2], window), scale, soft_cap
+            )
         if self.part is not None or self.cache is not None:
-            raise ValueError("a cache takes no documents, and parts of a sequence are those of a ShardedContext")
+            raise ValueError(
+                "a cache takes no documents, and parts of a sequence are those of a ShardedContext"
+            )
         # If the shapes differ, masked attention reports the mismatch.
         counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
-        if self.kernel is not None and self.lengths is not None and counted and takes_varlen(q, k, v, soft_cap):
+        if (
+            self.kernel is not None
+            and self.lengths is not None
+            and counted
+            and takes_varlen(q, k, v, soft_cap)
+        ):
             return _varlen(self.kernel, (q, k, v), self.lengths, scale, window)
-        keep = not torch.compiler.is_compiling()  # compiled, a stored mask is a guard that fails at the next layer
+        # compiled, a stored mask is a guard that fails at the next layer
+        keep = not torch.compiler.is_compiling()
         mask = self.mask
         if mask is None and self.documents is not None:
             mask = document_mask(self.documents)
             if keep:
                 self.mask = mask
         if window is not None and window < k.shape[2]:
-            mask = self.windows[window] if keep and window in self.windows else _windowed(mask, window, k)
+            mask = (
+                self.windows[window]
+                if keep and window in self.windows
+                else _windowed(mask, window, k)
+            )
             if keep:
                 self.windows[window] = mask
         return _attend(q, k, v, mask, scale, soft_cap)
@@ -100,10 +136,12 @@ class AttentionContext:
 
 
 class KVCache:
-    """Keys and values of the tokens so far, per layer, so that a forward pass takes only the new tokens. Prompts of
-    different lengths end in the same column: shorter ones are padded on the left, where no token attends.
+    """Keys and values of the tokens so far, per layer, so that a forward pass takes only the new
+    tokens. Prompts of different lengths end in the same column: shorter ones are padded on the
+    left, where no token attends.
 
-    Not a dataclass, so that FSDP finds no tensors to cast in it: it passes through a model unchanged.
+    Not a dataclass, so that FSDP finds no tensors to cast in it: it passes through a model
+    unchanged.
     """
 
     def __init__(self, starts: Tensor) -> None:
@@ -112,7 +150,8 @@ class KVCache:
         self._layers: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the keys and values of new tokens (b, k, s, e) to those of the layer; returns all of them."""
+        """Appends the keys and values of new tokens (b, k, s, e) to those of the layer; returns all
+        of them."""
         if layer in self._layers:
             before = self._layers[layer]
             k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
@@ -120,8 +159,9 @@ class KVCache:
         return k, v
 
     def mask(self, queries: int, keys: int, window: int | None) -> Tensor:
-        """(b, 1, queries, keys) bool, True where one of the last `queries` tokens sees a key. Padding sees itself: a
-        softmax over no keys would be NaN, and NaN would spread through its values."""
+        """(b, 1, queries, keys) bool, True where one of the last `queries` tokens sees a key.
+        Padding sees itself: a softmax over no keys would be NaN, and NaN would spread through its
+        values."""
         columns = torch.arange(keys, device=self.starts.device)
         distance = columns[keys - queries :, None] - columns
         near = (distance >= 0) & (distance < (window or keys))
@@ -144,15 +184,19 @@ def attention(
         q: (b, h, s, e).
         k: (b, k, s, e); h is a multiple of k, and each key/value head serves h/k query heads.
         v: (b, k, s, f), with any width f.
-        context: None for one document per row; a tensor: a mask for (b, h, s, s), True where a query sees a key.
+        context: None for one document per row; a tensor: a mask for (b, h, s, s), True where a
+            query sees a key.
         scale: factor of the scores; None: 1 / sqrt(e).
-        window: a token sees itself and the window - 1 tokens before it (https://arxiv.org/abs/2004.05150); None: all.
-        soft_cap: scores x become soft_cap * tanh(x / soft_cap) (Gemma 2, https://arxiv.org/abs/2408.00118, section 2).
-            No fused kernel of torch does that: all scores (b, h, s, s) are in memory.
+        window: a token sees itself and the window - 1 tokens before it
+            (https://arxiv.org/abs/2004.05150); None: all.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap) (Gemma 2,
+            https://arxiv.org/abs/2408.00118, section 2). No fused kernel of torch does that: all
+            scores (b, h, s, s) are in memory.
 
     Returns (b, h, s, f).
     """
-    if has_torch_function((q, k, v)):  # torch's protocol to intercept calls, used by `modeling.flops`
+    # torch's protocol to intercept calls, used by `modeling.flops`
+    if has_torch_function((q, k, v)):
         options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap}
         return handle_torch_function(attention, (q, k, v), q, k, v, context, **options)
     if isinstance(context, AttentionContext):
@@ -168,10 +212,14 @@ def _windowed(mask: Tensor | None, window: int, k: Tensor) -> Tensor:
     return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, -torch.inf)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float | None
+) -> Tensor:
     heads, kv_heads = q.shape[1], k.shape[1]
     widths = q.shape[-1], v.shape[-1]
-    if cap is not None or wants_repeated(q.device.type, q.dtype, mask is not None, heads, kv_heads, *widths):
+    if cap is not None or wants_repeated(
+        q.device.type, q.dtype, mask is not None, heads, kv_heads, *widths
+    ):
         k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     if cap is not None:
         return _soft_capped(q, k, v, mask, scale, cap)
@@ -180,9 +228,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     )
 
 
-def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float) -> Tensor:
+def _soft_capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float
+) -> Tensor:
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    scores = soft_cap * torch.tanh(scores * ((q.shape[-1] ** -0.5 if scale is None else scale) / soft_cap))
+    scores = soft_cap * torch.tanh(
+        scores * ((q.shape[-1] ** -0.5 if scale is None else scale) / soft_cap)
+    )
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -190,85 +242,129 @@ def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
 
 
 def wants_repeated(
-    device: str, dtype: torch.dtype, masked: bool, heads: int, kv_heads: int, width: int, value_width: int | None = None
+    device: str,
+    dtype: torch.dtype,
+    masked: bool,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    value_width: int | None = None,
 ) -> bool:
-    """Whether to repeat each key/value head for all of its query heads, so that a fused kernel accepts them.
+    """Whether to repeat each key/value head for all of its query heads, so that a fused kernel
+    accepts them.
 
-    On GPUs torch's flash attention takes grouped heads, but only in 16 bits, without a mask, and up to a width of 256,
-    the same for values. Its memory-efficient kernel takes float32, masks and other widths of values, but grouped heads
-    only in the newest versions. Elsewhere, and in float64, torch computes with all scores (b, h, s, s) in memory.
+    On GPUs torch's flash attention takes grouped heads, but only in 16 bits, without a mask, and up
+    to a width of 256, the same for values. Its memory-efficient kernel takes float32, masks and
+    other widths of values, but grouped heads only in the newest versions. Elsewhere, and in
+    float64, torch computes with all scores (b, h, s, s) in memory.
     """
-    flash = dtype in (torch.float16, torch.bfloat16) and not masked and width <= 256 and value_width in (None, width)
+    flash = (
+        dtype in (torch.float16, torch.bfloat16)
+        and not masked
+        and width <= 256
+        and value_width in (None, width)
+    )
     return device == "cuda" and heads != kv_heads and dtype != torch.float64 and not flash
 
 
 @cache
 def varlen_kernel(device: torch.device, dtype: torch.dtype | None) -> Callable[..., Tensor] | None:
-    """torch's 16-bit attention over packed documents, for this GPU; None if the GPU does not support it.
+    """torch's 16-bit attention over packed documents, for this GPU; None if the GPU does not
+    support it.
 
-    FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691), or 3 (https://arxiv.org/abs/2407.08608) on Hopper where
-    the module `flash_attn_interface` is installed, which then computes all of torch's flash attention in this process.
+    FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691), or 3
+    (https://arxiv.org/abs/2407.08608) on Hopper where the module `flash_attn_interface` is
+    installed, which then computes all of torch's flash attention in this process.
     """
     if not has_varlen(device, dtype):
         return None
     from torch.nn import attention as back_ends
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler, 2 s
 
-    third = torch.cuda.get_device_capability(device)[0] == 9 and find_spec("flash_attn_interface") is not None
-    if third and "FA3" in back_ends.list_flash_attention_impls() and back_ends.current_flash_attention_impl() is None:
+    third = (
+        torch.cuda.get_device_capability(device)[0] == 9
+        and find_spec("flash_attn_interface") is not None
+    )
+    if (
+        third
+        and "FA3" in back_ends.list_flash_attention_impls()
+        and back_ends.current_flash_attention_impl() is None
+    ):
         back_ends.activate_flash_attention_impl("FA3")
     # From torch 2.12 on, grouped heads need a flag; before, torch infers them from the shapes.
-    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: Any = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
     return partial(varlen_attn, **grouped)  # type: ignore[return-value]
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Whether a device has variable-length attention for a dtype: NVIDIA GPUs from Ampere on, in 16 bits."""
+    """Whether a device has variable-length attention for a dtype: NVIDIA GPUs from Ampere on, in 16
+    bits."""
     if device.type != "cuda" or dtype not in VARLEN_TYPES or torch.version.hip is not None:
         return False
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(
+        device
+    ) >= (8, 0)
 
 
 def takes_varlen(q: Tensor, k: Tensor, v: Tensor, soft_cap: float | None) -> bool:
-    """Whether a variable-length kernel accepts these tensors. torch's has no soft cap; narrow heads are padded."""
+    """Whether a variable-length kernel accepts these tensors. torch's has no soft cap; narrow heads
+    are padded."""
     same_type = q.dtype == k.dtype == v.dtype
-    return soft_cap is None and same_type and q.dtype in VARLEN_TYPES and max(q.shape[-1], v.shape[-1]) <= 256
+    return (
+        soft_cap is None
+        and same_type
+        and q.dtype in VARLEN_TYPES
+        and max(q.shape[-1], v.shape[-1]) <= 256
+    )
 
 
 def _varlen(
-    kernel: Callable[..., Tensor], qkv: tuple[Tensor, ...], ends: Tensor, scale: float | None, window: int | None
+    kernel: Callable[..., Tensor],
+    qkv: tuple[Tensor, ...],
+    ends: Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    """Attention within the packed documents of all rows; scores between documents are not computed."""
+    """Attention within the packed documents of all rows; scores between documents are not
+    computed."""
     (b, _, s, e), f = qkv[0].shape, qkv[2].shape[-1]
-    # The kernel needs one width for q, k and v, a multiple of 8, and on some GPUs has no backward for widths between
-    # 192 and 256. Padding with zeros changes neither scores nor sums.
+    # The kernel needs one width for q, k and v, a multiple of 8, and on some GPUs has no backward
+    # for widths between 192 and 256. Padding with zeros changes neither scores nor sums.
     width = 256 if max(e, f) > 192 else -(-max(e, f) // 8) * 8
     padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in qkv)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in padded]
     before = -1 if window is None or window >= s else window - 1
-    # The longest document is given as a whole row: a constant, which needs no synchronization with the device.
-    y = kernel(*flat, ends, ends, s, s, scale=e**-0.5 if scale is None else scale, window_size=(before, 0))
+    # The longest document is given as a whole row: a constant, which needs no synchronization with
+    # the device.
+    y = kernel(
+        *flat, ends, ends, s, s, scale=e**-0.5 if scale is None else scale, window_size=(before, 0)
+    )
     return y[..., :f].unflatten(0, (b, s)).transpose(1, 2)
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """The causal mask within documents: documents (b, s) -> bool (b, 1, s, s), True where a query sees a key."""
+    """The causal mask within documents: documents (b, s) -> bool (b, 1, s, s), True where a query
+    sees a key."""
     s = documents.shape[1]
     causal = torch.ones(s, s, dtype=torch.bool, device=documents.device).tril()
     return (documents[:, None, :, None] == documents[:, None, None, :]) & causal
 
 
 def sliding_window(s: int, window: int, device: torch.device) -> Tensor:
-    """The mask where a token sees itself and the window - 1 tokens before it: bool (s, s), True where seen."""
+    """The mask where a token sees itself and the window - 1 tokens before it: bool (s, s), True
+    where seen."""
     return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def cumulative_lengths(documents: Tensor) -> Tensor | None:
     """The starts of the documents (b, s) in the b s packed tokens, and then b s: int32, on the CPU.
 
-    The end of a row ends its last document. The result is padded with b s, as if empty documents followed, to b 2^n + 1
-    numbers: a kernel starts threads for every document, even an empty one, and compiled code would otherwise see many
-    sizes. None if the numbers of a row descend, because a document may then resume after another.
+    The end of a row ends its last document. The result is padded with b s, as if empty documents
+    followed, to b 2^n + 1 numbers: a kernel starts threads for every document, even an empty one,
+    and compiled code would otherwise see many sizes. None if the numbers of a row descend, because
+    a document may then resume after another.
     """
     changes = documents.diff(dim=1)
     if (changes < 0).any():

@@ -1,8 +1,9 @@
 """Dropout with the same masks on every layout.
 
-Whether an element is dropped is a function of (seed, the module's full name, step, position of its sample in the global
-batch, position in the sample), computed on the rank that holds the element. There is no generator and no state: any
-layout, microbatch size, recomputed block and compiled block drops the same elements, on a CPU and on a GPU.
+Whether an element is dropped is a function of (seed, the module's full name, step, position of its
+sample in the global batch, position in the sample), computed on the rank that holds the element.
+There is no generator and no state: any layout, microbatch size, recomputed block and compiled block
+drops the same elements, on a CPU and on a GPU.
 """
 
 import hashlib
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 
 class SequencePart(NamedTuple):
-    """Which positions of a sequence a rank holds: two chunks over `cp` (`data/sequence.py`), and a contiguous part of
-    these over `tp` with sequence parallelism. Size 1 and index 0 where an axis does not split the sequence."""
+    """Which positions of a sequence a rank holds: two chunks over `cp` (`data/sequence.py`), and a
+    contiguous part of these over `tp` with sequence parallelism. Size 1 and index 0 where an axis
+    does not split the sequence."""
 
     tp: int = 1
     tp_index: int = 0
@@ -23,21 +25,26 @@ class SequencePart(NamedTuple):
     cp_index: int = 0
 
     def positions(self, rows: int, device: torch.device) -> Tensor:
-        """(rows,): the positions of this rank's rows in the sequence. In torch operations, because it is compiled."""
+        """(rows,): the positions of this rank's rows in the sequence. In torch operations, because
+        it is compiled."""
         own = torch.arange(rows, device=device) + self.tp_index * rows
         chunk = rows * self.tp // 2
-        return own + chunk * torch.where(own < chunk, self.cp_index, 2 * self.cp - 2 - self.cp_index)
+        return own + chunk * torch.where(
+            own < chunk, self.cp_index, 2 * self.cp - 2 - self.cp_index
+        )
 
 
 class Dropout(nn.Module):
-    """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p), in training only.
+    """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p), in training
+    only.
 
-    In a plain model it acts as `nn.Dropout`. After `bind_dropout` (which `parallelize` calls) its masks are those of
-    the run, and `set_dropout` selects them before each forward.
+    In a plain model it acts as `nn.Dropout`. After `bind_dropout` (which `parallelize` calls) its
+    masks are those of the run, and `set_dropout` selects them before each forward.
 
-    For the residual stream, of which every rank has whole samples or a part of each sequence (`SequencePart`). Not for
-    features between a colwise and a rowwise layer, where every rank of `tp` would apply the same mask to its own
-    features, unless `columns` says which they are. A module used in two places drops the same elements in both.
+    For the residual stream, of which every rank has whole samples or a part of each sequence
+    (`SequencePart`). Not for features between a colwise and a rowwise layer, where every rank of
+    `tp` would apply the same mask to its own features, unless `columns` says which they are. A
+    module used in two places drops the same elements in both.
     """
 
     def __init__(self, p: float) -> None:
@@ -48,16 +55,20 @@ class Dropout(nn.Module):
         self.p = p
         self.bound = False
         self.part = SequencePart()
-        self.columns: tuple[int, slice] | None = None  # number of all features, and this rank's; None: has all
-        # (b), one hash per sample of the microbatch. A tensor but not a buffer: the compiler takes it as an input, so
-        # that neither a new step nor another layer recompiles, and checkpoints and FSDP do not handle it.
+        # number of all features, and this rank's; None: has all
+        self.columns: tuple[int, slice] | None = None
+        # (b), one hash per sample of the microbatch. A tensor but not a buffer: the compiler takes
+        # it as an input, so that neither a new step nor another layer recompiles, and checkpoints
+        # and FSDP do not handle it.
         self.keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (b, s, ...), or any (b, ...) where a rank has whole sequences. A second dim of 1 stands for the whole
-        sequence, as where whole samples are dropped, (b, 1, 1), and not for a part of it.
+        """x: (b, s, ...), or any (b, ...) where a rank has whole sequences. A second dim of 1
+        stands for the whole sequence, as where whole samples are dropped, (b, 1, 1), and not for a
+        part of it.
 
-        Raises RuntimeError: `set_dropout` was not called for these samples, or parts of sequences are not (b, s, d).
+        Raises RuntimeError: `set_dropout` was not called for these samples, or parts of sequences
+        are not (b, s, d).
         """
         if self.p == 0 or not self.training:
             return x
@@ -66,15 +77,23 @@ class Dropout(nn.Module):
         if self.keys is None or self.keys.shape[0] != x.shape[0]:
             count = 0 if self.keys is None else self.keys.shape[0]
             raise RuntimeError(
-                f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {count}: call "
-                "set_dropout(model, seed=..., step=..., samples=...) before each forward in training"
+                f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {count}: "
+                "call "
+                "set_dropout(model, seed=..., step=..., samples=...) before each forward in "
+                "training"
             )
         if x.dim() < 3 and self.part != SequencePart():
-            raise RuntimeError(f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)")
+            raise RuntimeError(
+                f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)"
+            )
         rows = x.shape[1] if x.dim() > 2 else 1
         part, shape = self.part if rows > 1 else SequencePart(), x.shape
-        if self.columns is not None:  # between parallel layers all ranks of tp have the same positions
-            part, shape = part._replace(tp=1, tp_index=0), torch.Size((*x.shape[:-1], self.columns[0]))
+        # between parallel layers all ranks of tp have the same positions
+        if self.columns is not None:
+            part, shape = (
+                part._replace(tp=1, tp_index=0),
+                torch.Size((*x.shape[:-1], self.columns[0])),
+            )
         mask = keep_mask(self.keys.to(x.device), shape, part.positions(rows, x.device), self.p)
         if self.columns is not None:
             mask = mask[..., self.columns[1]]
@@ -88,25 +107,31 @@ def bind_dropout(model: nn.Module, part: SequencePart | None = None) -> None:
     """Makes every `Dropout` of a model use the masks that `set_dropout` selects.
 
     Args:
-        model: the whole model, whose module names determine the masks; on any device, meta included.
+        model: the whole model, whose module names determine the masks; on any device, meta
+            included.
         part: the part of each sequence that this rank has; None: all of it.
     """
-    dropouts = {name: module for name, module in model.named_modules() if isinstance(module, Dropout)}
+    dropouts = {
+        name: module for name, module in model.named_modules() if isinstance(module, Dropout)
+    }
     for module in dropouts.values():
         module.bound, module.part = True, part or SequencePart()
     model.dropout_masks = _DropoutKeys(dropouts)  # type: ignore[assignment]  # a plain attribute, not a submodule
 
 
 def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> None:
-    """Selects the dropout masks of the next forward. Call it before each forward in a training loop of your own.
+    """Selects the dropout masks of the next forward. Call it before each forward in a training loop
+    of your own.
 
-    Where backward recomputes blocks (`recompute`), the selection must last until that backward is done: a loop that
-    runs several forwards before their backwards calls this again before each backward. Nothing waits for the device.
+    Where backward recomputes blocks (`recompute`), the selection must last until that backward is
+    done: a loop that runs several forwards before their backwards calls this again before each
+    backward. Nothing waits for the device.
 
     Args:
         model: the whole model, parallelized or plain.
         step: any number that no other step of the run has.
-        samples: the positions of the rows of the forward in the global batch; padding continues after the last one.
+        samples: the positions of the rows of the forward in the global batch; padding continues
+            after the last one.
     """
     masks = getattr(model, "dropout_masks", None)
     if masks is None:
@@ -118,7 +143,8 @@ def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> No
 
 
 class _DropoutKeys:
-    """The keys of a model's n dropouts: a new table (n, b) per forward, because a compiled block may hold its row."""
+    """The keys of a model's n dropouts: a new table (n, b) per forward, because a compiled block
+    may hold its row."""
 
     def __init__(self, dropouts: dict[str, Dropout]) -> None:
         self._dropouts = list(dropouts.values())
@@ -132,22 +158,27 @@ class _DropoutKeys:
             self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
         hashes = [hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
         keys = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
-        for dropout, row in zip(self._dropouts, self._names ^ keys.to(device, non_blocking=True), strict=True):
+        for dropout, row in zip(
+            self._dropouts, self._names ^ keys.to(device, non_blocking=True), strict=True
+        ):
             dropout.keys = row
 
 
 def keep_mask(keys: Tensor, shape: torch.Size, positions: Tensor, p: float) -> Tensor:
-    """The elements to keep, as booleans of `shape` (b, ..., d): each with probability 1 - p, to a precision of 2^-32.
+    """The elements to keep, as booleans of `shape` (b, ..., d): each with probability 1 - p, to a
+    precision of 2^-32.
 
-    Rows of d elements are numbered consecutively within the sample; `positions` (s,) are those of the second dim.
-    SplitMix64, seeded with each sample's key (b) int64, gives 64 bits for every two elements of a row, 32 for each.
+    Rows of d elements are numbered consecutively within the sample; `positions` (s,) are those of
+    the second dim. SplitMix64, seeded with each sample's key (b) int64, gives 64 bits for every two
+    elements of a row, 32 for each.
     """
     b, width = shape[0], shape[-1] if len(shape) > 1 else 1
     rows, words = shape[1:-1].numel(), (width + 1) // 2
     inner = rows // len(positions) * words  # 64-bit words per position
     numbers = (positions[:, None] * inner + torch.arange(inner, device=keys.device)).flatten()
     bits = mix(mix(keys)[:, None] + numbers * GAMMA).view(b, rows, words, 1)
-    # Not `view(torch.int32)`: torch 2.13 compiles it with the slice to CPU code that writes out of bounds.
+    # Not `view(torch.int32)`: torch 2.13 compiles it with the slice to CPU code that writes out of
+    # bounds.
     halves = torch.cat((bits, bits >> 32), dim=-1) & (2**32 - 1)
     return (halves >= round(p * 2**32)).flatten(2)[..., :width].reshape(shape)
 
@@ -156,13 +187,17 @@ def hash64(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-# SplitMix64's increment and the multipliers of its finalizer, as int64: torch has no arithmetic on unsigned ones.
-GAMMA, _MIX_1, _MIX_2 = (bits - 2**64 for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# SplitMix64's increment and the multipliers of its finalizer, as int64: torch has no arithmetic on
+# unsigned ones.
+GAMMA, _MIX_1, _MIX_2 = (
+    bits - 2**64 for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
-    2014) of each int64: products wrap around, and a mask makes the shifts logical."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+    Generators", OOPSLA 2014) of each int64: products wrap around, and a mask makes the shifts
+    logical."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
     return x ^ ((x >> 31) & (2**33 - 1))

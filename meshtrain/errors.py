@@ -13,18 +13,21 @@ INPUT_STATUS = 2  # the exit status where the user's input is wrong
 
 
 class InputError(ValueError):
-    """The user's input is wrong: a config, a data file, a layout. The process ends with exit status 2.
+    """The user's input is wrong: a config, a data file, a layout. The process ends with exit status
+    2.
 
     The message says what was expected, what was found, where, and what would work.
     """
 
 
 class AgreedError(InputError):
-    """Wrong input that every rank detects, with the same message: all of them raise it, and it is printed once."""
+    """Wrong input that every rank detects, with the same message: all of them raise it, and it is
+    printed once."""
 
 
 class DamagedError(InputError):
-    """A checkpoint differs from what was written: `file` is missing, truncated or changed, in `tensor` if known."""
+    """A checkpoint differs from what was written: `file` is missing, truncated or changed, in
+    `tensor` if known."""
 
     def __init__(self, file: Path, problem: str, tensor: str | None = None) -> None:
         self.file, self.problem, self.tensor = file, problem, tensor
@@ -47,15 +50,18 @@ class UnreadableError(OSError):
 
 
 class TrainingError(RuntimeError):
-    """The run cannot continue, and every rank detects this in the same step. The process ends with exit status 1."""
+    """The run cannot continue, and every rank detects this in the same step. The process ends with
+    exit status 1."""
 
 
 class DiskError(TrainingError):
-    """A disk or a file server of a host fails, or is full: the same command may go on later, with nothing changed."""
+    """A disk or a file server of a host fails, or is full: the same command may go on later, with
+    nothing changed."""
 
 
 class StartError(TimeoutError):
-    """Not all ranks of a job have come, or one does not reach the others. The process ends with exit status 1.
+    """Not all ranks of a job have come, or one does not reach the others. The process ends with
+    exit status 1.
 
     `follows`: another process has ended before, and says why.
     """
@@ -118,8 +124,8 @@ def flat_items(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
-    """(name, number of names it stands for, value). Names that differ only in numbers and have equal values become one,
-    with the numbers in braces: `layers.{0-3}.weight`."""
+    """(name, number of names it stands for, value). Names that differ only in numbers and have
+    equal values become one, with the numbers in braces: `layers.{0-3}.weight`."""
     lines = [(tuple(name.split(".")), 1, about) for name, about in items]
     for at in range(max((len(words) for words, _, _ in lines), default=0)):
         groups: dict[tuple[tuple[str, ...], T], list[tuple[tuple[str, ...], int]]] = {}
@@ -150,8 +156,12 @@ def short(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def bytes_text(*sizes: float) -> str:
-    """`512 bytes`, `1.2 GiB`, `340 MiB`; for several sizes `12.0 + 24.0 MiB`, in the unit of the largest."""
+    """`512 bytes`, `1.2 GiB`, `340 MiB`; for several sizes `12.0 + 24.0 MiB`, in the unit of the
+    largest."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
     power = next((i for i in range(len(units)) if max(sizes) < 1024 ** (i + 1)), len(units) - 1)
     numbers = [size / 1024**power for size in sizes]
-    return " + ".join(f"{n:.0f}" if power == 0 or n >= 100 else f"{n:.1f}" for n in numbers) + f" {units[power]}"
+    return (
+        " + ".join(f"{n:.0f}" if power == 0 or n >= 100 else f"{n:.1f}" for n in numbers)
+        + f" {units[power]}"
+    )

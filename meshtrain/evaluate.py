@@ -23,7 +23,8 @@ UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
 NO_TARGET = "the validation data has no target with a loss: use other data, or train.eval_every=0"
 NOTHING_TO_LEARN = (
-    "has no target with a loss, so that nothing would be learned: its samples hold prompts only (look at the keys of "
+    "has no target with a loss, so that nothing would be learned: its samples hold prompts only "
+    "(look at the keys of "
     "the lines, at who speaks in `messages`, and whether data.seq_len ends before the answers)"
 )
 
@@ -37,7 +38,8 @@ class Evaluation:
     correct: int  # for a classifier: how many of the targets have the largest logit
 
     def numbers(self, task: str, bytes_per_target: float | None) -> dict[str, float]:
-        """The reported metrics: perplexity and bits per byte of a language model, accuracy (0 to 1) of a classifier."""
+        """The reported metrics: perplexity and bits per byte of a language model, accuracy (0 to 1)
+        of a classifier."""
         if task == "classification":
             return {"eval_loss": self.loss, "accuracy": self.correct / self.targets}
         numbers = {"eval_loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
@@ -47,9 +49,11 @@ class Evaluation:
 
 
 def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
-    """The held-out samples that every evaluation of a run uses: all, or `most` of them, picked by a permutation.
+    """The held-out samples that every evaluation of a run uses: all, or `most` of them, picked by a
+    permutation.
 
-    The pick depends only on the number of held-out samples. `most`=None: 2,048 samples of tokens, or all images.
+    The pick depends only on the number of held-out samples. `most`=None: 2,048 samples of tokens,
+    or all images.
     """
     held_out = data.validation
     limit = TOKEN_SAMPLES if most is None and data.task == "language" else most
@@ -60,13 +64,15 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
 
 
 def require_targets(samples: Samples) -> None:
-    """Raises InputError: no target of an evaluation set has a loss. Reads up to the first that has one."""
+    """Raises InputError: no target of an evaluation set has a loss. Reads up to the first that has
+    one."""
     if not _has_target(samples):
         raise InputError(NO_TARGET)
 
 
 def require_training_targets(samples: Samples) -> None:
-    """Raises InputError: of the training data, or of one source of a mixture, no target has a loss."""
+    """Raises InputError: of the training data, or of one source of a mixture, no target has a
+    loss."""
     by_source = samples.loss_targets()
     for name, targets in by_source.items():
         if targets.with_loss == 0:
@@ -82,7 +88,8 @@ def _has_target(samples: Samples) -> bool:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, where weights must not change; afterwards each module has its previous mode."""
+    """Evaluation mode inside, where weights must not change; afterwards each module has its
+    previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -97,13 +104,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Evaluation:
-    """Runs a parallelized model, which computes in `dtype`, over this rank's share of the evaluation set; every rank
-    has the same number of batches. Raises AgreedError: no batch of any rank has a valid target."""
+    """Runs a parallelized model, which computes in `dtype`, over this rank's share of the
+    evaluation set; every rank has the same number of batches. Raises AgreedError: no batch of any
+    rank has a valid target."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     ends, remaining = ends_of(model), iter(batches)
 
     def score(stage: nn.Module, batch: Batch, received: Tensor | None, last: bool) -> Tensor | None:
-        """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than training."""
+        """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than
+        training."""
         inputs, targets = batch.to(device, dtype, *ends)
         is_classifier, request = targets.ndim == 1, LossRequest(lambda: targets)
         with nullcontext() if is_classifier else request_loss(request):

@@ -1,7 +1,9 @@
-"""Mixture of experts for plain models: a router chooses experts for each token, and each expert computes its tokens.
+"""Mixture of experts for plain models: a router chooses experts for each token, and each expert
+computes its tokens.
 
-No token is dropped, and no sum depends on which rank or microbatch a token is in: the statistics that `Balance` uses
-are over the whole global batch, over that of the previous step, or over one sample.
+No token is dropped, and no sum depends on which rank or microbatch a token is in: the statistics
+that `Balance` uses are over the whole global batch, over that of the previous step, or over one
+sample.
 """
 
 import math
@@ -25,48 +27,68 @@ Products = Callable[[Tensor, Tensor], Tensor]
 class Experts(nn.Module, SupportsDeferral):
     """The SwiGLU experts of a layer, in fused tensors named as in transformers."""
 
-    # Set by `parallel/expert.py`: (rows (n, d) sorted by expert, counts (E,), products) -> rows (n, d) in the same
-    # order, computed on the ranks that have the experts: `products` takes the rows of this rank's experts, and counts.
+    # Set by `parallel/expert.py`: (rows (n, d) sorted by expert, counts (E,), products) -> rows (n,
+    # d) in the same order, computed on the ranks that have the experts: `products` takes the rows
+    # of this rank's experts, and counts.
     dispatch: Callable[[Tensor, Tensor, Products], Tensor] | None = None
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(num_experts, 2 * intermediate_size, hidden_size)
+        )
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         for weight in (self.gate_up_proj, self.down_proj):  # as nn.Linear
-            nn.init.uniform_(weight, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2]))
+            nn.init.uniform_(
+                weight, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2])
+            )
 
     @never_compiled
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each token's experts, in the order of the token's slots.
+        """The weighted sum of the outputs of each token's experts, in the order of the token's
+        slots.
 
         Args:
             x: (..., d); in training (b, s, d).
-            chosen, weights: (..., j), the experts of each token (int64) and the factors of their outputs.
+            chosen, weights: (..., j), the experts of each token (int64) and the factors of their
+                outputs.
 
         Returns (..., d), zeros for padding.
         """
         real, slots = real_tokens(x.device), chosen.shape[-1]
         if real is not None:  # the slots of padding belong to no expert and sort last
-            chosen = torch.where(real.expand(chosen.shape[:-1])[..., None], chosen, self.num_experts)
+            chosen = torch.where(
+                real.expand(chosen.shape[:-1])[..., None], chosen, self.num_experts
+            )
         experts, order = chosen.flatten().sort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=order.device), right=True)
+        inverse = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        ends = torch.searchsorted(
+            experts, torch.arange(self.num_experts, device=order.device), right=True
+        )
         counts = ends.diff(prepend=ends.new_zeros(1))
         rows = GatherRows.apply(x.flatten(0, -2), order, inverse, slots)
-        rows = self._products(rows, counts) if self.dispatch is None else self.dispatch(rows, counts, self._products)
+        rows = (
+            self._products(rows, counts)
+            if self.dispatch is None
+            else self.dispatch(rows, counts, self._products)
+        )
         results = GatherRows.apply(rows, inverse, order, 1).view(*chosen.shape, x.shape[-1])
         return (results * weights[..., None]).sum(-2).to(x.dtype)
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate_up, down = to_local(self.gate_up_proj), to_local(self.down_proj)
-        gate, up = GroupedMatmul.apply(rows, gate_up, counts, self.weight_grad_queue).chunk(2, dim=-1)
+        gate, up = GroupedMatmul.apply(rows, gate_up, counts, self.weight_grad_queue).chunk(
+            2, dim=-1
+        )
         return GroupedMatmul.apply(F.silu(gate) * up, down, counts, self.weight_grad_queue)
 
 
 class Router(nn.Module):
-    """Scores the experts for each token, in float32 or wider, and chooses the best: `gate` in transformers."""
+    """Scores the experts for each token, in float32 or wider, and chooses the best: `gate` in
+    transformers."""
 
     state_parameters: Sequence[str] = ()
 
@@ -87,17 +109,27 @@ class Router(nn.Module):
         """
         Args:
             score: "softmax", or "sigmoid" (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
-            normalize: divides the weights of a token's experts by their sum. scale: then multiplies the weights.
-            bias: experts are chosen by score + `e_score_correction_bias` (https://arxiv.org/abs/2408.15664).
-            groups, groups_per_token: experts are chosen only from the best `groups_per_token` of `groups` groups.
+            normalize: divides the weights of a token's experts by their sum. scale: then multiplies
+                the weights.
+            bias: experts are chosen by score + `e_score_correction_bias`
+                (https://arxiv.org/abs/2408.15664).
+            groups, groups_per_token: experts are chosen only from the best `groups_per_token` of
+                `groups` groups.
         """
         super().__init__()
-        self.experts_per_token, self.score, self.normalize, self.scale = experts_per_token, score, normalize, scale
+        self.experts_per_token, self.score, self.normalize, self.scale = (
+            experts_per_token,
+            score,
+            normalize,
+            scale,
+        )
         self.groups, self.groups_per_token = groups, groups_per_token
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         nn.init.uniform_(self.weight, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
         if bias:
-            self.e_score_correction_bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
+            self.e_score_correction_bias = nn.Parameter(
+                torch.zeros(num_experts), requires_grad=False
+            )
             self.state_parameters = ("e_score_correction_bias",)
         else:
             self.register_parameter("e_score_correction_bias", None)
@@ -111,14 +143,17 @@ class Router(nn.Module):
         chosen = choose(self._ranked(scores.detach()), self.experts_per_token)
         weights = scores.gather(-1, chosen)
         if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if self.score == "sigmoid" else 0))
+            weights = weights / (
+                weights.sum(-1, keepdim=True) + (1e-20 if self.score == "sigmoid" else 0)
+            )
         weights = weights * self.scale
         if self.balance is not None:
             weights = self.balance(weights, logits, scores, chosen, self.e_score_correction_bias)
         return chosen, weights
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        """The scores by which experts are chosen: with the bias, and -inf outside the best groups."""
+        """The scores by which experts are chosen: with the bias, and -inf outside the best
+        groups."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if self.groups == 1:
@@ -131,13 +166,16 @@ class Router(nn.Module):
 
 
 class Balance(nn.Module):
-    """Loss terms and bias corrections that balance the load of a layer's experts, the same on every layout.
+    """Loss terms and bias corrections that balance the load of a layer's experts, the same on every
+    layout.
 
-    For a token with the probabilities p (scores divided by their sum) and the experts' load shares f, which sum to 1,
-    the terms are aux_loss_coef · E · j · (f · p) and z_loss_coef · logsumexp(logits)², each divided by `layers`.
-    Like all attached terms they are summed over the global batch and divided by its number of valid targets.
+    For a token with the probabilities p (scores divided by their sum) and the experts' load shares
+    f, which sum to 1, the terms are aux_loss_coef · E · j · (f · p) and z_loss_coef ·
+    logsumexp(logits)², each divided by `layers`. Like all attached terms they are summed over the
+    global batch and divided by its number of valid targets.
 
-    `loads` (E,) holds how many tokens of the last step's global batch each expert got: zeros before the first step.
+    `loads` (E,) holds how many tokens of the last step's global batch each expert got: zeros before
+    the first step.
     """
 
     state_parameters: Sequence[str] = ("loads",)
@@ -155,21 +193,33 @@ class Balance(nn.Module):
     ) -> None:
         """
         Args:
-            layers: how many layers of the model have experts. layer: the index of this one in the model.
-            kind: the tokens over which f is taken: "batch": the global batch of the previous step (uniform in the
-                first); "sequence": the token's sample (https://arxiv.org/abs/2412.19437); "none": no such term.
-            aux_loss_coef: coefficient of Switch's term (https://arxiv.org/abs/2101.03961), scaled as in transformers.
+            layers: how many layers of the model have experts. layer: the index of this one in the
+                model.
+            kind: the tokens over which f is taken: "batch": the global batch of the previous step
+                (uniform in the first); "sequence": the token's sample
+                (https://arxiv.org/abs/2412.19437); "none": no such term.
+            aux_loss_coef: coefficient of Switch's term (https://arxiv.org/abs/2101.03961), scaled
+                as in transformers.
             z_loss_coef: coefficient of ST-MoE's term (https://arxiv.org/abs/2202.08906).
-            bias_speed: by how much a step moves the router's bias of each expert (https://arxiv.org/abs/2408.15664).
+            bias_speed: by how much a step moves the router's bias of each expert
+                (https://arxiv.org/abs/2408.15664).
         """
         super().__init__()
         self.num_experts, self.layers, self.kind = num_experts, layers, kind
         self._layer = layer  # private, so that `parallel/verify` still finds the layers alike
-        self.aux_loss_coef, self.z_loss_coef, self.bias_speed = aux_loss_coef, z_loss_coef, bias_speed
+        self.aux_loss_coef, self.z_loss_coef, self.bias_speed = (
+            aux_loss_coef,
+            z_loss_coef,
+            bias_speed,
+        )
         self.loads = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
-        self.sample_groups: list[AxisGroup] = []  # of ranks with parts of the same samples; set by `parallelize`
+        self.sample_groups: list[
+            AxisGroup
+        ] = []  # of ranks with parts of the same samples; set by `parallelize`
 
-    def forward(self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """Returns the weights (b, s, j) of the chosen experts, with the loss terms attached.
 
         Args:
@@ -184,7 +234,9 @@ class Balance(nn.Module):
             shares = self._shares(hits) * chosen.shape[-1]
             probabilities = scores / scores.sum(-1, keepdim=True)  # unchanged for softmax
             factor = self.aux_loss_coef * self.num_experts / self.layers
-            weights = attach(weights, "balance", factor * (shares.to(scores.dtype) * probabilities).sum(-1))
+            weights = attach(
+                weights, "balance", factor * (shares.to(scores.dtype) * probabilities).sum(-1)
+            )
         if self.z_loss_coef:
             factor = self.z_loss_coef / self.layers
             weights = attach(weights, "router_z", factor * logits.logsumexp(-1).square())
@@ -199,7 +251,9 @@ class Balance(nn.Module):
         loads = self.loads.detach()
         if self.kind == "sequence":
             real = real_tokens(hits.device)
-            loads = (hits if real is None else hits & real[..., None]).sum(1, keepdim=True, dtype=torch.float64)
+            loads = (hits if real is None else hits & real[..., None]).sum(
+                1, keepdim=True, dtype=torch.float64
+            )
             for group in self.sample_groups:
                 loads = torch.ops.meshtrain.all_reduce(loads, group.name)
         total = loads.sum(-1, keepdim=True)
@@ -213,11 +267,14 @@ class Balance(nn.Module):
                 bias.add_(torch.where(bad, 0, step).to(bias.dtype))
 
 
-@never_compiled  # selective recomputation sees the operators between graphs, but maybe not those inside one
+# selective recomputation sees the operators between graphs, but maybe not those inside one
+@never_compiled
 def choose(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores (..., E), highest first, ties to the lower index: (..., count) int64.
+    """Indices of the `count` highest scores (..., E), highest first, ties to the lower index: (...,
+    count) int64.
 
-    torch.topk breaks ties arbitrarily. An operator without gradient, so that recomputation does not choose again.
+    torch.topk breaks ties arbitrarily. An operator without gradient, so that recomputation does not
+    choose again.
     """
     return torch.ops.meshtrain.choose(scores, count)
 
@@ -231,13 +288,20 @@ def _choose(scores: Tensor, count: int) -> Tensor:
     return ((ordered << 32) + last_first).topk(count, dim=-1).indices
 
 
-operator("choose", _choose, lambda scores, count: scores.new_empty(*scores.shape[:-1], count, dtype=torch.int64))
+operator(
+    "choose",
+    _choose,
+    lambda scores, count: scores.new_empty(*scores.shape[:-1], count, dtype=torch.int64),
+)
 
 
 def load_metrics(loads: Sequence[Tensor]) -> dict[str, float]:
-    """Fields of a step's metrics from the loads of each layer's experts: the largest ratio of a load to the mean of its
-    layer, and how many experts of all layers got no token."""
+    """Fields of a step's metrics from the loads of each layer's experts: the largest ratio of a
+    load to the mean of its layer, and how many experts of all layers got no token."""
     if not loads:
         return {}
     largest = max(float(layer.max() / layer.mean().clamp(min=1e-9)) for layer in loads)
-    return {"expert_load_max": largest, "experts_idle": float(sum(int((layer == 0).sum()) for layer in loads))}
+    return {
+        "expert_load_max": largest,
+        "experts_idle": float(sum(int((layer == 0).sum()) for layer in loads)),
+    }

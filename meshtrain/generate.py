@@ -1,4 +1,5 @@
-"""Samples text from a model. All ranks call it together, because a sharded model needs them all for each forward."""
+"""Samples text from a model. All ranks call it together, because a sharded model needs them all for
+each forward."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -29,10 +30,12 @@ def generate(
     temperature: float = 0.8,
     context: ContextParallel | None = None,
 ) -> list[int]:
-    """Continues a prompt token by token, each sampled from the model's distribution; returns all ids.
+    """Continues a prompt token by token, each sampled from the model's distribution; returns all
+    ids.
 
-    Every rank draws the same random numbers, so every rank has the same text. The model always gets `seq_len` tokens,
-    padded on the right, where causal attention does not look: one shape, which compiles once.
+    Every rank draws the same random numbers, so every rank has the same text. The model always gets
+    `seq_len` tokens, padded on the right, where causal attention does not look: one shape, which
+    compiles once.
 
     Args:
         model: maps (tokens, positions, documents), each (b, s) or None, to logits (b, s, v).
@@ -50,11 +53,17 @@ def generate(
         for _ in range(length):
             latest = ids[-seq_len:]
             window[0, : len(latest)] = torch.tensor(latest)
-            window_part = shard(Batch.of((window, positions, None), window)).to(device, torch.float32)
+            window_part = shard(Batch.of((window, positions, None), window)).to(
+                device, torch.float32
+            )
             logits = model(*window_part.inputs)
             token = 0
             if logits is not None:  # another stage of a pipeline has them
-                index, last = (0, len(latest) - 1) if context is None else context.owner(len(latest) - 1, seq_len)
+                index, last = (
+                    (0, len(latest) - 1)
+                    if context is None
+                    else context.owner(len(latest) - 1, seq_len)
+                )
                 following = gather_logits(logits, 0, last)
                 if context is not None and context.group is not None:
                     dist.broadcast(following, group_src=index, group=context.group)
@@ -77,16 +86,18 @@ def generate_batch(
     stops: Collection[int] = (),
     tick: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
-    """Continues prompts of different lengths together, with a KV cache: each forward takes one new token of each. On
-    any layout the texts are those of `generate`, which has no cache; over `cp`, and between the layers of `tp`, each
-    rank has whole sequences here. A text does not depend on the other prompts.
+    """Continues prompts of different lengths together, with a KV cache: each forward takes one new
+    token of each. On any layout the texts are those of `generate`, which has no cache; over `cp`,
+    and between the layers of `tp`, each rank has whole sequences here. A text does not depend on
+    the other prompts.
 
     Args, in addition to those of `generate`:
         model: one with a `cp_plan`, which takes an `AttentionContext`.
         seq_len: the maximum number of tokens of a prompt and its continuation together.
         top_p: a token is sampled from the likeliest ones whose total probability reaches this
             (https://arxiv.org/abs/1904.09751, section 3.1).
-        stops: a text is over after one of these tokens, which is its last; it ends when all texts are over.
+        stops: a text is over after one of these tokens, which is its last; it ends when all texts
+            are over.
         tick: called with the number of tokens added to each prompt so far.
 
     Raises InputError: a prompt is empty, or too long for its continuation to fit.
@@ -94,12 +105,14 @@ def generate_batch(
     longest = max(map(len, prompts))
     if not all(prompts) or longest + length > seq_len:
         raise InputError(
-            f"prompts of {min(map(len, prompts))} to {longest} tokens, and {length} more: expected at least one token "
+            f"prompts of {min(map(len, prompts))} to {longest} tokens, and {length} more: expected "
+            "at least one token "
             f"in each, and at most {seq_len} together"
         )
     rows = [list(prompt) for prompt in prompts]
     is_over = [False] * len(rows)
-    draws = [generator(seed, "generate", *[i] * (i > 0)) for i in range(len(rows))]  # the first as in `generate`
+    # the first as in `generate`
+    draws = [generator(seed, "generate", *[i] * (i > 0)) for i in range(len(rows))]
     starts = torch.tensor([longest - len(row) for row in rows])
     tokens = torch.tensor([[row[0]] * (longest - len(row)) + row for row in rows])
     context = AttentionContext(cache=KVCache(starts.to(device)), length=seq_len)
@@ -112,8 +125,13 @@ def generate_batch(
             following = [0] * len(rows)
             if logits is not None:  # another stage of a pipeline has them
                 last = gather_logits(logits, slice(None), -1).double().cpu()
-                following = [_draw(row, temperature, own, top_p) for row, own in zip(last, draws, strict=True)]
-            following = _known(model.from_last(following) if isinstance(model, Pipeline) else following)
+                following = [
+                    _draw(row, temperature, own, top_p)
+                    for row, own in zip(last, draws, strict=True)
+                ]
+            following = _known(
+                model.from_last(following) if isinstance(model, Pipeline) else following
+            )
             for i, token in enumerate(following):
                 if is_over[i]:
                     continue  # the others go on; what this row draws is of no text
@@ -129,7 +147,9 @@ def generate_batch(
 def _known(tokens: list[int]) -> list[int]:
     """Returns the sampled tokens. Raises TrainingError, on all ranks: one could not be sampled."""
     if min(tokens) < 0:
-        raise TrainingError("the model's logits are not finite, so it writes no text: its weights have diverged")
+        raise TrainingError(
+            "the model's logits are not finite, so it writes no text: its weights have diverged"
+        )
     return tokens
 
 
@@ -142,5 +162,6 @@ def _draw(logits: Tensor, temperature: float, draws: torch.Generator, top_p: flo
     probabilities = (logits / temperature).softmax(-1)
     if top_p < 1:
         ordered, tokens = probabilities.sort(descending=True, stable=True)
-        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # sum of those before it, so that one remains
+        # sum of those before it, so that one remains
+        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=draws))

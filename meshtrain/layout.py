@@ -1,10 +1,12 @@
 """The placement of ranks on the named axes of the mesh, outermost first, and on hosts.
 
-Pure Python over integers. Ranks are numbered row-major over the axes in the order written: neighbours differ in the
-last one. A *group* of some axes is a set of ranks that differ only in those axes. An axis that is not named has size 1.
+Pure Python over integers. Ranks are numbered row-major over the axes in the order written:
+neighbours differ in the last one. A *group* of some axes is a set of ranks that differ only in
+those axes. An axis that is not named has size 1.
 
-*Derived axes* are further names for sets of ranks: products of axes (`VIEWS`), the factors of `cp` (`CONTEXT_AXES`),
-and a second factorization of the same ranks for experts (`EXPERT_AXES`). Methods here accept them; a config does not.
+*Derived axes* are further names for sets of ranks: products of axes (`VIEWS`), the factors of `cp`
+(`CONTEXT_AXES`), and a second factorization of the same ranks for experts (`EXPERT_AXES`). Methods
+here accept them; a config does not.
 """
 
 import difflib
@@ -17,22 +19,39 @@ from functools import cached_property
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the usual order
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ in these see different samples
-LOSS_AXES = (*DATA_AXES, "cp")  # ... see different tokens of the batch: losses and gradients are sums over these
+# ... see different tokens of the batch: losses and gradients are sums over these
+LOSS_AXES = (
+    *DATA_AXES,
+    "cp",
+)
 FSDP_AXES = ("dp_shard", "cp")  # ... share one copy of the parameters
 
-VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}  # products of axes with their own groups
-STAGE = "stage"  # all ranks of a pipeline stage, which together hold its parameters; has a group only on request
-CONTEXT_AXES = ("cp_ring", "cp_heads")  # factors of `cp`: ranks that split the sequence, neighbours that split heads
-# With `pp`, a second factorization of the ranks: replicas of an expert, shards of one replica, subsets of the experts.
+# products of axes with their own groups
+VIEWS = {
+    "data": DATA_AXES,
+    "loss": LOSS_AXES,
+    "fsdp": FSDP_AXES,
+}
+# all ranks of a pipeline stage, which together hold its parameters; has a group only on request
+STAGE = "stage"
+# factors of `cp`: ranks that split the sequence, neighbours that split heads
+CONTEXT_AXES = (
+    "cp_ring",
+    "cp_heads",
+)
+# With `pp`, a second factorization of the ranks: replicas of an expert, shards of one replica,
+# subsets of the experts.
 EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
 
-# A factor of the world: (stride, size), `size` ranks that are `stride` apart. Disjoint factors of a row-major numbering
-# are disjoint intervals [stride, stride * size), and a group is a product of factors.
+# A factor of the world: (stride, size), `size` ranks that are `stride` apart. Disjoint factors of a
+# row-major numbering are disjoint intervals [stride, stride * size), and a group is a product of
+# factors.
 Factor = tuple[int, int]
 
 # Why ZeRO-1 and FSDP exclude each other.
 NOT_WITH_FSDP = (
-    "shard_optimizer shares the optimizer among the copies of dp_replicate, and with dp_shard or cp FSDP has sharded "
+    "shard_optimizer shares the optimizer among the copies of dp_replicate, and with dp_shard or "
+    "cp FSDP has sharded "
     "it already: leave it false, or use dp_replicate in the place of dp_shard and cp"
 )
 
@@ -57,7 +76,8 @@ class WorldSizeError(LayoutError):
 
 @dataclass(frozen=True)
 class Run:
-    """Ranks `start` to `start + count - 1`, which run on the same host with local ranks from `local` on."""
+    """Ranks `start` to `start + count - 1`, which run on the same host with local ranks from
+    `local` on."""
 
     host: int
     start: int
@@ -67,23 +87,30 @@ class Run:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """Sizes of the mesh's axes, and optionally the hosts on which its ranks run: a value, hashable."""
+    """Sizes of the mesh's axes, and optionally the hosts on which its ranks run: a value,
+    hashable."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    hosts: tuple[str, ...] = ()  # names in order of first appearance; empty until the layout is placed with `on_hosts`
+    hosts: tuple[
+        str, ...
+    ] = ()  # names in order of first appearance; empty until the layout is placed with `on_hosts`
     runs: tuple[Run, ...] = ()  # in rank order
     experts: int = 1  # ranks over which the experts of a layer are distributed: the size of `ep`
-    context_heads: int = 1  # neighbours on `cp` that split the heads of attention: the size of `cp_heads`
+    # neighbours on `cp` that split the heads of attention: the size of `cp_heads`
+    context_heads: int = 1
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes`: axis -> number of ranks, outermost first. Raises LayoutError: an unknown axis or a size below 1."""
+        """`sizes`: axis -> number of ranks, outermost first. Raises LayoutError: an unknown axis or
+        a size below 1."""
         _check(sizes, free_allowed=False)
         self.__dict__.update(axes=tuple(sizes), shape=tuple(sizes.values()))
 
     def _with(self, **fields: object) -> "Layout":
         changed = Layout.__new__(Layout)
-        changed.__dict__.update({name: getattr(self, name) for name in self.__dataclass_fields__} | fields)
+        changed.__dict__.update(
+            {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
+        )
         return changed
 
     @cached_property
@@ -92,21 +119,28 @@ class Layout:
 
     @property
     def mesh_dims(self) -> tuple[str, ...]:
-        """The dims of torch's mesh: the axes larger than 1 in the usual order, which HSDP needs. FSDP takes one dim, so
-        with `cp` the dim `fsdp` replaces `dp_shard` and `cp`."""
+        """The dims of torch's mesh: the axes larger than 1 in the usual order, which HSDP needs.
+        FSDP takes one dim, so with `cp` the dim `fsdp` replaces `dp_shard` and `cp`."""
         dims = AXES if self.size("cp") == 1 else ("pp", "dp_replicate", "fsdp", "tp")
         return tuple(dim for dim in dims if self.size(dim) > 1)
 
     @property
     def expert_mesh_dims(self) -> tuple[str, ...]:
-        """The dims of torch's second mesh, over the same ranks, for experts if `experts` > 1; otherwise none."""
-        return tuple(dim for dim in ("pp", *EXPERT_AXES) if self.size(dim) > 1) if self.experts > 1 else ()
+        """The dims of torch's second mesh, over the same ranks, for experts if `experts` > 1;
+        otherwise none."""
+        return (
+            tuple(dim for dim in ("pp", *EXPERT_AXES) if self.size(dim) > 1)
+            if self.experts > 1
+            else ()
+        )
 
     @classmethod
     def resolve(cls, sizes: Mapping[str, int], world_size: int) -> "Layout":
-        """The layout of `world_size` processes; at most one size may be -1, which becomes the remaining factor.
+        """The layout of `world_size` processes; at most one size may be -1, which becomes the
+        remaining factor.
 
-        Raises LayoutError: no layout has such sizes. WorldSizeError: they do not multiply to `world_size`.
+        Raises LayoutError: no layout has such sizes. WorldSizeError: they do not multiply to
+        `world_size`.
         """
         _check(sizes, free_allowed=True)
         if not _is_count(world_size):
@@ -114,14 +148,18 @@ class Layout:
         fixed = math.prod(size for size in sizes.values() if size != -1)
         free = [axis for axis, size in sizes.items() if size == -1]
         if world_size % fixed == 0 and (free or world_size == fixed):
-            return cls({axis: world_size // fixed if size == -1 else size for axis, size in sizes.items()})
+            return cls(
+                {axis: world_size // fixed if size == -1 else size for axis, size in sizes.items()}
+            )
         if not free:
             are = "is" if world_size == 1 else "are"
             needs = f"needs {_processes(fixed)} and there {are} {world_size}"
             raise WorldSizeError(f"layout {written(sizes)} {needs}: start {fixed}")
         below = world_size // fixed * fixed
         worlds = f"{below} or {below + fixed}" if below else f"{fixed}"
-        product = f"the other axes multiply to {fixed}, which does not divide {_processes(world_size)}"
+        product = (
+            f"the other axes multiply to {fixed}, which does not divide {_processes(world_size)}"
+        )
         raise WorldSizeError(f"layout {written(sizes)}: {product}: start {worlds} processes")
 
     def __str__(self) -> str:
@@ -141,32 +179,41 @@ class Layout:
         return math.prod(size for _, size in self._factors_of(axes))
 
     def coordinate(self, rank: int, *axes: str) -> dict[str, int]:
-        """The position of a rank on every axis of the layout, outermost first, or on `axes`, which may be derived."""
+        """The position of a rank on every axis of the layout, outermost first, or on `axes`, which
+        may be derived."""
         self._check_rank(rank)
         return {axis: _index(rank, self._factors_of((axis,))) for axis in axes or self.axes}
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate on all axes, or on derived axes that replace them: the inverse of `coordinate`.
+        """The rank at a coordinate on all axes, or on derived axes that replace them: the inverse
+        of `coordinate`.
 
         Raises LayoutError: an axis is missing or unknown, or a position lies outside its axis.
         """
         if self.size(*coordinate) != self.world_size:
             missing = [axis for axis in self.axes if not self.covers(tuple(coordinate), axis)]
-            raise LayoutError(f"layout {self}: rank(...) needs a position on every axis; missing: {', '.join(missing)}")
+            raise LayoutError(
+                f"layout {self}: rank(...) needs a position on every axis; missing: "
+                f"{', '.join(missing)}"
+            )
         return self.rank_of_copy(0, **coordinate)
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` only in `axes`, `rank` included, ascending. Linear in their number."""
+        """The ranks that differ from `rank` only in `axes`, `rank` included, ascending. Linear in
+        their number."""
         self._check_rank(rank)
         factors = self._factors_of(axes)
         first = rank - sum(rank // stride % size * stride for stride, size in factors)
         return [first + offset for offset in self._offsets(factors)]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Every group of `axes`, ordered by first rank: one per coordinate on the remaining axes."""
+        """Every group of `axes`, ordered by first rank: one per coordinate on the remaining
+        axes."""
         factors = self._factors_of(axes)
         offsets = self._offsets(factors)
-        return [[first + offset for offset in offsets] for first in self._offsets(self._rest(factors))]
+        return [
+            [first + offset for offset in offsets] for first in self._offsets(self._rest(factors))
+        ]
 
     def index(self, rank: int, *axes: str) -> int:
         """The position of a rank in `group(rank, *axes)`."""
@@ -174,14 +221,16 @@ class Layout:
         return _index(rank, self._factors_of(axes))
 
     def copy(self, rank: int, *axes: str) -> int:
-        """The position of a rank among the ranks, ascending, that share its positions on these axes."""
+        """The position of a rank among the ranks, ascending, that share its positions on these
+        axes."""
         self._check_rank(rank)
         return _index(rank, self._rest(self._factors_of(axes)))
 
     def rank_of_copy(self, copy: int, **coordinate: int) -> int:
         """The rank at a coordinate on some axes whose `copy(rank, *axes)` is `copy`.
 
-        Raises LayoutError: an axis is unknown, two of them overlap, or a position lies outside its axis.
+        Raises LayoutError: an axis is unknown, two of them overlap, or a position lies outside its
+        axis.
         """
         rest = self._rest(self._factors_of(tuple(coordinate)))
         rank = _offset(copy, rest)
@@ -189,7 +238,9 @@ class Layout:
             factors = self._named_factors[axis]
             last = math.prod(size for _, size in factors) - 1
             if not 0 <= position <= last:
-                raise LayoutError(f"layout {self}: there is no {axis}={position}; {axis} goes from 0 to {last}")
+                raise LayoutError(
+                    f"layout {self}: there is no {axis}={position}; {axis} goes from 0 to {last}"
+                )
             rank += _offset(position, factors)
         return rank
 
@@ -198,14 +249,21 @@ class Layout:
         """Axis (derived axes included) -> its factors larger than 1, outermost first."""
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         own = zip(self.axes, strides, self.shape, strict=True)
-        factors = dict.fromkeys(AXES, ()) | {axis: _outermost_first([(stride, size)]) for axis, stride, size in own}
+        factors = dict.fromkeys(AXES, ()) | {
+            axis: _outermost_first([(stride, size)]) for axis, stride, size in own
+        }
         products = (*VIEWS.values(), tuple(axis for axis in AXES if axis != "pp"))
         views = [[factor for axis in axes for factor in factors[axis]] for axes in products]
         [(stride, size)] = factors["cp"] or [(1, 1)]
-        context = [(stride * self.context_heads, size // self.context_heads)], [(stride, self.context_heads)]
+        context = (
+            [(stride * self.context_heads, size // self.context_heads)],
+            [(stride, self.context_heads)],
+        )
         experts = _fold(factors, self.experts)
         assert experts is not None  # with_experts() has checked it
-        derived = zip((*VIEWS, STAGE, *CONTEXT_AXES, *EXPERT_AXES), (*views, *context, *experts), strict=True)
+        derived = zip(
+            (*VIEWS, STAGE, *CONTEXT_AXES, *EXPERT_AXES), (*views, *context, *experts), strict=True
+        )
         return factors | {axis: _outermost_first(product) for axis, product in derived}
 
     def _factors_of(self, axes: Sequence[str]) -> tuple[Factor, ...]:
@@ -215,13 +273,16 @@ class Layout:
         if len(axes) == 1:
             return self._named_factors[axes[0]]
         factors = _outermost_first(factor for axis in axes for factor in self._named_factors[axis])
-        overlap = any(stride < below * size for (stride, _), (below, size) in itertools.pairwise(factors))
+        overlap = any(
+            stride < below * size for (stride, _), (below, size) in itertools.pairwise(factors)
+        )
         if overlap or len(set(axes)) != len(axes):
             raise LayoutError(f"an axis is named twice: {', '.join(axes)}")
         return factors
 
     def _rest(self, factors: Sequence[Factor]) -> list[Factor]:
-        """The complement of these factors (outermost first) in the world, with adjacent axes merged into one factor."""
+        """The complement of these factors (outermost first) in the world, with adjacent axes merged
+        into one factor."""
         rest, end = [], self.world_size
         for stride, size in (*factors, (1, 1)):
             if stride * size < end:
@@ -242,16 +303,24 @@ class Layout:
         offsets = [0]
         for stride, n in factors:
             steps = range(0, n * stride, stride)
-            offsets = [first + step for first in offsets for step in steps] if len(offsets) > 1 else list(steps)
+            offsets = (
+                [first + step for first in offsets for step in steps]
+                if len(offsets) > 1
+                else list(steps)
+            )
         return offsets
 
     def _check_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise LayoutError(f"layout {self}: there is no rank {rank!r}; ranks go from 0 to {self.world_size - 1}")
+            raise LayoutError(
+                f"layout {self}: there is no rank {rank!r}; ranks go from 0 to "
+                f"{self.world_size - 1}"
+            )
 
     def with_context_heads(self, ranks: int) -> "Layout":
-        """This layout with `cp` split into two factors: `cp_heads`, `ranks` neighbours that split the attention heads,
-        and `cp_ring`, the rest, which splits the sequence. Raises LayoutError: `ranks` does not divide `cp`."""
+        """This layout with `cp` split into two factors: `cp_heads`, `ranks` neighbours that split
+        the attention heads, and `cp_ring`, the rest, which splits the sequence. Raises LayoutError:
+        `ranks` does not divide `cp`."""
         if not _is_count(ranks) or self.size("cp") % ranks:
             raise LayoutError(context_heads_problem(ranks, self.size("cp")))
         return self._with(context_heads=ranks)
@@ -259,24 +328,32 @@ class Layout:
     def with_experts(self, ranks: int) -> "Layout":
         """This layout with the experts of each layer distributed over `ranks` ranks.
 
-        `ep` takes whole axes, innermost first in the usual order, and a divisor of the next. The remaining ranks shard
-        a copy of the experts (`efsdp`) or hold replicas (`edp_replicate`). Raises LayoutError: no such group exists.
+        `ep` takes whole axes, innermost first in the usual order, and a divisor of the next. The
+        remaining ranks shard a copy of the experts (`efsdp`) or hold replicas (`edp_replicate`).
+        Raises LayoutError: no such group exists.
         """
         if not _is_count(ranks) or not self.folds(ranks):
             fits = self.expert_sizes()
-            raise LayoutError(f"layout {self}: experts cannot be dealt out over {ranks!r} ranks; use one of {fits}")
+            raise LayoutError(
+                f"layout {self}: experts cannot be dealt out over {ranks!r} ranks; use one of "
+                f"{fits}"
+            )
         return self._with(experts=ranks)
 
     def with_axes(self, sizes: Mapping[str, int]) -> "Layout":
-        """Other axes over the same ranks and hosts. Raises LayoutError: their product is another number of ranks."""
+        """Other axes over the same ranks and hosts. Raises LayoutError: their product is another
+        number of ranks."""
         changed = Layout(sizes)
         if changed.world_size != self.world_size:
-            raise WorldSizeError(f"layout {changed} needs {changed.world_size} processes; there are {self.world_size}")
+            raise WorldSizeError(
+                f"layout {changed} needs {changed.world_size} processes; there are "
+                f"{self.world_size}"
+            )
         return changed._with(hosts=self.hosts, runs=self.runs)
 
     def resized(self, sizes: Mapping[str, int]) -> "Layout":
-        """A layout of other ranks, with as many of them for attention heads and experts. Raises LayoutError: these do
-        not fit."""
+        """A layout of other ranks, with as many of them for attention heads and experts. Raises
+        LayoutError: these do not fit."""
         return Layout(sizes).with_context_heads(self.context_heads).with_experts(self.experts)
 
     def folds(self, ranks: int) -> bool:
@@ -286,13 +363,17 @@ class Layout:
     def expert_sizes(self) -> list[int]:
         """The numbers of ranks over which experts can be distributed, ascending."""
         within = self.world_size // self.size("pp")
-        return [ranks for ranks in range(1, within + 1) if within % ranks == 0 and self.folds(ranks)]
+        return [
+            ranks for ranks in range(1, within + 1) if within % ranks == 0 and self.folds(ranks)
+        ]
 
     def on_hosts(self, counts: Sequence[int], names: Sequence[str] | None = None) -> "Layout":
-        """This layout with its ranks placed on hosts, in rank order: the first `counts[0]` ranks on the first, ...
+        """This layout with its ranks placed on hosts, in rank order: the first `counts[0]` ranks on
+        the first, ...
 
-        `names`: by default `host 0`, `host 1`, ...; a name may recur (a, b, a, b: SLURM's cyclic distribution).
-        Raises LayoutError: a count below 1, names that do not fit, or counts that do not add up to the world.
+        `names`: by default `host 0`, `host 1`, ...; a name may recur (a, b, a, b: SLURM's cyclic
+        distribution). Raises LayoutError: a count below 1, names that do not fit, or counts that do
+        not add up to the world.
         """
         if not counts:
             raise LayoutError(f"layout {self} needs at least one host; found none")
@@ -302,14 +383,23 @@ class Layout:
             raise LayoutError(f"{uneven}: give one count per name")
         for name, count in zip(names, counts, strict=True):
             if not _is_count(count):
-                raise LayoutError(f"{name} has {count!r} processes; expected an integer of at least 1")
+                raise LayoutError(
+                    f"{name} has {count!r} processes; expected an integer of at least 1"
+                )
         if sum(counts) != self.world_size:
-            needs = f"the hosts have {_processes(sum(counts))} and layout {self} needs {self.world_size}"
+            needs = (
+                f"the hosts have {_processes(sum(counts))} and layout {self} needs "
+                f"{self.world_size}"
+            )
             raise WorldSizeError(f"{needs}: give counts that add up to {self.world_size}")
         index = {name: i for i, name in enumerate(dict.fromkeys(names))}
         used, runs, start = dict.fromkeys(index, 0), list[Run](), 0
         for name, count in zip(names, counts, strict=True):
-            run = runs.pop() if runs and runs[-1].host == index[name] else Run(index[name], start, 0, used[name])
+            run = (
+                runs.pop()
+                if runs and runs[-1].host == index[name]
+                else Run(index[name], start, 0, used[name])
+            )
             runs.append(replace(run, count=run.count + count))
             used[name] += count
             start += count
@@ -324,7 +414,8 @@ class Layout:
         return run.local + rank - run.start
 
     def host_counts(self) -> dict[str, int]:
-        """Host -> number of its ranks, in order of first appearance; empty for a layout without hosts."""
+        """Host -> number of its ranks, in order of first appearance; empty for a layout without
+        hosts."""
         counts = dict.fromkeys(self.hosts, 0)
         for run in self.runs:
             counts[self.hosts[run.host]] += run.count
@@ -334,7 +425,8 @@ class Layout:
         return len(list(itertools.islice(self.hosts_of(ranks), 2))) > 1
 
     def hosts_of(self, ranks: Iterable[int]) -> Iterator[str]:
-        """The hosts of the ranks, each once, in the order of the ranks. One `Run` lookup per run, not per rank."""
+        """The hosts of the ranks, each once, in the order of the ranks. One `Run` lookup per run,
+        not per rank."""
         hosts, start, end = set[int](), 0, 0
         for rank in ranks:
             if not start <= rank < end:
@@ -373,7 +465,8 @@ def _offset(position: int, factors: Sequence[Factor]) -> int:
 
 
 def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[list[Factor], ...] | None:
-    """The factors of each of the `EXPERT_AXES`; None if `experts` is not a product of whole axes and a divisor."""
+    """The factors of each of the `EXPERT_AXES`; None if `experts` is not a product of whole axes
+    and a divisor."""
     inside: list[Factor] = []
     outside: dict[str, Factor] = {}
     for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
@@ -407,7 +500,9 @@ def written(sizes: Mapping[str, int]) -> str:
 def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
     """Raises LayoutError, listing every problem with the sizes themselves."""
     if not isinstance(sizes, Mapping):
-        raise LayoutError(f"a layout names axes and their sizes, such as {{dp_shard: 4, tp: 2}}; found {sizes!r}")
+        raise LayoutError(
+            f"a layout names axes and their sizes, such as {{dp_shard: 4, tp: 2}}; found {sizes!r}"
+        )
     wrong = []
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -430,10 +525,21 @@ def unknown_axis(axis: object) -> str:
     """`there is no axis 'fsdp' (did you mean dp_shard?)`."""
     name = str(axis).lower()
     if name == "ep":
-        hint = "experts lie on ranks of the other axes: give parallel.expert_parallel, or call Layout.with_experts"
+        hint = (
+            "experts lie on ranks of the other axes: give parallel.expert_parallel, or call "
+            "Layout.with_experts"
+        )
         return f"there is no axis {axis!r} ({hint})"
-    suggestions = _ELSEWHERE[name] if name in _ELSEWHERE else difflib.get_close_matches(name, AXES, n=1, cutoff=0.5)
-    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"the axes are {', '.join(AXES)}"
+    suggestions = (
+        _ELSEWHERE[name]
+        if name in _ELSEWHERE
+        else difflib.get_close_matches(name, AXES, n=1, cutoff=0.5)
+    )
+    hint = (
+        f"did you mean {' or '.join(suggestions)}?"
+        if suggestions
+        else f"the axes are {', '.join(AXES)}"
+    )
     return f"there is no axis {axis!r} ({hint})"
 
 

@@ -1,7 +1,8 @@
 """The loss of a step: the sum over all valid targets of the global batch, divided by their number.
 
-It is one sum over one count, never an average of averages. So it does not matter which rank or microbatch has which
-sample and how many targets. Modules add terms in the same way with `attach`, and log statistics with `record`.
+It is one sum over one count, never an average of averages. So it does not matter which rank or
+microbatch has which sample and how many targets. Modules add terms in the same way with `attach`,
+and log statistics with `record`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +27,8 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of every sample, summed over its valid targets.
 
     Args:
-        logits: (b, s, v), or (b, v) for a classifier, in any floating-point type; summed in float32 or wider.
-            A DTensor split over v, as tensor-parallel models return, is not gathered.
+        logits: (b, s, v), or (b, v) for a classifier, in any floating-point type; summed in float32
+            or wider. A DTensor split over v, as tensor-parallel models return, is not gathered.
         targets: (b, s) or (b,), int64; IGNORE where there is no loss.
 
     Returns:
@@ -37,15 +38,22 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
         InputError: the model returned something else.
     """
     if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
-        output = f"a tensor {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        output = (
+            f"a tensor {tuple(logits.shape)}"
+            if isinstance(logits, Tensor)
+            else f"a {type(logits).__name__}"
+        )
         raise InputError(
-            f"the model's output is {output}: its forward has to return a tensor of logits, {(*targets.shape, 'v')} "
+            f"the model's output is {output}: its forward has to return a tensor of logits, "
+            f"{(*targets.shape, 'v')} "
             "for these targets, and nothing beside it"
         )
     if isinstance(logits, DTensor):
         return token_losses(logits, targets.flatten()).view(targets.shape[0], -1).sum(1)
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORE)
+    losses = F.cross_entropy(
+        wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORE
+    )
     return losses.view(targets.shape[0], -1).sum(1)
 
 
@@ -61,15 +69,19 @@ def valid_targets(targets: Tensor) -> int:
 
 
 class GlobalCount:
-    """The number of valid targets of the global batch, by which every rank's loss is divided. The all-reduce starts in
-    the constructor, and the first use waits for it, after the first forward."""
+    """The number of valid targets of the global batch, by which every rank's loss is divided. The
+    all-reduce starts in the constructor, and the first use waits for it, after the first
+    forward."""
 
     def __init__(self, count: int, mesh: Mesh, device: torch.device) -> None:
         """`count`: the number of this rank's valid targets in all microbatches of the step."""
-        # Filled on the device: copying a number from the host would wait for all work queued on the device.
+        # Filled on the device: copying a number from the host would wait for all work queued on the
+        # device.
         self._total = torch.full((), float(count), dtype=torch.float64, device=device)
         group = mesh.group("dp_replicate", "dp_shard", "cp")
-        self._work = dist.all_reduce(self._total, group=group, async_op=True) if group is not None else None
+        self._work = (
+            dist.all_reduce(self._total, group=group, async_op=True) if group is not None else None
+        )
 
     def total(self) -> Tensor:
         if self._work is not None:
@@ -78,7 +90,8 @@ class GlobalCount:
         return self._total
 
     def value(self) -> Tensor:
-        """The total, but at least 1, as a divisor: a batch without any valid target has a loss of 0."""
+        """The total, but at least 1, as a divisor: a batch without any valid target has a loss of
+        0."""
         return self.total().clamp(min=1)
 
 
@@ -99,13 +112,15 @@ class _Attach(torch.autograd.Function):
 def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
     """Adds a term to the loss from inside a model, for instance for a router's load balancing.
 
-    The training loss becomes `loss` + the sum of `term` over the global batch / its number of valid targets, on every
-    layout: the term's gradient enters together with the gradient of x, even in a pipeline stage without a loss, and
-    recomputation does not count it twice. metrics.jsonl has the term as `loss/NAME`; `loss` stays the cross entropy.
+    The training loss becomes `loss` + the sum of `term` over the global batch / its number of valid
+    targets, on every layout: the term's gradient enters together with the gradient of x, even in a
+    pipeline stage without a loss, and recomputation does not count it twice. metrics.jsonl has the
+    term as `loss/NAME`; `loss` stays the cross entropy.
 
-    With `tp`, attach between the tensor-parallel layers (the residual stream, norms, a router), where a rank has all
-    features of a part of the tokens, or, without sequence parallelism, of all tokens. These then count once, and terms
-    that differ between ranks raise in the first step. With `tp` and `cp` each number must depend on its own token only.
+    With `tp`, attach between the tensor-parallel layers (the residual stream, norms, a router),
+    where a rank has all features of a part of the tokens, or, without sequence parallelism, of all
+    tokens. These then count once, and terms that differ between ranks raise in the first step. With
+    `tp` and `cp` each number must depend on its own token only.
 
     Args:
         x: a tensor that the model uses afterwards: its gradient has to be computed.
@@ -113,7 +128,8 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
         term: (b, ...), one number per sample or token; padding samples are excluded here.
 
     Returns:
-        x. Outside a training step (evaluation, generation, a loop without `StepTerms`) nothing is added.
+        x. Outside a training step (evaluation, generation, a loop without `StepTerms`) nothing is
+        added.
 
     Raises:
         ValueError: `term` does not have one number per sample, or with `cp` per token.
@@ -127,8 +143,9 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
 
 @never_compiled
 def record(name: str, values: Tensor, counts: Tensor | None = None) -> None:
-    """Logs a statistic over the global batch of each step: the sum of `values` as `sum/NAME`, or, divided by the sum of
-    `counts`, as `mean/NAME`. Does nothing outside a training step. For where to call it with `tp`, see `attach`.
+    """Logs a statistic over the global batch of each step: the sum of `values` as `sum/NAME`, or,
+    divided by the sum of `counts`, as `mean/NAME`. Does nothing outside a training step. For where
+    to call it with `tp`, see `attach`.
 
     Args:
         values, counts: (b, ...), one number per sample or token.
@@ -146,28 +163,36 @@ def record(name: str, values: Tensor, counts: Tensor | None = None) -> None:
 
 
 @never_compiled
-def tally(name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], owner: object) -> None:
-    """Sums `values` over the real tokens of the step's global batch, for a module that needs the global sum.
+def tally(
+    name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], owner: object
+) -> None:
+    """Sums `values` over the real tokens of the step's global batch, for a module that needs the
+    global sum.
 
     Args:
         name: unique to this module, and the same in every step.
         values: (b, s, n), n numbers per token.
-        receive: called at the end of the step on every rank that has the module, with the sums (n,) in float64 and
-            a boolean scalar: True if the step made no update. Both are on the device.
+        receive: called at the end of the step on every rank that has the module, with the sums (n,)
+            in float64 and a boolean scalar: True if the step made no update. Both are on the
+            device.
         owner: the module; another owner with the same name is an error.
 
     Raises:
-        ValueError: `values` lacks a number per sample, or with `cp` per token; or two modules have the same name.
+        ValueError: `values` lacks a number per sample, or with `cp` per token; or two modules have
+            the same name.
     """
     if _forward is not None:
         first, _ = _forward.terms.receivers.setdefault(f"tally/{name}", (owner, receive))
         if first is not owner:
-            raise ValueError(f"two modules tally {name}: the number of each layer with experts has to be its own")
+            raise ValueError(
+                f"two modules tally {name}: the number of each layer with experts has to be its own"
+            )
         _forward.add(f"tally/{name}", _forward.total(name, values.detach(), dims=values.dim() - 1))
 
 
 def real_tokens(device: torch.device) -> Tensor | None:
-    """(b, s) or (b, 1), bool: which tokens of the current forward are not padding; None: all, as outside a step."""
+    """(b, s) or (b, 1), bool: which tokens of the current forward are not padding; None: all, as
+    outside a step."""
     return None if _forward is None else _forward.real_tokens(device)
 
 
@@ -184,8 +209,9 @@ class StepTerms:
 
     @contextmanager
     def of_microbatch(self, size: int, real: int, tokens: Tensor | None = None) -> Iterator[None]:
-        """Encloses a forward, or its backward, which may recompute it, of `size` samples, of which all but the first
-        `real` are padding. `tokens`: with `cp`, which of this rank's positions (s,) are not padding."""
+        """Encloses a forward, or its backward, which may recompute it, of `size` samples, of which
+        all but the first `real` are padding. `tokens`: with `cp`, which of this rank's positions
+        (s,) are not padding."""
         global _forward  # noqa: PLW0603
         before, _forward = _forward, _Forward(self, size, real, tokens)
         try:
@@ -198,10 +224,12 @@ class StepTerms:
         return (1 if self.scale is None else self.scale.double()) / self.count.value()
 
     def stack(self, fields: Mapping[str, int]) -> Tensor:
-        """The concatenated sums of the fields, in float64; zeros for a field that no module of this rank has.
-        `fields`: field -> its number of elements."""
+        """The concatenated sums of the fields, in float64; zeros for a field that no module of this
+        rank has. `fields`: field -> its number of elements."""
         zeros = self.count.total().new_zeros
-        return torch.cat([zeros(0), *(self.sums.get(field, zeros(length)) for field, length in fields.items())])
+        return torch.cat(
+            [zeros(0), *(self.sums.get(field, zeros(length)) for field, length in fields.items())]
+        )
 
     def receive(self, totals: Mapping[str, Tensor], bad: Tensor) -> None:
         """Passes the modules the step's sums over all ranks, by field."""
@@ -223,18 +251,22 @@ class _Forward:
         return samples if self.tokens is None else samples & self.tokens
 
     def total(self, name: str, values: Tensor, dims: int | None = None) -> Tensor:
-        """The sum over the first `dims` dims (None: all), without padding samples and tokens, in float32 or wider."""
+        """The sum over the first `dims` dims (None: all), without padding samples and tokens, in
+        float32 or wider."""
         if isinstance(values, DTensor) or values.dim() == 0 or values.shape[0] != self.size:
             raise ValueError(
-                f"{name} is of shape {tuple(values.shape)}: expected a plain tensor with a number for each of the "
+                f"{name} is of shape {tuple(values.shape)}: expected a plain tensor with a number "
+                "for each of the "
                 f"{self.size} samples of the microbatch, or for each of their tokens"
             )
-        narrow = values.is_floating_point() and values.dtype.itemsize < 4  # sums of integers and booleans are exact
+        # sums of integers and booleans are exact
+        narrow = values.is_floating_point() and values.dtype.itemsize < 4
         values = (values.float() if narrow else values)[: self.real]
         if self.tokens is not None:
             if values.dim() < 2 or values.shape[1] != len(self.tokens):
                 raise ValueError(
-                    f"{name} is of shape {tuple(values.shape)}: with cp, a rank has parts of the samples: expected a "
+                    f"{name} is of shape {tuple(values.shape)}: with cp, a rank has parts of the "
+                    "samples: expected a "
                     f"number for each of its {len(self.tokens)} tokens of a sample"
                 )
             values = torch.where(self.tokens.view(-1, *[1] * (values.dim() - 2)), values, 0)
@@ -264,8 +296,8 @@ class _Seen(_Forward):
 
 @contextmanager
 def seen_terms(see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Calls `see` with the name and the values of each term, statistic and tally of forwards inside, which have no
-    backward; none is summed."""
+    """Calls `see` with the name and the values of each term, statistic and tally of forwards
+    inside, which have no backward; none is summed."""
     global _forward  # noqa: PLW0603
     before, _forward = _forward, _Seen(StepTerms(cast(Any, None)), 0, 0, None, see)
     try:
@@ -274,11 +306,13 @@ def seen_terms(see: Callable[[str, Tensor], None]) -> Iterator[None]:
         _forward = before
 
 
-_forward: _Forward | None = None  # not thread-local or a context variable: backward runs in its own threads
+# not thread-local or a context variable: backward runs in its own threads
+_forward: _Forward | None = None
 
 
 def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[str, int]:
-    """The fields of all ranks (stages have different ones) in one order, with their numbers of elements. A collective.
+    """The fields of all ranks (stages have different ones) in one order, with their numbers of
+    elements. A collective.
 
     Args:
         same_tokens: the ranks of `tp` had the same tokens, so their values must be equal.
@@ -295,11 +329,17 @@ def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[
     for group in mesh.layout.groups("tp") if same_tokens else ():
         first = every[group[0]]
         for field in fields:
-            values = torch.tensor([every[rank].get(field, [torch.nan] * fields[field]) for rank in group])
-            if field in first and not torch.allclose(values, values[0], rtol=1e-6, atol=0, equal_nan=True):
+            values = torch.tensor(
+                [every[rank].get(field, [torch.nan] * fields[field]) for rank in group]
+            )
+            if field in first and not torch.allclose(
+                values, values[0], rtol=1e-6, atol=0, equal_nan=True
+            ):
                 raise AgreedError(
-                    f"{field} differs between ranks {', '.join(ranges(group))}, which have the same tokens: without "
-                    "sequence parallelism attach and record belong between the tensor-parallel layers, where every "
+                    f"{field} differs between ranks {', '.join(ranges(group))}, which have the "
+                    "same tokens: without "
+                    "sequence parallelism attach and record belong between the tensor-parallel "
+                    "layers, where every "
                     "rank of tp has all features"
                 )
     return dict(sorted(fields.items()))

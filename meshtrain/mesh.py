@@ -1,7 +1,9 @@
-"""Builds torch's DeviceMesh and process groups from a Layout. Nothing else in the project creates a group.
+"""Builds torch's DeviceMesh and process groups from a Layout. Nothing else in the project creates a
+group.
 
-torch accepts a mesh that does not cover the world and lets a rank call a collective of a group that it is not in; both
-are errors here. Axes of size 1 have no group and no dim: `group` returns None, and the caller skips the collective.
+torch accepts a mesh that does not cover the world and lets a rank call a collective of a group that
+it is not in; both are errors here. Axes of size 1 have no group and no dim: `group` returns None,
+and the caller skips the collective.
 """
 
 import copy
@@ -17,18 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
 
-# Devices whose backend runs all operations of a group strictly in order (NCCL, with one stream per group): there
-# neighbours on `pp` have a group for each direction, and `ep` has its own group.
+# Devices whose backend runs all operations of a group strictly in order (NCCL, with one stream per
+# group): there neighbours on `pp` have a group for each direction, and `ep` has its own group.
 IN_TURN = ("cuda",)
-# Groups whose messages are on the critical path of compute; those of parameters and gradients overlap with compute.
+# Groups whose messages are on the critical path of compute; those of parameters and gradients
+# overlap with compute.
 URGENT = ("tp", "cp", *CONTEXT_AXES, "ep", "pp_link")
 
 
 class CommBytes:
     """Bytes that this rank sent, counted at the call that sends them.
 
-    An all-gather or a reduce-scatter of n bytes over t ranks sends n (t - 1) / t from each, an all-reduce twice that:
-    the lower bound of any algorithm (Chan et al., https://doi.org/10.1002/cpe.1206).
+    An all-gather or a reduce-scatter of n bytes over t ranks sends n (t - 1) / t from each, an
+    all-reduce twice that: the lower bound of any algorithm (Chan et al.,
+    https://doi.org/10.1002/cpe.1206).
     """
 
     def __init__(self) -> None:
@@ -51,14 +55,17 @@ class CommBytes:
 
 
 class GatherOrder:
-    """The order in which this rank has gathered FSDP's units in a step, as a number: equal on ranks that share them."""
+    """The order in which this rank has gathered FSDP's units in a step, as a number: equal on ranks
+    that share them."""
 
     def __init__(self) -> None:
         self.units = 0  # numbered as they are made, in the same order on all ranks
         self.value = 0
 
     def add(self, unit: int) -> None:
-        self.value = (self.value * 31 + unit + 1) % 65_521  # a prime, whose square times a number of ranks is exact
+        self.value = (
+            self.value * 31 + unit + 1
+        ) % 65_521  # a prime, whose square times a number of ranks is exact
 
     def restart(self) -> None:
         self.value = 0
@@ -71,14 +78,20 @@ class Mesh:
     layout: Layout
     rank: int  # this process's global rank
     device_type: str  # "cpu" or "cuda"
-    device_mesh: DeviceMesh | None  # torch's mesh with the layout's `mesh_dims`; None if the world size is 1
-    _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
-    expert_mesh: DeviceMesh | None = None  # with the `expert_mesh_dims`, over the same groups; None without those
+    # torch's mesh with the layout's `mesh_dims`; None if the world size is 1
+    device_mesh: DeviceMesh | None
+    # by the ranks in them: one group per distinct set
+    _groups: dict[tuple[int, ...], dist.ProcessGroup]
+    # with the `expert_mesh_dims`, over the same groups; None without those
+    expert_mesh: DeviceMesh | None = None
     comm_bytes: CommBytes = field(default_factory=CommBytes)  # sent by this rank
     gather_order: GatherOrder = field(default_factory=GatherOrder)
-    _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
-    _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # by axis, for axes that share no group
-    _by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)  # by axes, a cache
+    # by source and target
+    _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    # by axis, for axes that share no group
+    _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    # by axes, a cache
+    _by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by dims
 
     def size(self, *axes: str) -> int:
@@ -90,7 +103,8 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """This rank's group over one or several axes; None when the group is this rank alone.
 
-        Raises LayoutError: an axis that no layout has, or a combination for which no group was made.
+        Raises LayoutError: an axis that no layout has, or a combination for which no group was
+        made.
         """
         if axes not in self._by_axes:  # _find() lists all ranks of the group
             self._by_axes[axes] = self._find(axes)
@@ -104,43 +118,60 @@ class Mesh:
             return self._own[axes[0]]
         if ranks not in self._groups:
             views = ", ".join(" x ".join(view) for view in VIEWS.values())
-            raise LayoutError(f"no group was made over {' x '.join(axes)}: the mesh has one per axis and over {views}")
+            raise LayoutError(
+                f"no group was made over {' x '.join(axes)}: the mesh has one per axis and over "
+                f"{views}"
+            )
         return self._groups[ranks]
 
     def make_group(self, axis: str) -> None:
-        """Creates the group over an axis that has none by default, such as `stage`. All ranks of the job call it."""
+        """Creates the group over an axis that has none by default, such as `stage`. All ranks of
+        the job call it."""
         if tuple(self.layout.group(self.rank, axis)) not in self._groups and self.size(axis) > 1:
             partition = self.layout.groups(axis)
-            self._groups[tuple(self.layout.group(self.rank, axis))] = _make_group(partition, self.rank, axis)
+            self._groups[tuple(self.layout.group(self.rank, axis))] = _make_group(
+                partition, self.rank, axis
+            )
 
     def link(self, source: int, target: int) -> dist.ProcessGroup | None:
-        """The group over which one rank of a pipeline sends to another, both given as global ranks: a group of their
-        own for neighbours (also last to first), where the backend needs it; otherwise that of `pp`."""
+        """The group over which one rank of a pipeline sends to another, both given as global ranks:
+        a group of their own for neighbours (also last to first), where the backend needs it;
+        otherwise that of `pp`."""
         return self._links.get((source, target)) or self.group("pp")
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """torch's mesh over some axes, which may be derived, with the dims larger than 1; None if there is none. Axes
-        of experts come from `expert_mesh`, if it exists.
+        """torch's mesh over some axes, which may be derived, with the dims larger than 1; None if
+        there is none. Axes of experts come from `expert_mesh`, if it exists.
 
-        Raises LayoutError: an unknown axis, an axis without a dim of its own, or axes of both meshes.
+        Raises LayoutError: an unknown axis, an axis without a dim of its own, or axes of both
+        meshes.
         """
         if self.size(*axes) == 1 or self.device_mesh is None:
             return None
         others = set(axes) - {"pp"}
         if others & set(EXPERT_AXES) and others - set(EXPERT_AXES):
-            raise LayoutError(f"axes of experts and other axes have no common mesh: {', '.join(axes)}")
-        mesh = self.expert_mesh if self.expert_mesh is not None and others & set(EXPERT_AXES) else self.device_mesh
+            raise LayoutError(
+                f"axes of experts and other axes have no common mesh: {', '.join(axes)}"
+            )
+        mesh = (
+            self.expert_mesh
+            if self.expert_mesh is not None and others & set(EXPERT_AXES)
+            else self.device_mesh
+        )
         assert mesh.mesh_dim_names is not None  # build_mesh() has named them
         dims = tuple(dim for dim in mesh.mesh_dim_names if self.layout.covers(axes, dim))
         if self.size(*dims) != self.size(*axes):
-            raise LayoutError(f"the mesh has the dims {', '.join(mesh.mesh_dim_names)}: none for {axes}")
+            raise LayoutError(
+                f"the mesh has the dims {', '.join(mesh.mesh_dim_names)}: none for {axes}"
+            )
         if dims not in self._submeshes:  # torch goes through every rank of the world for each
             self._submeshes[dims] = mesh[dims]
         return self._submeshes[dims]
 
     @property
     def speaks_for_samples(self) -> bool:
-        """Whether this rank, among the ranks with the same tokens and the same loss, is the one that counts them."""
+        """Whether this rank, among the ranks with the same tokens and the same loss, is the one
+        that counts them."""
         return self.index("tp") == 0
 
     @property
@@ -160,9 +191,12 @@ class Mesh:
         return tensor
 
     def set_timeout(self, seconds: float) -> None:
-        """Makes later collectives of every group fail after this time, so that a broken link is noticed."""
+        """Makes later collectives of every group fail after this time, so that a broken link is
+        noticed."""
         # It has a public name from torch 2.14 on.
-        set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
+        set_timeout = (
+            dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
+        )
         for group in (*self._groups.values(), *self._links.values(), *self._own.values()):
             set_timeout(timedelta(seconds=seconds), group)
 
@@ -170,8 +204,9 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     """The mesh of a layout over the running world; every rank calls it, with the same layout.
 
-    Works with gloo, NCCL and torch's fake backend. Without a process group it builds the mesh of a world of size 1.
-    `device_type` defaults to that of the backend. Raises LayoutError: the layout does not cover the world.
+    Works with gloo, NCCL and torch's fake backend. Without a process group it builds the mesh of a
+    world of size 1. `device_type` defaults to that of the backend. Raises LayoutError: the layout
+    does not cover the world.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout.world_size != world_size:
@@ -184,8 +219,12 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     rank = dist.get_rank()
     device_type = device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu")
     dims = layout.mesh_dims
-    options = tuple((None, _options(dim) if layout.size(dim) < world_size else None) for dim in dims)
-    device_mesh = DeviceMesh(device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims, backend_override=options)
+    options = tuple(
+        (None, _options(dim) if layout.size(dim) < world_size else None) for dim in dims
+    )
+    device_mesh = DeviceMesh(
+        device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims, backend_override=options
+    )
     assert dist.group.WORLD is not None  # the job has several processes, so it has joined them
     groups = {tuple(range(world_size)): dist.group.WORLD}
     for dim in dims:
@@ -198,9 +237,14 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     own = {axis: _make_group(layout.groups(axis), rank, axis) for axis in own_axes}
     expert_mesh = None
     if dims := layout.expert_mesh_dims:
-        of_each = [own[dim] if dim in own else groups[tuple(layout.group(rank, dim))] for dim in dims]
-        of_dims = of_each if len(of_each) > 1 else of_each[0]  # torch takes the ranks of one dim from its group
-        expert_mesh = DeviceMesh.from_group(of_dims, device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims)
+        of_each = [
+            own[dim] if dim in own else groups[tuple(layout.group(rank, dim))] for dim in dims
+        ]
+        # torch takes the ranks of one dim from its group
+        of_dims = of_each if len(of_each) > 1 else of_each[0]
+        expert_mesh = DeviceMesh.from_group(
+            of_dims, device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims
+        )
     links = _make_links(layout, rank) if device_type in IN_TURN else {}
     return Mesh(layout, rank, device_type, device_mesh, groups, expert_mesh, _links=links, _own=own)
 
@@ -208,9 +252,10 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
 def _own_axes(layout: Layout, device_type: str) -> list[str]:
     """Axes of experts that have their own group even if another axis has the same ranks.
 
-    On `ep`, messages to experts would otherwise wait behind the collectives of parameters. On `edp_replicate` a second
-    gradient reducer runs next to that of `dp_replicate`: which of the two starts first depends on the gradients that a
-    rank has, so over a shared group ranks could reduce different buckets together.
+    On `ep`, messages to experts would otherwise wait behind the collectives of parameters. On
+    `edp_replicate` a second gradient reducer runs next to that of `dp_replicate`: which of the two
+    starts first depends on the gradients that a rank has, so over a shared group ranks could reduce
+    different buckets together.
     """
     in_turn = ["ep"] if device_type in IN_TURN else []
     reduced = [] if layout.size("fsdp") > 1 else ["edp_replicate"]
@@ -218,7 +263,8 @@ def _own_axes(layout: Layout, device_type: str) -> list[str]:
 
 
 def _grouped(layout: Layout, own_axes: list[str]) -> list[tuple[str, ...]]:
-    """The axes, alone or combined, that have a group, one per set of ranks; with experts also all ranks of a sample."""
+    """The axes, alone or combined, that have a group, one per set of ranks; with experts also all
+    ranks of a sample."""
     single = [VIEWS.get(axis, (axis,)) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)]
     experts = [(axis,) for axis in EXPERT_AXES if axis not in own_axes]
     return single if layout.experts == 1 else [*single, ("cp", "tp"), *experts]
@@ -228,19 +274,24 @@ def _ranks_by_dim(layout: Layout, dims: tuple[str, ...]) -> torch.Tensor:
     """The ranks as an array with these dims, ascending along each dim, as in torch's groups."""
     ranks = torch.zeros([1] * len(dims), dtype=torch.int64)
     for i, dim in enumerate(dims):
-        ranks = ranks + torch.tensor(layout.group(0, dim)).view([-1 if j == i else 1 for j in range(len(dims))])
+        ranks = ranks + torch.tensor(layout.group(0, dim)).view(
+            [-1 if j == i else 1 for j in range(len(dims))]
+        )
     return ranks
 
 
 def _make_group(partition: list[list[int]], rank: int, description: str) -> dist.ProcessGroup:
     """Creates groups that partition the world, and returns this rank's own.
 
-    All ranks create all groups, which keeps the order of creation the same on every rank. NCCL, once connected, splits
-    the world into all of them at once; created one by one, each group costs a round over the whole world.
+    All ranks create all groups, which keeps the order of creation the same on every rank. NCCL,
+    once connected, splits the world into all of them at once; created one by one, each group costs
+    a round over the whole world.
     """
     if _splits(dist.group.WORLD):
         of_each = [sorted(ranks) for ranks in partition]
-        own = dist.split_group(split_ranks=of_each, pg_options=_options(description), group_desc=description)
+        own = dist.split_group(
+            split_ranks=of_each, pg_options=_options(description), group_desc=description
+        )
     else:
         groups = [dist.new_group(ranks, group_desc=description) for ranks in partition]
         own = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
@@ -249,11 +300,13 @@ def _make_group(partition: list[list[int]], rank: int, description: str) -> dist
 
 
 def _options(name: str) -> Any:
-    """Backend options of a group split off the world: for an urgent group a high-priority stream, where the backend has
-    such streams (NCCL). None: the options of the world."""
+    """Backend options of a group split off the world: for an urgent group a high-priority stream,
+    where the backend has such streams (NCCL). None: the options of the world."""
     world: Any = dist.group.WORLD
     urgent = name in URGENT and _splits(world)
-    options: Any = copy.deepcopy(world._get_backend(world.bound_device_id).options) if urgent else None
+    options: Any = (
+        copy.deepcopy(world._get_backend(world.bound_device_id).options) if urgent else None
+    )
     if not hasattr(options, "is_high_priority_stream"):
         return None
     options.is_high_priority_stream = True
@@ -261,24 +314,34 @@ def _options(name: str) -> Any:
 
 
 def _splits(world: Any) -> bool:
-    """Whether the backend can split a group at once: torch's own condition, also for the dims of a mesh."""
+    """Whether the backend can split a group at once: torch's own condition, also for the dims of a
+    mesh."""
     device = getattr(world, "bound_device_id", None)
-    return device is not None and device.type == "cuda" and world._get_backend(device).supports_splitting
+    return (
+        device is not None
+        and device.type == "cuda"
+        and world._get_backend(device).supports_splitting
+    )
 
 
 def rounds(ranks: int) -> list[list[tuple[int, ...]]]:
-    """All pairs of neighbours on a ring, in rounds with each rank once (some alone): two rounds, or three if odd."""
+    """All pairs of neighbours on a ring, in rounds with each rank once (some alone): two rounds, or
+    three if odd."""
     pairs = [(i, (i + 1) % ranks) for i in range(ranks if ranks > 2 else ranks - 1)]
     last = [pairs.pop()] if ranks % 2 and ranks > 1 else []
     of_round = [chosen for chosen in (pairs[::2], pairs[1::2], last) if chosen]
-    return [[*chosen, *((i,) for i in range(ranks) if not any(i in pair for pair in chosen))] for chosen in of_round]
+    return [
+        [*chosen, *((i,) for i in range(ranks) if not any(i in pair for pair in chosen))]
+        for chosen in of_round
+    ]
 
 
 def _make_links(layout: Layout, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each neighbour of this rank on `pp` and each direction: 4, or 2 where `pp` is 2.
 
-    All ranks create all pairs of a round in one call: 4 calls (2 if `pp` is 2, 6 if it is odd) in a job of any size.
-    Ranks without a neighbour in a round take part too, because torch names groups by a running count.
+    All ranks create all pairs of a round in one call: 4 calls (2 if `pp` is 2, 6 if it is odd) in a
+    job of any size. Ranks without a neighbour in a round take part too, because torch names groups
+    by a running count.
     """
     links = {}
     for pairs in rounds(layout.size("pp")):

@@ -1,4 +1,5 @@
-"""The loss plot of a run folder, under the name that docs/metrics.md uses: `meshtrain.plot.plot_loss`."""
+"""The loss plot of a run folder, under the name that docs/metrics.md uses:
+`meshtrain.plot.plot_loss`."""
 
 from meshtrain.metrics.plot import plot_loss
 

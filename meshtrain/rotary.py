@@ -1,6 +1,8 @@
-"""Rotary positions (RoPE, https://arxiv.org/abs/2104.09864): pairs of features rotate by an angle per position.
+"""Rotary positions (RoPE, https://arxiv.org/abs/2104.09864): pairs of features rotate by an angle
+per position.
 
-A `scaling`, for longer sequences, is a dict as in transformers: `rope_type` and its parameters, {} for none.
+A `scaling`, for longer sequences, is a dict as in transformers: `rope_type` and its parameters, {}
+for none.
 """
 
 import math
@@ -25,8 +27,9 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class Rotary:
-    """The result of `cos_sin`, as a model passes it to its blocks. FSDP casts the tensors that a block receives to the
-    compute dtype, but not those inside this object: it is neither a dataclass nor a tuple, into which FSDP descends."""
+    """The result of `cos_sin`, as a model passes it to its blocks. FSDP casts the tensors that a
+    block receives to the compute dtype, but not those inside this object: it is neither a dataclass
+    nor a tuple, into which FSDP descends."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
@@ -42,10 +45,11 @@ def rotary_frequencies(
 ) -> Tensor:
     """Angle per position of each pair of features: (width/2), float64.
 
-    `linear` divides all angles by `factor` (https://arxiv.org/abs/2306.15595), `yarn` (https://arxiv.org/abs/2309.00071,
-    section 3.2) and `llama3` (https://arxiv.org/abs/2407.21783, section 3.2) only those of slow pairs. `dynamic`
-    (2309.00071, sections 3.1 and 3.3) raises the base with `length`, the tokens of the whole sequence on all ranks.
-    `width`: number of rotated features of a head; `max_position_embeddings`: the context length of the model.
+    `linear` divides all angles by `factor` (https://arxiv.org/abs/2306.15595), `yarn`
+    (https://arxiv.org/abs/2309.00071, section 3.2) and `llama3` (https://arxiv.org/abs/2407.21783,
+    section 3.2) only those of slow pairs. `dynamic` (2309.00071, sections 3.1 and 3.3) raises the
+    base with `length`, the tokens of the whole sequence on all ranks. `width`: number of rotated
+    features of a head; `max_position_embeddings`: the context length of the model.
     """
     kind = rope_type(scaling)
     if kind == "dynamic":
@@ -59,9 +63,12 @@ def rotary_frequencies(
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((original * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    if kind == "yarn":  # a ramp between the pairs that make `turns` rotations over the original length
+    # a ramp between the pairs that make `turns` rotations over the original length
+    if kind == "yarn":
         turns = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
-        first, last = (width * math.log(original / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns)
+        first, last = (
+            width * math.log(original / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns
+        )
         if scaling.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, width - 1)
@@ -71,7 +78,8 @@ def rotary_frequencies(
 
 
 def rotary_magnitude(scaling: dict[str, Any]) -> float:
-    """The factor of cosines and sines: YaRN's `attention_factor` (section 3.4 of its paper), otherwise 1."""
+    """The factor of cosines and sines: YaRN's `attention_factor` (section 3.4 of its paper),
+    otherwise 1."""
     if rope_type(scaling) != "yarn":
         return 1.0
     mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -81,7 +89,8 @@ def rotary_magnitude(scaling: dict[str, Any]) -> float:
 
 
 def rotary_score_factor(scaling: dict[str, Any]) -> float:
-    """The factor of the score scale in DeepSeek's attention: YaRN's magnitude for `mscale_all_dim`, squared."""
+    """The factor of the score scale in DeepSeek's attention: YaRN's magnitude for `mscale_all_dim`,
+    squared."""
     all_dim = scaling.get("mscale_all_dim") if rope_type(scaling) == "yarn" else None
     return (0.1 * all_dim * math.log(scaling["factor"]) + 1) ** 2 if all_dim else 1.0
 
@@ -95,23 +104,28 @@ def cos_sin(
     dtype: torch.dtype,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`, of tokens at `positions` (b, s): (b, s, 1, width/2) each, computed in float64.
+    """Cosines and sines for `rotate`, of tokens at `positions` (b, s): (b, s, 1, width/2) each,
+    computed in float64.
 
-    `dtype`: that of the tensors to rotate. For 16 bits the result is float32, because rounding to 16 bits would have a
-    relative error of up to 2^-9. `length`: tokens of the whole sequence, if this rank has a part of it; 0: s.
+    `dtype`: that of the tensors to rotate. For 16 bits the result is float32, because rounding to
+    16 bits would have a relative error of up to 2^-9. `length`: tokens of the whole sequence, if
+    this rank has a part of it; 0: s.
     """
     length = length or positions.shape[1]
-    frequencies = rotary_frequencies(theta, scaling, width, max_position_embeddings, positions.device, length)
+    frequencies = rotary_frequencies(
+        theta, scaling, width, max_position_embeddings, positions.device, length
+    )
     angles = positions[..., None, None] * frequencies
     magnitude, dtype = rotary_magnitude(scaling), torch.promote_types(dtype, torch.float32)
     return (magnitude * angles.cos()).to(dtype), (magnitude * angles.sin()).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs of features of x (b, s, h, e) by their position's angle, in the dtype of cos and sin if wider.
+    """Rotates pairs of features of x (b, s, h, e) by their position's angle, in the dtype of cos
+    and sin if wider.
 
-    cos and sin are (b, s, 1, width/2): the pairs are (0, width/2), (1, width/2 + 1), ...; features after the first
-    `width` stay unchanged (`partial_rotary_factor`).
+    cos and sin are (b, s, 1, width/2): the pairs are (0, width/2), (1, width/2 + 1), ...; features
+    after the first `width` stay unchanged (`partial_rotary_factor`).
     """
     width = 2 * cos.shape[-1]
     if width < x.shape[-1]:
@@ -121,23 +135,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` for pairs of adjacent features (DeepSeek's `rope_interleave`); x has exactly `width` features.
+    """`rotate` for pairs of adjacent features (DeepSeek's `rope_interleave`); x has exactly `width`
+    features.
 
-    In the result the first features of all pairs come first, as in transformers: scores do not depend on the order.
+    In the result the first features of all pairs come first, as in transformers: scores do not
+    depend on the order.
     """
     return rotate(rearrange(x, "... (pair two) -> ... (two pair)", two=2), cos, sin)
 
 
 def scaling_problems(theta: float, scaling: dict[str, Any], width: int, key: str) -> Iterator[str]:
-    """Problems of the scaling at `key` of a config. Only the first one is meaningful: later checks rely on earlier
-    ones. `theta`: the base in effect; `width`: number of rotated features of a head."""
+    """Problems of the scaling at `key` of a config. Only the first one is meaningful: later checks
+    rely on earlier ones. `theta`: the base in effect; `width`: number of rotated features of a
+    head."""
     kind = rope_type(scaling)
     if not is_positive(scaling.get("rope_theta", 1)):
         yield f"rope_theta is {scaling['rope_theta']!r}: expected a number above 0"
     has_type = bool(scaling.keys() & {"rope_type", "type"})
     others = sorted(scaling.keys() - {"rope_theta", "rope_type", "type"})
     if kind == "default" and others and has_type:
-        yield f"rope_type default has no {', '.join(others)}: take it away, or name the type that it belongs to"
+        yield (
+            f"rope_type default has no {', '.join(others)}: take it away, or name the type that it "
+            "belongs to"
+        )
     if kind == "default" and not others and (has_type or key == "rope_parameters"):
         return
     if kind not in ROPE_KEYS:
@@ -145,16 +165,30 @@ def scaling_problems(theta: float, scaling: dict[str, Any], width: int, key: str
         yield f"rope_type {written}: use {', '.join(ROPE_KEYS)} or default, or leave {key} out"
     needed, optional = ROPE_KEYS[kind]
     if missing := [name for name in needed if not is_positive(scaling.get(name))]:
-        yield f"rope_type {kind} needs the numbers {', '.join(needed)}, above 0; missing: {', '.join(missing)}"
+        yield (
+            f"rope_type {kind} needs the numbers {', '.join(needed)}, above 0; missing: "
+            f"{', '.join(missing)}"
+        )
     if unknown := sorted(scaling.keys() - {*needed, *optional, "rope_theta", "rope_type", "type"}):
-        yield f"rope_type {kind} has {', '.join((*needed, *optional))}, not {', '.join(unknown)}: take it away"
+        yield (
+            f"rope_type {kind} has {', '.join((*needed, *optional))}, not {', '.join(unknown)}: "
+            "take it away"
+        )
     if not isinstance(scaling.get("truncate", True), bool):
         yield f"truncate is {scaling['truncate']!r}: expected true or false"
-    numbers = {name: scaling[name] for name in optional if name != "truncate" and scaling.get(name) is not None}
-    if wrong := [f"{name} is {value!r}" for name, value in numbers.items() if not is_positive(value)]:
+    numbers = {
+        name: scaling[name]
+        for name in optional
+        if name != "truncate" and scaling.get(name) is not None
+    }
+    if wrong := [
+        f"{name} is {value!r}" for name, value in numbers.items() if not is_positive(value)
+    ]:
         yield f"{' and '.join(wrong)}: expected a number above 0"
     if scaling["factor"] < 1:
-        yield f"factor is {scaling['factor']}: expected at least 1, by which sequences may be longer"
+        yield (
+            f"factor is {scaling['factor']}: expected at least 1, by which sequences may be longer"
+        )
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         yield "high_freq_factor must be larger than low_freq_factor"
     if kind == "yarn" and (scaling.get("beta_fast") or 32) < (scaling.get("beta_slow") or 1):

@@ -1,9 +1,11 @@
 """The training loop, from a YAML file to a trained model:
 
-    torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml train.steps=50
+    torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml
+    train.steps=50
 
-Every rank runs this same code. Nothing in it depends on the layout: the differences between one process and a thousand
-are behind `build_mesh`, `build_model` and the process groups that they create.
+Every rank runs this same code. Nothing in it depends on the layout: the differences between one
+process and a thousand are behind `build_mesh`, `build_model` and the process groups that they
+create.
 """
 
 import argparse
@@ -19,7 +21,8 @@ from meshtrain.job.signals import Signals, StopKind, StopRequest, end_with_launc
 
 if __name__ == "__main__":
     end_with_launcher(os.environ)
-    signals = Signals.install(importing=True)  # importing torch takes seconds, and an unhandled signal ends the process
+    # importing torch takes seconds, and an unhandled signal ends the process
+    signals = Signals.install(importing=True)
 
 from torch import nn  # only after the signal handlers are installed
 
@@ -36,7 +39,12 @@ from meshtrain.data.mixture import sample_order
 from meshtrain.errors import InputError, StartError
 from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.foresight.start import MemoryForecast
-from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_equal, run_fingerprints
+from meshtrain.job.consistency import (
+    Fingerprint,
+    checkpoint_versions,
+    require_equal,
+    run_fingerprints,
+)
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit, refuse_start
 from meshtrain.job.process import Job, join
@@ -68,7 +76,8 @@ from meshtrain.run.status import EXIT_RESTART, RunStatus
 from meshtrain.run.step_logger import StepLogger
 from meshtrain.trainer import Trainer
 
-AGENTS_S = 10.0  # time within which torchrun's agents on all nodes forward a signal, after the first of them did
+# time within which torchrun's agents on all nodes forward a signal, after the first of them did
+AGENTS_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
@@ -80,43 +89,61 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
         environment = read_environment(os.environ)
         job = join(environment, start_timeout(arguments, environment.world_size))
         if job.rank != 0:
-            warnings.simplefilter("ignore")  # libraries warn on every rank; rank 0 prints the warning
+            # libraries warn on every rank; rank 0 prints the warning
+            warnings.simplefilter("ignore")
         with watched(job) as watchdog, job_exit(job):
             with job.collective_check("reading the config"):
                 config = read_config(arguments, job.world_size, job.device.type, again=job.again)
             require_equal(job, *run_fingerprints(config, os.environ))
             status = run(config, job, signals, watchdog)
-    except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
+    except (
+        InputError,
+        StartError,
+    ) as error:  # before the ranks watch each other; later ones are job_exit's
         return refuse_start(error)
     # torchrun treats any other status as a failure, ends the remaining ranks, and may restart them.
     return 0 if job.environment.launcher == "torchrun" and status != EXIT_RESTART else status
 
 
-def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watchdog | None = None) -> int:
-    """One run of one config in a job that has joined; more runs may follow. `signals`, `watchdog`: None for none.
+def run(
+    config: Config, job: Job, signals: Signals | None = None, watchdog: Watchdog | None = None
+) -> int:
+    """One run of one config in a job that has joined; more runs may follow. `signals`, `watchdog`:
+    None for none.
 
-    Returns 0: the run is done; 75: it was asked to stop, and can be resumed; 1: only other nodes were asked to stop.
-    Raises InputError: the user's input is wrong. TrainingError: the run could not continue.
+    Returns 0: the run is done; 75: it was asked to stop, and can be resumed; 1: only other nodes
+    were asked to stop. Raises InputError: the user's input is wrong. TrainingError: the run could
+    not continue.
     """
     watchdog = watchdog or Watchdog(job)
-    watchdog.deadlines.start_s, watchdog.deadlines.given_s = config.train.start_timeout_s, config.train.step_timeout_s
+    watchdog.deadlines.start_s, watchdog.deadlines.given_s = (
+        config.train.start_timeout_s,
+        config.train.step_timeout_s,
+    )
     watchdog.deadlines.save_limit_s = config.checkpoint.timeout_s
     names, counts = job.hosts()
     assert config.resolved is not None  # the config was loaded for this number of processes
     job.layout = config.resolved.on_hosts(counts, names)
     choice = compile_choice(config, job.layout, job.device)
     remedy = "mend it there, or use parallel.compile=false"
-    require_equal(job, Fingerprint("what parallel.compile: auto chooses", {"auto": str(choice)}, remedy))
+    require_equal(
+        job, Fingerprint("what parallel.compile: auto chooses", {"auto": str(choice)}, remedy)
+    )
     if choice.compiles:
         keep_compiled_code(cache_folder(config.data.cache))
     watchdog.deadlines.compiles = choice.compiles
     set_numerics(config.train.deterministic)
     folder = RunFolder(Path(config.train.output).expanduser())
     wait_s = config.train.lock_timeout_s
-    with folder.lock(job, wait_s), lock_checkpoints(config.checkpoint.path, folder, job, wait_s) as checkpoints:
+    with (
+        folder.lock(job, wait_s),
+        lock_checkpoints(config.checkpoint.path, folder, job, wait_s) as checkpoints,
+    ):
         data = load_data(config, job)
         code = checkpoint_versions(model_file(config.model.name))
-        local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
+        local = (
+            None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
+        )
         disk = None if local is None else LocalDisk(local, checkpoints, job)
         uploads, steps = open_uploads(config, job), total_steps(config, data.train)
         with job.collective_check("counting the samples of each source"):
@@ -135,36 +162,65 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
 
 
 def train(
-    spec: RunSpec, job: Job, data: OpenData, status: RunStatus, checkpoint: Resume, stop: StopRequest,
+    spec: RunSpec,
+    job: Job,
+    data: OpenData,
+    status: RunStatus,
+    checkpoint: Resume,
+    stop: StopRequest,
     watchdog: Watchdog,
-) -> None:  # fmt: skip
+) -> None:
     """The training loop on one page."""
     assert job.layout is not None  # run() placed this process
     config, folder = spec.config, spec.folder
-    mesh, forecast = build_mesh(job.layout, job.device.type), MemoryForecast(folder, job.device, config, job.rank)
+    mesh, forecast = (
+        build_mesh(job.layout, job.device.type),
+        MemoryForecast(folder, job.device, config, job.rank),
+    )
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
-    model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
+    model = model_of_run(
+        spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None
+    )
     forecast.follow(model)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
-    held_out, mixture = evaluation_set(data, config.train.eval_samples), sample_order(config, data.train).mixture
-    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture)
+    held_out, mixture = (
+        evaluation_set(data, config.train.eval_samples),
+        sample_order(config, data.train).mixture,
+    )
+    trainer = Trainer(
+        model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture
+    )
     state = State(model, optimizer, mesh, job, trainer.scale)
-    profiler, faults = Profiler(config.metrics, folder, job.rank, job.device), FaultInjector(config.train.chaos, job)
+    profiler, faults = (
+        Profiler(config.metrics, folder, job.rank, job.device),
+        FaultInjector(config.train.chaos, job),
+    )
     checkpoint.restore(state)
     goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
-    banner = (*banner_lines(spec, job, data, held_out, model), *profiler.about(checkpoint.step, spec.steps))
+    banner = (
+        *banner_lines(spec, job, data, held_out, model),
+        *profiler.about(checkpoint.step, spec.steps),
+    )
     for line in (*banner, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
         job.say(line)
     status.begin(config, layout_text(job.layout) if job.rank == 0 else "", goodput)
-    batches, eval_set = readers(config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps)
+    batches, eval_set = readers(
+        config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps
+    )
 
     with job.collective_check("opening metrics.jsonl"):
         metrics = NoMetrics()
         if job.rank == 0:
             sinks = status.open_sinks(config, spec.steps, checkpoint.step)
-            metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks)
-        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe, folder)
-        monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
+            metrics = Metrics(
+                folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks
+            )
+        stragglers = StragglerDetector(
+            job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe, folder
+        )
+        monitor = PhaseMonitor(
+            mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say
+        )
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)
     with forecast, logger, checkpointer, stop.active(), monitor:
@@ -173,19 +229,31 @@ def train(
                 reseed(config.train.seed, step, mesh.index(*DATA_AXES))
                 with timer.phase("data"):
                     microbatches = next(batches)
-                with record_timeline(config, model, step, job=job, layout=mesh.layout, folder=folder, say=metrics.say):
+                with record_timeline(
+                    config, model, step, job=job, layout=mesh.layout, folder=folder, say=metrics.say
+                ):
                     trainer.forward_backward(step, microbatches)
-                logger.flush()  # the previous step: if it was not finite the run may end here, before this update
+                # the previous step: if it was not finite the run may end here, before this update
+                logger.flush()
                 if logger.stop_asked:
                     stop.mark_agreed()
                     break  # on all ranks; the accumulated gradients are discarded
-                stop_asked = checkpointer.stop_reason() or stop.reason(monitor.slowest_s, checkpointer.seconds)
+                stop_asked = checkpointer.stop_reason() or stop.reason(
+                    monitor.slowest_s, checkpointer.seconds
+                )
                 logger.defer(trainer.optimizer_step(step, stop_asked=bool(stop_asked)))
             if eval_set is not None and logger.evaluates_after(step):
                 logger.flush()
                 with monitor.phase("evaluation"), weights_used(config, optimizer, model):
-                    result = evaluate(model, watchdog.iterate(eval_set, "evaluation"), mesh, job.device, trainer.dtype)
-                    watchdog.deadlines.warm_phases.add("evaluation")  # only now: the last batch may have compiled
+                    result = evaluate(
+                        model,
+                        watchdog.iterate(eval_set, "evaluation"),
+                        mesh,
+                        job.device,
+                        trainer.dtype,
+                    )
+                    # only now: the last batch may have compiled
+                    watchdog.deadlines.warm_phases.add("evaluation")
                     logger.evaluation(step, result, eval_set.samples)
             if checkpointer.due(step):
                 logger.flush()
@@ -198,10 +266,18 @@ def train(
 
 
 def finish(
-    spec: RunSpec, job: Job, data: OpenData, model: nn.Module, optimizer: Optimizer, status: RunStatus,
-    checkpointer: Checkpointer, monitor: PhaseMonitor, stop: StopRequest,
-) -> None:  # fmt: skip
-    """After the last step of this job: writes the results of the run, or, if it was asked to stop, how to resume."""
+    spec: RunSpec,
+    job: Job,
+    data: OpenData,
+    model: nn.Module,
+    optimizer: Optimizer,
+    status: RunStatus,
+    checkpointer: Checkpointer,
+    monitor: PhaseMonitor,
+    stop: StopRequest,
+) -> None:
+    """After the last step of this job: writes the results of the run, or, if it was asked to stop,
+    how to resume."""
     config = spec.config
     monitor.end()
     if status.step < spec.steps:
@@ -218,22 +294,32 @@ def finish(
     checkpointer.check()
 
 
-def weights_used(config: Config, optimizer: Optimizer, model: nn.Module) -> AbstractContextManager[None]:
-    """Encloses every use of the weights other than training: inside, they are the EMA weights if `train.use_ema`."""
+def weights_used(
+    config: Config, optimizer: Optimizer, model: nn.Module
+) -> AbstractContextManager[None]:
+    """Encloses every use of the weights other than training: inside, they are the EMA weights if
+    `train.use_ema`."""
     return optimizer.averaged(model) if config.train.use_ema else nullcontext()
 
 
 def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
-    """After SIGTERM: decides whether it was for this node too, or only for another, without which the job continues."""
+    """After SIGTERM: decides whether it was for this node too, or only for another, without which
+    the job continues."""
     if job.environment.launcher == "torchrun" and StopKind.SIGTERM in status.stop_kinds:
         has_signal = stop.wait_for_signal(AGENTS_S)
         if not has_signal and job.environment.restarts_left > 0:
-            print(f"{job} was not told to end itself: its torchrun starts it again, with the nodes that are left")
+            print(
+                f"{job} was not told to end itself: its torchrun starts it again, with the nodes "
+                "that are left"
+            )
             status.status = EXIT_RESTART
 
 
-def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False) -> Config:
-    """The config named on the command line, with its overrides; `again` as in Config.load. Raises InputError."""
+def read_config(
+    arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False
+) -> Config:
+    """The config named on the command line, with its overrides; `again` as in Config.load. Raises
+    InputError."""
     options = train_parser().parse_args(arguments)
     known: dict[str, Any] = {"world_size": world_size, "device": device, "again": again}
     config = Config.load(options.config, options.overrides, for_training=True, **known)
@@ -242,8 +328,8 @@ def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *
 
 
 def start_timeout(arguments: Sequence[str] | None, world_size: int) -> float:
-    """`train.start_timeout_s`, which counts already while the ranks meet. What is wrong with the config is said once
-    they have met, by one of them for all."""
+    """`train.start_timeout_s`, which counts already while the ranks meet. What is wrong with the
+    config is said once they have met, by one of them for all."""
     if world_size > 1:
         with suppress(Exception):
             return read_config(arguments, world_size, "cpu").train.start_timeout_s
@@ -259,7 +345,9 @@ def train_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="a YAML file, or the name of a built-in config: quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key: train.steps=50")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="override a key: train.steps=50"
+    )
     return parser
 
 

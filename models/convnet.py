@@ -1,7 +1,9 @@
-"""A small image classifier, as single-device PyTorch: convolutions, group norm, average pooling, a linear head.
+"""A small image classifier, as single-device PyTorch: convolutions, group norm, average pooling, a
+linear head.
 
-Group norm, not batch norm: a sample's output must not depend on the other samples of its microbatch, or the layout
-would be part of the experiment. SiLU, not ReLU: a smooth network does not amplify rounding, so layouts can be compared.
+Group norm, not batch norm: a sample's output must not depend on the other samples of its
+microbatch, or the layout would be part of the experiment. SiLU, not ReLU: a smooth network does not
+amplify rounding, so layouts can be compared.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,11 @@ from torch import Tensor, nn
 class Config:
     image_size: int = 28  # height and width of the images in pixels
     in_channels: int = 1  # 1 for grey, 3 for colour
-    channels: tuple[int, ...] = (32, 64)  # width of each stage; after each except the last the image is halved
+    # width of each stage; after each except the last the image is halved
+    channels: tuple[int, ...] = (
+        32,
+        64,
+    )
     num_classes: int = 10  # number of classes
 
 
@@ -38,7 +44,8 @@ class Stage(nn.Module):
 
 
 class Head(nn.Module):
-    """Average over the image, then one linear layer: (b, c, height, width) -> logits (b, classes)."""
+    """Average over the image, then one linear layer: (b, c, height, width) -> logits (b,
+    classes)."""
 
     def __init__(self, c_in: int, classes: int) -> None:
         super().__init__()
@@ -78,7 +85,12 @@ def groups(channels: int) -> int:
 def check(config: Config) -> list[tuple[str, str]]:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     if not config.channels or min(config.channels) < 1:
-        return [("channels", "at least one stage is needed, each at least 1 wide, for instance [32, 64]")]
+        return [
+            (
+                "channels",
+                "at least one stage is needed, each at least 1 wide, for instance [32, 64]",
+            )
+        ]
     for key in ("image_size", "in_channels", "num_classes"):
         if getattr(config, key) < 1:
             return [(key, f"{key} is {getattr(config, key)}: use at least 1")]
@@ -86,11 +98,18 @@ def check(config: Config) -> list[tuple[str, str]]:
     if config.image_size < 2**halvings:
         most = config.image_size.bit_length()
         halved = f"{len(config.channels)} stages halve the image {halvings} times"
-        return [("channels", f"{halved}, and {config.image_size} pixels allow {most - 1}: use at most {most} stages")]
+        return [
+            (
+                "channels",
+                f"{halved}, and {config.image_size} pixels allow {most - 1}: use at most {most} "
+                "stages",
+            )
+        ]
     return []
 
 
-# Initial values, by the first matching pattern: "kaiming" is normal with variance 2 / (inputs of one output).
+# Initial values, by the first matching pattern: "kaiming" is normal with variance 2 / (inputs of
+# one output).
 init_plan = {"*norm?.weight": "ones", "*.bias": "zeros", "*": "kaiming"}
 
 # Nothing is split over `tp`.

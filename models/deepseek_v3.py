@@ -1,8 +1,9 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437), as single-device PyTorch: latent attention, and experts
-chosen by sigmoid scores and a correction bias, next to shared experts that compute every token.
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437), as single-device PyTorch: latent attention, and
+experts chosen by sigmoid scores and a correction bias, next to shared experts that compute every
+token.
 
-Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
-on a mesh; the tables at the end say how weights are initialized and split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files.
+Nothing here depends on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ LATENT_EPS = 1e-6  # epsilon of the norms of latents, independent of `rms_norm_e
 
 @dataclass(frozen=True)
 class Config(keys.DecoderConfig):
-    """Hugging Face's keys of DeepSeek-V3, with the same meaning; `hidden_dropout` and the last four are meshtrain's."""
+    """Hugging Face's keys of DeepSeek-V3, with the same meaning; `hidden_dropout` and the last four
+    are meshtrain's."""
 
     hidden_size: int = 256  # width of the model
     intermediate_size: int = 768  # inner width of the feed-forward part of a layer without experts
@@ -33,22 +35,28 @@ class Config(keys.DecoderConfig):
     num_key_value_heads: int | None = None  # must be num_attention_heads, or null
     q_lora_rank: int | None = 96  # width of the latent of queries; null: none
     kv_lora_rank: int = 64  # width of the latent of keys and values
-    qk_nope_head_dim: int = 32  # width of the part of a head's query and key without rotary positions
+    # width of the part of a head's query and key without rotary positions
+    qk_nope_head_dim: int = 32
     qk_rope_head_dim: int = 16  # width of the part with rotary positions; all heads share this key
     v_head_dim: int = 32  # width of a head's values
     vocab_size: int = 256  # number of token ids
     max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     rope_theta: float = 10000.0  # base of the rotary angles
-    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
-    rope_interleave: bool = True  # whether adjacent features form the rotated pairs, or the two halves of a head
+    # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_scaling: dict[str, Any] | None = None
+    # rope_theta and rope_scaling in one, as in transformers 5
+    rope_parameters: dict[str, Any] | None = None
+    # whether adjacent features form the rotated pairs, or the two halves of a head
+    rope_interleave: bool = True
     rms_norm_eps: float = 1e-6  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    # dropout probability after the embedding, attention and feed-forward part
+    hidden_dropout: float = 0.0
     first_k_dense_replace: int = 1  # number of first layers without experts
     n_routed_experts: int = 8  # routed experts per layer
-    n_shared_experts: int = 1  # shared experts, which compute every token, built as one of n times the width
+    # shared experts, which compute every token, built as one of n times the width
+    n_shared_experts: int = 1
     moe_intermediate_size: int = 256  # inner width of an expert
     num_experts_per_tok: int = 2  # routed experts per token
     n_group: int = 1  # number of groups of experts, ...
@@ -56,25 +64,33 @@ class Config(keys.DecoderConfig):
     norm_topk_prob: bool = True  # whether the scores of a token's experts are divided by their sum
     routed_scaling_factor: float = 1.0  # factor of the sum of a token's experts
     router_aux_loss_coef: float = 0.0001  # coefficient of the load-balancing loss of the router
-    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # loads over the last global batch, or a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
+    # loads over the last global batch, or a sample
+    router_balance: Literal["batch", "sequence", "none"] = "sequence"
+    # coefficient of the z-loss, which keeps the router's logits small
+    router_z_loss_coef: float = 0.0
     router_bias_speed: float = 0.001  # change of an expert's correction bias per step
 
     @property
     def head_width(self) -> int:
-        """`head_dim` in Hugging Face's config.json: the width of queries and keys with rotary positions."""
+        """`head_dim` in Hugging Face's config.json: the width of queries and keys with rotary
+        positions."""
         return self.qk_rope_head_dim
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1): the keys and values of
-    all heads are projected from one narrow latent, and the rotary part of the key is shared by all heads."""
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1): the
+    keys and values of all heads are projected from one narrow latent, and the rotary part of the
+    key is shared by all heads."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         d, h, rope = config.hidden_size, config.num_attention_heads, config.qk_rope_head_dim
         self.num_heads = h
-        self.latent_widths = [config.kv_lora_rank, rope]  # output widths of three projections, in turn
+        # output widths of three projections, in turn
+        self.latent_widths = [
+            config.kv_lora_rank,
+            rope,
+        ]
         self.query_widths = [config.qk_nope_head_dim, rope]
         self.kv_widths = [config.qk_nope_head_dim, config.v_head_dim]
         self.rotate = rotate_interleaved if config.rope_interleave else rotate
@@ -93,12 +109,22 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(h * config.v_head_dim, d, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
-        q = self.q_proj(x) if self.q_a_proj is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = (
+            self.q_proj(x)
+            if self.q_a_proj is None
+            else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        )
         latent, rotary_key = self.kv_a_proj_with_mqa(x).split(self.latent_widths, dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
-        q, q_rotary = rearrange(q, "b s (h e) -> b s h e", e=sum(self.query_widths)).split(self.query_widths, dim=-1)
-        k, v = rearrange(kv, "b s (h e) -> b s h e", e=sum(self.kv_widths)).split(self.kv_widths, dim=-1)
-        k_rotary = self.rotate(rearrange(self.rotary_key(rotary_key), "b s e -> b s 1 e"), rotary.cos, rotary.sin)
+        q, q_rotary = rearrange(q, "b s (h e) -> b s h e", e=sum(self.query_widths)).split(
+            self.query_widths, dim=-1
+        )
+        k, v = rearrange(kv, "b s (h e) -> b s h e", e=sum(self.kv_widths)).split(
+            self.kv_widths, dim=-1
+        )
+        k_rotary = self.rotate(
+            rearrange(self.rotary_key(rotary_key), "b s e -> b s 1 e"), rotary.cos, rotary.sin
+        )
         q = torch.cat((q, self.rotate(q_rotary, rotary.cos, rotary.sin)), dim=-1)
         k = torch.cat((k, k_rotary.expand(-1, -1, k.shape[2], -1)), dim=-1)
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
@@ -157,7 +183,11 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.self_attn_dropout = Dropout(config.hidden_dropout)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config, number)
+        self.mlp = (
+            MLP(config.hidden_size, config.intermediate_size)
+            if dense
+            else MixtureOfExperts(config, number)
+        )
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
@@ -190,7 +220,10 @@ class Model(nn.Module):
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: AttentionContext | Tensor | None = None,
     ) -> Tensor:
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
@@ -198,7 +231,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
+        rotary = Rotary(
+            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        )
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -215,10 +250,18 @@ def check(config: Config) -> keys.Problems:
         return problems
     problems = keys.dropout_problems(config) + keys.rope_problems(config)
     if config.kv_heads != config.num_attention_heads:
-        message = f"num_key_value_heads is {config.kv_heads}: latent attention makes a key of each of the "
-        problems.append(("num_key_value_heads", f"{message}{config.num_attention_heads} heads: use null"))
+        message = (
+            f"num_key_value_heads is {config.kv_heads}: latent attention makes a key of each of "
+            "the "
+        )
+        problems.append(
+            ("num_key_value_heads", f"{message}{config.num_attention_heads} heads: use null")
+        )
     if config.qk_rope_head_dim % 2:
-        message = f"rotary positions turn pairs of features: qk_rope_head_dim {config.qk_rope_head_dim} is odd"
+        message = (
+            f"rotary positions turn pairs of features: qk_rope_head_dim {config.qk_rope_head_dim} "
+            "is odd"
+        )
         problems.append(("qk_rope_head_dim", f"{message}: use {config.qk_rope_head_dim + 1}"))
     return problems + keys.router_problems(config, "n_routed_experts")
 
@@ -226,32 +269,70 @@ def check(config: Config) -> keys.Problems:
 # A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "deepseek_v3"
 _LEFT_OUT: dict[str, Any] = {
-    "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "vocab_size": 129280, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_routed_experts": 256,
-    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
     "routed_scaling_factor": 2.5,
-}  # fmt: skip
+}
 _YARN = {
-    "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 presets: dict[str, dict[str, Any]] = {
     "deepseek-v3": _LEFT_OUT | {"max_position_embeddings": 163840, "rope_scaling": _YARN},
-    "moonlight-16b-a3b": _LEFT_OUT | {
-        "hidden_size": 2048, "intermediate_size": 11264, "num_hidden_layers": 27, "num_attention_heads": 16,
-        "q_lora_rank": None, "vocab_size": 163840, "max_position_embeddings": 8192, "rope_theta": 50000.0,
-        "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "n_routed_experts": 64, "n_shared_experts": 2,
-        "moe_intermediate_size": 1408, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1,
+    "moonlight-16b-a3b": _LEFT_OUT
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "vocab_size": 163840,
+        "max_position_embeddings": 8192,
+        "rope_theta": 50000.0,
+        "rms_norm_eps": 1e-5,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
         "routed_scaling_factor": 2.446,
     },
-}  # fmt: skip
+}
 
-# Keys of a config.json that have no effect here: of multi-token prediction layers, and of load balancing.
+# Keys of a config.json that have no effect here: of multi-token prediction layers, and of load
+# balancing.
 passed_over = keys.passed_over | {
-    "output_router_logits", "num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim", "ep_size",
-    "aux_loss_alpha", "seq_aux",
-}  # fmt: skip
+    "output_router_logits",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "head_dim",
+    "qk_head_dim",
+    "ep_size",
+    "aux_loss_alpha",
+    "seq_aux",
+}
 
 # Keys with the only supported value: another value would be another model.
 _ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -265,14 +346,18 @@ def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """The config.json that describes a model."""
-    return keys.write_config_json(config, "DeepseekV3ForCausalLM", model_type, only) | {"num_nextn_predict_layers": 0}
+    return keys.write_config_json(config, "DeepseekV3ForCausalLM", model_type, only) | {
+        "num_nextn_predict_layers": 0
+    }
 
 
-# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation
+# `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": "normal"}
 
-# How weights are split over `tp`, in Hugging Face's words except for the last. `q_[bp]*` is q_b_proj, or q_proj without
-# a latent of queries; `mlp.*gate_proj` also matches that of the shared experts.
+# How weights are split over `tp`, in Hugging Face's words except for the last. `q_[bp]*` is
+# q_b_proj, or q_proj without a latent of queries; `mlp.*gate_proj` also matches that of the shared
+# experts.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_[bp]*": "colwise",
@@ -286,7 +371,8 @@ tp_plan = {
     "model.layers.*.self_attn.rotary_key": "gather_sequence",
 }
 
-# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an
+# `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
 # The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.

@@ -1,8 +1,8 @@
-"""GLM-4.5 (https://arxiv.org/abs/2508.06471), as single-device PyTorch: experts chosen by sigmoid scores and a
-correction bias, next to shared experts that compute every token.
+"""GLM-4.5 (https://arxiv.org/abs/2508.06471), as single-device PyTorch: experts chosen by sigmoid
+scores and a correction bias, next to shared experts that compute every token.
 
-Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
-on a mesh; the tables at the end say how weights are initialized and split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files.
+Nothing here depends on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,15 @@ from meshtrain.rotary import Rotary, cos_sin, rotate
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Hugging Face's keys of GLM-4.5, with the same meaning; `hidden_dropout` and the last four are meshtrain's."""
+    """Hugging Face's keys of GLM-4.5, with the same meaning; `hidden_dropout` and the last four are
+    meshtrain's."""
 
     hidden_size: int = 256  # width of the model
     intermediate_size: int = 768  # inner width of the feed-forward part of a layer without experts
     num_hidden_layers: int = 4  # number of layers
     num_attention_heads: int = 8  # query heads per layer
-    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
+    # key/value heads per layer; null: as many as query heads
+    num_key_value_heads: int | None = None
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
     attention_bias: bool = False  # whether queries, keys and values have a bias
     use_qk_norm: bool = False  # whether each head's queries and keys are normalized
@@ -37,15 +39,19 @@ class Config(DecoderConfig):
     max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     partial_rotary_factor: float = 0.5  # fraction of a head's features with rotary positions
     rope_theta: float = 1000000.0  # base of the rotary angles
-    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
+    # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_scaling: dict[str, Any] | None = None
+    # rope_theta and rope_scaling in one, as in transformers 5
+    rope_parameters: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    # dropout probability after the embedding, attention and feed-forward part
+    hidden_dropout: float = 0.0
     first_k_dense_replace: int = 1  # number of first layers without experts
     n_routed_experts: int = 8  # routed experts per layer
-    n_shared_experts: int = 1  # shared experts, which compute every token, built as one of n times the width
+    # shared experts, which compute every token, built as one of n times the width
+    n_shared_experts: int = 1
     moe_intermediate_size: int = 256  # inner width of an expert
     num_experts_per_tok: int = 2  # routed experts per token
     n_group: int = 1  # number of groups of experts, ...
@@ -53,8 +59,10 @@ class Config(DecoderConfig):
     norm_topk_prob: bool = True  # whether the scores of a token's experts are divided by their sum
     routed_scaling_factor: float = 1.0  # factor of the sum of a token's experts
     router_aux_loss_coef: float = 0.0001  # coefficient of the load-balancing loss of the router
-    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # loads over the last global batch, or a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
+    # loads over the last global batch, or a sample
+    router_balance: Literal["batch", "sequence", "none"] = "sequence"
+    # coefficient of the z-loss, which keeps the router's logits small
+    router_z_loss_coef: float = 0.0
     router_bias_speed: float = 0.001  # change of an expert's correction bias per step
 
     @property
@@ -77,7 +85,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
         # nn.Identity in place of norms, because the tp_plan names them.
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(e, eps=config.rms_norm_eps) if config.use_qk_norm else nn.Identity() for _ in range(2)
+            nn.RMSNorm(e, eps=config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
+            for _ in range(2)
         )
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
@@ -142,7 +151,11 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.self_attn_dropout = Dropout(config.hidden_dropout)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config, number)
+        self.mlp = (
+            MLP(config.hidden_size, config.intermediate_size)
+            if dense
+            else MixtureOfExperts(config, number)
+        )
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
@@ -175,7 +188,10 @@ class Model(nn.Module):
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: AttentionContext | Tensor | None = None,
     ) -> Tensor:
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
@@ -183,7 +199,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
+        rotary = Rotary(
+            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        )
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -193,29 +211,61 @@ def check(config: Config) -> keys.Problems:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config) or keys.router_problems(config, "n_routed_experts")
     if not problems and not 2 <= config.rotary_width <= config.head_width:
-        features = f"{config.rotary_width} of the {config.head_width} features of a head would turn with the position"
+        features = (
+            f"{config.rotary_width} of the {config.head_width} features of a head would turn with "
+            "the position"
+        )
         problems.append(("partial_rotary_factor", f"{features}: use a share above 0 and at most 1"))
     return problems
 
 
 _COMMON = {
-    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "vocab_size": 151552,
-    "max_position_embeddings": 131072, "partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-}  # fmt: skip
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
 presets: dict[str, dict[str, Any]] = {
-    "glm-4.5": _COMMON | {
-        "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
-        "first_k_dense_replace": 3, "n_routed_experts": 160, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+    "glm-4.5": _COMMON
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 92,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 160,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
     },
-    "glm-4.5-air": _COMMON | {
-        "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46,
-        "first_k_dense_replace": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "use_qk_norm": False,
+    "glm-4.5-air": _COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
     },
-}  # fmt: skip
+}
 
 # Multi-token prediction layers are not supported.
-passed_over = keys.passed_over | {"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"}
+passed_over = keys.passed_over | {
+    "output_router_logits",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+}
 
 # Keys with the only supported value: another value would be another model.
 only = {key: value for key, value in keys.only.items() if key != "attention_bias"}
@@ -239,7 +289,9 @@ _LEFT_OUT: dict[str, Any] = {
 
 def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
     """The keys of `Config` for those of a config.json."""
-    return keys.read_config_json(written, _LEFT_OUT, frozenset({"rope_theta", "partial_rotary_factor"}))
+    return keys.read_config_json(
+        written, _LEFT_OUT, frozenset({"rope_theta", "partial_rotary_factor"})
+    )
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
@@ -248,10 +300,12 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
     return written | {"partial_rotary_factor": config.rotary_factor, "num_nextn_predict_layers": 0}
 
 
-# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation
+# `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": "normal"}
 
-# How weights are split over `tp`, in Hugging Face's words. `mlp.*gate_proj` also matches that of the shared experts.
+# How weights are split over `tp`, in Hugging Face's words. `mlp.*gate_proj` also matches that of
+# the shared experts.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_proj": "colwise",
@@ -266,7 +320,8 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an
+# `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
 # The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
@@ -282,5 +337,6 @@ stored_as: dict[str, tuple[str, ...]] = {
     "*.balance.loads": (),
 }
 
-# Tensors of files that are not read: those of the multi-token prediction layer, in GLM-4.5-Air and GLM-4.5.
+# Tensors of files that are not read: those of the multi-token prediction layer, in GLM-4.5-Air and
+# GLM-4.5.
 ignored = ("model.layers.46.*", "model.layers.92.*")

@@ -1,7 +1,8 @@
 """Llama, as single-device PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Parameters have Hugging Face's names, so weights need no table of names. Nothing here depends on a mesh; tables at the
-end say how weights are initialized (`init_plan`) and split over `tp` (`tp_plan`), and what mixes tokens (`cp_plan`).
+Parameters have Hugging Face's names, so weights need no table of names. Nothing here depends on a
+mesh; tables at the end say how weights are initialized (`init_plan`) and split over `tp`
+(`tp_plan`), and what mixes tokens (`cp_plan`).
 """
 
 from dataclasses import dataclass
@@ -26,17 +27,21 @@ class Config(keys.DecoderConfig):
     intermediate_size: int = 768  # inner width of the feed-forward part
     num_hidden_layers: int = 4  # number of layers
     num_attention_heads: int = 8  # query heads per layer
-    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
+    # key/value heads per layer; null: as many as query heads
+    num_key_value_heads: int | None = None
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
     vocab_size: int = 256  # number of token ids
     max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     rope_theta: float = 10000.0  # base of the rotary angles
-    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
+    # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_scaling: dict[str, Any] | None = None
+    # rope_theta and rope_scaling in one, as in transformers 5
+    rope_parameters: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    # dropout probability after the embedding, attention and feed-forward part
+    hidden_dropout: float = 0.0
 
 
 class Attention(nn.Module):
@@ -112,21 +117,27 @@ class Model(nn.Module):
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: AttentionContext | Tensor | None = None,
     ) -> Tensor:
         """Tokens (b, s) to logits (b, s, v).
 
         Args:
             tokens: token ids.
             positions: (b, s), each token's position for the rotary angles; None counts from 0.
-            documents: (b, s), the document of each token, or the record of a batch. None: one per row.
+            documents: (b, s), the document of each token, or the record of a batch. None: one per
+                row.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
+        rotary = Rotary(
+            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        )
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -148,24 +159,48 @@ _COMMON = {
     "rope_scaling": _LLAMA3 | {"factor": 8.0},
 }
 presets: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": _COMMON | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "head_dim": 64, "rope_scaling": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True,
+    "llama-3.2-1b": _COMMON
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "rope_scaling": _LLAMA3 | {"factor": 32.0},
+        "tie_word_embeddings": True,
     },
-    "llama-3.2-3b": _COMMON | {
-        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "head_dim": 128, "rope_scaling": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True,
+    "llama-3.2-3b": _COMMON
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "head_dim": 128,
+        "rope_scaling": _LLAMA3 | {"factor": 32.0},
+        "tie_word_embeddings": True,
     },
-    "llama-3.1-8b": _COMMON | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "llama-3.1-8b": _COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
     },
-    "llama-3.1-70b": _COMMON | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "llama-3.1-70b": _COMMON
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
     },
-    "llama-3.1-405b": _COMMON | {
-        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "llama-3.1-405b": _COMMON
+    | {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
     },
-}  # fmt: skip
+}
 
 # Keys of a Hugging Face config.json that have no effect here.
 passed_over = keys.passed_over
@@ -186,16 +221,19 @@ _LEFT_OUT: dict[str, Any] = {
 
 
 def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `Config` for those of a config.json; either value in `rope_parameters` can be overridden later."""
+    """The keys of `Config` for those of a config.json; either value in `rope_parameters` can be
+    overridden later."""
     return keys.read_config_json(values, _LEFT_OUT)
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """The config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
+    """The config.json that describes a model, for transformers 5 (`rope_parameters`) and those
+    before it."""
     return keys.write_config_json(config, "LlamaForCausalLM", model_type, only)
 
 
-# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation
+# `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*": "normal"}
 
 # How weights are split over `tp`, in Hugging Face's words.
@@ -211,5 +249,6 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an
+# `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}

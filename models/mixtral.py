@@ -1,7 +1,8 @@
-"""Mixtral (https://arxiv.org/abs/2401.04088), as single-device PyTorch: a Llama with experts in each layer.
+"""Mixtral (https://arxiv.org/abs/2401.04088), as single-device PyTorch: a Llama with experts in
+each layer.
 
-Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
-on a mesh; the tables at the end say how weights are initialized and split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files.
+Nothing here depends on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -21,29 +22,37 @@ from meshtrain.rotary import Rotary, cos_sin, rotate
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Hugging Face's keys of Mixtral, with the same meaning; `hidden_dropout` and the last two are meshtrain's."""
+    """Hugging Face's keys of Mixtral, with the same meaning; `hidden_dropout` and the last two are
+    meshtrain's."""
 
     hidden_size: int = 256  # width of the model
     intermediate_size: int = 768  # inner width of an expert
     num_hidden_layers: int = 4  # number of layers
     num_attention_heads: int = 8  # query heads per layer
-    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
+    # key/value heads per layer; null: as many as query heads
+    num_key_value_heads: int | None = None
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
     vocab_size: int = 256  # number of token ids
     max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
-    sliding_window: int | None = None  # number of tokens that a token sees, itself included; null: all
+    # number of tokens that a token sees, itself included; null: all
+    sliding_window: int | None = None
     rope_theta: float = 1000000.0  # base of the rotary angles
-    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
+    # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_scaling: dict[str, Any] | None = None
+    # rope_theta and rope_scaling in one, as in transformers 5
+    rope_parameters: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    # dropout probability after the embedding, attention and feed-forward part
+    hidden_dropout: float = 0.0
     num_local_experts: int = 8  # experts per layer
     num_experts_per_tok: int = 2  # experts per token
     router_aux_loss_coef: float = 0.001  # coefficient of the load-balancing loss of the router
-    router_balance: Literal["batch", "sequence", "none"] = "batch"  # loads over the last global batch, or a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
+    # loads over the last global batch, or a sample
+    router_balance: Literal["batch", "sequence", "none"] = "batch"
+    # coefficient of the z-loss, which keeps the router's logits small
+    router_z_loss_coef: float = 0.0
 
 
 class Attention(nn.Module):
@@ -126,7 +135,10 @@ class Model(nn.Module):
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: AttentionContext | Tensor | None = None,
     ) -> Tensor:
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
@@ -134,7 +146,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
+        rotary = Rotary(
+            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        )
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -147,19 +161,34 @@ def check(config: Config) -> keys.Problems:
 
 
 _COMMON = {
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
-    "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 presets: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": _COMMON | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "max_position_embeddings": 32768, "router_aux_loss_coef": 0.02,
+    "mixtral-8x7b": _COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32768,
+        "router_aux_loss_coef": 0.02,
     },
-    "mixtral-8x22b": _COMMON | {
-        "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48,
-        "max_position_embeddings": 65536, "router_aux_loss_coef": 0.001,
+    "mixtral-8x22b": _COMMON
+    | {
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 56,
+        "num_attention_heads": 48,
+        "max_position_embeddings": 65536,
+        "router_aux_loss_coef": 0.001,
     },
-}  # fmt: skip
+}
 
 passed_over = keys.passed_over | {"output_router_logits"}
 
@@ -189,7 +218,8 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
     return keys.write_config_json(config, "MixtralForCausalLM", model_type, only)
 
 
-# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation
+# `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*": "normal"}
 
 # How weights are split over `tp`, in Hugging Face's words.
@@ -202,7 +232,8 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an
+# `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
 # The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
@@ -214,7 +245,9 @@ stored_as: dict[str, tuple[str, ...]] = {
         "model.layers.*.block_sparse_moe.experts.{}.w1.weight",
         "model.layers.*.block_sparse_moe.experts.{}.w3.weight",
     ),
-    "model.layers.*.mlp.experts.down_proj": ("model.layers.*.block_sparse_moe.experts.{}.w2.weight",),
+    "model.layers.*.mlp.experts.down_proj": (
+        "model.layers.*.block_sparse_moe.experts.{}.w2.weight",
+    ),
     "model.layers.*.mlp.gate.weight": ("model.layers.*.block_sparse_moe.gate.weight",),
     "*.balance.loads": (),
 }

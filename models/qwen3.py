@@ -1,7 +1,9 @@
-"""Qwen3 (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Llama with norms of each head's query and key.
+"""Qwen3 (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Llama with norms of each
+head's query and key.
 
-Parameters have Hugging Face's names, so weights need no table of names. Nothing here depends on a mesh; tables at the
-end say how weights are initialized (`init_plan`) and split over `tp` (`tp_plan`), and what mixes tokens (`cp_plan`).
+Parameters have Hugging Face's names, so weights need no table of names. Nothing here depends on a
+mesh; tables at the end say how weights are initialized (`init_plan`) and split over `tp`
+(`tp_plan`), and what mixes tokens (`cp_plan`).
 """
 
 from dataclasses import dataclass
@@ -26,18 +28,23 @@ class Config(keys.DecoderConfig):
     intermediate_size: int = 768  # inner width of the feed-forward part
     num_hidden_layers: int = 4  # number of layers
     num_attention_heads: int = 8  # query heads per layer
-    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
+    # key/value heads per layer; null: as many as query heads
+    num_key_value_heads: int | None = None
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
     vocab_size: int = 256  # number of token ids
     max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     rope_theta: float = 10000.0  # base of the rotary angles
-    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
+    # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_scaling: dict[str, Any] | None = None
+    # rope_theta and rope_scaling in one, as in transformers 5
+    rope_parameters: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-6  # added to the mean square in a norm
-    layer_types: list[str] | None = None  # full_attention for each layer: a sliding window is not supported
+    # full_attention for each layer: a sliding window is not supported
+    layer_types: list[str] | None = None
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    # dropout probability after the embedding, attention and feed-forward part
+    hidden_dropout: float = 0.0
 
 
 class Attention(nn.Module):
@@ -115,7 +122,10 @@ class Model(nn.Module):
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: AttentionContext | Tensor | None = None,
     ) -> Tensor:
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
@@ -123,7 +133,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
+        rotary = Rotary(
+            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        )
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -132,41 +144,78 @@ class Model(nn.Module):
 def check(config: Config) -> keys.Problems:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config)
-    if not problems and config.layer_types not in (None, ["full_attention"] * config.num_hidden_layers):
-        problems.append(("layer_types", "only full_attention in every layer is built: leave layer_types out"))
+    if not problems and config.layer_types not in (
+        None,
+        ["full_attention"] * config.num_hidden_layers,
+    ):
+        problems.append(
+            ("layer_types", "only full_attention in every layer is built: leave layer_types out")
+        )
     return problems
 
 
 _COMMON = {
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+}
 presets: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _COMMON | {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "qwen3-0.6b": _COMMON
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
-    "qwen3-1.7b": _COMMON | {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "qwen3-1.7b": _COMMON
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
-    "qwen3-4b": _COMMON | {
-        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "qwen3-4b": _COMMON
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "tie_word_embeddings": True,
     },
-    "qwen3-8b": _COMMON | {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "qwen3-8b": _COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
     },
-    "qwen3-14b": _COMMON | {
-        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "qwen3-14b": _COMMON
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
     },
-    "qwen3-32b": _COMMON | {
-        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    "qwen3-32b": _COMMON
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
     },
-}  # fmt: skip
+}
 
 # Keys of a Hugging Face config.json that have no effect here.
-passed_over = keys.passed_over | {"sliding_window", "max_window_layers"}  # without use_sliding_window
+# without use_sliding_window
+passed_over = keys.passed_over | {
+    "sliding_window",
+    "max_window_layers",
+}
 
 # Keys with the only supported value: another value would be another model.
 only = keys.only | {"use_sliding_window": False}
@@ -195,7 +244,8 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
     return keys.write_config_json(config, "Qwen3ForCausalLM", model_type, only)
 
 
-# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation
+# `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*": "normal"}
 
 # How weights are split over `tp`, in Hugging Face's words.
@@ -204,7 +254,8 @@ tp_plan = {
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
-    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # each rank normalizes its own heads
+    # each rank normalizes its own heads
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
     "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "model.layers.*.self_attn.o_proj": "rowwise",
     "model.layers.*.mlp.gate_proj": "colwise",
@@ -213,5 +264,6 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an
+# `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}

@@ -1,7 +1,8 @@
-"""Qwen3-MoE (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Qwen3 with experts in its layers.
+"""Qwen3-MoE (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Qwen3 with experts in
+its layers.
 
-Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
-on a mesh; the tables at the end say how weights are initialized and split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files.
+Nothing here depends on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -21,23 +22,28 @@ from meshtrain.rotary import Rotary, cos_sin, rotate
 
 @dataclass(frozen=True)
 class Config(keys.DecoderConfig):
-    """Hugging Face's keys of Qwen3-MoE, with the same meaning; `hidden_dropout` and the last two are meshtrain's."""
+    """Hugging Face's keys of Qwen3-MoE, with the same meaning; `hidden_dropout` and the last two
+    are meshtrain's."""
 
     hidden_size: int = 256  # width of the model
     intermediate_size: int = 768  # inner width of the feed-forward part of a layer without experts
     num_hidden_layers: int = 4  # number of layers
     num_attention_heads: int = 8  # query heads per layer
-    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
+    # key/value heads per layer; null: as many as query heads
+    num_key_value_heads: int | None = None
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
     vocab_size: int = 256  # number of token ids
     max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     rope_theta: float = 10000.0  # base of the rotary angles
-    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
+    # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_scaling: dict[str, Any] | None = None
+    # rope_theta and rope_scaling in one, as in transformers 5
+    rope_parameters: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-6  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    # dropout probability after the embedding, attention and feed-forward part
+    hidden_dropout: float = 0.0
     num_experts: int = 8  # experts per layer
     num_local_experts: int | None = None  # the name of num_experts in transformers 5
     num_experts_per_tok: int = 2  # experts per token
@@ -46,8 +52,10 @@ class Config(keys.DecoderConfig):
     decoder_sparse_step: int = 1  # n: every n-th layer has experts, ...
     mlp_only_layers: list[int] | None = None  # ... except these, counted from 0
     router_aux_loss_coef: float = 0.001  # coefficient of the load-balancing loss of the router
-    router_balance: Literal["batch", "sequence", "none"] = "batch"  # loads over the last global batch, or a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
+    # loads over the last global batch, or a sample
+    router_balance: Literal["batch", "sequence", "none"] = "batch"
+    # coefficient of the z-loss, which keeps the router's logits small
+    router_z_loss_coef: float = 0.0
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -55,7 +63,8 @@ class Config(keys.DecoderConfig):
         return [
             layer
             for layer in range(self.num_hidden_layers)
-            if (layer + 1) % self.decoder_sparse_step == 0 and layer not in (self.mlp_only_layers or ())
+            if (layer + 1) % self.decoder_sparse_step == 0
+            and layer not in (self.mlp_only_layers or ())
         ]
 
 
@@ -106,7 +115,9 @@ class MixtureOfExperts(nn.Module):
             aux_loss_coef=config.router_aux_loss_coef,
             z_loss_coef=config.router_z_loss_coef,
         )
-        self.gate = Router(d, n, config.num_experts_per_tok, normalize=config.norm_topk_prob, balance=balance)
+        self.gate = Router(
+            d, n, config.num_experts_per_tok, normalize=config.norm_topk_prob, balance=balance
+        )
         self.experts = Experts(n, d, config.moe_intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +131,9 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.self_attn_dropout = Dropout(config.hidden_dropout)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MixtureOfExperts(config, number) if number in config.sparse_layers else MLP(config)
+        self.mlp = (
+            MixtureOfExperts(config, number) if number in config.sparse_layers else MLP(config)
+        )
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
@@ -153,7 +166,10 @@ class Model(nn.Module):
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: AttentionContext | Tensor | None = None,
     ) -> Tensor:
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
@@ -161,7 +177,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
+        rotary = Rotary(
+            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        )
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -172,30 +190,50 @@ def check(config: Config) -> keys.Problems:
     problems = keys.decoder_problems(config, keys.COUNTS | {"decoder_sparse_step": 1 << 12})
     experts = "num_experts" if config.num_local_experts is None else "num_local_experts"
     problems = problems or keys.router_problems(config, experts)
-    if experts == "num_local_experts" and config.num_experts not in (Config.num_experts, config.num_local_experts):
+    if experts == "num_local_experts" and config.num_experts not in (
+        Config.num_experts,
+        config.num_local_experts,
+    ):
         both = f"num_experts {config.num_experts} and num_local_experts {config.num_local_experts}"
         problems.append((experts, f"{both} contradict each other: give num_experts alone"))
     if not problems and not config.sparse_layers:
         key = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
-        problems.append((key, f"none of the {config.num_hidden_layers} layers has experts: use the model qwen3"))
+        problems.append(
+            (key, f"none of the {config.num_hidden_layers} layers has experts: use the model qwen3")
+        )
     return problems
 
 
 _COMMON = {
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "router_aux_loss_coef": 0.001,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
 presets: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": _COMMON | {
-        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+    "qwen3-30b-a3b": _COMMON
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
         "num_attention_heads": 32,
     },
-    "qwen3-235b-a22b": _COMMON | {
-        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+    "qwen3-235b-a22b": _COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
         "num_attention_heads": 64,
     },
-}  # fmt: skip
+}
 
 # Keys of a Hugging Face config.json that have no effect here.
 passed_over = keys.passed_over | {"output_router_logits", "sliding_window", "max_window_layers"}
@@ -233,22 +271,26 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
     return written | {"num_experts": experts, "num_local_experts": experts}
 
 
-# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation
+# `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*": "normal"}
 
-# How weights are split over `tp`, in Hugging Face's words. All ranks hold dense feed-forward parts whole.
+# How weights are split over `tp`, in Hugging Face's words. All ranks hold dense feed-forward parts
+# whole.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
-    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # each rank normalizes its own heads
+    # each rank normalizes its own heads
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
     "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "model.layers.*.self_attn.o_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
 
-# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an
+# `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
 # The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.

@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over the pipe of its DevTools protocol: page widths, keys, touches, screenshots."""
+"""A headless Chromium, driven over the pipe of its DevTools protocol: page widths, keys, touches,
+screenshots."""
 
 import base64
 import json
@@ -17,7 +18,8 @@ KEYS = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowRight": 39, "ArrowDo
 
 
 class Page:
-    """One page. `complaints`: exceptions of its scripts, errors of its console, and failed requests."""
+    """One page. `complaints`: exceptions of its scripts, errors of its console, and failed
+    requests."""
 
     def __init__(self, writes: int, reads: int) -> None:
         self._writes, self._reads = os.fdopen(writes, "wb", 0), os.fdopen(reads, "rb")
@@ -25,7 +27,9 @@ class Page:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
@@ -60,15 +64,22 @@ class Page:
 
     def open(self, url: str, width: int, height: int = 900) -> None:
         """Opens a URL on a screen of this width in pixels; below 600 it is a phone's."""
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
-                   mobile=width < 600)  # fmt: skip
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self._call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         self._call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
-        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -83,7 +94,14 @@ class Page:
             code = KEYS[key]
             text = {"text": "\r"} if key == "Enter" and kind == "rawKeyDown" else {}
             kind = "keyDown" if text else kind
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+            self._call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **text,
+            )
 
     def touch(self, *places: tuple[float, float]) -> None:
         """Touches the first place (window pixels), moves to the others, and lifts the finger."""
@@ -111,8 +129,17 @@ def chromium(profile: Path) -> Iterator[Page]:
     (its_in, our_out), (our_in, its_out) = os.pipe(), os.pipe()
     for end in (its_in, its_out):
         os.set_inheritable(end, True)
-    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
-               f"--user-data-dir={profile}", "--disable-background-networking", "--hide-scrollbars"]  # fmt: skip
+    command = [
+        program,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--remote-debugging-pipe",
+        "--no-first-run",
+        f"--user-data-dir={profile}",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+    ]
     # The protocol's pipes are the descriptors 3 and 4.
     process = subprocess.Popen(
         ["bash", "-c", f'exec 3<&{its_in} 4>&{its_out}; exec "$@"', "bash", *command],

@@ -1,4 +1,5 @@
-"""Models on a mesh of this job against the same models in one process, in float64 to the last digits."""
+"""Models on a mesh of this job against the same models in one process, in float64 to the last
+digits."""
 
 import gc
 from collections import defaultdict
@@ -25,7 +26,12 @@ from meshtrain.metrics.logger import read
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling.build import build_model
 from meshtrain.optim.optimizer import Optimizer
-from meshtrain.parallel.grad_sync import defer_waits, finish_reduce, set_is_last_backward, start_reduce
+from meshtrain.parallel.grad_sync import (
+    defer_waits,
+    finish_reduce,
+    set_is_last_backward,
+    start_reduce,
+)
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.trainer import Trainer
@@ -59,17 +65,27 @@ def gradients(plain: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
 
 
-def same_gradients(model: nn.Module, expected: Mapping[str, Tensor], *, tolerance: float = TOLERANCE) -> None:
-    """Asserts that the parts of this rank are those of whole gradients; what has no gradient may have zeros."""
+def same_gradients(
+    model: nn.Module, expected: Mapping[str, Tensor], *, tolerance: float = TOLERANCE
+) -> None:
+    """Asserts that the parts of this rank are those of whole gradients; what has no gradient may
+    have zeros."""
     parameters = dict(model.named_parameters())
     assert parameters
     for name, parameter in parameters.items():
         if name in expected:
             assert parameter.grad is not None, f"{name} has no gradient"
             _, part = local_part(parameter)
-            same(to_local(parameter.grad), expected[name][part], f"gradient of {name}", tolerance=tolerance)
+            same(
+                to_local(parameter.grad),
+                expected[name][part],
+                f"gradient of {name}",
+                tolerance=tolerance,
+            )
         else:
-            assert parameter.grad is None or not to_local(parameter.grad).any(), f"{name} has a gradient"
+            assert parameter.grad is None or not to_local(parameter.grad).any(), (
+                f"{name} has a gradient"
+            )
 
 
 def tokens(data_rank: int = 0, microbatch: int = 0, *, vocabulary: int = V) -> Tensor:
@@ -91,8 +107,8 @@ def compare(
     microbatches: int = 1,
     **options: Any,
 ) -> tuple[nn.Module, nn.Module]:
-    """Compares losses and gradients of steps on the mesh, with these options of `parallelize`, and in one process, on
-    the samples of all data ranks. `mesh.comm_bytes` counts the steps.
+    """Compares losses and gradients of steps on the mesh, with these options of `parallelize`, and
+    in one process, on the samples of all data ranks. `mesh.comm_bytes` counts the steps.
 
     Returns:
         both models.
@@ -147,7 +163,9 @@ def train(job: Job, output: Path, *overrides: str) -> list[dict[str, Any]]:
     """
     keys = [*SMALL, f"train.output={output}", f"data.cache={output.parent / 'cache'}", *overrides]
     layout = job.layout
-    status = meshtrain.train.run(Config.load(QUICKSTART, keys, world_size=job.world_size, for_training=True), job)
+    status = meshtrain.train.run(
+        Config.load(QUICKSTART, keys, world_size=job.world_size, for_training=True), job
+    )
     assert status == 0
     job.layout = layout
     dist.barrier()
@@ -195,8 +213,8 @@ def latent_attention() -> nn.Module:
 
 
 class Sent:
-    """Bytes that this rank really sends to others point to point, as gloo's collectives here do, and the groups over
-    which it sends between stages, by the target's rank."""
+    """Bytes that this rank really sends to others point to point, as gloo's collectives here do,
+    and the groups over which it sends between stages, by the target's rank."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -232,7 +250,9 @@ class Created(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
-                    self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                    self._made.setdefault(
+                        storage._cdata, (StorageWeakRef(storage), storage.nbytes())
+                    )
         return result
 
     def held(self) -> int:

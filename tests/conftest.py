@@ -6,11 +6,18 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.ranks import job, pytest_generate_tests, pytest_runtest_protocol, session_path, shared_path
+from tests.ranks import (
+    job,
+    pytest_generate_tests,
+    pytest_runtest_protocol,
+    session_path,
+    shared_path,
+)
 
 __all__ = ["job", "pytest_generate_tests", "pytest_runtest_protocol", "session_path", "shared_path"]
 
-# Start the longest files first: when two files run at a time, a long one at the end would leave a core idle.
+# Start the longest files first: when two files run at a time, a long one at the end would leave a
+# core idle.
 LONGEST = (
     "parity/test_parity.py",
     "test_docs.py",
@@ -40,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs all tests of a file, and one runs all tests of a number of ranks, in one job."""
+    """One process runs all tests of a file, and one runs all tests of a number of ranks, in one
+    job."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

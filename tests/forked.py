@@ -1,11 +1,12 @@
-"""Runs a script as a job of several processes on this machine, forked from one that has imported torch: importing it
-in each process would take longer than most tests.
+"""Runs a script as a job of several processes on this machine, forked from one that has imported
+torch: importing it in each process would take longer than most tests.
 
-    python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]       or -m MODULE instead of the script, as for python
-    python tests/forked.py --serve DESCRIPTOR                    jobs, one after the other, requested over a socket
+    python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]       or -m MODULE instead of the script,
+    as for python python tests/forked.py --serve DESCRIPTOR                    jobs, one after the
+    other, requested over a socket
 
-The environment is that of torchrun, and as under torchrun, the other processes are ended when one fails. Commands for
-users are tested under torchrun itself.
+The environment is that of torchrun, and as under torchrun, the other processes are ended when one
+fails. Commands for users are tested under torchrun itself.
 """
 
 import gc
@@ -27,14 +28,22 @@ meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"
 
 
 def main(processes: int, script: str, *arguments: str) -> int:
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-    gc.freeze()  # keeps collections in a child from traversing all of torch, which is slow and copies its memory,
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(processes),
+    }
+    # keeps collections in a child from traversing all of torch, which is slow and copies its
+    # memory,
+    gc.freeze()
     gc.unfreeze = lambda: None  # also after training has undone its own freezing
     running = set()
     for rank in range(processes):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(job, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(processes))
+            os.environ.update(
+                job, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(processes)
+            )
             run(script, *arguments)
             return 0
         running.add(pid)
@@ -62,8 +71,8 @@ def run(script: str, *arguments: str) -> None:
 
 
 def serve(descriptor: int) -> list[str]:
-    """Forks a process for each requested job (`launching.ForkServer`) and answers with its pid, later with its status.
-    Returns only in the forked process, with the arguments of the job."""
+    """Forks a process for each requested job (`launching.ForkServer`) and answers with its pid,
+    later with its status. Returns only in the forked process, with the arguments of the job."""
     with socket.socket(fileno=descriptor) as requests:
         while True:
             request, files, _, _ = socket.recv_fds(requests, 1 << 20, 2)

@@ -1,4 +1,5 @@
-"""Starts jobs of several processes for tests, with a time limit, and checks that no process is left behind."""
+"""Starts jobs of several processes for tests, with a time limit, and checks that no process is left
+behind."""
 
 import atexit
 import json
@@ -20,7 +21,8 @@ from typing import TypeVar
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-MARK = "meshtrainTEST_JOB"  # in the environment of every process of a job, by which stragglers are found
+# in the environment of every process of a job, by which stragglers are found
+MARK = "meshtrainTEST_JOB"
 LAUNCHERS = (
     "RANK",
     "LOCAL_RANK",
@@ -43,35 +45,53 @@ class Finished:
 
     def check(self) -> "Finished":
         """Fails the test, with everything that was printed, unless the job ended well."""
-        assert self.status == 0, f"exit status {self.status}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        assert self.status == 0, (
+            f"exit status {self.status}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        )
         return self
 
 
 def root_cause(printed: str) -> str:
     """What torchrun's report says of the rank that has failed first."""
-    (cause,) = re.findall(r"Root Cause \(first observed failure\):.*?traceback : (.*?)\n=", printed, re.DOTALL)
+    (cause,) = re.findall(
+        r"Root Cause \(first observed failure\):.*?traceback : (.*?)\n=", printed, re.DOTALL
+    )
     return cause
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment for a job: one thread per process, no GPU unless requested, and no variable of a launcher that
-    runs the tests themselves."""
+    """The environment for a job: one thread per process, no GPU unless requested, and no variable
+    of a launcher that runs the tests themselves."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return kept | own | extra
 
 
 def run(
-    command: Sequence[str], *, timeout: float = 240, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    command: Sequence[str],
+    *,
+    timeout: float = 240,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> Finished:
     """Runs one command to its end."""
     return run_together([command], timeout=timeout, env=env, cwd=cwd)[0]
 
 
 def run_together(
-    commands: Sequence[Sequence[str]], *, timeout: float = 240, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    commands: Sequence[Sequence[str]],
+    *,
+    timeout: float = 240,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> list[Finished]:
-    """Runs commands concurrently, for instance the agents of several hosts; none of their processes survives."""
+    """Runs commands concurrently, for instance the agents of several hosts; none of their processes
+    survives."""
     mark = uuid.uuid4().hex
     jobs = [
         subprocess.Popen(
@@ -99,16 +119,25 @@ def run_together(
     left = wait_until_gone(mark)
     kill_marked(mark)
     assert not left, f"processes left behind by {commands}: {left}"
-    return [Finished(job.returncode, out, err) for job, (out, err) in zip(jobs, outputs, strict=True)]
+    return [
+        Finished(job.returncode, out, err) for job, (out, err) in zip(jobs, outputs, strict=True)
+    ]
 
 
-def torchrun(processes: int, *arguments: str, timeout: float = 240, env: Mapping[str, str] | None = None) -> Finished:
+def torchrun(
+    processes: int, *arguments: str, timeout: float = 240, env: Mapping[str, str] | None = None
+) -> Finished:
     """A job on this host."""
-    return run([*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", *arguments], timeout=timeout, env=env)
+    return run(
+        [*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", *arguments],
+        timeout=timeout,
+        env=env,
+    )
 
 
 class ForkServer:
-    """A process that has imported torch once, and forks the tests' jobs one after the other (forked.py)."""
+    """A process that has imported torch once, and forks the tests' jobs one after the other
+    (forked.py)."""
 
     def __init__(self) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -132,13 +161,17 @@ class ForkServer:
                     file.seek(0)
                 return [file.read().decode(errors="replace") for file in (out, err)]
 
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
+            socket.send_fds(
+                self._socket, [json.dumps(request).encode()], [out.fileno(), err.fileno()]
+            )
             session = self._receive(240)  # it may still be importing torch
             try:
                 status = self._receive(timeout)
                 left = wait_until_gone(mark, session=session)
             except TimeoutError as expired:
-                raise AssertionError(f"not done within {timeout} s: {arguments}\n{printed()}") from expired
+                raise AssertionError(
+                    f"not done within {timeout} s: {arguments}\n{printed()}"
+                ) from expired
             finally:
                 kill_marked(mark, session)
             assert not left, f"processes left behind by {arguments}: {left}"
@@ -159,8 +192,11 @@ class ForkServer:
 _idle_servers: list[ForkServer] = []  # concurrent jobs have a server each
 
 
-def forked(processes: int, *arguments: str | Path, timeout: float = 240, cwd: Path = ROOT) -> Finished:
-    """A job on this host that starts faster than under torchrun (forked.py), for tests that do not test starting."""
+def forked(
+    processes: int, *arguments: str | Path, timeout: float = 240, cwd: Path = ROOT
+) -> Finished:
+    """A job on this host that starts faster than under torchrun (forked.py), for tests that do not
+    test starting."""
     try:
         server = _idle_servers.pop()
     except IndexError:
@@ -176,7 +212,8 @@ def forked(processes: int, *arguments: str | Path, timeout: float = 240, cwd: Pa
 
 
 def side_by_side(*calls: Callable[[], T]) -> list[T]:
-    """Calls functions concurrently and returns their results: for jobs that leave a core idle at times."""
+    """Calls functions concurrently and returns their results: for jobs that leave a core idle at
+    times."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [done.result() for done in [pool.submit(call) for call in calls]]
 
@@ -230,7 +267,8 @@ def marked(mark: str, session: int | None = None) -> list[int]:
 
 
 def wait_until_gone(mark: str, seconds: float = 60, session: int | None = None) -> list[int]:
-    """The processes left of a job after a while; DataLoader's workers notice within seconds that their parent ended."""
+    """The processes left of a job after a while; DataLoader's workers notice within seconds that
+    their parent ended."""
     deadline = time.monotonic() + seconds
     while (left := marked(mark, session)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,8 +1,9 @@
 """Several hosts on one machine, made of Linux namespaces, and faults between them.
 
-Each host has its own network, hostname, processes and mounts. A bridge in a separate namespace connects them, so that
-the machine's own network stays untouched and several tests may run at once. Hosts are `node1`, `node2`, ... at
-10.77.0.1, 10.77.0.2, ..., and each has its own /etc/hosts with all names. Needs root and iproute2.
+Each host has its own network, hostname, processes and mounts. A bridge in a separate namespace
+connects them, so that the machine's own network stays untouched and several tests may run at once.
+Hosts are `node1`, `node2`, ... at 10.77.0.1, 10.77.0.2, ..., and each has its own /etc/hosts with
+all names. Needs root and iproute2.
 
     with Network(2, tmp_path) as network:
         finished = run_together([network.on(1, "hostname"), network.on(2, "ping", "-c1", "node1")])
@@ -28,12 +29,19 @@ def why_not() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"making hosts out of namespaces needs {', '.join(missing)} (iproute2, util-linux)"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
-    return None if tried.returncode == 0 else f"this machine allows no namespaces: {tried.stderr.decode().strip()}"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
+    )
+    return (
+        None
+        if tried.returncode == 0
+        else f"this machine allows no namespaces: {tried.stderr.decode().strip()}"
+    )
 
 
 class Network:
-    """Hosts and the bridge between them. `folder` is for their files; leaving the context kills all their processes."""
+    """Hosts and the bridge between them. `folder` is for their files; leaving the context kills all
+    their processes."""
 
     def __init__(self, hosts: int, folder: Path, *, second: bool = False) -> None:
         """`second`: every host also gets an interface eth1, which is connected to nothing."""
@@ -42,7 +50,9 @@ class Network:
         self._second = second
         self._holders: list[subprocess.Popen[bytes]] = []
         self._switch = 0
-        self._pids: dict[int, int] = {}  # host -> pid of its first process, in the machine's own pid namespace
+        self._pids: dict[
+            int, int
+        ] = {}  # host -> pid of its first process, in the machine's own pid namespace
 
     def __enter__(self) -> "Network":
         try:
@@ -54,7 +64,8 @@ class Network:
 
     def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
         for holder in self._holders:
-            holder.kill()  # --kill-child also kills the host's first process, which takes all others with it
+            # --kill-child also kills the host's first process, which takes all others with it
+            holder.kill()
             holder.wait()
 
     def _build(self) -> None:
@@ -66,8 +77,12 @@ class Network:
             self._file(i, "hosts").write_text(f"127.0.0.1 localhost\n{names}")
             # No DNS: a resolver that cannot be reached costs seconds for every name.
             self._file(i, "nsswitch.conf").write_text("hosts: files\n")
-            mounts = " && ".join(f"mount --bind '{self._file(i, name)}' /etc/{name}" for name in self._files)
-            self._pids[i] = self._hold(f"hostname node{i} && {mounts} && ip link set lo up && exec sleep infinity")
+            mounts = " && ".join(
+                f"mount --bind '{self._file(i, name)}' /etc/{name}" for name in self._files
+            )
+            self._pids[i] = self._hold(
+                f"hostname node{i} && {mounts} && ip link set lo up && exec sleep infinity"
+            )
             self._wire(i, "eth0", self.address(i), bridge=True)
             if self._second:
                 self._wire(i, "eth1", f"{OTHER_SUBNET}.{i}", bridge=False)
@@ -86,9 +101,24 @@ class Network:
         return self._folder / f"node{host}.{name}"
 
     def _hold(self, script: str) -> int:
-        """Starts a namespace's first process; returns its pid once the script has reached its last command."""
-        dies = ["setpriv", "--pdeathsig", "KILL"]  # dies with the process that runs the tests, however that ends
-        command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        """Starts a namespace's first process; returns its pid once the script has reached its last
+        command."""
+        # dies with the process that runs the tests, however that ends
+        dies = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+        ]
+        command = [
+            "unshare",
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         holder = subprocess.Popen([*dies, *command, "sh", "-c", script], stdin=subprocess.DEVNULL)
         self._holders.append(holder)
         deadline = time.monotonic() + 60
@@ -110,13 +140,24 @@ class Network:
         self.do(host, "ip", "address", "add", f"{address}/24", "dev", name)
         self.do(host, "ip", "link", "set", name, "up")
 
-    # Use ------------------------------------------------------------------------------------------------------------
+    # Use ------------------------------------------------------------------------------------------
 
     def on(self, host: int, *command: str) -> list[str]:
         """A command line that runs a command on a host, in the caller's working directory."""
         # `sh` changes to the directory again, since entering the mount namespace leaves it.
         enter = ["nsenter", "-t", str(self._pids[host]), "--net", "--uts", "--mount", "--pid", "--"]
-        return ["sh", "-c", 'exec "$@"', "sh", *enter, "sh", "-c", 'cd "$0" && exec "$@"', os.getcwd(), *command]
+        return [
+            "sh",
+            "-c",
+            'exec "$@"',
+            "sh",
+            *enter,
+            "sh",
+            "-c",
+            'cd "$0" && exec "$@"',
+            os.getcwd(),
+            *command,
+        ]
 
     def do(self, host: int, *command: str) -> None:
         """Runs a short command on a host."""
@@ -124,9 +165,11 @@ class Network:
 
     def names(self, host: int, lines: Sequence[str]) -> None:
         """Rewrites a host's /etc/hosts; the first line that has a name counts."""
-        self._file(host, "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{line}\n" for line in lines))
+        self._file(host, "hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{line}\n" for line in lines)
+        )
 
-    # Faults ---------------------------------------------------------------------------------------------------------
+    # Faults ---------------------------------------------------------------------------------------
 
     def kill(self, host: int) -> None:
         """Kills the host with all its processes."""
@@ -149,7 +192,8 @@ class Network:
         self._rules(host, f"dport {port} blackhole")
 
     def drop_all_but(self, host: int, port: int) -> None:
-        """Drops all traffic to the host but that of connections to this port, and answers from this port."""
+        """Drops all traffic to the host but that of connections to this port, and answers from this
+        port."""
         self._rules(host, f"dport {port} lookup local", f"sport {port} lookup local", "blackhole")
 
     def open_again(self, host: int) -> None:
@@ -163,4 +207,16 @@ class Network:
         self.do(host, "ip", "rule", "add", "pref", "100", "lookup", "local")
         self.do(host, "ip", "rule", "delete", "pref", "0")
         for i, rule in enumerate(rules):
-            self.do(host, "ip", "rule", "add", "pref", str(10 + i), "iif", "eth0", "ipproto", "tcp", *rule.split())
+            self.do(
+                host,
+                "ip",
+                "rule",
+                "add",
+                "pref",
+                str(10 + i),
+                "iif",
+                "eth0",
+                "ipproto",
+                "tcp",
+                *rule.split(),
+            )

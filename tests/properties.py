@@ -1,8 +1,9 @@
-"""hypothesis, imported when the first property is tested: `from tests.properties import given, settings, st`.
+"""hypothesis, imported when the first property is tested: `from tests.properties import given,
+settings, st`.
 
-Importing it takes longer than collecting most files. Until a test runs, `st.lists(st.integers())` is an expression
-that is evaluated later; from then on `st` is `hypothesis.strategies` itself, so that `data.draw(st.integers())` works
-inside of a test. There are no deadlines.
+Importing it takes longer than collecting most files. Until a test runs, `st.lists(st.integers())`
+is an expression that is evaluated later; from then on `st` is `hypothesis.strategies` itself, so
+that `data.draw(st.integers())` works inside of a test. There are no deadlines.
 """
 
 import functools
@@ -70,11 +71,14 @@ st: Any = _Strategies()
 
 
 def given(*strategies: Any, **named: Any) -> Callable[[Callable], Callable]:
-    """hypothesis' `given`: positional strategies fill a test's last parameters, and what is left are fixtures."""
+    """hypothesis' `given`: positional strategies fill a test's last parameters, and what is left
+    are fixtures."""
 
     def decorate(test: Callable) -> Callable:
         parameters = list(inspect.signature(test).parameters.values())
-        fixtures = [p for p in parameters[: len(parameters) - len(strategies)] if p.name not in named]
+        fixtures = [
+            p for p in parameters[: len(parameters) - len(strategies)] if p.name not in named
+        ]
 
         @functools.wraps(test)
         def property_test(*arguments: Any, **of_pytest: Any) -> None:

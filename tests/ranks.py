@@ -4,14 +4,16 @@
     def test_sums_are_global(job: Job) -> None:
         mesh = build_mesh(Layout({"tp": job.world_size}))
 
-is a test of 2 and one of 4 ranks. It is an ordinary test, with parameters and fixtures, that each rank of a job runs,
-and it passes if it passes on each of them. `job` is what meshtrain's `join` returns, with the default process group
-connected; `shared_path` is a folder that all ranks of a test see (`tmp_path` is a rank's own).
+is a test of 2 and one of 4 ranks. It is an ordinary test, with parameters and fixtures, that each
+rank of a job runs, and it passes if it passes on each of them. `job` is what meshtrain's `join`
+returns, with the default process group connected; `shared_path` is a folder that all ranks of a
+test see (`tmp_path` is a rank's own).
 
-All tests of one number of ranks run one after the other in one job, since starting ranks takes longer than most tests.
-A test that fails is reported, and the job goes on. Ranks that wait for one that has failed, or do not end in time, are
-stopped, and new ones go on with the next test. If a rank crashes, the test is repeated alone: the report says whether
-it crashes by itself or only after others.
+All tests of one number of ranks run one after the other in one job, since starting ranks takes
+longer than most tests. A test that fails is reported, and the job goes on. Ranks that wait for one
+that has failed, or do not end in time, are stopped, and new ones go on with the next test. If a
+rank crashes, the test is repeated alone: the report says whether it crashes by itself or only after
+others.
 """
 
 import faulthandler
@@ -44,7 +46,8 @@ from meshtrain.job.process import Job, join
 from tests.launching import forked, free_port
 
 GRACE_S = 20.0  # how long ranks may take to come back once another rank has failed
-FRESH_AFTER = 40  # tests: then new ranks go on, since threads of destroyed groups and compiled code stay in a process
+# tests: then new ranks go on, since threads of destroyed groups and compiled code stay in a process
+FRESH_AFTER = 40
 LIMIT_S = 300.0  # of a test without a mark `timeout`
 JOB_LIMIT_S = 3000.0
 INNER = "the ranks of a job"  # the plugin's name in the process that forks the ranks
@@ -67,13 +70,16 @@ def world_of(nodeid: str) -> int | None:
     return int(found[1]) if found else None
 
 
-# ------------------------------------------------------------------------- in the process that runs all kinds of tests
+# ------------------------------------------------------------------------- in the process that runs
+# all kinds of tests
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None:
-        metafunc.parametrize("job", mark.args, indirect=True, ids=[f"{world}-ranks" for world in mark.args])
+        metafunc.parametrize(
+            "job", mark.args, indirect=True, ids=[f"{world}-ranks" for world in mark.args]
+        )
 
 
 def row(world: int, *values: Any, name: str, slow: bool = False) -> Any:
@@ -118,7 +124,9 @@ def report_of(item: pytest.Item, outcome: Outcome, when: Any) -> pytest.TestRepo
         longrepr = (str(item.path), item.location[1], outcome.text)
     keywords: Any = dict.fromkeys(item.keywords, 1)
     seconds = outcome.seconds if when == "call" else 0.0
-    return pytest.TestReport(item.nodeid, item.location, keywords, ended, longrepr, when, duration=seconds)
+    return pytest.TestReport(
+        item.nodeid, item.location, keywords, ended, longrepr, when, duration=seconds
+    )
 
 
 def run_job(world: int, nodeids: Sequence[str], maxfail: int) -> dict[str, Outcome]:
@@ -132,7 +140,9 @@ def run_job(world: int, nodeids: Sequence[str], maxfail: int) -> dict[str, Outco
             printed = f"exit status {job.status}\n{job.out}\n{job.err}"
         except AssertionError as error:
             printed = str(error)
-        outcomes = dict.fromkeys(nodeids, Outcome("failed", f"the job ended before this test:\n{printed}", 0.0))
+        outcomes = dict.fromkeys(
+            nodeids, Outcome("failed", f"the job ended before this test:\n{printed}", 0.0)
+        )
         for line in results.read_text().splitlines():
             nodeid, outcome = json.loads(line)
             outcomes[nodeid] = Outcome(**outcome)
@@ -161,7 +171,8 @@ def session_path() -> Path:
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """The folder, in which `make` has written files: whoever comes first calls it, and others wait."""
+    """The folder, in which `make` has written files: whoever comes first calls it, and others
+    wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -184,7 +195,8 @@ def session_folder() -> Iterator[None]:
         del os.environ[SESSION]
 
 
-# ---------------------------------------------------------------------------------------- in the process of one rank
+# ---------------------------------------------------------------------------------------- in the
+# process of one rank
 
 
 @dataclass
@@ -220,9 +232,11 @@ class RankReports:
 
 
 def serve_as_rank(requests: Connection, items: Sequence[pytest.Item], folder: Path) -> None:
-    """Joins the job, and runs the tests that are asked for: (position, position of the next one or None)."""
+    """Joins the job, and runs the tests that are asked for: (position, position of the next one or
+    None)."""
     global current  # noqa: PLW0603  the fixtures of this process read it
-    gc.freeze = lambda: None  # what a run of training freezes, its groups among it, would never be collected
+    # what a run of training freezes, its groups among it, would never be collected
+    gc.freeze = lambda: None
     rank = os.environ["RANK"]
     stacks = (folder / f"stack_{rank}").open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks)
@@ -245,8 +259,9 @@ def serve_as_rank(requests: Connection, items: Sequence[pytest.Item], folder: Pa
 
 
 def destroy_groups() -> None:
-    """Destroys the process groups that the test before has made, which each have threads and sockets. By now no rank
-    uses them: all have ended that test. torch would find them again in what it has cached for an equal mesh."""
+    """Destroys the process groups that the test before has made, which each have threads and
+    sockets. By now no rank uses them: all have ended that test. torch would find them again in what
+    it has cached for an equal mesh."""
     _clear_sharding_prop_cache()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
@@ -254,12 +269,14 @@ def destroy_groups() -> None:
     gc.collect()
 
 
-# --------------------------------------------------------------------------- in the process that forks a job's ranks
+# --------------------------------------------------------------------------- in the process that
+# forks a job's ranks
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a test ended on the ranks, by rank: `crashed` and `stuck` say what became of those without an outcome."""
+    """How a test ended on the ranks, by rank: `crashed` and `stuck` say what became of those
+    without an outcome."""
 
     outcomes: dict[int, Outcome]
     crashed: dict[int, str]
@@ -267,15 +284,23 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        return bool(self.crashed or self.stuck) or any(x.outcome == "failed" for x in self.outcomes.values())
+        return bool(self.crashed or self.stuck) or any(
+            x.outcome == "failed" for x in self.outcomes.values()
+        )
 
     def __str__(self) -> str:
         """What has failed, by rank; the same text of several ranks once."""
-        texts = {rank: outcome.text for rank, outcome in self.outcomes.items() if outcome.outcome == "failed"}
+        texts = {
+            rank: outcome.text
+            for rank, outcome in self.outcomes.items()
+            if outcome.outcome == "failed"
+        }
         ranks_of: dict[str, list[int]] = {}
         for rank, text in sorted((texts | self.crashed | self.stuck).items()):
             ranks_of.setdefault(text, []).append(rank)
-        return "\n".join(f"=== rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
+        return "\n".join(
+            f"=== rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()
+        )
 
     def merged(self) -> Outcome:
         seconds = max((outcome.seconds for outcome in self.outcomes.values()), default=0.0)
@@ -293,7 +318,11 @@ class Ranks:
         self.folder = Path(self._temporary.name)
         self.pids: list[int] = []
         self.pipes: list[Connection] = []
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        job = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world),
+        }
         for rank in range(world):
             here, there = Pipe()
             pid = os.fork()
@@ -416,12 +445,24 @@ def main(request: str, results: str) -> int:
     job = json.loads(Path(request).read_text())
     plugin = InnerSession(job["world"], job["nodeids"], job["maxfail"], Path(results))
     files = dict.fromkeys(nodeid.partition("::")[0] for nodeid in job["nodeids"])
-    options = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:logging", "--capture=sys"]
+    options = [
+        "-q",
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:logging",
+        "--capture=sys",
+    ]
     return pytest.main([*options, *files], plugins=[Named(plugin)])
 
 
 class Named:
-    """Registers a plugin under the name by which the hooks of the outer process know that they are not asked."""
+    """Registers a plugin under the name by which the hooks of the outer process know that they are
+    not asked."""
 
     def __init__(self, plugin: InnerSession) -> None:
         self.plugin = plugin
@@ -431,5 +472,6 @@ class Named:
 
 
 if __name__ == "__main__":
-    by_name = importlib.import_module("tests.ranks")  # this file runs as `__main__`; conftest.py imports it by its name
+    # this file runs as `__main__`; conftest.py imports it by its name
+    by_name = importlib.import_module("tests.ranks")
     sys.exit(by_name.main(*sys.argv[1:]))

@@ -10,9 +10,12 @@ from meshtrain.errors import InputError
 Row = dict[str, Any]
 
 
-def check_refusals(rows: Sequence[Row], tmp_path: Path, read: Callable[[Row, Path], object]) -> None:
-    """Asserts that `read`, which gets a row and a folder, raises InputError for each row, whose message has all parts
-    of `says` (a text or several), in which DIR is the folder. A config has one error, or as many as `errors`."""
+def check_refusals(
+    rows: Sequence[Row], tmp_path: Path, read: Callable[[Row, Path], object]
+) -> None:
+    """Asserts that `read`, which gets a row and a folder, raises InputError for each row, whose
+    message has all parts of `says` (a text or several), in which DIR is the folder. A config has
+    one error, or as many as `errors`."""
     wrong = []
     for number, row in enumerate(rows):
         folder = tmp_path / str(number)
@@ -25,14 +28,17 @@ def check_refusals(rows: Sequence[Row], tmp_path: Path, read: Callable[[Row, Pat
             message = str(error)
             count = len(getattr(error, "errors", [error]))
         parts = [row["says"]] if isinstance(row["says"], str) else row["says"]
-        if count != row.get("errors", 1) or any(part.replace("DIR", str(folder)) not in message for part in parts):
+        if count != row.get("errors", 1) or any(
+            part.replace("DIR", str(folder)) not in message for part in parts
+        ):
             wrong.append(f"{row}: it says {message}")
     assert not wrong, "\n".join(wrong)
 
 
 def damage(folder: Path, row: Row) -> None:
-    """Changes files as a row says: `rename`; `write` puts other bytes (latin-1) in their place, or [bytes, how often];
-    `patch` puts other bytes at an offset; `cut` takes bytes off the end; `json` sets keys; `remove` deletes."""
+    """Changes files as a row says: `rename`; `write` puts other bytes (latin-1) in their place, or
+    [bytes, how often]; `patch` puts other bytes at an offset; `cut` takes bytes off the end; `json`
+    sets keys; `remove` deletes."""
     for old, new in row.get("rename", {}).items():
         (folder / old).rename(folder / new)
     for name, content in row.get("write", {}).items():

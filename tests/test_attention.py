@@ -39,10 +39,12 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 6, [0] * 2 + [1] + [4] * 8, [0] * 11])
 @pytest.fixture
 def in_all_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that stand in for those of GPUs take wide types too."""
-    monkeypatch.setattr(module, "VARLEN_TYPES", (*module.VARLEN_TYPES, torch.float32, torch.float64))
+    monkeypatch.setattr(
+        module, "VARLEN_TYPES", (*module.VARLEN_TYPES, torch.float32, torch.float64)
+    )
 
 
-# The formula ---------------------------------------------------------------------------------------------------------
+# The formula --------------------------------------------------------------------------------------
 
 
 def formula(
@@ -80,11 +82,17 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.usefixtures("in_all_types")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("widths", [(8, 8), (12, 5), (8, 16), (200, 8)], ids=str)  # padded to 16 and to 256 for a GPU
+@pytest.mark.parametrize(
+    "widths", [(8, 8), (12, 5), (8, 16), (200, 8)], ids=str
+)  # padded to 16 and to 256 for a GPU
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_attention_is_the_formula(
-    options: dict[str, Any], widths: tuple[int, int], kv_heads: int, repeated: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    widths: tuple[int, int],
+    kv_heads: int,
+    repeated: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of documents laid end to end, under masks of bools and of numbers, and of whole rows."""
     monkeypatch.setattr(module, "wants_repeated", lambda *_: repeated)
@@ -123,19 +131,24 @@ def test_soft_capped_scores_of_16_bits_are_capped_in_32(monkeypatch: pytest.Monk
     assert capped == [torch.float32]
 
 
-# Which kernel --------------------------------------------------------------------------------------------------------
+# Which kernel -------------------------------------------------------------------------------------
 
 
 def test_heads_are_repeated_where_no_fused_kernel_takes_groups() -> None:
     for row in TABLES["repeated"]:
         device, dtype, masked, kv_heads, width, repeated = row
-        assert wants_repeated(device, getattr(torch, dtype), masked, 8, kv_heads, width) is repeated, row
+        assert (
+            wants_repeated(device, getattr(torch, dtype), masked, 8, kv_heads, width) is repeated
+        ), row
 
 
 def test_what_the_kernel_takes() -> None:
     for row in TABLES["varlen_takes"]:
         dtypes, widths, soft_cap, taken = row
-        qkv = (torch.empty(1, 2, 3, e, dtype=getattr(torch, t)) for t, e in zip(dtypes, widths, strict=True))
+        qkv = (
+            torch.empty(1, 2, 3, e, dtype=getattr(torch, t))
+            for t, e in zip(dtypes, widths, strict=True)
+        )
         assert takes_varlen(*qkv, soft_cap) is taken, row
 
 
@@ -143,8 +156,12 @@ def test_which_devices_have_attention_of_variable_length(monkeypatch: pytest.Mon
     for row in TABLES["varlen_devices"]:
         device, capability, dtype, hip, built, there = row
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda built=built: built)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c and tuple(c))
+        monkeypatch.setattr(
+            torch.backends.cuda, "is_flash_attention_available", lambda built=built: built
+        )
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, c=capability: c and tuple(c)
+        )
         assert has_varlen(torch.device(device), dtype and getattr(torch, dtype)) is there, row
 
 
@@ -153,13 +170,19 @@ def test_the_kernel_is_called_as_this_torch_has_it(monkeypatch: pytest.MonkeyPat
     activated: list[str] = []
     monkeypatch.setattr(module, "has_varlen", lambda *_: True)
     monkeypatch.setattr(module, "find_spec", lambda name: state["installed"] or None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(state["capability"]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: tuple(state["capability"])
+    )
     monkeypatch.setattr(back_ends, "current_flash_attention_impl", lambda: state["active"])
     monkeypatch.setattr(back_ends, "activate_flash_attention_impl", activated.append)
     make_kernel = partial(varlen_kernel.__wrapped__, torch.device("cuda", 0), torch.bfloat16)
 
     def of_torch_2_12(
-        q: Tensor, *others: Any, scale: Any = None, window_size: Any = None, enable_gqa: bool = False
+        q: Tensor,
+        *others: Any,
+        scale: Any = None,
+        window_size: Any = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
         return q
 
@@ -169,12 +192,16 @@ def test_the_kernel_is_called_as_this_torch_has_it(monkeypatch: pytest.MonkeyPat
         state |= row
         assert make_kernel().keywords == {"enable_gqa": True}
         assert activated == ["FA3"] * row["activated"], row
-    monkeypatch.setattr(varlen, "varlen_attn", lambda q, *others, scale=None, window_size=(-1, -1): q)  # torch 2.11
+    # torch 2.11
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda q, *others, scale=None, window_size=(-1, -1): q
+    )
     assert make_kernel().keywords == {}
 
 
 def test_no_mask_is_made_on_a_device_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the batch to the blocks, in a type that the device has it for, of a model that takes a record."""
+    """From the batch to the blocks, in a type that the device has it for, of a model that takes a
+    record."""
     monkeypatch.setattr(module, "has_varlen", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     varlen_kernel.cache_clear()
@@ -198,7 +225,7 @@ def test_documents_of_another_length_are_not_packed() -> None:
         attention(x, x, x, AttentionContext(DOCUMENTS[:1], lengths, VARLEN))
 
 
-# The record ----------------------------------------------------------------------------------------------------------
+# The record ---------------------------------------------------------------------------------------
 
 
 def test_the_mask_is_made_once_per_context() -> None:
@@ -219,7 +246,10 @@ def test_a_cache_is_told_which_layer_calls_also_when_a_block_runs_again() -> Non
     x = torch.randn(1, 1, 3, 4)
     parts = [attention(part, part, part, layers[1]) for part in (x[:, :, :2], x[:, :, 2:])]
     torch.testing.assert_close(torch.cat(parts, 2), attention(x, x, x))
-    for wrong in (AttentionContext(torch.zeros(1, 3), cache=context.cache), AttentionContext(part=torch.arange(3))):
+    for wrong in (
+        AttentionContext(torch.zeros(1, 3), cache=context.cache),
+        AttentionContext(part=torch.arange(3)),
+    ):
         with pytest.raises(ValueError, match="a cache takes no documents"):
             attention(x, x, x, wrong)
 
@@ -252,7 +282,7 @@ def test_a_context_moves_whole() -> None:
     assert AttentionContext().to(torch.device("meta")).documents is None
 
 
-# Compiled and recomputed ---------------------------------------------------------------------------------------------
+# Compiled and recomputed --------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -296,7 +326,9 @@ def test_selective_recomputation_keeps_packed_attention(
     documents = torch.tensor([[0, 0, 1, 1, 1]])
     context = AttentionContext(documents, cumulative_lengths(documents), VARLEN)
     x = torch.randn(1, 2, 5, 8, requires_grad=True)
-    checkpoint_block(lambda x: attention(x.sin(), x, x, context).cos(), recompute)(x).sum().backward()
+    checkpoint_block(lambda x: attention(x.sin(), x, x, context).cos(), recompute)(
+        x
+    ).sum().backward()
     assert len(calls) == forwards
 
 
@@ -319,13 +351,15 @@ def test_layers_with_windows_and_caps_are_not_compiled_anew(masked: bool) -> Non
     assert counter.frame_count == 1
 
 
-# On a GPU ------------------------------------------------------------------------------------------------------------
+# On a GPU -----------------------------------------------------------------------------------------
 
 
 def on_gpu(documents: Tensor, packed: bool, dtype: torch.dtype) -> AttentionContext:
     if not packed:
         return AttentionContext.of(documents.cuda())
-    context = AttentionContext(documents, cumulative_lengths(documents)).to(torch.device("cuda"), dtype)
+    context = AttentionContext(documents, cumulative_lengths(documents)).to(
+        torch.device("cuda"), dtype
+    )
     if context.kernel is None:
         pytest.skip("this GPU has no attention of variable length")
     return context
@@ -342,12 +376,18 @@ def on_gpu(documents: Tensor, packed: bool, dtype: torch.dtype) -> AttentionCont
         ("packed", torch.bfloat16, 1),
     ],
 )
-def test_no_scores_of_all_tokens_are_held_on_a_gpu(form: str, dtype: torch.dtype, limit: int) -> None:
-    """`limit`: bytes for each pair of tokens, those of the scores of 8 heads; packed documents have no mask either."""
+def test_no_scores_of_all_tokens_are_held_on_a_gpu(
+    form: str, dtype: torch.dtype, limit: int
+) -> None:
+    """`limit`: bytes for each pair of tokens, those of the scores of 8 heads; packed documents have
+    no mask either."""
     s = 16384
     documents = (torch.arange(s) // 1500).expand(1, s)
     context = None if form == "whole" else on_gpu(documents, form == "packed", dtype)
-    q, k, v = (torch.randn(1, heads, s, 64, dtype=dtype, device="cuda", requires_grad=True) for heads in (8, 2, 2))
+    q, k, v = (
+        torch.randn(1, heads, s, 64, dtype=dtype, device="cuda", requires_grad=True)
+        for heads in (8, 2, 2)
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     attention(q, k, v, context).sum().backward()
@@ -357,14 +397,21 @@ def test_no_scores_of_all_tokens_are_held_on_a_gpu(form: str, dtype: torch.dtype
 @NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("heads", "widths"), [((8, 8), (64, 64)), ((8, 2), (128, 128)), ((4, 4), (192, 128))])
+@pytest.mark.parametrize(
+    ("heads", "widths"), [((8, 8), (64, 64)), ((8, 2), (128, 128)), ((4, 4), (192, 128))]
+)
 def test_on_a_gpu_documents_laid_end_to_end_give_what_the_mask_gives(
     heads: tuple[int, int], widths: tuple[int, int], window: int | None
 ) -> None:
     b, s, dtype = 2, 1000, torch.bfloat16
     torch.manual_seed(0)
     documents = (torch.rand(b, s) < 0.01).long().cumsum(1)
-    shapes = [(heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]), (heads[0], widths[1])]
+    shapes = [
+        (heads[0], widths[0]),
+        (heads[1], widths[0]),
+        (heads[1], widths[1]),
+        (heads[0], widths[1]),
+    ]
     *qkv, direction = (torch.randn(b, h, s, e, dtype=dtype, device="cuda") for h, e in shapes)
     results = []
     for packed, wide in ((True, dtype), (False, torch.float64)):

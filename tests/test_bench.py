@@ -1,4 +1,5 @@
-"""The benchmarks run as their README says, and their statistics are right. Nothing here judges CPU time."""
+"""The benchmarks run as their README says, and their statistics are right. Nothing here judges CPU
+time."""
 
 import io
 import json
@@ -40,7 +41,10 @@ def printed(script: str, *arguments: str) -> str:
 def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What takes long to train is no better test of a benchmark."""
     folder = tmp_path_factory.mktemp("bench")
-    for name, width in (("workload.yaml", "intermediate_size"), ("experts.yaml", "moe_intermediate_size")):
+    for name, width in (
+        ("workload.yaml", "intermediate_size"),
+        ("experts.yaml", "moe_intermediate_size"),
+    ):
         values = yaml.safe_load((FOLDER / name).read_text())
         values["model"] |= {"hidden_size": 64, width: 128, "vocab_size": 300}
         values["data"]["seq_len"] = 32
@@ -48,12 +52,16 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def forked_side(start: Callable[..., subprocess.Popen], words: list[str], **options: Any) -> subprocess.Popen:
+def forked_side(
+    start: Callable[..., subprocess.Popen], words: list[str], **options: Any
+) -> subprocess.Popen:
     """As `start` does, with processes from `forked.py` in the place of torchrun's."""
     for i, word in enumerate(words):
         if word.startswith("--nproc-per-node="):
             ranks = word.partition("=")[2]
-            return start([sys.executable, str(ROOT / "tests/forked.py"), ranks, *words[i + 1 :]], **options)
+            return start(
+                [sys.executable, str(ROOT / "tests/forked.py"), ranks, *words[i + 1 :]], **options
+            )
     return start(words, **options)
 
 
@@ -78,8 +86,8 @@ def test_the_command_prints_its_table(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A side that does not run here differs from one that does by values that have other tests. One benchmark runs as
-    its README says; the sides of the others are forked."""
+    """A side that does not run here differs from one that does by values that have other tests. One
+    benchmark runs as its README says; the sides of the others are forked."""
     named = [f"--only={name}" for name in sides]
     workload = getattr(benchmark, "WORKLOAD", WORKLOAD)
     arguments = ["--pairs=1", "--steps=1", f"--workload={workloads / workload.name}", *named]
@@ -93,7 +101,9 @@ def test_the_command_prints_its_table(
         out = capfd.readouterr().out
     sides = [benchmark.SIDES[0].name, *sides]
     for side in benchmark.SIDES:
-        assert any(line.startswith(side.name + " ") for line in out.splitlines()) == (side.name in sides), out
+        assert any(line.startswith(side.name + " ") for line in out.splitlines()) == (
+            side.name in sides
+        ), out
     for goal in benchmark.GOALS:
         assert (f"{goal.side} / {goal.to} " in out) == (goal.side in sides and goal.to in sides)
     apart = float(out.split("differ by at most ")[1])
@@ -105,8 +115,13 @@ def test_goals_name_sides_and_all_run_unless_some_are_named() -> None:
         names = [side.name for side in benchmark.SIDES]
         assert len(set(names)) == len(names)
         assert all(goal.side in names and goal.to in names for goal in benchmark.GOALS)
-        assert chosen(benchmark.SIDES, benchmark.GOALS, []) == (list(benchmark.SIDES), list(benchmark.GOALS))
-    with pytest.raises(SystemExit, match="no side is called 'torch tp=3'; there are: meshtrain, 1 process; mesh"):
+        assert chosen(benchmark.SIDES, benchmark.GOALS, []) == (
+            list(benchmark.SIDES),
+            list(benchmark.GOALS),
+        )
+    with pytest.raises(
+        SystemExit, match="no side is called 'torch tp=3'; there are: meshtrain, 1 process; mesh"
+    ):
         chosen(tensor_parallel.SIDES, tensor_parallel.GOALS, ["torch tp=3"])
 
 
@@ -138,7 +153,11 @@ def test_checkpoints_are_compared_with_plain_files(ranks: int, tmp_path: Path) -
     small = ["--size=24", f"--ranks={ranks}", "--pairs=1", f"--folder={tmp_path}", "--json"]
     result = json.loads(printed("checkpoint", *small))
     assert 24 * 2**20 < result["bytes"] < 25 * 2**20
-    assert [row["side"] for row in result["ratios"]] == ["save", "load from disk", *2 * ["load from memory"]]
+    assert [row["side"] for row in result["ratios"]] == [
+        "save",
+        "load from disk",
+        *2 * ["load from memory"],
+    ]
     for row in result["ratios"]:
         assert row["ratio"] == pytest.approx(row["plain_seconds"] / row["seconds"])
     assert {"waited_s", "save_s"} <= result["lost"].keys()
@@ -165,14 +184,22 @@ def test_balances_of_experts_are_compared(tmp_path: Path) -> None:
 
 def test_cpu_time_is_summed_over_ranks_and_wall_time_is_that_of_the_slowest(tmp_path: Path) -> None:
     side = Running(data_parallel.SIDES[0], SimpleNamespace(), tmp_path)
-    ranks = [{"cpu_s": 1.0, "wall_s": 3.0, "allocated": 5, "reserved": 6}, {"cpu_s": 2.0, "wall_s": 2.5}]
+    ranks = [
+        {"cpu_s": 1.0, "wall_s": 3.0, "allocated": 5, "reserved": 6},
+        {"cpu_s": 2.0, "wall_s": 2.5},
+    ]
     side.ranks = {i: io.StringIO(json.dumps(rank) + "\n") for i, rank in enumerate(ranks)}
     assert side.wait() == Turn(3.0, 3.0, 5, 6)
     turns = {"a": [Turn(2.0, 4.0), Turn(4.0, 9.0)], "b": [Turn(1.0, 8.0), Turn(4.0, 9.0)]}
     options = SimpleNamespace(steps=2, pairs=2, overrides=[])
     result = summary(turns, [[1.0], [1.0]], [Goal("a", "b")], options, (0, 0))
     (ratio,) = result["ratios"]
-    assert (ratio["median"], ratio["wall_median"], ratio["wall_low"], ratio["wall_high"]) == (1.5, 0.75, 0.5, 1.0)
+    assert (ratio["median"], ratio["wall_median"], ratio["wall_low"], ratio["wall_high"]) == (
+        1.5,
+        0.75,
+        0.5,
+        1.0,
+    )
     assert (result["cpu_s_per_step"]["a"], result["wall_s_per_step"]["a"]) == (1.5, 3.25)
 
 
@@ -182,17 +209,26 @@ def test_a_script_gets_the_values_with_their_overrides() -> None:
     assert changed == {"layout": {"tp": 2}, "train": {"steps": 3, "seed": 0}}
 
 
-@pytest.mark.parametrize(("n", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (10, 2, 9), (20, 6, 15)])
-def test_the_interval_has_the_order_statistics_of_the_sign_test(n: int, low: int, high: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (10, 2, 9), (20, 6, 15)]
+)
+def test_the_interval_has_the_order_statistics_of_the_sign_test(
+    n: int, low: int, high: int
+) -> None:
     values = [float(i) for i in range(1, n + 1)]
     random.Random(n).shuffle(values)
     assert median_interval(values)[:2] == (low, high)
 
 
-def test_a_wrong_number_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for option, value in (("--pairs", "0"), ("--steps", "x")):
         monkeypatch.setattr(sys, "argv", ["data_parallel.py", option, value])
         with pytest.raises(SystemExit) as end:
             read_arguments("a benchmark")
         assert end.value.code == 2
-        assert f"argument {option}: expected a whole number from 1 on, found '{value}'" in capsys.readouterr().err
+        assert (
+            f"argument {option}: expected a whole number from 1 on, found '{value}'"
+            in capsys.readouterr().err
+        )

@@ -1,8 +1,9 @@
-"""Every command in README, CONTRIBUTING and docs is run here, shortened, or stands in documents.yaml with its reason.
+"""Every command in README, CONTRIBUTING and docs is run here, shortened, or stands in
+documents.yaml with its reason.
 
-A command is a line of a block that is marked `bash`. The commands of one document run one after the other in one
-folder, in which the repository's files can be seen and the document's own files have been written: a block belongs to
-a file when the paragraph before it ends with: With this `NAME`.
+A command is a line of a block that is marked `bash`. The commands of one document run one after the
+other in one folder, in which the repository's files can be seen and the document's own files have
+been written: a block belongs to a file when the paragraph before it ends with: With this `NAME`.
 """
 
 import json
@@ -31,7 +32,14 @@ from tests.launching import forked, free_port, run_together
 
 REPO = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
-SEEN = ("README.md", "configs", "docs", "models", "tools")  # of the repository, in the folder where commands run
+# of the repository, in the folder where commands run
+SEEN = (
+    "README.md",
+    "configs",
+    "docs",
+    "models",
+    "tools",
+)
 TABLES: dict[str, Any] = yaml.safe_load((REPO / "tests" / "documents.yaml").read_text())
 NOT_RUN = {command for commands in TABLES["not_run"].values() for command in commands}
 IN_CI = set(TABLES["in_ci"])
@@ -52,7 +60,11 @@ class Block:
     def commands(self) -> list[str]:
         """The commands of a `bash` block, continued lines joined."""
         joined = re.sub(r"\\\n\s*", "", self.text) if self.language == "bash" else ""
-        return [line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+        return [
+            line.strip()
+            for line in joined.splitlines()
+            if line.strip() and not line.startswith("#")
+        ]
 
 
 def blocks(document: Path) -> Iterator[Block]:
@@ -64,14 +76,17 @@ def blocks(document: Path) -> Iterator[Block]:
 
 def commands(document: Path) -> list[str]:
     """What stands there twice is run once."""
-    return list(dict.fromkeys(command for block in blocks(document) for command in block.commands()))
+    return list(
+        dict.fromkeys(command for block in blocks(document) for command in block.commands())
+    )
 
 
 COMMANDS = {command for document in DOCUMENTS for command in commands(document)}
 
 
 def is_setup(command: str) -> bool:
-    """Whether a command sets up or tests: `.ci/run` and the Makefile have it, and a test below compares."""
+    """Whether a command sets up or tests: `.ci/run` and the Makefile have it, and a test below
+    compares."""
     return command.startswith("make ") or "-m venv" in command or "-m pip" in command
 
 
@@ -84,15 +99,20 @@ def goes_on(command: str, folder: Path) -> bool:
 def shortened(command: str, longer: bool) -> list[str]:
     """What is run for a command: itself, shortened if it trains; for two hosts, an agent for each.
 
-    The two hosts are this machine with a free port, and their different numbers of GPUs 2 and 1 processes.
+    The two hosts are this machine with a free port, and their different numbers of GPUs 2 and 1
+    processes.
 
     Args:
-        longer: with 5 steps: the command goes on with the run of an earlier one, or the run is measured.
+        longer: with 5 steps: the command goes on with the run of an earlier one, or the run is
+            measured.
     """
-    command = command.replace("--standalone --nproc-per-node=gpu", "--standalone --nproc-per-node=2")
+    command = command.replace(
+        "--standalone --nproc-per-node=gpu", "--standalone --nproc-per-node=2"
+    )
     if "meshtrain.train" in command:
         command = f"{command} {TABLES['short']}" + " train.steps=5" * longer
-        if "layout=" not in command:  # any number of processes does: starting one takes longer than its steps
+        # any number of processes does: starting one takes longer than its steps
+        if "layout=" not in command:
             command = command.replace("--nproc-per-node=4", "--nproc-per-node=2")
     if "--nnodes=2" not in command:
         return [command]
@@ -102,8 +122,9 @@ def shortened(command: str, longer: bool) -> list[str]:
 
 
 def forked_job(command: str) -> tuple[int, list[str]] | None:
-    """Processes and arguments of what needs neither a shell nor a launcher of its own, and can be forked. Two hosts
-    with the same number of processes are one host; agents meet where the numbers differ (`shortened`)."""
+    """Processes and arguments of what needs neither a shell nor a launcher of its own, and can be
+    forked. Two hosts with the same number of processes are one host; agents meet where the numbers
+    differ (`shortened`)."""
     for launcher, hosts in ((STANDALONE, 1), (TWO_HOSTS, 2)):
         if processes := launcher.match(command):
             return hosts * int(processes[1]), shlex.split(launcher.sub("", command))
@@ -117,7 +138,9 @@ def forked_job(command: str) -> tuple[int, list[str]] | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", list(filter(commands, DOCUMENTS)), ids=lambda document: document.name)
+@pytest.mark.parametrize(
+    "document", list(filter(commands, DOCUMENTS)), ids=lambda document: document.name
+)
 def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
     for name in SEEN:
         (tmp_path / name).symlink_to(REPO / name)
@@ -148,7 +171,9 @@ def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
             assert job.status == 0, f"{document.name}: {command}\n{job.out}\n{job.err}"
         if "meshtrain.train" in command:
             endings = sorted(tmp_path.glob("runs/*/exit.json"), key=os.path.getmtime)
-            assert len(endings) == ended + (not further), f"{document.name}: {command} has no folder of its own"
+            assert len(endings) == ended + (not further), (
+                f"{document.name}: {command} has no folder of its own"
+            )
             last = json.loads(endings[-1].read_text())
             assert (last["status"], last["step"]) == ("done", 5 if longer else 3)
 
@@ -165,16 +190,20 @@ def test_no_command_hides_in_a_block_without_a_language() -> None:
         for block in blocks(document)
         if block.language == ""
         for line in block.text.splitlines()
-        if line.split(" ")[0] in TABLES["programs"] or (line.startswith("$ ") and line[2:] not in TABLES["with_output"])
+        if line.split(" ")[0] in TABLES["programs"]
+        or (line.startswith("$ ") and line[2:] not in TABLES["with_output"])
     ]
     assert hidden == []
 
 
 def test_ci_does_what_the_documents_say() -> None:
-    """Commands that set up are no test's business: `.ci/run` has them word by word, or the Makefile says them."""
+    """Commands that set up are no test's business: `.ci/run` has them word by word, or the Makefile
+    says them."""
     script = (REPO / ".ci" / "run").read_text()
     setup = {command for command in COMMANDS if is_setup(command)}
-    assert {line.partition("|")[0].partition("2>")[0].strip() for line in script.splitlines()} >= IN_CI
+    assert {
+        line.partition("|")[0].partition("2>")[0].strip() for line in script.splitlines()
+    } >= IN_CI
     assert setup >= IN_CI
     makefile = dry_run("train")
     for command in setup - IN_CI - NOT_RUN:
@@ -188,7 +217,11 @@ def test_ci_does_what_the_documents_say() -> None:
 def dry_run(*arguments: str) -> str:
     """What `make` would do in a fresh clone."""
     assert shutil.which("make"), "make is missing: apt-get install make"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VENV"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS", "VENV"))
+    }
     finished = subprocess.run(
         ["make", "--dry-run", "--no-print-directory", f"--directory={REPO}", *arguments],
         capture_output=True,
@@ -205,7 +238,9 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", document.read_text())):
             name, _, anchor = target.partition("#")
             path = document.parent / name if name else document
-            if "://" not in target and not (path.exists() and (anchor == "" or anchor in anchors(path))):
+            if "://" not in target and not (
+                path.exists() and (anchor == "" or anchor in anchors(path))
+            ):
                 broken.append(f"{document.name} links to {target}")
     assert broken == []
 
@@ -238,13 +273,16 @@ def test_the_lists_of_documents_and_configs_are_complete() -> None:
         assert config.read_text().startswith("# "), f"{config.name} says when to use it"
 
 
-# What stands in single documents --------------------------------------------------------------------------------------
+# What stands in single documents ------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory"])
+@pytest.mark.parametrize(
+    "name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory"]
+)
 def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
-    """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
+    """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was
+    drawn."""
     from PIL import Image
 
     script = REPO / "tools" / "pictures" / f"{name.replace('-', '_')}.py"
@@ -256,7 +294,8 @@ def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
 
 
 def table(page: str, name: str) -> list[list[str]]:
-    """The cells of the table between the comments `NAME: ...` and `end of NAME`, without its head."""
+    """The cells of the table between the comments `NAME: ...` and `end of NAME`, without its
+    head."""
     text = (REPO / "docs" / page).read_text()
     lines = text.split(f"<!-- {name}:")[1].split(f"<!-- end of {name}")[0].splitlines()[1:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -269,11 +308,15 @@ def test_which_ranks_hold_which_experts() -> None:
         layout = Layout(yaml.safe_load(sizes.strip("`"))).with_experts(int(ep))
         parts = [chunk_range(8, int(ep), layout.index(rank, "ep")) for rank in range(4)]
         assert experts == ", ".join(f"{part.start}-{part.stop - 1}" for part in parts), sizes
-        assert (shards, copies) == (str(layout.size("efsdp")), str(layout.size("edp_replicate"))), sizes
+        assert (shards, copies) == (str(layout.size("efsdp")), str(layout.size("edp_replicate"))), (
+            sizes
+        )
 
 
 def test_what_is_refused_of_experts() -> None:
-    section = (REPO / "docs" / "experts.md").read_text().split("## What is refused")[1].split("\n## ")[0]
+    section = (
+        (REPO / "docs" / "experts.md").read_text().split("## What is refused")[1].split("\n## ")[0]
+    )
     sentences = re.findall(r"^- `(.*)`$", section, re.MULTILINE)
     for sentence, overrides in zip(sentences, TABLES["refused"], strict=True):
         with pytest.raises(ConfigErrors) as refused:
@@ -285,13 +328,16 @@ def test_what_is_refused_of_experts() -> None:
 def test_what_a_plan_says_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "qwen3.yaml"
     config.write_text(
-        "model: {name: qwen3_moe, preset: qwen3-30b-a3b}\ndata: {seq_len: 4096}\nlayout: {dp_shard: 8}\n"
+        "model: {name: qwen3_moe, preset: qwen3-30b-a3b}\ndata: {seq_len: 4096}\nlayout: "
+        "{dp_shard: 8}\n"
         "parallel: {expert_parallel: 8}\nbatch: {global_size: 64, micro_size: 1}\n"
         "train: {steps: 1, precision: bfloat16}\n"
     )
     assert cli.main(["plan", str(config)]) == 0
     printed = capsys.readouterr().out
-    quoted = next(b.text for b in blocks(REPO / "docs" / "experts.md") if "active a token" in b.text)
+    quoted = next(
+        b.text for b in blocks(REPO / "docs" / "experts.md") if "active a token" in b.text
+    )
     assert quoted in printed
 
 
@@ -314,7 +360,10 @@ def test_what_a_layer_of_experts_keeps(narrow: bool) -> None:
     rows = n * j * (d + 4 * f) + n * j * d
     scores = n * e + n * d * narrow
     expected = rows * itemsize + scores * 4 + 3 * n * j * 8
-    # What the table leaves out: weights before and after their division, two sums of a token; shares and counts of
-    # experts, and the router's weight in float32.
+    # What the table leaves out: weights before and after their division, two sums of a token;
+    # shares and counts of experts, and the router's weight in float32.
     small = 4 * (2 * n * j + 2 * n) + 12 * e + 4 * e * d * narrow
-    assert sum(storage.nbytes() for place, storage in storages.items() if place not in own) == expected + small
+    assert (
+        sum(storage.nbytes() for place, storage in storages.items() if place not in own)
+        == expected + small
+    )

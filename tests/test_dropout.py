@@ -48,7 +48,8 @@ def masks(
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Between two arrays of booleans, in units of its standard deviation if they are independent."""
+    """Between two arrays of booleans, in units of its standard deviation if they are
+    independent."""
     a, b = a.double().flatten(), b.double().flatten()
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) * a.numel() ** 0.5
 
@@ -61,7 +62,9 @@ def test_share_and_scale_of_what_is_kept(p: float) -> None:
     y = model(x)[0]
     torch.testing.assert_close(y[y != 0], x[y != 0] / (1 - p), rtol=1e-12, atol=0)
     for dim in (None, 0, 1, 2):  # altogether, and of each sample, position and feature
-        share = (y != 0).double().mean(dim=None if dim is None else [d for d in range(3) if d != dim])
+        share = (
+            (y != 0).double().mean(dim=None if dim is None else [d for d in range(3) if d != dim])
+        )
         n = y.numel() / share.numel()
         assert (share - (1 - p)).abs().max() < 5 * (p * (1 - p) / n) ** 0.5 + 5 / n
 
@@ -81,7 +84,9 @@ def test_masks_have_nothing_to_do_with_each_other(p: float) -> None:
     for dim in range(3):
         for lag in (1, 2, 3):
             n = shape[dim] - lag
-            correlations[f"dim {dim}, lag {lag}"] = correlation(mask.narrow(dim, 0, n), mask.narrow(dim, lag, n))
+            correlations[f"dim {dim}, lag {lag}"] = correlation(
+                mask.narrow(dim, 0, n), mask.narrow(dim, lag, n)
+            )
     assert {name: z for name, z in correlations.items() if not abs(z) < 5} == {}
 
 
@@ -93,12 +98,17 @@ def test_masks_have_nothing_to_do_with_each_other(p: float) -> None:
     width=st.integers(1, 7),
     micro=st.integers(1, 4),
 )
-def test_parts_and_microbatches_make_the_whole(cp: int, tp: int, chunks: int, width: int, micro: int) -> None:
-    """Ranks that share sequences, as data/sequence.py deals positions out and `tp` cuts each part of `cp` once more."""
+def test_parts_and_microbatches_make_the_whole(
+    cp: int, tp: int, chunks: int, width: int, micro: int
+) -> None:
+    """Ranks that share sequences, as data/sequence.py deals positions out and `tp` cuts each part
+    of `cp` once more."""
     samples, length = 4, padded_length(chunks * cp * tp, cp, tp)
     whole = masks((samples, length, width))
     for i, j in product(range(cp), range(tp)):
-        positions = torch.tensor([at for chunk in chunks_of(length, cp, i, tp) for at in chunk]).chunk(tp)[j]
+        positions = torch.tensor(
+            [at for chunk in chunks_of(length, cp, i, tp) for at in chunk]
+        ).chunk(tp)[j]
         part = SequencePart(tp, j, cp, i)
         assert torch.equal(part.positions(len(positions), torch.device("cpu")), positions)
         for first in range(0, samples, micro):
@@ -110,7 +120,8 @@ def test_parts_and_microbatches_make_the_whole(cp: int, tp: int, chunks: int, wi
 
 @pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 5, 7), (5, 1, 1), (5, 1, 4)], ids=str)
 def test_any_shape(shape: tuple[int, ...]) -> None:
-    """A second dim of 1 stands for a whole sample (stochastic depth), which ranks that share it drop together."""
+    """A second dim of 1 stands for a whole sample (stochastic depth), which ranks that share it
+    drop together."""
     whole = masks(shape)[0]
     assert whole.shape == shape
     assert torch.equal(whole[1:3], masks((2, *shape[1:]), first=1)[0])
@@ -120,7 +131,11 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 
 
 @settings(max_examples=30)
-@given(key=st.integers(-(2**63), 2**63 - 1), part=st.integers(0, 5), p=st.floats(0, 1, exclude_max=True))
+@given(
+    key=st.integers(-(2**63), 2**63 - 1),
+    part=st.integers(0, 5),
+    p=st.floats(0, 1, exclude_max=True),
+)
 def test_it_is_splitmix64_of_the_element(key: int, part: int, p: float) -> None:
     """Against integers of Python, which do not wrap around; signed tensors must not show."""
     positions = torch.arange(3) + part * 3
@@ -129,7 +144,9 @@ def test_it_is_splitmix64_of_the_element(key: int, part: int, p: float) -> None:
     for row in range(3):
         for feature in range(5):
             word = mix((part * 3 + row) * 3 + feature // 2, start)
-            assert mask[0, row, feature] == ((word >> 32 * (feature % 2)) % 2**32 >= round(p * 2**32))
+            assert mask[0, row, feature] == (
+                (word >> 32 * (feature % 2)) % 2**32 >= round(p * 2**32)
+            )
 
 
 def test_masks_stay_as_they_are() -> None:
@@ -216,8 +233,11 @@ def test_a_compiled_block_drops_the_same_and_is_compiled_once() -> None:
 def test_blocks_compute_again_what_is_under_way(
     recompute: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two forwards before their backwards, as in a pipeline: each keeps the keys of its own masks."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    """Two forwards before their backwards, as in a pipeline: each keeps the keys of its own
+    masks."""
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")
+    )
     torch._dynamo.reset()
 
     def gradients(recompute: str, compiled: bool) -> list[Tensor | None]:
@@ -236,4 +256,6 @@ def test_blocks_compute_again_what_is_under_way(
             loss.backward()
         return [tensor.grad for tensor in (x, *block.parameters())]
 
-    torch.testing.assert_close(gradients(recompute, compiled), gradients("none", False), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradients(recompute, compiled), gradients("none", False), rtol=1e-12, atol=1e-12
+    )

@@ -20,8 +20,12 @@ class Held:
     task: str
 
 
-@pytest.mark.parametrize(("n", "most", "count"), [(50, 17, 17), (17, 17, 17), (16, 17, 16), (50, None, 50)])
-def test_an_evaluation_takes_the_same_samples_on_every_number_of_ranks(n: int, most: int | None, count: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "most", "count"), [(50, 17, 17), (17, 17, 17), (16, 17, 16), (50, None, 50)]
+)
+def test_an_evaluation_takes_the_same_samples_on_every_number_of_ranks(
+    n: int, most: int | None, count: int
+) -> None:
     held = Held(Numbers(n), "language")
     samples = evaluation_set(held, most)
     assert (samples is held.validation) == (count == n), "small sets are what they were"
@@ -29,12 +33,19 @@ def test_an_evaluation_takes_the_same_samples_on_every_number_of_ranks(n: int, m
     assert len(set(reference)) == count
     assert set(reference) <= set(range(n))
     for ranks in (1, 2, 3, 7):
-        parts = (values(EvalBatches(samples, micro_size=4, rank=rank, ranks=ranks)) for rank in range(ranks))
+        parts = (
+            values(EvalBatches(samples, micro_size=4, rank=rank, ranks=ranks))
+            for rank in range(ranks)
+        )
         assert [value for part in parts for value in part] == reference
 
 
 def test_an_evaluation_has_a_limit_by_default_where_samples_are_tokens() -> None:
-    for task, most, count in (("language", None, 2048), ("classification", None, 5000), ("classification", 100, 100)):
+    for task, most, count in (
+        ("language", None, 2048),
+        ("classification", None, 5000),
+        ("classification", 100, 100),
+    ):
         assert len(evaluation_set(Held(Numbers(5000), task), most)) == count
     spread = np.array(evaluation_set(Held(Numbers(5000), "language"), 1000).indices)
     assert abs(np.histogram(spread, 5, (0, 5000))[0] - 200).max() < 50, "from all over the set"

@@ -48,7 +48,7 @@ def loop(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor
     return y
 
 
-# Products and gathers ------------------------------------------------------------------------------------------------
+# Products and gathers -----------------------------------------------------------------------------
 
 ROUTES: dict[str, Callable[[int], Tensor]] = {
     "drawn": lambda n: torch.rand(n, E).argsort(dim=-1)[:, :J],
@@ -82,21 +82,29 @@ def test_experts_are_a_loop_over_experts(route: str, n: int) -> None:
         y.square().sum().backward()
     assert all(p.grad is None for p in experts.parameters())
     run_weight_grads(deferred)
-    torch.testing.assert_close(tuple(tensor.grad for tensor in inputs), gradients[0], rtol=0, atol=0)
+    torch.testing.assert_close(
+        tuple(tensor.grad for tensor in inputs), gradients[0], rtol=0, atol=0
+    )
 
 
 def test_padding_gets_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 3 samples one is padding, and of their 5 positions one: both get zeros."""
     experts, x, chosen, weights = layer_inputs("drawn", 3, S)
     rows, products = [], experts._products
-    monkeypatch.setattr(experts, "_products", lambda x, counts: rows.append(int(counts.sum())) or products(x, counts))
+    monkeypatch.setattr(
+        experts,
+        "_products",
+        lambda x, counts: rows.append(int(counts.sum())) or products(x, counts),
+    )
     real = torch.ones(3, S, dtype=torch.bool)
     real[2], real[:, 3] = False, False
     with StepTerms(GlobalCount(1, ALONE, CPU)).of_microbatch(3, 2, real[0]):
         y = experts(x, chosen, weights)
     assert rows == [int(real.sum()) * J]
     assert (y[~real] == 0).all()
-    torch.testing.assert_close(y[real], loop(experts, x[real], chosen[real], weights[real]), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        y[real], loop(experts, x[real], chosen[real], weights[real]), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_first_values_are_those_of_linear_layers() -> None:
@@ -106,9 +114,12 @@ def test_first_values_are_those_of_linear_layers() -> None:
 
 
 def test_the_kernel_does_as_the_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's kernel for CPUs; of three experts one has no rows, and the last five rows are nobody's."""
+    """torch's kernel for CPUs; of three experts one has no rows, and the last five rows are
+    nobody's."""
     torch.manual_seed(0)
-    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((12, 8), (3, 16, 8), (12, 16)))
+    x, weight, grad = (
+        torch.randn(*shape, dtype=torch.bfloat16) for shape in ((12, 8), (3, 16, 8), (12, 16))
+    )
     counts = torch.tensor([4, 0, 3])
 
     def products() -> list[Tensor]:
@@ -129,7 +140,7 @@ def test_the_kernel_does_as_the_loop_does(monkeypatch: pytest.MonkeyPatch) -> No
     assert (of_weights[1] == 0).all()
 
 
-# The choice ----------------------------------------------------------------------------------------------------------
+# The choice ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -149,22 +160,28 @@ def test_of_equal_scores_the_lower_index_is_chosen(dtype: torch.dtype) -> None:
 def test_groups_without_a_bias_go_by_their_best_expert() -> None:
     router = Router(4, E, J, groups=3, groups_per_token=1)
     with torch.no_grad():
-        router.weight.copy_(torch.tensor([[5, 5], [5, 4], [5.5, 0], [0, 1], [3, 1], [3, 1]]).repeat(1, 2))
+        router.weight.copy_(
+            torch.tensor([[5, 5], [5, 4], [5.5, 0], [0, 1], [3, 1], [3, 1]]).repeat(1, 2)
+        )
     chosen, _ = router(torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]]))
     assert chosen.tolist() == [[2, 3], [0, 1]]
 
 
-# A step --------------------------------------------------------------------------------------------------------------
+# A step -------------------------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
-    """A layer whose terms of the loss are written as papers have them, for a whole batch at once, into a list."""
+    """A layer whose terms of the loss are written as papers have them, for a whole batch at once,
+    into a list."""
 
     def __init__(self, layer: nn.Module, config: object, terms: list[Tensor]) -> None:
         super().__init__()
         self.gate, self.experts, self.config, self.terms = layer.gate, layer.experts, config, terms
         self.gate.balance = None
-        self.loads, self.counted = torch.zeros(E, dtype=torch.float64), torch.zeros(E, dtype=torch.float64)
+        self.loads, self.counted = (
+            torch.zeros(E, dtype=torch.float64),
+            torch.zeros(E, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         chosen, weights = self.gate(x)
@@ -174,25 +191,32 @@ class Plain(nn.Module):
         hits = F.one_hot(chosen, E).sum(-2).double()  # (b, s, E)
         self.counted = hits.sum((0, 1))
         if self.config.router_balance == "batch":
-            shares = self.loads / self.loads.sum() if self.loads.any() else torch.ones(E).double() / E
+            shares = (
+                self.loads / self.loads.sum() if self.loads.any() else torch.ones(E).double() / E
+            )
         else:
             shares = hits.sum(1, keepdim=True) / hits.sum((1, 2))[:, None, None]
         if self.config.router_balance != "none":
             self.terms.append(0.1 / 2 * E * J * (shares * probabilities).sum())
         self.terms.append(0.01 / 2 * logits.logsumexp(-1).square().sum())
-        return loop(self.experts, x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)).view_as(x)
+        return loop(
+            self.experts, x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)
+        ).view_as(x)
 
     def end_step(self) -> None:
         self.loads = self.counted
         if self.config.score == "sigmoid":
-            self.gate.e_score_correction_bias.data += 0.05 * torch.sign(self.loads.mean() - self.loads)
+            self.gate.e_score_correction_bias.data += 0.05 * torch.sign(
+                self.loads.mean() - self.loads
+            )
 
 
 TOKENS = torch.randint(V, (4, SAMPLES, S), generator=torch.Generator().manual_seed(7))
 
 
 def microbatches(model: nn.Module, tokens: Tensor, size: int) -> StepTerms:
-    """Forward and backward of all samples, `size` at a time; the last microbatch is filled with padding."""
+    """Forward and backward of all samples, `size` at a time; the last microbatch is filled with
+    padding."""
     terms = StepTerms(GlobalCount(tokens.numel(), ALONE, CPU))
     for i in range(0, SAMPLES, size):
         rows = F.pad(tokens[i : i + size], (0, 0, 0, max(i + size - SAMPLES, 0)))
@@ -204,21 +228,29 @@ def microbatches(model: nn.Module, tokens: Tensor, size: int) -> StepTerms:
 
 @pytest.mark.parametrize("size", [1, 2, 7])
 @pytest.mark.parametrize(
-    ("score", "balance"), [("softmax", "batch"), ("sigmoid", "batch"), ("sigmoid", "sequence"), ("softmax", "none")]
+    ("score", "balance"),
+    [("softmax", "batch"), ("sigmoid", "batch"), ("sigmoid", "sequence"), ("softmax", "none")],
 )
 def test_a_step_is_that_of_the_whole_batch(score: str, balance: str, size: int) -> None:
-    """Three steps in microbatches of any size, of which the last has padding: gradients, loads, terms, biases."""
+    """Three steps in microbatches of any size, of which the last has padding: gradients, loads,
+    terms, biases."""
     model = fresh(score=score, router_balance=balance)
     reference, added = copy.deepcopy(model), []
     for layer in reference.model.layers[1:]:
         layer.mlp = Plain(layer.mlp, model.config, added)
-    trained = [(p, reference.get_parameter(name)) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [
+        (p, reference.get_parameter(name))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
     for tokens in TOKENS[:3]:
         terms = microbatches(model, tokens, size)
         added.clear()
         loss = sample_losses(reference(tokens), tokens).sum() + sum(added)
         (loss / tokens.numel()).backward()
-        attached = sum(terms.sums.get(f"loss/{name}", torch.zeros(2))[0] for name in ("balance", "router_z"))
+        attached = sum(
+            terms.sums.get(f"loss/{name}", torch.zeros(2))[0] for name in ("balance", "router_z")
+        )
         assert attached.item() == pytest.approx(sum(added).item(), rel=1e-12)
         terms.receive(terms.sums, torch.tensor(False))
         for layer, known in zip(model.model.layers[1:], reference.model.layers[1:], strict=True):
@@ -251,7 +283,9 @@ def test_two_layers_with_one_number_are_refused() -> None:
     second.balance = first.balance  # one module twice counts both
     microbatches(model, TOKENS[0], 2)
     second.balance = copy.deepcopy(first.balance)
-    with pytest.raises(ValueError, match="two modules tally expert_loads/1: the number of each layer"):
+    with pytest.raises(
+        ValueError, match="two modules tally expert_loads/1: the number of each layer"
+    ):
         microbatches(model, TOKENS[0], 2)
 
 
@@ -260,7 +294,7 @@ def test_metrics_of_loads() -> None:
     assert metrics == {"expert_load_max": 3.0, "experts_idle": 3.0}
 
 
-# Beside the rest -----------------------------------------------------------------------------------------------------
+# Beside the rest ----------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -279,8 +313,11 @@ def disturbed(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_block_that_runs_again_routes_as_it_did(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not compiled then: a GPU's backward compiled a piece anew, and torch found another number of tensors."""
+def test_a_block_that_runs_again_routes_as_it_did(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not compiled then: a GPU's backward compiled a piece anew, and torch found another
+    number of tensors."""
     routes, forward = [], Experts.forward
 
     def spied(self: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -294,7 +331,9 @@ def test_a_block_that_runs_again_routes_as_it_did(recompute: str, monkeypatch: p
         torch.manual_seed(0)
         warns = pytest.warns(UserWarning, match="Sequential is not compiled: its experts run")
         with warns if compiled else nullcontext():
-            model = parallelize(nn.Sequential(Layer()), ALONE, recompute=recompute, compile=compiled)
+            model = parallelize(
+                nn.Sequential(Layer()), ALONE, recompute=recompute, compile=compiled
+            )
         model(torch.randn(3, 5, 8)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert len(routes) == 4
@@ -303,11 +342,14 @@ def test_a_block_that_runs_again_routes_as_it_did(recompute: str, monkeypatch: p
 
 
 def test_active_parameters_are_what_is_counted() -> None:
-    """6 operations for each parameter that a token uses, and attention's, as for models without experts."""
+    """6 operations for each parameter that a token uses, and attention's, as for models without
+    experts."""
     with torch.device("meta"):
         model = fresh()
     flops, _ = sample_flops(model, (torch.zeros(2, 40, dtype=torch.int64),))
-    dense = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    dense = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+    )
     active = dense + 2 * (E * 8 + J * 3 * 4 * 8)
     assert flops == 40 * (6 * active + 12 * 3 * 8 * 40)
 
@@ -317,10 +359,20 @@ def test_in_16_bits_what_is_counted_stays_in_32() -> None:
     types = []
 
     def record(gate: Router, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor]) -> None:
-        tensors = (*inputs, gate.weight, gate.e_score_correction_bias, gate.balance.loads, outputs[1])
+        tensors = (
+            *inputs,
+            gate.weight,
+            gate.e_score_correction_bias,
+            gate.balance.loads,
+            outputs[1],
+        )
         types.append([x.dtype for x in tensors])
 
     model.model.layers[1].mlp.gate.register_forward_hook(record)
     microbatches(model, TOKENS[0], 7)
     assert types == [2 * [torch.bfloat16] + 3 * [torch.float32]]
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+        for p in model.parameters()
+        if p.requires_grad
+    )

@@ -1,4 +1,5 @@
-"""Generation: with a cache of keys and values the same texts as without, on every layout, from the command line too."""
+"""Generation: with a cache of keys and values the same texts as without, on every layout, from the
+command line too."""
 
 import io
 from collections.abc import Callable
@@ -46,18 +47,27 @@ CELLS = {  # few on several ranks, since each costs many exchanges
 
 
 def config_of(name: str, layout: str, world: int) -> Config:
-    keys = [*SMALL, *MODELS[name], "train.precision=float64", f"data.seq_len={S}", f"layout={layout}"]
+    keys = [
+        *SMALL,
+        *MODELS[name],
+        "train.precision=float64",
+        f"data.seq_len={S}",
+        f"layout={layout}",
+    ]
     keys += ["model.initializer_range=0.3", "parallel.verify=false", "model.num_hidden_layers=3"]
     return Config.load(QUICKSTART, keys, world_size=world)
 
 
 @cache
 def expected_texts(name: str) -> tuple[list[list[int]], list[int]]:
-    """By one process without a cache: the text of each prompt, and the first again at a temperature."""
+    """By one process without a cache: the text of each prompt, and the first again at a
+    temperature."""
     model = build_model(config_of(name, "{}", 1), ALONE, CPU)
 
     def text(prompt: list[int], temperature: float) -> list[int]:
-        return generate(model, prompt, LENGTH, temperature=temperature, seq_len=S, device=CPU, seed=3)
+        return generate(
+            model, prompt, LENGTH, temperature=temperature, seq_len=S, device=CPU, seed=3
+        )
 
     greedy = [text(prompt, 0) for prompt in PROMPTS]
     assert all(len(set(text)) > 4 for text in greedy), "the texts are worth comparing"
@@ -73,7 +83,9 @@ def expected_texts(name: str) -> tuple[list[list[int]], list[int]]:
     ],
     indirect=["job"],
 )
-def test_texts_with_a_cache_on_any_layout_are_those_without(job: Job, layout: str, name: str) -> None:
+def test_texts_with_a_cache_on_any_layout_are_those_without(
+    job: Job, layout: str, name: str
+) -> None:
     """Of prompts of different lengths together, of which the others change nothing."""
     greedy, drawn = expected_texts(name)
     config = config_of(name, layout, job.world_size)
@@ -81,7 +93,9 @@ def test_texts_with_a_cache_on_any_layout_are_those_without(job: Job, layout: st
     model = build_model(config, meshtrain.build_mesh(config.resolved), CPU)
 
     def texts(prompts: list[list[int]], temperature: float) -> list[list[int]]:
-        return generate_batch(model, prompts, LENGTH, temperature=temperature, seq_len=S, device=CPU, seed=3)
+        return generate_batch(
+            model, prompts, LENGTH, temperature=temperature, seq_len=S, device=CPU, seed=3
+        )
 
     assert texts(PROMPTS, 0) == greedy
     assert texts(PROMPTS[:1], 0) == greedy[:1]
@@ -94,24 +108,50 @@ def test_a_text_is_over_after_a_token_that_stops_it() -> None:
     greedy, _ = expected_texts("llama")
     model = build_model(config_of("llama", "{}", 1), ALONE, CPU)
     added = [text[len(prompt) :] for text, prompt in zip(greedy, PROMPTS, strict=True)]
-    for stops in ({added[0][2]}, {added[0][1], added[1][3], added[2][2]}, {added[1][0]}, set(range(200))):
+    for stops in (
+        {added[0][2]},
+        {added[0][1], added[1][3], added[2][2]},
+        {added[1][0]},
+        set(range(200)),
+    ):
         done: list[int] = []
         texts = generate_batch(
-            model, PROMPTS, LENGTH, temperature=0, seq_len=S, device=CPU, seed=3, stops=stops, tick=done.append
+            model,
+            PROMPTS,
+            LENGTH,
+            temperature=0,
+            seq_len=S,
+            device=CPU,
+            seed=3,
+            stops=stops,
+            tick=done.append,
         )
-        lengths = [next((i + 1 for i, token in enumerate(own) if token in stops), LENGTH) for own in added]
-        assert texts == [prompt + own[:n] for prompt, own, n in zip(PROMPTS, added, lengths, strict=True)]
+        lengths = [
+            next((i + 1 for i, token in enumerate(own) if token in stops), LENGTH) for own in added
+        ]
+        assert texts == [
+            prompt + own[:n] for prompt, own, n in zip(PROMPTS, added, lengths, strict=True)
+        ]
         assert done == list(range(1, max(lengths) + 1))
 
 
 def test_top_p_draws_from_the_likeliest() -> None:
     """The fewest that have the probability together; one at least."""
-    logits, draws = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log(), torch.Generator().manual_seed(0)
+    logits, draws = (
+        torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log(),
+        torch.Generator().manual_seed(0),
+    )
 
     def drawn(top_p: float) -> set[int]:
         return {_draw(logits, 1.0, draws, top_p) for _ in range(200)}
 
-    assert [drawn(p) for p in (0.05, 0.3, 0.6, 0.75, 1.0)] == [{1}, {1}, {1, 3}, {1, 2, 3}, {0, 1, 2, 3}]
+    assert [drawn(p) for p in (0.05, 0.3, 0.6, 0.75, 1.0)] == [
+        {1},
+        {1},
+        {1, 3},
+        {1, 2, 3},
+        {0, 1, 2, 3},
+    ]
 
 
 def test_logits_that_are_not_finite_are_told() -> None:
@@ -129,11 +169,16 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(InputError, match="at least one token in each, and at most 6 together"):
             generate_batch(model, prompts, 5, seq_len=6, device=CPU, seed=0)
     done: list[int] = []
-    assert len(generate_batch(model, [[1]], 5, seq_len=6, device=CPU, seed=0, tick=done.append)[0]) == 6
+    assert (
+        len(generate_batch(model, [[1]], 5, seq_len=6, device=CPU, seed=0, tick=done.append)[0])
+        == 6
+    )
     assert done == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("terminal", "kind", "writes"), [(True, "xterm", 3), (True, "dumb", 1), (False, "xterm", 1)])
+@pytest.mark.parametrize(
+    ("terminal", "kind", "writes"), [(True, "xterm", 3), (True, "dumb", 1), (False, "xterm", 1)]
+)
 def test_progress_writes_over_itself_where_a_terminal_can(
     terminal: bool, kind: str, writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +206,9 @@ class Places(torch.nn.Module):
         super().__init__()
         self.tokens, self.places = torch.nn.Embedding(256, 4), torch.nn.Embedding(8, 4)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, documents: None
+    ) -> torch.Tensor:
         return (self.tokens(tokens) + self.places(positions)) @ self.tokens.weight.T
 
 
@@ -170,22 +217,28 @@ def sample() -> Callable[..., str]:
     """What a run writes at its end, of samples with these inputs."""
 
     def of(inputs: tuple[torch.Tensor, ...], tokenizer: Any) -> str:
-        data = OpenData(CustomSamples("mine", [(inputs, inputs[0])], None), None, "language", [], "", tokenizer)
+        data = OpenData(
+            CustomSamples("mine", [(inputs, inputs[0])], None), None, "language", [], "", tokenizer
+        )
         job: Any = SimpleNamespace(device=CPU)
         return sample_text(Config.load("quickstart"), job, build_mesh(Layout({})), data, Places())
 
     return of
 
 
-def test_the_sample_at_the_end_is_as_long_as_the_data_and_of_tokens_alone(sample: Callable[..., str]) -> None:
-    """Else a run of one's own data fails after its last step, at each start, and is never exported."""
+def test_the_sample_at_the_end_is_as_long_as_the_data_and_of_tokens_alone(
+    sample: Callable[..., str],
+) -> None:
+    """Else a run of one's own data fails after its last step, at each start, and is never
+    exported."""
     text = torch.full((8,), 65)
     assert "going on from 'AAAAAAAA'" in sample((text,), ByteTokenizer())
     assert "no sample: " in sample((text, text, text, text), ByteTokenizer())
 
 
 def test_the_sample_at_the_end_is_one_text(sample: Callable[..., str]) -> None:
-    """What a tokenizer writes between two tokens stands between the prompt and what is added, too."""
+    """What a tokenizer writes between two tokens stands between the prompt and what is added,
+    too."""
     words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     text = sample((torch.full((8,), 65),), words).splitlines()[-1]
     assert len(text.split(" ")) == 8 + Config.load("quickstart").train.sample_tokens

@@ -1,4 +1,5 @@
-"""The logic of benchmarks that need a GPU: what they count, read and compare, on small models and made-up clocks."""
+"""The logic of benchmarks that need a GPU: what they count, read and compare, on small models and
+made-up clocks."""
 
 import argparse
 import gzip
@@ -42,11 +43,12 @@ def small() -> dict[str, Any]:
     return values_of(Workload(SMALL, 16, 4, 2, 1))
 
 
-# What a workload asks for ---------------------------------------------------------------------------------------------
+# What a workload asks for -------------------------------------------------------------------------
 
 
 def test_the_shapes_are_those_of_the_published_models() -> None:
-    """GFLOP per token as torchtitan has them (full), and with the half of attention that a causal row needs."""
+    """GFLOP per token as torchtitan has them (full), and with the half of attention that a causal
+    row needs."""
     published = {"A1": (1_498_482_688, 10.636, 9.025), "A-4k": (1_498_482_688, 9.025, 8.220)}
     for name, (parameters, full, causal) in published.items():
         sizes, length = sizes_of(VALUES[name]), WORKLOADS[name].seq_len
@@ -66,11 +68,18 @@ def test_sizes_count_what_the_model_multiplies(small: dict[str, Any]) -> None:
     assert flops == 16 * sizes_of(small).flops(16, causal=False)
 
 
-# Turns, visits and the result -----------------------------------------------------------------------------------------
+# Turns, visits and the result ---------------------------------------------------------------------
 
 
 def options_of(**further: Any) -> argparse.Namespace:
-    shared = {"pairs": 2, "steps": 1, "warm_up": 1, "environment": ON_CPU, "overrides": [], "one_by_one": True}
+    shared = {
+        "pairs": 2,
+        "steps": 1,
+        "warm_up": 1,
+        "environment": ON_CPU,
+        "overrides": [],
+        "one_by_one": True,
+    }
     return argparse.Namespace(**shared, **further)
 
 
@@ -83,7 +92,9 @@ def test_sides_that_start_one_by_one_train_the_same(small: dict[str, Any], tmp_p
     sides = [Side(OURS, "meshtrain"), Side("plain", "plain_ddp")]
     measured = gpu_pair.run(sides, small, options_of(together=True), tmp_path)
     assert [len(turns) for turns in measured.turns.values()] == [2, 2]
-    assert [len(losses) for losses in measured.losses.values()] == [4, 4], "warming up, two turns and the last step"
+    assert [len(losses) for losses in measured.losses.values()] == [4, 4], (
+        "warming up, two turns and the last step"
+    )
     assert gpu_pair.difference(measured.losses["plain"], measured.losses[OURS]) < 1e-5
     assert not list(tmp_path.glob("*/checkpoints/step_*")), "nothing is saved at the end"
 
@@ -94,7 +105,9 @@ def test_sides_that_do_not_fit_together_visit_the_gpu_there_and_back(
     visits: list[str] = []
 
     @contextmanager
-    def start(sides: Sequence[Side], folder: Path, options: argparse.Namespace) -> Iterator[list[Any]]:
+    def start(
+        sides: Sequence[Side], folder: Path, options: argparse.Namespace
+    ) -> Iterator[list[Any]]:
         assert (folder / "tokens").resolve().exists()
         visits.extend(side.name for side in sides)
         clock = iter(range(10 * len(visits), 1000))
@@ -113,10 +126,16 @@ def test_sides_that_do_not_fit_together_visit_the_gpu_there_and_back(
 
 def test_the_result_follows_from_times_and_sizes(small: dict[str, Any]) -> None:
     losses = {OURS: [4.0] * 25, "T-none": [4.0] * 19 + [4.02] + [9.0] * 5}
-    turns = {OURS: [Turn(0, wall, 2**30, 2**31, began) for wall, began in ((1.0, 0), (2.0, 10), (1.0, 20))]}
+    turns = {
+        OURS: [
+            Turn(0, wall, 2**30, 2**31, began) for wall, began in ((1.0, 0), (2.0, 10), (1.0, 20))
+        ]
+    }
     turns["T-none"] = [Turn(0, 1.5, began=began) for began in (3, 13, 23)]
     sizes = sizes_of(small)
-    samples = [gpu_pair.Sample(time, 1500 + time, 400, 50 + time, 0x5) for time in (0.5, 11, 12, 13.5, 99)]
+    samples = [
+        gpu_pair.Sample(time, 1500 + time, 400, 50 + time, 0x5) for time in (0.5, 11, 12, 13.5, 99)
+    ]
     result = gpu_pair.summary(Measured(turns, losses, True), small, 2, samples, peak=1e9)
     ours, theirs = result["sides"][OURS], result["sides"]["T-none"]
     assert (ours["ms_per_step"], ours["tokens_per_s"]) == (500, 128)
@@ -126,7 +145,9 @@ def test_the_result_follows_from_times_and_sizes(small: dict[str, Any]) -> None:
     assert ours["held_down_by"] == ["software power cap"], "an idle clock is no reason"
     assert theirs["celsius"] == 63.5
     assert theirs["largest_difference_of_losses"] == pytest.approx(0.005), "of the first twenty"
-    assert "T-none            1.500  0.750 - 1.500" in gpu_pair.table(result), "above 1: meshtrain is faster"
+    assert "T-none            1.500  0.750 - 1.500" in gpu_pair.table(result), (
+        "above 1: meshtrain is faster"
+    )
 
 
 def test_what_nvidia_smi_says_is_read() -> None:
@@ -144,13 +165,17 @@ def test_what_nvidia_smi_says_is_read() -> None:
 
 def test_sides_are_baselines_or_settings() -> None:
     ours, titan, other = make_sides(["T-sac", "parallel.compile=false"])
-    assert (ours.overrides, titan.kind, titan.overrides) == ((), "gpu_titan", ("titan.baseline=T-sac",))
+    assert (ours.overrides, titan.kind, titan.overrides) == (
+        (),
+        "gpu_titan",
+        ("titan.baseline=T-sac",),
+    )
     assert (other.kind, other.overrides) == ("meshtrain", ("parallel.compile=false",))
     with pytest.raises(SystemExit, match="T-nothing: expected T-none, T-sac, T-amp or key"):
         make_sides(["T-nothing"])
 
 
-# torchtitan's side ----------------------------------------------------------------------------------------------------
+# torchtitan's side --------------------------------------------------------------------------------
 
 
 def test_torchtitan_reads_meshtrain_s_samples(small: dict[str, Any], tmp_path: Path) -> None:
@@ -167,7 +192,8 @@ def test_torchtitan_reads_meshtrain_s_samples(small: dict[str, Any], tmp_path: P
 
 
 def test_torchtitan_gets_the_workload_s_numbers() -> None:
-    """Its feed-forward is 8/3 of the model's width, multiplied, rounded down, and up to a multiple."""
+    """Its feed-forward is 8/3 of the model's width, multiplied, rounded down, and up to a
+    multiple."""
     values = VALUES["A1"] | {"titan": {"baseline": "T-sac", "compile": True, "folder": "x"}}
     sections = gpu_titan.sections_0_2(values)
     assert sections["training"]["max_norm"] == 1.0
@@ -180,15 +206,18 @@ def test_torchtitan_gets_the_workload_s_numbers() -> None:
         multiple = arguments["multiple_of"]
         assert -(-hidden // multiple) * multiple == config.intermediate_size
     with pytest.raises(AttributeError, match="no attribute 'stepz'"):
-        gpu_titan.put(SimpleNamespace(training=SimpleNamespace(steps=1)), {"training": {"stepz": 2}})
+        gpu_titan.put(
+            SimpleNamespace(training=SimpleNamespace(steps=1)), {"training": {"stepz": 2}}
+        )
 
 
-# Roofs ----------------------------------------------------------------------------------------------------------------
+# Roofs --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_every_part_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where some back ends do not exist; a clock that gives a tenth of a second for each call."""
+    """On a CPU, where some back ends do not exist; a clock that gives a tenth of a second for each
+    call."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     shape = gpu_roofs.Shape(64, 32, "cpu", torch.bfloat16)
     sizes = Sizes(layers=2, width=32, heads=32, kv=16, hidden=48, vocabulary=64)
@@ -206,11 +235,17 @@ def test_every_part_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = {roof.name: gpu_roofs.row_of(roof, seconds) for roof in roofs}
     assert len(rows) == len(roofs), "names are unique"
     measured = {name for name, row in rows.items() if "ms" in row}
-    assert {"small qkv weight gradient", "attention flash forward", "small loss compiled"} <= measured
+    assert {
+        "small qkv weight gradient",
+        "attention flash forward",
+        "small loss compiled",
+    } <= measured
     assert rows["attention cudnn forward"]["not_here"].startswith("RuntimeError: ")
     assert rows["small down forward"]["tflops"] == pytest.approx(2 * 64 * 48 * 32 / 0.1 / 1e12)
     assert rows["copy float32"]["gb_per_s"] == pytest.approx(8000 / 0.1 / 1e9)
-    assert rows["attention flash backward"]["tflops"] == pytest.approx(2.5 * 2 * 2 * 4 * 32 * 32 * 8 / 0.1 / 1e12)
+    assert rows["attention flash backward"]["tflops"] == pytest.approx(
+        2.5 * 2 * 2 * 4 * 32 * 32 * 8 / 0.1 / 1e12
+    )
     assert gpu_roofs.line(rows["copy float32"], 989e12, 8e4).endswith("100.0 %")
 
 
@@ -226,20 +261,23 @@ def test_a_measurement_is_the_median_of_rounds() -> None:
     assert calls == [1, 2, 50, 50, 50, 50, 50]
 
 
-# A profile by classes -------------------------------------------------------------------------------------------------
+# A profile by classes -----------------------------------------------------------------------------
 
 NAMES = yaml.safe_load((ROOT / "tests" / "kernel_names.yaml").read_text())
 
 
 def test_a_kernel_s_name_says_its_class() -> None:
-    assert {kind: [kernel_classes.class_of(name) for name in names] for kind, names in NAMES.items()} == {
-        kind: [kind] * len(names) for kind, names in NAMES.items()
-    }
+    assert {
+        kind: [kernel_classes.class_of(name) for name in names] for kind, names in NAMES.items()
+    } == {kind: [kind] * len(names) for kind, names in NAMES.items()}
 
 
 def trace_of(*events: tuple[str, str, float, float]) -> dict[str, Any]:
     """A trace of torch.profiler: (category, name, beginning, microseconds)."""
-    made = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {}} for cat, name, ts, dur in events]
+    made = [
+        {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {}}
+        for cat, name, ts, dur in events
+    ]
     return {"traceEvents": [*made, {"ph": "M", "name": "process_name"}]}
 
 

@@ -1,4 +1,5 @@
-"""Who may import what: what really gets imported, and that the contracts in pyproject.toml hold what they promise."""
+"""Who may import what: what really gets imported, and that the contracts in pyproject.toml hold
+what they promise."""
 
 import ast
 import os
@@ -11,7 +12,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 
-# Importing one of these must not bring in torch (1.8 s) or numpy: what decides is pure, and commands answer at once.
+# Importing one of these must not bring in torch (1.8 s) or numpy: what decides is pure, and
+# commands answer at once.
 WITHOUT_TORCH = """
 meshtrain meshtrain.layout meshtrain.job.storage meshtrain.job.environment meshtrain.data.order
 meshtrain.parallel.sharding meshtrain.config meshtrain.cli.main meshtrain.cli.plan meshtrain.explain.command
@@ -19,19 +21,30 @@ meshtrain.launch.command meshtrain.checkpoint meshtrain.cli.checkpoint meshtrain
 """
 CONTRACTS = {
     contract["id"]: contract
-    for contract in tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for contract in tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
 }
-# These need nothing but Python and each other, so anybody may import them, from wherever they stand.
+# These need nothing but Python and each other, so anybody may import them, from wherever they
+# stand.
 ANYWHERE = [
     module
-    for source, _, module in (arrow.partition(" -> ") for arrow in CONTRACTS["downhill"]["ignore_imports"])
+    for source, _, module in (
+        arrow.partition(" -> ") for arrow in CONTRACTS["downhill"]["ignore_imports"]
+    )
     if source == "meshtrain.**"
 ]
 PURE = {"meshtrain.errors", "meshtrain.layout", "meshtrain.job.storage", *ANYWHERE}
-MODELS_MAY_USE = {f"meshtrain.{name}" for name in ("attention", "dropout", "experts", "rotary", "huggingface.keys")}
+MODELS_MAY_USE = {
+    f"meshtrain.{name}"
+    for name in ("attention", "dropout", "experts", "rotary", "huggingface.keys")
+}
 # File -> a line that breaks a contract there, and how `lint-imports` reports it.
 BREAKS = {
-    "mesh.py": ("from meshtrain.trainer import Trainer", "meshtrain.mesh is not allowed to import meshtrain.trainer"),
+    "mesh.py": (
+        "from meshtrain.trainer import Trainer",
+        "meshtrain.mesh is not allowed to import meshtrain.trainer",
+    ),
     "optim/__init__.py": (
         "def late() -> None:\n    from meshtrain.run.step_logger import StepLogger",
         "meshtrain.optim is not allowed to import meshtrain.run",
@@ -48,9 +61,14 @@ BREAKS = {
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports anywhere in it, by their full names; those for a type checker alone are none."""
+    """The modules that a file imports anywhere in it, by their full names; those for a type checker
+    alone are none."""
     tree = ast.parse(path.read_text())
-    checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    checked = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
     for_types = {inner for node in checked for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if node in for_types:
@@ -65,7 +83,8 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_importing_what_decides_does_not_import_torch(tmp_path: Path) -> None:
-    """One process imports them one after the other and tells the first that brought in something heavy."""
+    """One process imports them one after the other and tells the first that brought in something
+    heavy."""
     code = (
         "import importlib, sys\n"
         f"for name in {WITHOUT_TORCH!r}.split():\n"
@@ -73,7 +92,9 @@ def test_importing_what_decides_does_not_import_torch(tmp_path: Path) -> None:
         "    heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "    assert not heavy, f'importing {name} imports {sorted(heavy)}'\n"
     )
-    finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, finished.stderr
 
 
@@ -93,7 +114,8 @@ def test_what_everybody_may_import_needs_python_alone() -> None:
 
 
 def test_models_are_plain_and_no_package() -> None:
-    """They are loaded by path, so `import models` must not find them; of meshtrain they use small functions only."""
+    """They are loaded by path, so `import models` must not find them; of meshtrain they use small
+    functions only."""
     foreign = [
         f"{path.name} imports {module}"
         for path in (REPO / "models").glob("*.py")
@@ -105,15 +127,20 @@ def test_models_are_plain_and_no_package() -> None:
 
 
 def test_the_contracts_hold_and_catch_what_breaks_them(tmp_path: Path) -> None:
-    """`lint-imports` on a copy of the package, first as it is and then with every contract broken."""
+    """`lint-imports` on a copy of the package, first as it is and then with every contract
+    broken."""
     package = tmp_path / "meshtrain"
-    shutil.copytree(REPO / "meshtrain", package, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
+    shutil.copytree(
+        REPO / "meshtrain", package, ignore=shutil.ignore_patterns("__pycache__", "bundled")
+    )
     shutil.copy(REPO / "pyproject.toml", tmp_path)
 
     def lint() -> subprocess.CompletedProcess[str]:
         command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
 
     as_it_is = lint()
     assert as_it_is.returncode == 0, as_it_is.stdout

@@ -1,7 +1,8 @@
-"""tools/k8s: Kubeflow's own models read the manifests, and torchrun, meshtrain and its doctor their commands.
+"""tools/k8s: Kubeflow's own models read the manifests, and torchrun, meshtrain and its doctor their
+commands.
 
-What the operators put into a container's environment is taken from their sources (Trainer 2.3: the torch plugin;
-Training Operator 1.9: envvar.go, elastic.go); so are the rules of their webhooks.
+What the operators put into a container's environment is taken from their sources (Trainer 2.3: the
+torch plugin; Training Operator 1.9: envvar.go, elastic.go); so are the rules of their webhooks.
 """
 
 import json
@@ -21,14 +22,19 @@ from tests.launching import ROOT
 
 K8S = ROOT / "tools" / "k8s"
 Json = dict[str, Any]
-MEETS_AT = {"trainjob": "meshtrain-node-0-0.meshtrain:29500", "pytorchjob": "meshtrain-worker-0:23456"}
+MEETS_AT = {
+    "trainjob": "meshtrain-node-0-0.meshtrain:29500",
+    "pytorchjob": "meshtrain-worker-0:23456",
+}
 each_job = pytest.mark.parametrize("name", MEETS_AT)
 
 
 def manifest(name: str, options: bool = False) -> Json:
     """`options`: with the lines in which a `#` stands right before a word."""
     text = (K8S / f"{name}.yaml").read_text()
-    return yaml.safe_load(re.sub(r"^( *)#(?=\S)", r"\1", text, flags=re.MULTILINE) if options else text)
+    return yaml.safe_load(
+        re.sub(r"^( *)#(?=\S)", r"\1", text, flags=re.MULTILINE) if options else text
+    )
 
 
 def container_of(job: Json) -> Json:
@@ -55,11 +61,19 @@ def nodes_of(job: Json) -> tuple[int, int, int]:
     """The fewest nodes, the most, and the processes of each."""
     spec = job["spec"]
     if job["kind"] == "TrainJob":
-        return spec["trainer"]["numNodes"], spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]
-    return spec["elasticPolicy"]["minReplicas"], spec["elasticPolicy"]["maxReplicas"], int(spec["nprocPerNode"])
+        return (
+            spec["trainer"]["numNodes"],
+            spec["trainer"]["numNodes"],
+            spec["trainer"]["numProcPerNode"],
+        )
+    return (
+        spec["elasticPolicy"]["minReplicas"],
+        spec["elasticPolicy"]["maxReplicas"],
+        int(spec["nprocPerNode"]),
+    )
 
 
-# What Kubeflow and Kueue understand -----------------------------------------------------------------------------------
+# What Kubeflow and Kueue understand ---------------------------------------------------------------
 
 
 def read_by_kubeflow(job: Json) -> Json:
@@ -80,13 +94,21 @@ def test_kubeflow_understands_a_manifest_and_its_lines_for_fast_networks(name: s
     plain, job = manifest(name), manifest(name, options=True)
     assert read_by_kubeflow(plain) == plain
     assert read_by_kubeflow(job) == job
-    assert {"rdma/hca", "vpc.amazonaws.com/efa", "hugepages-2Mi"} == set(resources_of(job)["limits"]) - {
-        "nvidia.com/gpu"
+    assert {"rdma/hca", "vpc.amazonaws.com/efa", "hugepages-2Mi"} == set(
+        resources_of(job)["limits"]
+    ) - {"nvidia.com/gpu"}
+    assert pod_of(job)["containers"][0]["securityContext"] == {
+        "capabilities": {"add": ["IPC_LOCK"]}
     }
-    assert pod_of(job)["containers"][0]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    new = [variable["name"] for variable in container_of(job)["env"] if variable not in container_of(plain)["env"]]
+    new = [
+        variable["name"]
+        for variable in container_of(job)["env"]
+        if variable not in container_of(plain)["env"]
+    ]
     assert new == ["NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"]
-    assert "rdma" not in str(plain), "most clusters have no such resource, and a pod would wait for it"
+    assert "rdma" not in str(plain), (
+        "most clusters have no such resource, and a pod would wait for it"
+    )
 
 
 def amount(quantity: str) -> float:
@@ -95,7 +117,8 @@ def amount(quantity: str) -> float:
 
 
 def test_the_queue_is_kueue_s_and_has_room_for_a_job() -> None:
-    """All that a pod asks for is covered, with the lines for fast networks; and so many pods fit its quota at once."""
+    """All that a pod asks for is covered, with the lines for fast networks; and so many pods fit
+    its quota at once."""
     import jsonschema
 
     queue = {part["kind"]: part for part in yaml.safe_load_all((K8S / "kueue.yaml").read_text())}
@@ -112,7 +135,10 @@ def test_the_queue_is_kueue_s_and_has_room_for_a_job() -> None:
     assert list(quota) == group["coveredResources"], "Kueue wants one order"
     for name in MEETS_AT:
         job = manifest(name, options=True)
-        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == queue["LocalQueue"]["metadata"]["name"]
+        assert (
+            job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+            == queue["LocalQueue"]["metadata"]["name"]
+        )
         needs = resources_of(job)["limits"] | resources_of(job)["requests"]
         for resource, quantity in needs.items():
             assert nodes_of(job)[1] * amount(quantity) <= quota[resource], resource
@@ -122,12 +148,17 @@ def test_what_the_webhooks_ask_for() -> None:
     job = manifest("trainjob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     (patch,) = job["spec"]["runtimePatches"]
-    assert re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", patch["manager"]), "the manager is a name behind a domain"
-    # The names of the runtime torch-distributed; the environment of its container is set by the trainer alone.
+    assert re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", patch["manager"]), (
+        "the manager is a name behind a domain"
+    )
+    # The names of the runtime torch-distributed; the environment of its container is set by the
+    # trainer alone.
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     (container,) = pod_of(job)["containers"]
     assert (node["name"], container["name"], "env" in container) == ("node", "node", False)
-    assert not [variable for variable in container_of(job)["env"] if variable["name"].startswith("PET_")]
+    assert not [
+        variable for variable in container_of(job)["env"] if variable["name"].startswith("PET_")
+    ]
 
     job = manifest("pytorchjob")
     ((role, worker),) = job["spec"]["pytorchReplicaSpecs"].items()
@@ -138,7 +169,7 @@ def test_what_the_webhooks_ask_for() -> None:
     assert fewest <= worker["replicas"] <= most
 
 
-# The job ------------------------------------------------------------------------------------------------------------
+# The job ------------------------------------------------------------------------------------------
 
 
 def operators_variables(job: Json, node: int) -> dict[str, str]:
@@ -165,7 +196,9 @@ def operators_variables(job: Json, node: int) -> dict[str, str]:
 
 
 @each_job
-def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_torchruns_and_the_nodes_fit_the_config(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.distributed.run import get_args_parser
 
     job = manifest(name)
@@ -187,11 +220,19 @@ def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkey
         placed = Layout.resolve(config.layout, nodes * processes).on_hosts([processes] * nodes)
         assert host_warnings(placed) == []
     resources = resources_of(job)
-    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == str(processes)
+    assert (
+        resources["limits"]["nvidia.com/gpu"]
+        == resources["requests"]["nvidia.com/gpu"]
+        == str(processes)
+    )
 
-    # Everything that is written lies on the volume of all nodes, and saving has time before the pod is killed.
+    # Everything that is written lies on the volume of all nodes, and saving has time before the pod
+    # is killed.
     pod = pod_of(job)
-    mounts = {mount["name"]: mount["mountPath"] for mount in (container | pod["containers"][0])["volumeMounts"]}
+    mounts = {
+        mount["name"]: mount["mountPath"]
+        for mount in (container | pod["containers"][0])["volumeMounts"]
+    }
     claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
     assert {mounts[claim] for claim in claims} == {"/workspace"}
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}

@@ -15,7 +15,9 @@ import yaml
 from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
 from tests.properties import given, st
 
-PERMUTATIONS = [list(axes) for n in range(len(AXES) + 1) for axes in itertools.permutations(AXES, n)]
+PERMUTATIONS = [
+    list(axes) for n in range(len(AXES) + 1) for axes in itertools.permutations(AXES, n)
+]
 EXPERTS = ("pp", *EXPERT_AXES)
 SPLIT_CP = ("pp", "dp_replicate", "dp_shard", *CONTEXT_AXES, "tp")
 
@@ -32,19 +34,25 @@ def placed(draw: st.DrawFn) -> Layout:
     layout = draw(layouts())
     cuts = draw(st.sets(st.integers(1, layout.world_size), max_size=8)) | {0, layout.world_size}
     counts = [b - a for a, b in itertools.pairwise(sorted(cuts))]
-    names = draw(st.none() | st.lists(st.sampled_from("abc"), min_size=len(counts), max_size=len(counts)))
+    names = draw(
+        st.none() | st.lists(st.sampled_from("abc"), min_size=len(counts), max_size=len(counts))
+    )
     return layout.on_hosts(counts, names)
 
 
 def grid_of(layout: Layout) -> np.ndarray:
-    """The ranks by their positions on the axes in the usual order; they count row-major in the order of the layout."""
+    """The ranks by their positions on the axes in the usual order; they count row-major in the
+    order of the layout."""
     axes = [*layout.axes, *(axis for axis in AXES if axis not in layout.axes)]
     ranks = np.arange(layout.world_size).reshape([layout.sizes.get(axis, 1) for axis in axes])
     return ranks.transpose([axes.index(axis) for axis in AXES])
 
 
-def check_groups(layout: Layout, grid: np.ndarray, names: Sequence[str], axes: Sequence[str]) -> None:
-    """Groups over some of the grid's axes are its slices along these: ascending, by their first ranks."""
+def check_groups(
+    layout: Layout, grid: np.ndarray, names: Sequence[str], axes: Sequence[str]
+) -> None:
+    """Groups over some of the grid's axes are its slices along these: ascending, by their first
+    ranks."""
     last = [names.index(axis) for axis in axes]
     first = [i for i in range(len(names)) if i not in last]
     slices = grid.transpose(first + last).reshape(-1, math.prod(grid.shape[i] for i in last))
@@ -61,7 +69,7 @@ def axes_of(data: st.DataObject, names: Sequence[str]) -> list[str]:
     return data.draw(st.lists(st.sampled_from(names), unique=True))
 
 
-# Coordinates and groups ---------------------------------------------------------------------------------------------
+# Coordinates and groups ---------------------------------------------------------------------------
 
 
 def test_the_contract() -> None:
@@ -69,9 +77,14 @@ def test_the_contract() -> None:
     assert layout == Layout.resolve({"pp": 2, "dp_shard": -1, "tp": 2}, 16)
     assert layout.axes == ("pp", "dp_shard", "tp")
     assert list(layout.coordinate(5).items()) == [("pp", 0), ("dp_shard", 2), ("tp", 1)]
-    assert layout.groups("pp", "dp_shard") == [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]
+    assert layout.groups("pp", "dp_shard") == [
+        [0, 2, 4, 6, 8, 10, 12, 14],
+        [1, 3, 5, 7, 9, 11, 13, 15],
+    ]
     assert repr(layout) == "Layout({pp: 2, dp_shard: 4, tp: 2})"
-    assert layout.groups("cp") == [[rank] for rank in range(16)], "an axis that is not named has size 1"
+    assert layout.groups("cp") == [[rank] for rank in range(16)], (
+        "an axis that is not named has size 1"
+    )
     assert layout.rank(pp=0, dp_shard=2, tp=1, cp=0) == 5
     assert Layout({}).groups("pp") == [[0]]
 
@@ -94,21 +107,33 @@ def test_a_view_is_the_product_of_its_axes(layout: Layout, view: str, data: st.D
     place = layout.coordinate(rank, view, *others)
     assert layout.rank(**place) == rank
     del place[others[-1]]
-    copies = [other for other in range(layout.world_size) if layout.coordinate(other, *place) == place]
+    copies = [
+        other for other in range(layout.world_size) if layout.coordinate(other, *place) == place
+    ]
     assert copies[layout.copy(rank, *place)] == rank
     assert [layout.rank_of_copy(copy, **place) for copy in range(len(copies))] == copies
 
 
 @given(layouts(), st.data())
-def test_experts_are_a_second_factorization_of_the_same_ranks(layout: Layout, data: st.DataObject) -> None:
-    """`ep` takes the inner ranks, by whole axes and a divisor of the next one; what is left are shards and copies."""
+def test_experts_are_a_second_factorization_of_the_same_ranks(
+    layout: Layout, data: st.DataObject
+) -> None:
+    """`ep` takes the inner ranks, by whole axes and a divisor of the next one; what is left are
+    shards and copies."""
     stages, copies, *inner = grid_of(layout).shape
     sharded, within = math.prod(inner), copies * math.prod(inner)
     sizes = [*reversed(inner), copies]
-    fits = [math.prod(sizes[:i]) * n for i, size in enumerate(sizes) for n in range(1, size + 1) if size % n == 0]
+    fits = [
+        math.prod(sizes[:i]) * n
+        for i, size in enumerate(sizes)
+        for n in range(1, size + 1)
+        if size % n == 0
+    ]
     experts = data.draw(st.sampled_from(fits) | st.integers(1, within))
     if experts not in fits:
-        with pytest.raises(LayoutError, match=f"experts cannot be dealt out over {experts} ranks; use "):
+        with pytest.raises(
+            LayoutError, match=f"experts cannot be dealt out over {experts} ranks; use "
+        ):
             layout.with_experts(experts)
         return
     folded = layout.with_experts(experts)
@@ -124,7 +149,9 @@ def test_experts_are_a_second_factorization_of_the_same_ranks(layout: Layout, da
 
 
 @given(layouts(), st.data())
-def test_cp_is_neighbours_that_split_heads_and_what_is_left(layout: Layout, data: st.DataObject) -> None:
+def test_cp_is_neighbours_that_split_heads_and_what_is_left(
+    layout: Layout, data: st.DataObject
+) -> None:
     cp = layout.size("cp")
     heads = data.draw(st.sampled_from([n for n in range(1, cp + 1) if cp % n == 0]))
     split = layout.with_context_heads(heads)
@@ -137,7 +164,11 @@ def test_cp_is_neighbours_that_split_heads_and_what_is_left(layout: Layout, data
 
 
 def test_layouts_are_values() -> None:
-    layout, same, other_order = Layout({"pp": 2, "tp": 3}), Layout({"pp": 2, "tp": 3}), Layout({"tp": 3, "pp": 2})
+    layout, same, other_order = (
+        Layout({"pp": 2, "tp": 3}),
+        Layout({"pp": 2, "tp": 3}),
+        Layout({"tp": 3, "pp": 2}),
+    )
     hosts = layout.on_hosts((2, 2, 2))
     assert layout == same
     assert len({layout, same, other_order}) == 2
@@ -169,11 +200,13 @@ def test_one_group_of_a_large_job_builds_no_other(monkeypatch: pytest.MonkeyPatc
     assert layout.host(131_071) == "host 16383"
 
 
-# Errors -------------------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 def test_errors_name_the_numbers_and_a_way_out() -> None:
-    rows: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "layout_errors.yaml").read_text())
+    rows: list[dict[str, Any]] = yaml.safe_load(
+        (Path(__file__).parent / "layout_errors.yaml").read_text()
+    )
     for row in rows:
         layout: Any = Layout
         if "of" in row:
@@ -186,7 +219,7 @@ def test_errors_name_the_numbers_and_a_way_out() -> None:
             method(**arguments) if isinstance(arguments, dict) else method(*arguments)
 
 
-# Hosts --------------------------------------------------------------------------------------------------------------
+# Hosts --------------------------------------------------------------------------------------------
 
 
 def test_a_host_may_come_back() -> None:

@@ -41,7 +41,9 @@ class Recomputed(Attaching):
 
 @pytest.mark.parametrize("kind", [Attaching, Recomputed])
 @pytest.mark.parametrize("scale", [None, 64.0])
-def test_an_attached_term_is_as_if_it_were_added_to_the_loss(kind: type[Attaching], scale: float | None) -> None:
+def test_an_attached_term_is_as_if_it_were_added_to_the_loss(
+    kind: type[Attaching], scale: float | None
+) -> None:
     """In two microbatches of 3 samples, of which the last one is padding; 10 valid targets."""
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(6, 2, 4, dtype=torch.float64)
@@ -55,11 +57,17 @@ def test_an_attached_term_is_as_if_it_were_added_to_the_loss(kind: type[Attachin
     model.on = False
     hidden = model.first(x[:5]).tanh()
     (factor * (model(x[:5]).sum() + hidden.square().sum()) / 10).backward()
-    torch.testing.assert_close(attached, [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        attached, [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-14
+    )
     assert terms.sums.keys() == {"loss/hidden", "sum/positive", "mean/square"}
-    assert terms.sums["loss/hidden"][0].item() == pytest.approx(hidden.square().sum().item(), rel=1e-12)
+    assert terms.sums["loss/hidden"][0].item() == pytest.approx(
+        hidden.square().sum().item(), rel=1e-12
+    )
     assert terms.sums["sum/positive"][0].item() == (hidden > 0).sum()
-    assert terms.sums["mean/square"].tolist() == pytest.approx([hidden.square().sum().item(), hidden.numel()])
+    assert terms.sums["mean/square"].tolist() == pytest.approx(
+        [hidden.square().sum().item(), hidden.numel()]
+    )
 
 
 def test_outside_of_a_step_nothing_is_attached() -> None:
@@ -84,14 +92,24 @@ def test_a_term_in_bfloat16_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("term", [torch.tensor(1.0), torch.zeros(3, 2)])
 def test_a_term_has_a_number_for_each_sample(term: Tensor) -> None:
     terms = StepTerms(GlobalCount(1, ALONE, CPU))
-    with terms.of_microbatch(2, 2), pytest.raises(ValueError, match="a number for each of the 2 samples"):
+    with (
+        terms.of_microbatch(2, 2),
+        pytest.raises(ValueError, match="a number for each of the 2 samples"),
+    ):
         attach(torch.zeros(2, 2), "hidden", term)
 
 
-def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Four ranks, two stages of two tensor ranks: each stage attaches something of its own."""
     mesh = Mesh(Layout({"pp": 2, "tp": 2}), 0, "cpu", None, {tuple(range(4)): object()})  # type: ignore[dict-item]
-    every = [{"loss/b": [1.0, 0.0]}, {"loss/b": [1.0, 0.0]}, {"sum/a": [2.0, 0.0]}, {"sum/a": [2.0, 0.0]}]
+    every = [
+        {"loss/b": [1.0, 0.0]},
+        {"loss/b": [1.0, 0.0]},
+        {"sum/a": [2.0, 0.0]},
+        {"sum/a": [2.0, 0.0]},
+    ]
 
     def gather(result: list, own: object, group: object) -> None:
         result[:] = every
@@ -107,7 +125,12 @@ def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypa
 
 def test_what_is_no_logits_is_refused() -> None:
     targets = torch.zeros(2, 3, dtype=torch.int64)
-    wrong: dict[str, Any] = {"a dict": {"logits": targets}, r"a tensor \(2, 4, 4\)": torch.zeros(2, 4, 4)}
+    wrong: dict[str, Any] = {
+        "a dict": {"logits": targets},
+        r"a tensor \(2, 4, 4\)": torch.zeros(2, 4, 4),
+    }
     for name, output in wrong.items():
-        with pytest.raises(InputError, match=f"the model's output is {name}: its forward has to return"):
+        with pytest.raises(
+            InputError, match=f"the model's output is {name}: its forward has to return"
+        ):
             sample_losses(output, targets)

@@ -1,4 +1,5 @@
-"""The mesh against the layout it was made from: real groups on 8 and on 6 processes, and 4,096 ranks in one."""
+"""The mesh against the layout it was made from: real groups on 8 and on 6 processes, and 4,096
+ranks in one."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -33,7 +34,8 @@ def axes_with_groups(layout: Layout) -> list[tuple[str, ...]]:
 
 
 def check_groups(mesh: Mesh, own_axes: set[str]) -> None:
-    """One group for each set of ranks, which are those that the layout says. `own_axes` share theirs with no axis."""
+    """One group for each set of ranks, which are those that the layout says. `own_axes` share
+    theirs with no axis."""
     shared = {tuple(range(mesh.layout.world_size)): mesh.world}
     for axes in axes_with_groups(mesh.layout):
         ranks = mesh.layout.group(mesh.rank, *axes)
@@ -56,7 +58,9 @@ def check_groups(mesh: Mesh, own_axes: set[str]) -> None:
     [pytest.param(world, layout, id=f"{world}-ranks-{layout}") for world, layout in ON_RANKS],
     indirect=["job"],
 )
-def test_ranks_meet_in_groups_as_the_layout_says(job: Job, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_in_groups_as_the_layout_says(
+    job: Job, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neighbours in a pipeline, too, who have the groups that they have on NCCL."""
     monkeypatch.setattr("meshtrain.mesh.IN_TURN", ("cpu",))
     mesh = build_mesh(layout)
@@ -77,17 +81,23 @@ def test_ranks_meet_in_groups_as_the_layout_says(job: Job, layout: Layout, monke
     place = column.index(job.rank)
     neighbours = {column[(place + 1) % len(column)], column[place - 1]} - {job.rank}
     ends = {(job.rank, other) for other in neighbours} | {(other, job.rank) for other in neighbours}
-    assert {link: gathered(group) for link, group in mesh._links.items()} == {link: sorted(link) for link in ends}
+    assert {link: gathered(group) for link, group in mesh._links.items()} == {
+        link: sorted(link) for link in ends
+    }
 
 
 def test_neighbours_are_paired_in_two_or_three_rounds() -> None:
     for ranks in range(1, 18):
         made = rounds(ranks)
         assert len(made) == {1: 0, 2: 1}.get(ranks, 3 if ranks % 2 else 2)
-        assert all(sorted(rank for pair in pairs for rank in pair) == list(range(ranks)) for pairs in made)
+        assert all(
+            sorted(rank for pair in pairs for rank in pair) == list(range(ranks)) for pairs in made
+        )
         pairs = [frozenset(pair) for some in made for pair in some if len(pair) == 2]
         assert len(pairs) == len(set(pairs))
-        assert set(pairs) == {frozenset({i, (i + 1) % ranks}) for i in range(ranks)} - {frozenset({0})}
+        assert set(pairs) == {frozenset({i, (i + 1) % ranks}) for i in range(ranks)} - {
+            frozenset({0})
+        }
 
 
 ME = 2049
@@ -112,7 +122,10 @@ def _fake_world() -> Iterator[None]:
     [
         (Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8}), 1, set()),
         *((layout, 32, set()) for layout in ORDERS),
-        *((Layout({"dp_shard": 512, "cp": 4, "tp": 2}).with_context_heads(heads), 1, set()) for heads in (1, 2, 4)),
+        *(
+            (Layout({"dp_shard": 512, "cp": 4, "tp": 2}).with_context_heads(heads), 1, set())
+            for heads in (1, 2, 4)
+        ),
         (Layout({"dp_replicate": 64, "tp": 64}), 64, {"edp_replicate"}),
         (Layout({"dp_shard": 512, "tp": 8}), 4096, set()),
         (Layout({"dp_replicate": 16, "dp_shard": 256}), 256, set()),
@@ -120,9 +133,11 @@ def _fake_world() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_groups_of_4096_ranks(layout: Layout, ep: int, own_on_cpu: set[str], device_type: str) -> None:
-    """Messages to experts and their reducer share no group: two orders over one group deadlock on NCCL where ranks do
-    not agree on which is first."""
+def test_groups_of_4096_ranks(
+    layout: Layout, ep: int, own_on_cpu: set[str], device_type: str
+) -> None:
+    """Messages to experts and their reducer share no group: two orders over one group deadlock on
+    NCCL where ranks do not agree on which is first."""
     own_axes = own_on_cpu | ({"ep"} if device_type == "cuda" and ep > 1 else set())
     check_groups(build_mesh(layout.with_experts(ep), device_type), own_axes)
 
@@ -132,7 +147,11 @@ def test_groups_of_4096_ranks(layout: Layout, ep: int, own_on_cpu: set[str], dev
 def test_fsdp_and_experts_have_dims_of_their_own(layout: Layout) -> None:
     """FSDP one over dp_shard and cp, and experts a second mesh over the same ranks."""
     mesh = build_mesh(layout.with_experts(32), "cpu")
-    for axes, shape in ((("dp_replicate", "fsdp"), (4, 128)), (("edp_replicate", "efsdp"), (4, 32)), (("ep",), (32,))):
+    for axes, shape in (
+        (("dp_replicate", "fsdp"), (4, 128)),
+        (("edp_replicate", "efsdp"), (4, 32)),
+        (("ep",), (32,)),
+    ):
         submesh = mesh.submesh(*axes)
         assert (submesh.mesh_dim_names, tuple(submesh.mesh.shape)) == (axes, shape)
         assert sorted(submesh.mesh.flatten().tolist()) == mesh.layout.group(ME, *axes)
@@ -156,8 +175,11 @@ def test_experts_on_one_rank_each_lie_as_the_other_parameters_do() -> None:
 
 
 @pytest.mark.usefixtures("_fake_world")
-def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call for all groups over some axes, which says all of them, and no group made by itself."""
+def test_groups_are_split_off_the_world_at_once_where_the_backend_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One call for all groups over some axes, which says all of them, and no group made by
+    itself."""
     layout = Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8})
     split: list[list[list[int]]] = []
     single: list[list[int]] = []
@@ -168,7 +190,9 @@ def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatc
         return new_group(next(ranks for ranks in split_ranks if ME in ranks))
 
     monkeypatch.setattr(dist, "split_group", split_group)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: single.append(ranks) or new_group(ranks))
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **_: single.append(ranks) or new_group(ranks)
+    )
     build_mesh(layout, "cpu")
     assert (len(split), len(single)) == (0, 64), "not here: one by one"
     single.clear()
@@ -181,11 +205,18 @@ def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatc
 
 
 def test_only_a_world_that_nccl_has_connected_is_split() -> None:
-    cases = [("cuda:1", True, True), ("cuda:1", False, False), ("cpu", True, False), (None, True, False)]
+    cases = [
+        ("cuda:1", True, True),
+        ("cuda:1", False, False),
+        ("cpu", True, False),
+        (None, True, False),
+    ]
     for device, able, expected in cases:
         backend = SimpleNamespace(supports_splitting=able)
         bound = None if device is None else torch.device(device)
-        world = SimpleNamespace(bound_device_id=bound, _get_backend=lambda device, backend=backend: backend)
+        world = SimpleNamespace(
+            bound_device_id=bound, _get_backend=lambda device, backend=backend: backend
+        )
         assert _splits(world) == expected
     assert not _splits(SimpleNamespace())
 
@@ -194,14 +225,20 @@ def test_only_a_world_that_nccl_has_connected_is_split() -> None:
 def test_messages_that_computing_waits_for_have_streams_of_high_priority(
     able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the backend has such, each group by a copy of the world's options; the world itself keeps its own."""
+    """Where the backend has such, each group by a copy of the world's options; the world itself
+    keeps its own."""
     options = SimpleNamespace(_timeout=7, **({"is_high_priority_stream": False} if able else {}))
     backend = SimpleNamespace(supports_splitting=True, options=options)
-    world = SimpleNamespace(bound_device_id=torch.device("cuda:1"), _get_backend=lambda device: backend)
+    world = SimpleNamespace(
+        bound_device_id=torch.device("cuda:1"), _get_backend=lambda device: backend
+    )
     options_of: dict[str, object] = {}
 
     def device_mesh(*_: object, mesh_dim_names: tuple[str, ...], backend_override: tuple) -> object:
-        options_of.update((name, option) for name, (_, option) in zip(mesh_dim_names, backend_override, strict=True))
+        options_of.update(
+            (name, option)
+            for name, (_, option) in zip(mesh_dim_names, backend_override, strict=True)
+        )
         return SimpleNamespace(get_group=lambda dim: object())
 
     def split_group(split_ranks: object, pg_options: object, group_desc: str) -> object:

@@ -40,7 +40,9 @@ def test_masked_documents_are_as_if_each_were_alone() -> None:
 @pytest.mark.parametrize("module", [llama, convnet])
 def test_blocks_hold_every_parameter(module: object) -> None:
     model = module.Model(module.Config())
-    assert {id(p) for block in model.blocks() for p in block.parameters()} == {id(p) for p in model.parameters()}
+    assert {id(p) for block in model.blocks() for p in block.parameters()} == {
+        id(p) for p in model.parameters()
+    }
 
 
 def test_a_sample_of_the_convnet_does_not_depend_on_its_neighbours() -> None:

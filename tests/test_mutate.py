@@ -1,4 +1,5 @@
-"""tools/mutate.py chooses changes that are one place each and still Python, the same ones each time."""
+"""tools/mutate.py chooses changes that are one place each and still Python, the same ones each
+time."""
 
 import sys
 from pathlib import Path
@@ -18,7 +19,10 @@ def test_mutations_are_spread_over_rooms_and_kinds() -> None:
     lines = listed.splitlines()
     assert len({line.split()[0] for line in lines}) == 42, "each in a line of its own"
     for room in ROOMS:
-        assert sum(line.startswith((f"meshtrain/{room}/", f"meshtrain/{room}.py")) for line in lines) == 6
+        assert (
+            sum(line.startswith((f"meshtrain/{room}/", f"meshtrain/{room}.py")) for line in lines)
+            == 6
+        )
     kinds = [line.split()[1].rstrip(":") for line in lines]
     assert set(kinds) == {"operator", "collective", "index", "branch"}
     again = run([sys.executable, str(TOOL), "--list", "--count", "42"]).check().out

@@ -1,4 +1,5 @@
-"""The wheel, away from the repository: models, configs and hardware files travel inside it, and nothing else does."""
+"""The wheel, away from the repository: models, configs and hardware files travel inside it, and
+nothing else does."""
 
 import os
 import subprocess
@@ -13,7 +14,13 @@ import yaml
 from meshtrain.watch.server import PAGE
 
 REPO = Path(__file__).resolve().parent.parent
-SHORT = ["train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "optimizer.warmup_steps=0", "data.workers=0"]
+SHORT = [
+    "train.steps=2",
+    "train.eval_every=0",
+    "train.sample_tokens=0",
+    "optimizer.warmup_steps=0",
+    "data.workers=0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +35,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel unpacked as pip does it; what it depends on is the test's own environment."""
+    """A folder with the wheel unpacked as pip does it; what it depends on is the test's own
+    environment."""
     target = tmp_path_factory.mktemp("target")
-    run("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=target)
+    run(
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+        cwd=target,
+    )
     return target
 
 
@@ -53,7 +71,13 @@ def test_the_wheel_is_one_package_with_every_model_config_and_hardware_file(whee
     metadata = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"meshtrain", metadata}
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    for pattern in ("models/*.py", "configs/*.yaml", "hardware/*.yaml", "tools/slurm/*.sbatch", "tools/starter/*.*"):
+    for pattern in (
+        "models/*.py",
+        "configs/*.yaml",
+        "hardware/*.yaml",
+        "tools/slurm/*.sbatch",
+        "tools/starter/*.*",
+    ):
         files = list(REPO.glob(pattern))
         assert files
         assert {f"meshtrain/bundled/{path.relative_to(REPO)}" for path in files} <= names
@@ -62,7 +86,8 @@ def test_the_wheel_is_one_package_with_every_model_config_and_hardware_file(whee
 
 @pytest.mark.slow
 def test_the_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
-    """In an empty folder, as a user's: `quickstart` and its model are those of the wheel, and so is a new project."""
+    """In an empty folder, as a user's: `quickstart` and its model are those of the wheel, and so is
+    a new project."""
     wheel = {"PYTHONPATH": str(installed)}
     where = run("-c", "import meshtrain; print(meshtrain.__file__)", cwd=tmp_path, **wheel)
     assert Path(where.strip()).is_relative_to(installed)
@@ -74,12 +99,19 @@ def test_the_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
 
 
 def test_the_image_gets_all_that_the_wheel_is_made_of() -> None:
-    """No daemon builds it here: what can be looked at is what it copies, and that torch is one that meshtrain takes."""
+    """No daemon builds it here: what can be looked at is what it copies, and that torch is one that
+    meshtrain takes."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     lines = (REPO / "tools" / "docker" / "Dockerfile").read_text().splitlines()
     copied = {source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]}
-    needed = {*wheel["packages"], *wheel["force-include"], project["project"]["readme"], "pyproject.toml", "LICENSE"}
+    needed = {
+        *wheel["packages"],
+        *wheel["force-include"],
+        project["project"]["readme"],
+        "pyproject.toml",
+        "LICENSE",
+    }
     assert needed <= copied
     assert all((REPO / source).exists() for source in copied)
     base = next(line for line in lines if line.startswith("ARG BASE="))
@@ -100,13 +132,23 @@ def test_the_citation_is_of_this_version() -> None:
 
 @pytest.mark.slow
 def test_the_installed_wheel_plans_and_launches(installed: Path, tmp_path: Path) -> None:
-    """The console script is the same command, and the scripts of tools/slurm are the wheel's own."""
+    """The console script is the same command, and the scripts of tools/slurm are the wheel's
+    own."""
     wheel = {"PYTHONPATH": str(installed)}
     plan = ("plan", "configs/quickstart.yaml", "--hosts", "4,2")
     printed = run("-m", "meshtrain.cli", *plan, cwd=tmp_path, **wheel)
     assert "6 processes = 4 on host 0 + 2 on host 1" in printed
     console = str(installed / "bin" / "meshtrain")
     assert run(console, *plan, cwd=tmp_path, **wheel) == printed
-    job = ("launch", "configs/quickstart.yaml", "--slurm", "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
+    job = (
+        "launch",
+        "configs/quickstart.yaml",
+        "--slurm",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--dry-run",
+    )
     template = (REPO / "tools" / "slurm" / "train.sbatch").read_text()
     assert run(console, *job, cwd=tmp_path, **wheel).endswith(template.partition("\nset -euo")[2])

@@ -1,5 +1,5 @@
-"""Ten steps of the command against a loop written by hand, on a Megatron file: nothing of meshtrain's is in that loop
-but the plain model, its first weights and the order of the samples."""
+"""Ten steps of the command against a loop written by hand, on a Megatron file: nothing of
+meshtrain's is in that loop but the plain model, its first weights and the order of the samples."""
 
 from pathlib import Path
 
@@ -64,7 +64,8 @@ def test_ten_steps_agree_with_a_plain_loop(processes: int, tmp_path: Path) -> No
     config = tmp_path / "config.yaml"
     config.write_text(
         f"model: {{name: llama, {', '.join(f'{key}: {value}' for key, value in KEYS.items())}}}\n"
-        f"data: {{source: megatron, path: {tmp_path}/corpus, validation: 0, seq_len: {SEQ}, workers: 1}}\n"
+        f"data: {{source: megatron, path: {tmp_path}/corpus, validation: 0, seq_len: {SEQ}, "
+        f"workers: 1}}\n"
         f"batch: {{global_size: {BATCH}, micro_size: 2}}\n"
         f"optimizer: {{lr: {LR}, warmup_steps: {WARMUP}, schedule: constant, clip_norm: {CLIP}}}\n"
         f"train: {{steps: {STEPS}, seed: {SEED}, output: {tmp_path}/run, sample_tokens: 0}}\n"
@@ -75,4 +76,6 @@ def test_ten_steps_agree_with_a_plain_loop(processes: int, tmp_path: Path) -> No
     for row, (loss, norm) in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert expected[-1][0] < expected[0][0] - 0.05, "a model that does not move would agree with anything"
+    assert expected[-1][0] < expected[0][0] - 0.05, (
+        "a model that does not move would agree with anything"
+    )

@@ -1,4 +1,5 @@
-"""A disk that is full, over its quota or gone for a moment ends no run for the sake of a file beside its work."""
+"""A disk that is full, over its quota or gone for a moment ends no run for the sake of a file
+beside its work."""
 
 import errno
 import io
@@ -27,7 +28,8 @@ NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS)
 
 
 class Disk:
-    """In place of `os.fdopen` and what it gives: refuses to write while `number` says why, after a few bytes."""
+    """In place of `os.fdopen` and what it gives: refuses to write while `number` says why, after a
+    few bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number: int | None = None
@@ -86,7 +88,8 @@ def test_lines_wait_for_the_disk(
     file.append(b"opened again\n")
     assert path.read_bytes() == b"first, and more\nsecond\nthird, again\n4\nopened again\n"
     assert capsys.readouterr().err.splitlines() == [
-        f"warning: {path} cannot be written ({os.strerror(number)}); its lines are kept, and tried again",
+        f"warning: {path} cannot be written ({os.strerror(number)}); its lines are kept, and tried "
+        "again",
         f"warning: {path} is written again",
     ]
 
@@ -110,7 +113,9 @@ def test_what_waits_is_bounded_and_the_gap_is_said(
     assert "lacks its last 1 lines" in printed
 
 
-def test_two_writers_destroy_nothing_of_each_other(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_writers_destroy_nothing_of_each_other(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As two jobs whose folder is not locked between their hosts."""
     first, second = SideFile(path), SideFile(path, end=None)
     first.append(b"first 1\n")
@@ -119,8 +124,12 @@ def test_two_writers_destroy_nothing_of_each_other(path: Path, capsys: pytest.Ca
     second.replace_last(b"second 1, and more\n")
     first.append(b"first 3\n")
     first.replace_last(b"first 3, and more\n")
-    assert path.read_bytes() == b"first 1\nsecond 1\nfirst 2\nsecond 1, and more\nfirst 3, and more\n"
-    assert capsys.readouterr().err.count(f"somebody else has written to {path}") == 2, "each says it once"
+    assert (
+        path.read_bytes() == b"first 1\nsecond 1\nfirst 2\nsecond 1, and more\nfirst 3, and more\n"
+    )
+    assert capsys.readouterr().err.count(f"somebody else has written to {path}") == 2, (
+        "each says it once"
+    )
 
 
 def test_what_is_cut_off_under_a_writer_leaves_no_hole(path: Path) -> None:
@@ -134,7 +143,9 @@ def test_what_is_cut_off_under_a_writer_leaves_no_hole(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [b"", b"first\nsomebody\n"])
-def test_a_file_that_changes_while_the_disk_refuses_keeps_what_is_there(disk: Disk, path: Path, change: bytes) -> None:
+def test_a_file_that_changes_while_the_disk_refuses_keeps_what_is_there(
+    disk: Disk, path: Path, change: bytes
+) -> None:
     file = SideFile(path)
     file.append(b"first\n")
     disk.number, disk.room = errno.ENOSPC, 3
@@ -146,7 +157,9 @@ def test_a_file_that_changes_while_the_disk_refuses_keeps_what_is_there(disk: Di
     assert path.read_bytes() == change + b"second\nthird\nfourth\n"
 
 
-def test_a_file_that_cannot_be_read_is_added_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_added_to(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What stands in it is not cut off."""
     path.write_text('{"step": 1}\n')
     with monkeypatch.context() as patch:
@@ -179,14 +192,23 @@ def test_a_stop_file_may_be_out_of_reach(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 80, b"[1]", b'{"step": "1"}', b"[" * 100_000])
-def test_a_damaged_exit_json_is_moved_away(tmp_path: Path, text: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_exit_json_is_moved_away(
+    tmp_path: Path, text: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "exit.json").write_bytes(text)
     folder = RunFolder(tmp_path)
     assert folder.last_exit() is None
     assert os.listdir(tmp_path) == ["exit.json.damaged"]
     assert "exit.json is damaged" in capsys.readouterr().err
     folder.write_exit("done", 0, "all steps are done", 3, kind="done")
-    row = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3, "hosts": []}
+    row = {
+        "status": "done",
+        "code": 0,
+        "reason": "all steps are done",
+        "kind": "done",
+        "step": 3,
+        "hosts": [],
+    }
     assert folder.last_exit() == row
 
 
@@ -196,7 +218,9 @@ def test_what_is_written_anew_is_on_disk_before_it_has_its_name(
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), fsync(file))[1])
-    monkeypatch.setattr(Path, "replace", lambda *paths: (order.append("replace"), replace(*paths))[1])
+    monkeypatch.setattr(
+        Path, "replace", lambda *paths: (order.append("replace"), replace(*paths))[1]
+    )
     RunFolder(tmp_path).write_exit("done", 0, "all steps are done", 3, kind="done")
     GoodputTracker(tmp_path, 0, 0.0)
     assert order == ["fsync", "replace"] * 2
@@ -222,7 +246,7 @@ def test_the_ledger_goes_on_and_ends_once(disk: Disk, tmp_path: Path) -> None:
     assert ([mark.end for mark in job.marks], note) == ([None, None, "failed"], None)
 
 
-# A whole run ---------------------------------------------------------------------------------------------------------
+# A whole run --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -252,10 +276,15 @@ def test_a_run_comes_to_its_end_on_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its last state cannot be saved, which is said in one sentence; the end that it cannot write down is said, too."""
+    """Its last state cannot be saved, which is said in one sentence; the end that it cannot write
+    down is said, too."""
     begin = GoodputTracker.begin
     with monkeypatch.context() as patch:
-        patch.setattr(GoodputTracker, "begin", lambda ledger: (fill_up(small_disk / "others"), begin(ledger))[1])
+        patch.setattr(
+            GoodputTracker,
+            "begin",
+            lambda ledger: (fill_up(small_disk / "others"), begin(ledger))[1],
+        )
         result = go("train.steps=8", "checkpoint.every=2")
     assert result["status"] == 1
     assert result["error"].startswith("8 steps of 8 are done and not saved: it needs ")
@@ -278,7 +307,11 @@ def test_a_run_without_its_small_files(
     monkeypatch.setattr(RunFolder, "write", refused)
     assert go("train.steps=2") == {"status": 0}
     printed = capsys.readouterr().err
-    for warning in ("config.yaml could not be written", "layout.txt could not be written", "there is no exit.json"):
+    for warning in (
+        "config.yaml could not be written",
+        "layout.txt could not be written",
+        "there is no exit.json",
+    ):
         assert f"warning: {warning}" in printed, printed
 
 
@@ -296,7 +329,7 @@ def test_a_line_and_its_end_are_written_at_once(monkeypatch: pytest.MonkeyPatch)
     assert writes == ["warning: the disk is full\n"]
 
 
-# Files that the user has not named ------------------------------------------------------------------------------------
+# Files that the user has not named ----------------------------------------------------------------
 
 
 def link(path: Path, victim: Path) -> None:
@@ -317,7 +350,12 @@ def large(path: Path, victim: Path) -> None:
 
 @pytest.mark.parametrize(
     ("planted", "problem"),
-    [(link, "is a link"), (pipe, "no regular file"), (folder, "no regular file"), (large, "has 101 bytes")],
+    [
+        (link, "is a link"),
+        (pipe, "no regular file"),
+        (folder, "no regular file"),
+        (large, "has 101 bytes"),
+    ],
 )
 def test_what_others_may_have_planted_is_not_opened(
     tmp_path: Path, planted: Callable[[Path, Path], None], problem: str
@@ -346,7 +384,9 @@ def test_a_file_of_another_user_is_opened_only_in_a_folder_of_that_user(
     monkeypatch.setattr(storage.os, "stat", of_another)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "_uid_of_new_files", lambda folder: os.getuid() + 3)
-        with pytest.raises(PermissionError, match=r"it belongs to \S+, who is neither this user nor the owner"):
+        with pytest.raises(
+            PermissionError, match=r"it belongs to \S+, who is neither this user nor the owner"
+        ):
             storage.read_guarded(tmp_path / "x")
     # A file server may give what this user makes to `nobody`.
     assert storage.read_guarded(tmp_path / "x") == b"his"
@@ -367,10 +407,20 @@ def test_a_run_writes_through_no_link_and_goes_on_once_it_is_gone(
     assert "cannot be written (it is a link, which is not followed here)" in capsys.readouterr().err
 
 
-WRITTEN_BY_A_RUN = ("config.yaml", "layout.txt", "exit.json", "ranks.json", "timeline.json", "loss.png", ".owner")
+WRITTEN_BY_A_RUN = (
+    "config.yaml",
+    "layout.txt",
+    "exit.json",
+    "ranks.json",
+    "timeline.json",
+    "loss.png",
+    ".owner",
+)
 
 
-def test_a_run_writes_through_no_link_in_its_folder(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_writes_through_no_link_in_its_folder(
+    go: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     """Under the names of its files, and those under which it first writes them."""
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("precious")
@@ -394,7 +444,8 @@ def test_a_picture_of_rows_in_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> Non
 def test_a_folder_that_goes_while_it_is_written_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
-    """A file server keeps what is open under another name: it is noticed as a folder that was renamed is."""
+    """A file server keeps what is open under another name: it is noticed as a folder that was
+    renamed is."""
     path = tmp_path / "run" / "lines"
     path.parent.mkdir()
     file = SideFile(path)
@@ -409,7 +460,10 @@ def test_a_folder_that_goes_while_it_is_written_is_noticed(
     file.replace_last(b"second, and more\n")
     file.append(b"third\n")
     assert path.read_bytes() == b"second, and more\nthird\n"
-    assert capsys.readouterr().err.count(f"{path} was removed or renamed while this run writes to it") == 1
+    assert (
+        capsys.readouterr().err.count(f"{path} was removed or renamed while this run writes to it")
+        == 1
+    )
 
 
 def test_what_is_executed_lies_where_nobody_else_writes(tmp_path: Path) -> None:
@@ -425,12 +479,15 @@ def test_what_is_executed_lies_where_nobody_else_writes(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="a link to one"):
         storage.make_private_folder(tmp_path / "link")
     (tmp_path / "way").symlink_to(tmp_path / "own")
-    assert storage.make_private_folder(tmp_path / "way" / "more") == tmp_path / "own" / "more", "without the link"
+    assert storage.make_private_folder(tmp_path / "way" / "more") == tmp_path / "own" / "more", (
+        "without the link"
+    )
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o2775)
     with pytest.raises(PermissionError, match="others can write to the folder above"):
         storage.make_private_folder(tmp_path / "shared" / "code")
     (tmp_path / "shared" / "mine").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="others can write to the folder above"):
-        storage.make_private_folder(tmp_path / "shared" / "mine" / "code")  # they could exchange `mine`
+        # they could exchange `mine`
+        storage.make_private_folder(tmp_path / "shared" / "mine" / "code")
     assert list((tmp_path / "shared" / "mine").iterdir()) == []

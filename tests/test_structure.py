@@ -28,5 +28,7 @@ def test_paths_in_the_documents_exist() -> None:
     folders = [REPO, PACKAGE, PACKAGE / "parallel", PACKAGE / "pipeline"]
     for document in ("CONTRIBUTING.md", "docs/design.md"):
         paths = re.findall(r"`([\w./-]+(?:\.py|/))`", (REPO / document).read_text())
-        missing = [path for path in paths if not any((folder / path).exists() for folder in folders)]
+        missing = [
+            path for path in paths if not any((folder / path).exists() for folder in folders)
+        ]
         assert [path for path in missing if "NAME" not in path] == [], document

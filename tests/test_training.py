@@ -1,4 +1,5 @@
-"""Runs in this process, a world of one: what the options of a YAML do, and what they leave as it is."""
+"""Runs in this process, a world of one: what the options of a YAML do, and what they leave as it
+is."""
 
 import json
 import re
@@ -70,7 +71,9 @@ def reference(shared: Path) -> list[dict]:
     ],
     ids=" ".join,
 )
-def test_what_changes_no_bit(keys: tuple[str, ...], shared: Path, tmp_path: Path, reference: list[dict]) -> None:
+def test_what_changes_no_bit(
+    keys: tuple[str, ...], shared: Path, tmp_path: Path, reference: list[dict]
+) -> None:
     rows = train(shared, tmp_path, "train.steps=6", *keys)
     torch.use_deterministic_algorithms(False)
     assert losses(rows) == losses(reference)
@@ -97,12 +100,17 @@ def test_compiling_stays_within_rounding(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(CACHE, default_cache_dir())  # where code of an earlier run of the tests may be
-    rows = train(shared, tmp_path, "train.steps=6", "parallel.compile=true", "parallel.recompute=selective")
+    # where code of an earlier run of the tests may be
+    monkeypatch.setenv(CACHE, default_cache_dir())
+    rows = train(
+        shared, tmp_path, "train.steps=6", "parallel.compile=true", "parallel.recompute=selective"
+    )
     for values, expected in zip(losses(rows), losses(reference), strict=True):
         assert values == pytest.approx(expected, rel=1e-5)
     assert rows[0]["wall_compile_s"] > 0
-    assert "step 1: compiled 2 graphs in " in capsys.readouterr().out, "that of the layers, and that of the loss"
+    assert "step 1: compiled 2 graphs in " in capsys.readouterr().out, (
+        "that of the layers, and that of the loss"
+    )
 
 
 def test_another_seed_is_another_run(shared: Path, tmp_path: Path, reference: list[dict]) -> None:
@@ -112,10 +120,14 @@ def test_another_seed_is_another_run(shared: Path, tmp_path: Path, reference: li
 
 
 def test_epochs(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shared: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two epochs of a small text: a line at the end of each, an evaluation each, a new order in the second. Until the
-    first evaluation is done, and not only its batches are read, it may compile."""
+    """Two epochs of a small text: a line at the end of each, an evaluation each, a new order in the
+    second. Until the first evaluation is done, and not only its batches are read, it may
+    compile."""
     watchdogs: list[Watchdog] = []
     warm: list[bool] = []
 
@@ -125,10 +137,14 @@ def test_epochs(
         return evaluation
 
     monkeypatch.setattr("meshtrain.train.evaluate", read_ahead)
-    monkeypatch.setattr("meshtrain.train.Watchdog", lambda job: watchdogs.append(Watchdog(job)) or watchdogs[-1])
+    monkeypatch.setattr(
+        "meshtrain.train.Watchdog", lambda job: watchdogs.append(Watchdog(job)) or watchdogs[-1]
+    )
     ragged = write_ragged(shared / "ragged.jsonl")
     data = ("data.source=jsonl", f"data.path={ragged}", "data.validation=0.2")
-    rows = train(shared, tmp_path, *data, "train.steps=null", "train.epochs=2", "train.eval_every=epoch")
+    rows = train(
+        shared, tmp_path, *data, "train.steps=null", "train.epochs=2", "train.eval_every=epoch"
+    )
     printed = capsys.readouterr().out
     assert re.search(r"^epoch 1  loss \d\.\d{4}$", printed, re.MULTILINE), printed
     assert re.search(r"^epoch 2  loss \d\.\d{4}$", printed, re.MULTILINE)
@@ -136,12 +152,16 @@ def test_epochs(
     assert len(ends) == 2
     assert rows[-1]["step"] == ends[-1]
     assert [row["epoch"] for row in rows] == sorted(row["epoch"] for row in rows)
-    assert {row["epoch"] for row in rows} == {1, 2}, "also in the last step, which is filled from a third"
+    assert {row["epoch"] for row in rows} == {1, 2}, (
+        "also in the last step, which is filled from a third"
+    )
     assert warm == [False, True]
     assert rows[0]["samples_digest"] != rows[ends[0]]["samples_digest"]
 
 
-def test_a_run_in_the_home_folder(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_the_home_folder(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     literal = Path("~").exists()
     with pytest.raises(FileNotFoundError, match="~/run"):  # which this test opens as it is written
@@ -152,11 +172,14 @@ def test_a_run_in_the_home_folder(shared: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_digits_are_learned_and_four_processes_agree(tmp_path: Path) -> None:
-    """The acceptance of the image path: above 95 % on held-out digits, and within a point of it on 4 processes."""
+    """The acceptance of the image path: above 95 % on held-out digits, and within a point of it on
+    4 processes."""
     command = ("-m", "meshtrain.train", "configs/digits.yaml")
     alone = forked(1, *command, f"train.output={tmp_path}/one").check()
     forked(4, *command, f"train.output={tmp_path}/four", "data.workers=0").check()
-    of_one, of_four = (read(tmp_path / name / "metrics.jsonl")[-1]["accuracy"] for name in ("one", "four"))
+    of_one, of_four = (
+        read(tmp_path / name / "metrics.jsonl")[-1]["accuracy"] for name in ("one", "four")
+    )
     assert of_one > 0.95
     assert abs(of_one - of_four) <= 0.01
     assert re.search(r"^epoch 1  loss \d\.\d{4}  accuracy \d\d\.\d\d %$", alone.out, re.MULTILINE)
@@ -173,7 +196,16 @@ def test_cycles_that_outlive_a_collection_are_collected_later() -> None:
         with monitor.step(number):
             pass
 
-    names = ("step", "close", "enter_phase", "at_step", "restart", "begin", "adapt_deadline", "begin_step")
+    names = (
+        "step",
+        "close",
+        "enter_phase",
+        "at_step",
+        "restart",
+        "begin",
+        "adapt_deadline",
+        "begin_step",
+    )
     deadlines = SimpleNamespace(compiles=False)
     silent = SimpleNamespace(**dict.fromkeys(names, nothing), finished_step=0, deadlines=deadlines)
     silent.probe = silent
@@ -191,17 +223,33 @@ def test_cycles_that_outlive_a_collection_are_collected_later() -> None:
 def test_an_evaluation_reads_a_batch_when_the_one_before_is_done() -> None:
     """Each has a deadline of its own, and memory of its own."""
     order, model = [], nn.Linear(3, 2)
-    batches = (order.append("read") or Batch.of((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1])) for _ in range(3))
+    batches = (
+        order.append("read") or Batch.of((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]))
+        for _ in range(3)
+    )
     model.register_forward_hook(lambda *_: order.append("computed"))
     evaluate(model, batches, ALONE, CPU, torch.float32)
     assert order == ["read", "computed"] * 3
 
 
 @pytest.mark.parametrize("coefficient", [0.01, 1e300])
-def test_a_skipped_step_leaves_what_routers_count(coefficient: float, shared: Path, tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_what_routers_count(
+    coefficient: float, shared: Path, tmp_path: Path
+) -> None:
     """A term as large as that makes a gradient whose norm is no number."""
-    router = ("model.name=tests/models/moe.py", "model.score=sigmoid", f"model.router_z_loss_coef={coefficient}")
-    rows = train(shared, tmp_path, *router, "train.steps=1", "train.precision=float64", "train.on_nonfinite=skip")
+    router = (
+        "model.name=tests/models/moe.py",
+        "model.score=sigmoid",
+        f"model.router_z_loss_coef={coefficient}",
+    )
+    rows = train(
+        shared,
+        tmp_path,
+        *router,
+        "train.steps=1",
+        "train.precision=float64",
+        "train.on_nonfinite=skip",
+    )
     tensors = load_file(tmp_path / "checkpoints/step_0000001/rank_00000.safetensors")
     gate = "model.model.layers.1.mlp.gate"
     happened = coefficient < 1

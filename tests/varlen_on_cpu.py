@@ -1,7 +1,9 @@
-"""torch's variable-length attention on a CPU: by torch's attention with a mask of the documents, in any dtype.
+"""torch's variable-length attention on a CPU: by torch's attention with a mask of the documents, in
+any dtype.
 
-torch has kernels of these operators for GPUs only. This module registers CPU kernels under torch's own operator names,
-autograd and shape functions, and refuses arguments that the GPU kernels do not accept.
+torch has kernels of these operators for GPUs only. This module registers CPU kernels under torch's
+own operator names, autograd and shape functions, and refuses arguments that the GPU kernels do not
+accept.
 """
 
 import inspect
@@ -13,14 +15,17 @@ from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varle
 
 aten = torch.ops.aten
 HAS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
-KERNEL = partial(varlen_attn, enable_gqa=True) if HAS_FLAG else varlen_attn  # for grouped heads, too
+# for grouped heads, too
+KERNEL = partial(varlen_attn, enable_gqa=True) if HAS_FLAG else varlen_attn
 
 
 def called() -> None:
     """Called by each forward; tests patch it to count calls."""
 
 
-def _mask(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool, window: list[int]) -> Tensor:
+def _mask(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool, window: list[int]
+) -> Tensor:
     """(n, n), 0 where a query sees a key and -inf elsewhere."""
     assert q.dtype == k.dtype == v.dtype
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
@@ -64,7 +69,9 @@ def forward(
     assert torch.equal(ends, ends_k)
     assert enable_gqa or not HAS_FLAG or q.shape[1] == k.shape[1]
     mask = _mask(q, k, v, ends, longest, causal, window)
-    y, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_batched(q, k, v), attn_mask=mask, scale=scale)
+    y, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        *_batched(q, k, v), attn_mask=mask, scale=scale
+    )
     return y[0].transpose(0, 1).contiguous(), lse[0].float(), torch.zeros(2, dtype=torch.uint64)
 
 

@@ -1,17 +1,19 @@
-"""Breaks the product in many small ways, one at a time, and counts how many of them the tests notice.
+"""Breaks the product in many small ways, one at a time, and counts how many of them the tests
+notice.
 
     python tools/mutate.py                       60 mutations against the tests of this checkout
-    python tools/mutate.py --tests ../before     the same mutations against the tests of another checkout
-    python tools/mutate.py --whole               survivors once more, against the whole of `make test`
-    python tools/mutate.py --list                only prints what it would change
+    python tools/mutate.py --tests ../before     the same mutations against the tests of another
+    checkout python tools/mutate.py --whole               survivors once more, against the whole of
+    `make test` python tools/mutate.py --list                only prints what it would change
 
-A mutation flips an operator, drops a collective, shifts an index or skips a branch in one of the rooms below. Which
-ones is a function of SEED and the text of the product. Each is made in a copy of the checkout and runs, side by side,
-the tests of its room and the parity cells on two ranks, until a test fails, but no longer than LIMIT_S. What no test
-has failed for until then has survived: some mutations change nothing that can be seen, so what counts is the
-difference between two suites.
+A mutation flips an operator, drops a collective, shifts an index or skips a branch in one of the
+rooms below. Which ones is a function of SEED and the text of the product. Each is made in a copy of
+the checkout and runs, side by side, the tests of its room and the parity cells on two ranks, until
+a test fails, but no longer than LIMIT_S. What no test has failed for until then has survived: some
+mutations change nothing that can be seen, so what counts is the difference between two suites.
 
-Results are appended to a file, a JSON object per mutation. Started again, it goes on behind the last one.
+Results are appended to a file, a JSON object per mutation. Started again, it goes on behind the
+last one.
 """
 
 import argparse
@@ -95,19 +97,33 @@ class Mutation:
     after: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.kind}: {' '.join(self.before.split())} -> {self.after}"
+        return (
+            f"{self.file}:{self.line} {self.kind}: {' '.join(self.before.split())} -> {self.after}"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------- what to change
+# --------------------------------------------------------------------------------------------------
+# what to change
 
 
 def replacements(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
-    """The changes that can be made at one node: (kind, the expression that is replaced, its new text)."""
+    """The changes that can be made at one node: (kind, the expression that is replaced, its new
+    text)."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
-            yield "operator", node, ast.unparse(ast.Compare(left, [COMPARISONS[type(op)]()], [right]))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC and not is_text(left, right):
-            yield "operator", node, f"({ast.unparse(ast.BinOp(left, ARITHMETIC[type(op)](), right))})"
+            yield (
+                "operator",
+                node,
+                ast.unparse(ast.Compare(left, [COMPARISONS[type(op)]()], [right])),
+            )
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC and not is_text(
+            left, right
+        ):
+            yield (
+                "operator",
+                node,
+                f"({ast.unparse(ast.BinOp(left, ARITHMETIC[type(op)](), right))})",
+            )
         case ast.BoolOp(op=op, values=values):
             other = ast.Or() if isinstance(op, ast.And) else ast.And()
             yield "operator", node, f"({ast.unparse(ast.BoolOp(other, values))})"
@@ -121,7 +137,9 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
             yield "branch", test, "False"
         case ast.Expr(value=ast.Call() as call) if is_collective(call):
             yield "collective", call, "None"
-        case ast.Call(func=ast.Attribute(value=ast.Call() as call, attr="wait")) if is_collective(call) and call.args:
+        case ast.Call(func=ast.Attribute(value=ast.Call() as call, attr="wait")) if (
+            is_collective(call) and call.args
+        ):
             yield "collective", node, ast.unparse(call.args[0])
         case ast.Call(args=[first, *_]) if is_collective(node):
             yield "collective", node, ast.unparse(first)
@@ -129,7 +147,10 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
 
 def is_text(*operands: ast.expr) -> bool:
     """Whether an operand is a text or a list, which have no other operator."""
-    return any(isinstance(x, ast.JoinedStr | ast.List | ast.Tuple) or ast.unparse(x)[0] in "'\"" for x in operands)
+    return any(
+        isinstance(x, ast.JoinedStr | ast.List | ast.Tuple) or ast.unparse(x)[0] in "'\""
+        for x in operands
+    )
 
 
 def is_collective(call: ast.Call) -> bool:
@@ -138,7 +159,8 @@ def is_collective(call: ast.Call) -> bool:
 
 
 def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run: no annotations, no decorators, and nothing of what only types are imported for."""
+    """The nodes that run: no annotations, no decorators, and nothing of what only types are
+    imported for."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list"):
             continue
@@ -169,7 +191,9 @@ def mutations_of(file: Path, room: str) -> Iterator[Mutation]:
             start = offset(replaced.lineno, replaced.col_offset)
             end = offset(replaced.end_lineno, replaced.end_col_offset)
             name = str(file.relative_to(REPO))
-            mutation = Mutation(room, kind, name, replaced.lineno, start, end, text[start:end], after)
+            mutation = Mutation(
+                room, kind, name, replaced.lineno, start, end, text[start:end], after
+            )
             if compiles(text[:start] + after + text[end:]):
                 yield mutation
 
@@ -202,12 +226,15 @@ def chosen(count: int, seed: int) -> list[Mutation]:
     return list(picked.values())
 
 
-# ------------------------------------------------------------------------------------------------- whether it is seen
+# -------------------------------------------------------------------------------------------------
+# whether it is seen
 
 
 def copy_of(tests: Path, folder: Path, mutation: Mutation | None) -> None:
     """The tests' checkout with this checkout's product, changed at one place."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=tests, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=tests, check=True, capture_output=True, text=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +242,9 @@ def copy_of(tests: Path, folder: Path, mutation: Mutation | None) -> None:
             shutil.copy2(tests / name, target)
     for product in ("meshtrain", "models"):
         shutil.rmtree(folder / product)
-        shutil.copytree(REPO / product, folder / product, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPO / product, folder / product, ignore=shutil.ignore_patterns("__pycache__")
+        )
     if mutation is not None:
         file = folder / mutation.file
         text = file.read_text()
@@ -225,7 +254,8 @@ def copy_of(tests: Path, folder: Path, mutation: Mutation | None) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutation. `by`: the first test that failed; None: none did, and `ended` says whether all ran."""
+    """What became of a mutation. `by`: the first test that failed; None: none did, and `ended` says
+    whether all ran."""
 
     by: str | None
     ended: bool
@@ -241,9 +271,24 @@ def verdict_of(folder: Path, commands: list[list[str]], limit_s: float) -> Verdi
     for i, arguments in enumerate(commands):
         log = folder / f"mutate_{i}.log"
         with log.open("w") as file:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *arguments]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-rfE",
+                "-p",
+                "no:cacheprovider",
+                *arguments,
+            ]
             process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
             )
             runs.append((process, log))
     try:
@@ -280,24 +325,35 @@ def kill_marked(mark: str) -> None:
             continue
 
 
-def tried(mutation: Mutation | None, tests: Path, commands: list[list[str]], limit_s: float) -> Verdict:
+def tried(
+    mutation: Mutation | None, tests: Path, commands: list[list[str]], limit_s: float
+) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
         copy_of(tests, Path(folder), mutation)
         return verdict_of(Path(folder), commands, limit_s)
 
 
-# ------------------------------------------------------------------------------------------------------- the command
+# --------------------------------------------------------------------------------------------------
+# the command
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--tests", type=Path, default=REPO, help="the checkout whose tests run; this one")
-    parser.add_argument("--results", type=Path, default=REPO / "build" / "mutations.jsonl")
-    parser.add_argument("--parity", default=json.dumps(PARITY), help="pytest's arguments for parity, as JSON")
     parser.add_argument(
-        "--whole", action="store_true", help="survivors of the results against the whole of `make test`"
+        "--tests", type=Path, default=REPO, help="the checkout whose tests run; this one"
+    )
+    parser.add_argument("--results", type=Path, default=REPO / "build" / "mutations.jsonl")
+    parser.add_argument(
+        "--parity", default=json.dumps(PARITY), help="pytest's arguments for parity, as JSON"
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="survivors of the results against the whole of `make test`",
     )
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -306,7 +362,11 @@ def main() -> int:
         print(*mutations, sep="\n")
         return 0
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    rows = (
+        [json.loads(line) for line in options.results.read_text().splitlines()]
+        if options.results.exists()
+        else []
+    )
     known = {key_of(row) for row in rows}
     if options.whole:
         survivors = [row for row in rows if row["by"] is None and not row["whole"]]
@@ -326,7 +386,10 @@ def main() -> int:
         with options.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         rows.append(row)
-        print(f"{i}/{len(todo)} {mutation}\n    {verdict.by or 'survived'}, {verdict.seconds:.0f} s", flush=True)
+        print(
+            f"{i}/{len(todo)} {mutation}\n    {verdict.by or 'survived'}, {verdict.seconds:.0f} s",
+            flush=True,
+        )
     print(summary(rows))
     return 0
 
@@ -345,7 +408,10 @@ def summary(rows: list[dict]) -> str:
             noticed = Counter(row[field] for row in of_phase if row["by"] is not None)
             lines.append(", ".join(f"{name} {noticed[name]}/{total[name]}" for name in total))
         noticed_in_all = sum(row["by"] is not None for row in of_phase)
-        lines.append(f"{'whole suite' if whole else 'room and parity'}: {noticed_in_all} of {len(of_phase)} noticed")
+        lines.append(
+            f"{'whole suite' if whole else 'room and parity'}: {noticed_in_all} of {len(of_phase)} "
+            "noticed"
+        )
     return "\n".join(line for line in lines if line)
 
 

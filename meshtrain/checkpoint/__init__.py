@@ -1,4 +1,5 @@
-"""Checkpoints: a run's whole state, written on one layout and read on any other. Imports no torch."""
+"""Checkpoints: a run's whole state, written on one layout and read on any other. Imports no
+torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

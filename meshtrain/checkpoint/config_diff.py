@@ -1,4 +1,5 @@
-"""Config diff: what may differ between the run that saved a checkpoint and the run that resumes from it."""
+"""Config diff: what may differ between the run that saved a checkpoint and the run that resumes
+from it."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +18,34 @@ if TYPE_CHECKING:
 
 DATA = "the data"  # name of the data as a whole: its fingerprint and size
 _FIXED = ("model.", "data.", "batch.global_size", "train.seed", "train.freeze", "train.lora")
-# Keys of these sections that may differ: where the run started from, where its data lies, and how it is read.
-_FREE = ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
+# Keys of these sections that may differ: where the run started from, where its data lies, and how
+# it is read.
+_FREE = (
+    "model.preset",
+    "model.weights",
+    "data.path",
+    "data.cache",
+    "data.workers",
+    "data.prefetch",
+    "data.pin_memory",
+)
 _UNLISTED = frozenset(
-    ("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos")
+    (
+        "checkpoint.resume",
+        "checkpoint.path",
+        "train.output",
+        "train.time_limit",
+        "train.steps",
+        "train.chaos",
+    )
 ) | {"parallel.expert_parallel"}  # compared as resolved, beside the layout
-_FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")  # names or paths; files may have moved
+# names or paths; files may have moved
+_FILES = (
+    "model.name",
+    "data.source",
+    "data.validation",
+    "data.tokenizer",
+)
 
 
 @dataclass
@@ -34,23 +57,36 @@ class Changes:
     other_data: bool = False  # whether a refused difference is one of the data
 
     def add(
-        self, name: str, then: Any, now: Any, *, refuse: bool = False, words: Callable[[Any], object] = lambda x: x
+        self,
+        name: str,
+        then: Any,
+        now: Any,
+        *,
+        refuse: bool = False,
+        words: Callable[[Any], object] = lambda x: x,
     ) -> None:
         """`words`: the printed form of a value, which may show less than is compared."""
         if then != now:
             line = f"{name}: {yaml_text(words(then))} -> {yaml_text(words(now))}"
-            printable = "".join(c if c.isprintable() else "?" for c in line)  # a checkpoint is not trusted
+            # a checkpoint is not trusted
+            printable = "".join(c if c.isprintable() else "?" for c in line)
             (self.refused if refuse else self.listed).append(printable)
             self.other_data |= refuse and (name == DATA or name.startswith("data."))
 
 
 def compare_configs(
-    then: Mapping[str, Any], now: Mapping[str, Any], *, other_data: bool = False, step: int | None = None
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    other_data: bool = False,
+    step: int | None = None,
 ) -> Changes:
-    """Compares two configs, section -> key -> value as read from JSON; `other_data`: the section `data` may differ.
-    `step`: the checkpoint's step; lengths, batch sizes and weights that change at later steps may differ.
+    """Compares two configs, section -> key -> value as read from JSON; `other_data`: the section
+    `data` may differ. `step`: the checkpoint's step; lengths, batch sizes and weights that change
+    at later steps may differ.
 
-    Keys that only one config has were removed or added by another version of meshtrain; its default applies.
+    Keys that only one config has were removed or added by another version of meshtrain; its default
+    applies.
     """
     changes = Changes()
     before, after = dict(_keys(then, step)), dict(_keys(now, step))
@@ -58,7 +94,11 @@ def compare_configs(
         old, new = before[name], after[name]
         if name in _FILES and Path(str(old)).name == Path(str(new)).name:
             continue
-        fixed = name.startswith(_FIXED) and name not in _FREE and not (other_data and name.startswith("data."))
+        fixed = (
+            name.startswith(_FIXED)
+            and name not in _FREE
+            and not (other_data and name.startswith("data."))
+        )
         if name == "train.precision":  # float64 keeps float64 weights, all others float32
             fixed = "float64" in (old, new)
         changes.add(name, old, new, refuse=fixed)
@@ -69,7 +109,9 @@ def compare_configs(
 
 def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, Any]]:
     for section, keys in config.items():
-        if section != "layout" and isinstance(keys, Mapping):  # the resolved layout is compared instead, without -1
+        if section != "layout" and isinstance(
+            keys, Mapping
+        ):  # the resolved layout is compared instead, without -1
             # Older versions kept rope_parameters as they were given.
             for key, value in (one_form(keys) if section == "model" else keys).items():
                 name = f"{section}.{key}"
@@ -82,7 +124,8 @@ def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, An
 
 
 def _source(source: Any, step: int | None) -> Any:
-    """The keys of a source that are compared. Its data may have moved, and is compared by its fingerprint."""
+    """The keys of a source that are compared. Its data may have moved, and is compared by its
+    fingerprint."""
     if not isinstance(source, Mapping):
         return source
     own = {key: value for key, value in source.items() if key not in ("path", "epochs")}
@@ -93,7 +136,9 @@ def _until(value: Any, step: int | None) -> Any:
     """A value that may change at steps, restricted to the changes before `step`."""
     if not isinstance(value, list) or step is None:
         return value
-    past = [change for change in value if isinstance(change, list) and change[0] in range(max(step, 1))]
+    past = [
+        change for change in value if isinstance(change, list) and change[0] in range(max(step, 1))
+    ]
     return past[0][1] if len(past) == 1 else past
 
 
@@ -101,7 +146,9 @@ def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
     """The differences between this run and the run that wrote the checkpoint."""
     other_data = spec.config.checkpoint.allow_other_data
     now_config = json.loads(json.dumps(spec.config.plain()))
-    changes = compare_configs(manifest.config, now_config, other_data=other_data, step=manifest.step)
+    changes = compare_configs(
+        manifest.config, now_config, other_data=other_data, step=manifest.step
+    )
     then, now = _data(manifest.data), _data(spec.data)
     if len(then[1]) == 1:  # written before images had a fingerprint of the validation set
         now = now[0], now[1][:1]
@@ -109,14 +156,17 @@ def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
     assert job.layout is not None
     changes.add("layout", manifest.layout.sizes, job.layout.sizes)
     changes.add("experts", manifest.layout.experts, job.layout.experts)
-    changes.add("the last step, where the learning rate ends", manifest.counters.get("steps"), spec.steps)
+    changes.add(
+        "the last step, where the learning rate ends", manifest.counters.get("steps"), spec.steps
+    )
     for name, version in spec.versions.items():
         changes.add(name, manifest.versions.get(name), version)
     return changes
 
 
 def _data(about: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The number of training samples, and the digests of the training data and of a separate validation set."""
+    """The number of training samples, and the digests of the training data and of a separate
+    validation set."""
     return about.get("train"), str(about.get("fingerprint")).split()
 
 
@@ -125,16 +175,21 @@ def _data_words(data: tuple[Any, list[str]]) -> str:
 
 
 def check(manifest: Manifest, spec: "RunSpec", job: Job, checkpoint: Path) -> None:
-    """Raises InputError if a checkpoint is not of this run; names every refused difference, with both values."""
+    """Raises InputError if a checkpoint is not of this run; names every refused difference, with
+    both values."""
     changes = compare(manifest, spec, job)
     if changes.refused:
-        way = "take the values of the checkpoint, or another folder for another run with train.output=FOLDER"
+        way = (
+            "take the values of the checkpoint, or another folder for another run with "
+            "train.output=FOLDER"
+        )
         if changes.other_data:
             way += ", or allow other data with checkpoint.allow_other_data=true"
             data = manifest.section("data")
             if "end_token" not in data and data.get("tokenizer", "bytes") != "bytes":
                 way += (
-                    "; an older version of meshtrain, which wrote it, may have ended documents with another token: "
+                    "; an older version of meshtrain, which wrote it, may have ended documents "
+                    "with another token: "
                     "data.end_token=TOKEN takes that one (docs/data.md)"
                 )
         lines = "\n".join(f"  {line}" for line in changes.refused)
@@ -142,17 +197,23 @@ def check(manifest: Manifest, spec: "RunSpec", job: Job, checkpoint: Path) -> No
     counters_of(manifest)
     if manifest.step > spec.steps:
         raise InputError(
-            f"{checkpoint} is of step {manifest.step}, and this run ends at step {spec.steps}: give it more steps, "
-            "name another folder with train.output=FOLDER, or an earlier checkpoint with checkpoint.resume=CHECKPOINT"
+            f"{checkpoint} is of step {manifest.step}, and this run ends at step {spec.steps}: "
+            "give it more steps, "
+            "name another folder with train.output=FOLDER, or an earlier checkpoint with "
+            "checkpoint.resume=CHECKPOINT"
         )
 
 
 def counters_of(manifest: Manifest) -> dict[str, Any]:
-    """The counters of a run as its step logger wrote them. Raises InputError: they are something else."""
+    """The counters of a run as its step logger wrote them. Raises InputError: they are something
+    else."""
     counters: Mapping[str, Any] = manifest.counters
     epoch: Any = counters.get("epoch")
     good = type(counters.get("tokens")) is int and isinstance(epoch, dict)
     good = good and epoch.keys() == {"loss", "targets", "correct"}
     if not good or not all(isinstance(number, int | float | None) for number in epoch.values()):
-        raise InputError(f"the manifest of step {manifest.step} does not say what was counted: its books are broken")
+        raise InputError(
+            f"the manifest of step {manifest.step} does not say what was counted: its books are "
+            "broken"
+        )
     return dict(counters)

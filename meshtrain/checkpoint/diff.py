@@ -1,4 +1,5 @@
-"""Diff of two checkpoints written by any layouts: whole tensors are compared, block by block, without torch."""
+"""Diff of two checkpoints written by any layouts: whole tensors are compared, block by block,
+without torch."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +20,15 @@ from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 BLOCK = 16 * 2**20  # bytes of a tensor that are compared at a time
 STATE = ("step", "samples", "tokens", "data", "rng")  # the state of a run besides its tensors
 ABOUT = ("evaluation", "layout", "experts", "versions", "config")  # how that state was reached
-_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
+_NUMPY = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+}
 
 
 @dataclass(frozen=True)
@@ -28,17 +37,21 @@ class TensorDifference:
 
     name: str
     what: str  # the difference in words
-    elements: int | None = None  # number of elements whose bits differ; None: the tensors cannot be compared
-    largest: float | None = None  # the largest difference between two elements; inf if one of them is NaN
+    # number of elements whose bits differ; None: the tensors cannot be compared
+    elements: int | None = None
+    # the largest difference between two elements; inf if one of them is NaN
+    largest: float | None = None
     at: tuple[int, ...] | None = None  # the index of that largest difference
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences between two checkpoints; `state` and `about` are key -> both values, where they differ."""
+    """The differences between two checkpoints; `state` and `about` are key -> both values, where
+    they differ."""
 
     compared: int  # number of tensors that both have
-    tensors: list[TensorDifference]  # tensors that are not bit-equal, in the order of the first checkpoint
+    # tensors that are not bit-equal, in the order of the first checkpoint
+    tensors: list[TensorDifference]
     state: dict[str, tuple[Any, Any]]  # differences in the rest of the state
     about: dict[str, tuple[Any, Any]]  # differences in how the state was reached
 
@@ -49,10 +62,18 @@ class Difference:
 
 
 def diff(a: Path, b: Path) -> Difference:
-    """Compares two checkpoints. Raises DamagedError: one is damaged where it was read; InputError: not a checkpoint."""
-    with ShardReader(a, open_manifest(a)[0]) as first, ShardReader(b, open_manifest(b)[0]) as second:
+    """Compares two checkpoints. Raises DamagedError: one is damaged where it was read; InputError:
+    not a checkpoint."""
+    with (
+        ShardReader(a, open_manifest(a)[0]) as first,
+        ShardReader(b, open_manifest(b)[0]) as second,
+    ):
         names = dict.fromkeys([*first.manifest.tensors, *second.manifest.tensors])
-        tensors = [difference for name in names if (difference := _compare(name, first, second)) is not None]
+        tensors = [
+            difference
+            for name in names
+            if (difference := _compare(name, first, second)) is not None
+        ]
         compared = len(first.manifest.tensors.keys() & second.manifest.tensors.keys())
         state, about = (_values(first.manifest, second.manifest, keys) for keys in (STATE, ABOUT))
         return Difference(compared, tensors, state, about)
@@ -74,16 +95,22 @@ def _compare(name: str, first: ShardReader, second: ShardReader) -> TensorDiffer
         u, v = _numbers(x[differing], a.dtype), _numbers(y[differing], a.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             distance = np.abs(u - v)
-        distance[np.isnan(distance)] = math.inf  # a NaN is farther from a number than any other number
+        # a NaN is farther from a number than any other number
+        distance[np.isnan(distance)] = math.inf
         most = int(distance.argmax())
         if distance[most] > largest:
             largest, values = float(distance[most]), (float(u[most]), float(v[most]))
             inside = np.unravel_index(int(differing[most]), shape_of(box))
-            at = tuple(int(i) + span.start for i, span in zip(inside, box, strict=True))[: len(a.shape)]
+            at = tuple(int(i) + span.start for i, span in zip(inside, box, strict=True))[
+                : len(a.shape)
+            ]
     if not different:
         return None
     place = f" at {list(at)}" if at else ""
-    text = f"{different:,} of {math.prod(a.dims):,} elements differ, most{place}: {values[0]!r} and {values[1]!r}"
+    text = (
+        f"{different:,} of {math.prod(a.dims):,} elements differ, most{place}: {values[0]!r} and "
+        f"{values[1]!r}"
+    )
     return TensorDifference(name, text, different, largest, at)
 
 
@@ -106,7 +133,8 @@ def _boxes(whole: Part, size: int) -> Iterator[Part]:
 def _bits(checkpoint: ShardReader, name: str, tensor: Placement, box: Part) -> np.ndarray:
     """A box of a tensor, flat, as unsigned integers.
 
-    A box spans all dims after the one it cuts and one index of the dims before: it is contiguous within each piece.
+    A box spans all dims after the one it cuts and one index of the dims before: it is contiguous
+    within each piece.
     """
     size = SIZES[tensor.dtype]
     bits = np.empty(shape_of(box), f"<u{size}")
@@ -114,7 +142,9 @@ def _bits(checkpoint: ShardReader, name: str, tensor: Placement, box: Part) -> n
         shard = checkpoint.shard_with(name, rank, piece)
         both = overlap(piece, box)
         stretch = np.empty(shape_of(both), bits.dtype)
-        begin = size * int(np.ravel_multi_index([span.start for span in within(both, piece)], shape_of(piece)))
+        begin = size * int(
+            np.ravel_multi_index([span.start for span in within(both, piece)], shape_of(piece))
+        )
         shard.read_bytes(name, begin, stretch.data.cast("B"))
         bits[within(both, box)] = stretch
     return bits.reshape(-1)
@@ -131,4 +161,5 @@ def _values(a: Manifest, b: Manifest, keys: tuple[str, ...]) -> dict[str, tuple[
     fields = [vars(x) | {"layout": str(x.layout), "experts": x.layout.experts} for x in (a, b)]
     of_a, of_b = (dict(flat_items({key: field[key] for key in keys})) for field in fields)
     pairs = {name: (of_a.get(name), of_b.get(name)) for name in dict.fromkeys([*of_a, *of_b])}
-    return {name: (x, y) for name, (x, y) in pairs.items() if repr(x) != repr(y)}  # by repr, so that NaN equals NaN
+    # by repr, so that NaN equals NaN
+    return {name: (x, y) for name, (x, y) in pairs.items() if repr(x) != repr(y)}

@@ -1,8 +1,10 @@
-"""Node-local checkpoints: each rank writes its file to a disk of its host first, and reads it from there on resume.
+"""Node-local checkpoints: each rank writes its file to a disk of its host first, and reads it from
+there on resume.
 
-`FOLDER/ID/rank_00003/step_0000100` holds the file of rank 3, the manifest of all files, and COMPLETE. The ID is stored
-in the shared folder of the checkpoints: a run that starts in a fresh folder finds nothing of an earlier run.
-The checksum of the manifest identifies a checkpoint, so files of two checkpoints are never mixed.
+`FOLDER/ID/rank_00003/step_0000100` holds the file of rank 3, the manifest of all files, and
+COMPLETE. The ID is stored in the shared folder of the checkpoints: a run that starts in a fresh
+folder finds nothing of an earlier run. The checksum of the manifest identifies a checkpoint, so
+files of two checkpoints are never mixed.
 """
 
 import errno
@@ -47,7 +49,8 @@ class LocalDisk:
         self._here = [rank for rank in range(job.world_size) if job.layout.host(rank) == job.host]
         self.own = self._of(job.rank)
         self._manifests: dict[Known, Manifest] = {}
-        self.went_on_from: int | None = None  # step resumed from, if that checkpoint is on local disks only
+        # step resumed from, if that checkpoint is on local disks only
+        self.went_on_from: int | None = None
         with job.collective_check("opening the local disks"):
             try:
                 self.own.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,8 @@ class LocalDisk:
         return write_shard(path / file_of(self._rank), snapshot.tensors())
 
     def finish(self, step: int, manifest_text: str) -> None:
-        """Makes this rank's file part of a checkpoint. Called when all ranks have written theirs."""
+        """Makes this rank's file part of a checkpoint. Called when all ranks have written
+        theirs."""
         if (self.own / name_of(step)).exists():
             directory.remove(self.own / name_of(step))
         directory.finish(self.own, step, manifest_text, only=file_of(self._rank))
@@ -86,7 +90,8 @@ class LocalDisk:
             oldest = complete_steps(self.own)[0]
             for folder in set(self._folder.glob("rank_*")) - own:
                 steps = complete_steps(folder)
-                if steps and steps[-1] < oldest:  # else that rank is active, and several hosts share this disk
+                # else that rank is active, and several hosts share this disk
+                if steps and steps[-1] < oldest:
                     shutil.rmtree(folder)
 
     def remove_later(self, step: int) -> None:
@@ -97,14 +102,16 @@ class LocalDisk:
                 directory.remove(self.own / name_of(later))
 
     def inventory(self) -> dict[Known, dict[int, Path]]:
-        """The checkpoints of which this host has files -> rank -> folder of its file. Contents are not checked."""
+        """The checkpoints of which this host has files -> rank -> folder of its file. Contents are
+        not checked."""
         by_known: dict[Known, dict[int, Path]] = {}
         for folder in self._folder.glob("rank_*"):
             steps: list[int] = []
             with suppress(OSError):  # a disk that cannot be read counts as empty
                 steps = complete_steps(folder)
             for step in steps:
-                with suppress(InputError, OSError, ValueError, KeyError):  # a damaged checkpoint counts as missing
+                # a damaged checkpoint counts as missing
+                with suppress(InputError, OSError, ValueError, KeyError):
                     manifest, digest = read_manifest(folder / name_of(step))
                     rank = int(folder.name.removeprefix("rank_"))
                     check_files(folder / name_of(step), manifest, file_of(rank))
@@ -114,11 +121,20 @@ class LocalDisk:
 
     def offers(self, layout: Layout) -> list[Known]:
         """The checkpoints of which this host has every file that this rank needs on a layout."""
-        return [known for known, files in self.inventory().items() if self._needs(known, layout) <= files.keys()]
+        return [
+            known
+            for known, files in self.inventory().items()
+            if self._needs(known, layout) <= files.keys()
+        ]
 
     def _needs(self, known: Known, layout: Layout) -> set[int]:
         manifest = self._manifests[known]
         old = manifest.layout
-        if (old.sizes, old.experts, old.context_heads) != (layout.sizes, layout.experts, layout.context_heads):
-            return set(range(len(manifest.files)))  # the placement on the new layout is not known yet
+        if (old.sizes, old.experts, old.context_heads) != (
+            layout.sizes,
+            layout.experts,
+            layout.context_heads,
+        ):
+            # the placement on the new layout is not known yet
+            return set(range(len(manifest.files)))
         return files_needed(manifest, manifest.tensors, layout, self._rank)

@@ -1,8 +1,10 @@
-"""Replica check: whether ranks that must hold the same values do. Shows silent memory faults that no loss reveals.
+"""Replica check: whether ranks that must hold the same values do. Shows silent memory faults that
+no loss reveals.
 
-Each rank sums up the bits of every tensor that other ranks hold, too. Tensors with the same placement have the same
-replicas, so one digest of all their sums suffices; only if digests differ are ranks asked which tensor differs.
-Besides, each rank looks for weights that are not finite: where no batch uses them, no loss and no norm shows them.
+Each rank sums up the bits of every tensor that other ranks hold, too. Tensors with the same
+placement have the same replicas, so one digest of all their sums suffices; only if digests differ
+are ranks asked which tensor differs. Besides, each rank looks for weights that are not finite:
+where no batch uses them, no loss and no norm shows them.
 """
 
 import hashlib
@@ -21,26 +23,33 @@ from meshtrain.layout import Layout
 
 MOST_NAMED = 4  # ranks of one group that are asked for their sums
 
-Kind = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # cuts and stages of tensors with the same placement
+# cuts and stages of tensors with the same placement
+Kind = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]
 
 
 class Sums:
-    """Bit sums of a rank's tensors at construction. They are read later; constructing does not wait for the device."""
+    """Bit sums of a rank's tensors at construction. They are read later; constructing does not wait
+    for the device."""
 
     def __init__(self, state: State) -> None:
         names = Counter(shard.name for shard in state.shards)
         compared = [
             shard
             for shard in state.shards
-            if shard.compared and (copies(shard.placement, state.layout) > 1 or names[shard.name] > 1)
+            if shard.compared
+            and (copies(shard.placement, state.layout) > 1 or names[shard.name] > 1)
         ]
         self._kinds = kinds_of(state.placements)
-        self._names = [(self._kinds.index(kind_of(shard.placement)), shard.name) for shard in compared]
+        self._names = [
+            (self._kinds.index(kind_of(shard.placement)), shard.name) for shard in compared
+        ]
         self._sums = torch.stack([bit_sum(shard.local) for shard in compared]) if compared else None
         self._values: list[int] | None = None
         weights = [shard for shard in state.shards if _is_weight(shard)]
         self._weights = [shard.name for shard in weights]
-        self._largest = torch.stack([largest(shard.local) for shard in weights]) if weights else None
+        self._largest = (
+            torch.stack([largest(shard.local) for shard in weights]) if weights else None
+        )
 
     def not_finite(self) -> list[str]:
         """The weights of which this rank holds values that are NaN or infinite."""
@@ -48,19 +57,26 @@ class Sums:
             return []
         with waiting("the largest values of the weights", resource=Resource.DEVICE):
             finite = torch.isfinite(self._largest).tolist()
-        return sorted({name for name, is_finite in zip(self._weights, finite, strict=True) if not is_finite})
+        return sorted(
+            {name for name, is_finite in zip(self._weights, finite, strict=True) if not is_finite}
+        )
 
     def digests(self) -> dict[str, str]:
         """Number of a kind -> one digest of all this rank's tensors of that kind."""
         texts: dict[int, list[str]] = {}
         for number, name, value in self._all():
             texts.setdefault(number, []).append(f"{name} {value}")
-        return {str(n): hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for n, lines in texts.items()}
+        return {
+            str(n): hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+            for n, lines in texts.items()
+        }
 
     def inconsistent_ties(self) -> list[str]:
         """The tied weights that have different values on two stages of this rank."""
         first: dict[str, int] = {}
-        return sorted({name for _, name, value in self._all() if first.setdefault(name, value) != value})
+        return sorted(
+            {name for _, name, value in self._all() if first.setdefault(name, value) != value}
+        )
 
     def of_kind(self, number: int) -> dict[str, list[int]]:
         """The sums of the tensors of a kind; a tied weight on two stages has two."""
@@ -85,7 +101,8 @@ class Divergence:
     kind: int
     group: tuple[int, ...]
     reporters: tuple[int, ...]  # ranks whose sums are compared
-    odd: tuple[int, ...]  # ranks that differ from the majority; all of the group if there is no majority
+    # ranks that differ from the majority; all of the group if there is no majority
+    odd: tuple[int, ...]
 
 
 def find_divergence(
@@ -93,38 +110,56 @@ def find_divergence(
 ) -> list[Divergence]:
     """Where digests that should be equal differ; `digests` are in rank order."""
     cuts = [axes for axes, _ in kinds_of(placements)]
-    groups: dict[tuple[int, ...], dict[int, str]] = {}  # the ranks that hold the same part of tensors of a kind
+    groups: dict[
+        tuple[int, ...], dict[int, str]
+    ] = {}  # the ranks that hold the same part of tensors of a kind
     for rank, digest_of in enumerate(digests):
         for number, digest in digest_of.items():
             part = int(number), *(layout.index(rank, axis) for axis, _ in cuts[int(number)])
             groups.setdefault(part, {})[rank] = digest
-    return [_divergence(part[0], group) for part, group in groups.items() if len(set(group.values())) > 1]
+    return [
+        _divergence(part[0], group)
+        for part, group in groups.items()
+        if len(set(group.values())) > 1
+    ]
 
 
 def _divergence(kind: int, digests: Mapping[int, str]) -> Divergence:
     common, n = Counter(digests.values()).most_common(1)[0]
-    majority = [rank for rank, digest in digests.items() if digest == common] if 2 * n > len(digests) else []
+    majority = (
+        [rank for rank, digest in digests.items() if digest == common]
+        if 2 * n > len(digests)
+        else []
+    )
     odd = tuple(rank for rank in digests if rank not in majority)
     return Divergence(kind, tuple(digests), (*odd[:MOST_NAMED], *majority[:1]), odd)
 
 
 def describe_divergence(
-    divergence: Divergence, sums: Mapping[int, Mapping[str, Sequence[int]]], rank_names: Sequence[str]
+    divergence: Divergence,
+    sums: Mapping[int, Mapping[str, Sequence[int]]],
+    rank_names: Sequence[str],
 ) -> str:
-    """Which ranks differ, and in which tensors; `sums` of the reporters, `rank_names` of all ranks."""
+    """Which ranks differ, and in which tensors; `sums` of the reporters, `rank_names` of all
+    ranks."""
     odd = [rank for rank in divergence.odd if rank in divergence.reporters]
     ranks = " and ".join(rank_names[rank] for rank in odd)
     if len(divergence.odd) > len(odd):
         ranks += f" and {len(divergence.odd) - len(odd)} more"
     names = dict.fromkeys(name for rank in odd for name in sums[rank])
-    differ = [name for name in names if len({tuple(sums[rank].get(name, ())) for rank in divergence.reporters}) > 1]
+    differ = [
+        name
+        for name in names
+        if len({tuple(sums[rank].get(name, ())) for rank in divergence.reporters}) > 1
+    ]
     agreeing = len(divergence.group) - len(divergence.odd)
     others = f"the {agreeing} other ranks that hold the same part" if agreeing else "each other"
     return f"{ranks} differ{'s' * (len(divergence.odd) == 1)} from {others}, in {join_some(differ)}"
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bytes taken 8 at a time, modulo 2^64: a scalar on its device. One bit flip changes it."""
+    """The sum of a tensor's bytes taken 8 at a time, modulo 2^64: a scalar on its device. One bit
+    flip changes it."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
@@ -134,7 +169,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """The largest absolute value of a tensor: a float64 scalar on its device; NaN if any value is NaN."""
+    """The largest absolute value of a tensor: a float64 scalar on its device; NaN if any value is
+    NaN."""
     return torch.linalg.vector_norm(tensor, ord=float("inf")).double()
 
 

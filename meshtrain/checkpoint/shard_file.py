@@ -1,7 +1,9 @@
-"""Shard file: one rank's safetensors file of a checkpoint, whose header also has the CRC-32 of each block of a tensor.
+"""Shard file: one rank's safetensors file of a checkpoint, whose header also has the CRC-32 of each
+block of a tensor.
 
-A reader of some rows reads and checks only the blocks that contain them. The manifest has the CRC-32 of the whole file,
-which is computed from those of header and blocks: neither writing nor opening a file has to read its tensors.
+A reader of some rows reads and checks only the blocks that contain them. The manifest has the
+CRC-32 of the whole file, which is computed from those of header and blocks: neither writing nor
+opening a file has to read its tensors.
 """
 
 import errno
@@ -19,7 +21,14 @@ from typing import Any
 
 from meshtrain.checkpoint.manifest import File, Manifest, dumps, file_of, parse_json
 from meshtrain.errors import DamagedError, MissingError, UnreadableError
-from meshtrain.huggingface.safetensors import METADATA, SIZES, Entry, header_length, pack_header, parse_entry
+from meshtrain.huggingface.safetensors import (
+    METADATA,
+    SIZES,
+    Entry,
+    header_length,
+    pack_header,
+    parse_entry,
+)
 from meshtrain.job.pending import advance
 from meshtrain.job.storage import fsync_file, write_all
 from meshtrain.parallel.sharding import Part, shape_of
@@ -28,16 +37,21 @@ FORMAT = "meshtrain checkpoint 1"
 BLOCK = 4 * 2**20  # bytes of a tensor under one checksum
 PAGE = 4096  # data begins at a multiple of this: unaligned reads took a fifth longer
 MAX_HEADER = 2**25  # bytes; the checksums of 8 TiB take 28 million
-# A tensor may be spread over hundreds of files, and opening one again takes 50 ms to combine its checksums.
+# A tensor may be spread over hundreds of files, and opening one again takes 50 ms to combine its
+# checksums.
 MOST_OPEN = 1024
 
 
-def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]) -> File:
-    """Writes a new file with these tensors, whose bytes are in C order, and waits until it is on disk.
+def write_shard(
+    path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]
+) -> File:
+    """Writes a new file with these tensors, whose bytes are in C order, and waits until it is on
+    disk.
 
-    A tensor may be given as an iterable of its blocks, of which two are in use at a time, so streaming needs memory for
-    two. A helper thread computes checksums during the writes. The header holds them and has the same length whatever
-    they are, so it is written last. Raises OSError: it cannot be written; a partial file stays.
+    A tensor may be given as an iterable of its blocks, of which two are in use at a time, so
+    streaming needs memory for two. A helper thread computes checksums during the writes. The header
+    holds them and has the same length whatever they are, so it is written last. Raises OSError: it
+    cannot be written; a partial file stays.
     """
     entries = [entry for entry, _ in tensors]
     for entry, data in tensors:
@@ -54,7 +68,9 @@ def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable
             for block in blocks:
                 try:
                     summing.append(helper.submit(zlib.crc32, block))
-                except RuntimeError as error:  # no thread can be started: a fault of the machine, like a full disk
+                except (
+                    RuntimeError
+                ) as error:  # no thread can be started: a fault of the machine, like a full disk
                     raise OSError(errno.EAGAIN, str(error), str(path)) from error
                 write_all(file, block)
                 if len(summing) > 1:  # a block's memory is reused for the block after the next
@@ -71,9 +87,11 @@ def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """Opens a file for reading; returns descriptor and size. Does not follow a link or block on a pipe.
+    """Opens a file for reading; returns descriptor and size. Does not follow a link or block on a
+    pipe.
 
-    Raises DamagedError: it is missing, or not a regular file; UnreadableError: it cannot be read now.
+    Raises DamagedError: it is missing, or not a regular file; UnreadableError: it cannot be read
+    now.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -93,10 +111,12 @@ def open_plain(path: Path) -> tuple[int, int]:
 
 
 class Shard(AbstractContextManager["Shard"]):
-    """One rank's file, opened for reading; several threads may read at once. `entries`: name -> Entry."""
+    """One rank's file, opened for reading; several threads may read at once. `entries`: name ->
+    Entry."""
 
     def __init__(self, path: Path, expected: File | None) -> None:
-        """Opens a file; checks all but tensor bytes. `expected`: its entry in the manifest. Raises DamagedError."""
+        """Opens a file; checks all but tensor bytes. `expected`: its entry in the manifest. Raises
+        DamagedError."""
         self.path = path
         self._file, size = open_plain(path)
         try:
@@ -105,21 +125,27 @@ class Shard(AbstractContextManager["Shard"]):
             header = self._read_header(size)
             self.entries, self._starts, self._crcs = _parse_header(path, header, size)
             if expected is not None and self._whole(header) != expected.crc32:
-                raise DamagedError(path, "its header or its checksums are not those that were written")
+                raise DamagedError(
+                    path, "its header or its checksums are not those that were written"
+                )
         except BaseException:
             self.close()
             raise
 
     def read_bytes(self, name: str, begin: int, into: memoryview) -> None:
-        """Fills `into` with the bytes of an entry from `begin` on; the checksum of every block touched is verified.
+        """Fills `into` with the bytes of an entry from `begin` on; the checksum of every block
+        touched is verified.
 
-        Raises DamagedError: no such bytes, or a block is not what was written; UnreadableError: not readable now.
+        Raises DamagedError: no such bytes, or a block is not what was written; UnreadableError: not
+        readable now.
         """
         entry, end = self.entries.get(name), begin + len(into)
         if entry is None:
             raise DamagedError(self.path, "is not in the file", name)
         if not 0 <= begin <= end <= entry.nbytes:
-            raise DamagedError(self.path, f"has {entry.nbytes:,} bytes; {begin:,} to {end:,} were to be read", name)
+            raise DamagedError(
+                self.path, f"has {entry.nbytes:,} bytes; {begin:,} to {end:,} were to be read", name
+            )
         for index in range(begin // BLOCK, -(-end // BLOCK)):
             advance()
             low, high = self._block(name, index)
@@ -161,7 +187,9 @@ class Shard(AbstractContextManager["Shard"]):
         self._read(self._starts[name] + index * BLOCK, into, name)
         if zlib.crc32(into) != self._crcs[name][index]:
             low, high = self._block(name, index)
-            raise DamagedError(self.path, f"its bytes {low:,} to {high:,} are not those that were written", name)
+            raise DamagedError(
+                self.path, f"its bytes {low:,} to {high:,} are not those that were written", name
+            )
 
     def _read(self, at: int, into: memoryview, tensor: str | None = None) -> None:
         done = 0
@@ -195,9 +223,12 @@ class Shard(AbstractContextManager["Shard"]):
 
 
 class ShardReader(AbstractContextManager["ShardReader"]):
-    """The files of one checkpoint. The most recently used ones stay open, with their headers parsed."""
+    """The files of one checkpoint. The most recently used ones stay open, with their headers
+    parsed."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, local: Mapping[int, Path] | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, manifest: Manifest, local: Mapping[int, Path] | None = None
+    ) -> None:
         """`local`: rank -> another folder that holds its file of the same checkpoint."""
         self.checkpoint = checkpoint
         self.manifest = manifest
@@ -205,21 +236,35 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         self._open: OrderedDict[int, Shard] = OrderedDict()  # by rank, the most recently used last
 
     def shard_with(self, name: str, rank: int, piece: Part) -> Shard:
-        """The file of a rank, which holds this piece of a tensor (see placement.pieces). DamagedError: it does not."""
+        """The file of a rank, which holds this piece of a tensor (see placement.pieces).
+        DamagedError: it does not."""
         shard = self._shard(rank)
-        entry, dtype, shape = shard.entries.get(name), self.manifest.tensors[name].dtype, shape_of(piece)
+        entry, dtype, shape = (
+            shard.entries.get(name),
+            self.manifest.tensors[name].dtype,
+            shape_of(piece),
+        )
         if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
-            stored = "is not in the file" if entry is None else f"is {entry.dtype} {list(entry.shape)}"
-            raise DamagedError(shard.path, f"{stored}, and by the manifest it is {dtype} {list(shape)}", name)
+            stored = (
+                "is not in the file" if entry is None else f"is {entry.dtype} {list(entry.shape)}"
+            )
+            raise DamagedError(
+                shard.path, f"{stored}, and by the manifest it is {dtype} {list(shape)}", name
+            )
         return shard
 
     def _shard(self, rank: int) -> Shard:
         if rank not in self._open:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a job raises this limit at its start
-            if len(self._open) >= (MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 2)):
+            # a job raises this limit at its start
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            if len(self._open) >= (
+                MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 2)
+            ):
                 self._open.popitem(last=False)[1].close()
             name = file_of(rank)
-            self._open[rank] = Shard(self._local.get(rank, self.checkpoint) / name, self.manifest.files[name])
+            self._open[rank] = Shard(
+                self._local.get(rank, self.checkpoint) / name, self.manifest.files[name]
+            )
         self._open.move_to_end(rank)
         return self._open[rank]
 
@@ -231,10 +276,15 @@ class ShardReader(AbstractContextManager["ShardReader"]):
 def _parse_header(
     path: Path, header: bytes, size: int
 ) -> tuple[dict[str, Entry], dict[str, int], dict[str, list[int]]]:
-    """Parses a header into entries, the offset of each in the file, and the checksums of its blocks."""
+    """Parses a header into entries, the offset of each in the file, and the checksums of its
+    blocks."""
     tensors = parse_json(header[8:], path)
     metadata = tensors.pop(METADATA, None) if isinstance(tensors, dict) else None
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT or metadata.get("block") != str(BLOCK):
+    if (
+        not isinstance(metadata, dict)
+        or metadata.get("format") != FORMAT
+        or metadata.get("block") != str(BLOCK)
+    ):
         raise DamagedError(path, f"is no file of a checkpoint: its header does not say {FORMAT!r}")
     sums = parse_json(metadata["crc32"], path) if isinstance(metadata.get("crc32"), str) else None
     if not isinstance(sums, dict) or sums.keys() != tensors.keys():
@@ -243,22 +293,32 @@ def _parse_header(
     offset = 0
     for name, about in tensors.items():
         entry, begin, _ = parse_entry(name, about) or (None, 0, 0)
-        # Stricter than the format: tensors are contiguous and in order, without other keys or dtypes.
+        # Stricter than the format: tensors are contiguous and in order, without other keys or
+        # dtypes.
         plain = entry is not None and begin == offset and entry.dtype in SIZES and len(about) == 3
-        blocks = _parse_crcs(sums[name], -(-entry.nbytes // BLOCK)) if entry is not None and plain else None
+        blocks = (
+            _parse_crcs(sums[name], -(-entry.nbytes // BLOCK))
+            if entry is not None and plain
+            else None
+        )
         if entry is None or blocks is None:
             raise DamagedError(path, f"what its header says of {name[:80]!a} cannot be")
         entries[name], starts[name], crcs[name] = entry, len(header) + offset, blocks
         offset += entry.nbytes
     if len(header) + offset != size:
-        raise DamagedError(path, f"has {size:,} bytes, and its header tells of {len(header) + offset:,}")
+        raise DamagedError(
+            path, f"has {size:,} bytes, and its header tells of {len(header) + offset:,}"
+        )
     return entries, starts, crcs
 
 
 def _parse_crcs(texts: Any, blocks: int) -> list[int] | None:
     if not isinstance(texts, list) or len(texts) != blocks:
         return None
-    if not all(isinstance(text, str) and len(text) == 8 and set(text) <= set("0123456789abcdef") for text in texts):
+    if not all(
+        isinstance(text, str) and len(text) == 8 and set(text) <= set("0123456789abcdef")
+        for text in texts
+    ):
         return None
     return [int(text, 16) for text in texts]
 
@@ -266,10 +326,17 @@ def _parse_crcs(texts: Any, blocks: int) -> list[int] | None:
 def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
     """The header of a file with these tensors; `crcs`: checksums of all their blocks, in order."""
     remaining = iter(crcs)
-    sums = {entry.name: [f"{next(remaining):08x}" for _ in range(-(-entry.nbytes // BLOCK))] for entry in entries}
-    header = pack_header(entries, {"format": FORMAT, "block": str(BLOCK), "crc32": dumps(sums)}, PAGE)
+    sums = {
+        entry.name: [f"{next(remaining):08x}" for _ in range(-(-entry.nbytes // BLOCK))]
+        for entry in entries
+    }
+    header = pack_header(
+        entries, {"format": FORMAT, "block": str(BLOCK), "crc32": dumps(sums)}, PAGE
+    )
     if len(header) - 8 > MAX_HEADER:
-        raise ValueError(f"the header of a file would have {len(header) - 8:,} bytes, more than any reader takes")
+        raise ValueError(
+            f"the header of a file would have {len(header) - 8:,} bytes, more than any reader takes"
+        )
     return header
 
 
@@ -277,7 +344,9 @@ def _blocks(entry: Entry, data: memoryview | Iterable[memoryview]) -> Iterator[m
     if not isinstance(data, memoryview):
         for length, block in zip(_block_lengths(entry), data, strict=True):
             if block.nbytes != length:
-                raise ValueError(f"a block of {entry.name} has {block.nbytes} bytes, and {length} are expected")
+                raise ValueError(
+                    f"a block of {entry.name} has {block.nbytes} bytes, and {length} are expected"
+                )
             yield block
     elif data.nbytes:
         view = data.cast("B")
@@ -288,9 +357,9 @@ def _block_lengths(entry: Entry) -> list[int]:
     return [min(BLOCK, entry.nbytes - at) for at in range(0, entry.nbytes, BLOCK)]
 
 
-# A CRC is a polynomial remainder over GF(2), so appending n bytes multiplies the CRC before them by x^(8n), and the CRC
-# of a file follows from those of its blocks. Bits are in zlib's order: bit 31 is the coefficient of x^0.
-# (M. Adler's `crc32_combine` in zlib, which Python does not expose.)
+# A CRC is a polynomial remainder over GF(2), so appending n bytes multiplies the CRC before them by
+# x^(8n), and the CRC of a file follows from those of its blocks. Bits are in zlib's order: bit 31
+# is the coefficient of x^0. (M. Adler's `crc32_combine` in zlib, which Python does not expose.)
 
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30

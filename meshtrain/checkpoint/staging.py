@@ -1,7 +1,9 @@
-"""Staging: the part of the state that this rank writes is copied to host memory, and written while training continues.
+"""Staging: the part of the state that this rank writes is copied to host memory, and written while
+training continues.
 
-Each of the ranks that hold the same part copies its share of the rows. The memory is allocated once for all saves. If
-a host has too little memory, the state is streamed instead: training waits until it is written, block by block.
+Each of the ranks that hold the same part copies its share of the rows. The memory is allocated once
+for all saves. If a host has too little memory, the state is streamed instead: training waits until
+it is written, block by block.
 """
 
 import time
@@ -27,30 +29,42 @@ SPARE = 0.1  # share of a host's memory that snapshots leave free for other grow
 
 
 class Snapshot:
-    """Host memory for this rank's share of a checkpoint. On CUDA it is pinned, so that copies are asynchronous."""
+    """Host memory for this rank's share of a checkpoint. On CUDA it is pinned, so that copies are
+    asynchronous."""
 
-    def __init__(self, state: State, rank: int, device: torch.device, *, streams: bool = False) -> None:
+    def __init__(
+        self, state: State, rank: int, device: torch.device, *, streams: bool = False
+    ) -> None:
         """`streams`: copy nothing; training must not continue before `tensors` are written."""
         self._device = device
-        shards = {shard.name: shard for shard in state.shards}  # a weight tied on two stages is copied once
-        self._copies: list[tuple[Entry, LocalShard, Part, Tensor | None]] = []  # the Part is that of the local shard
+        # a weight tied on two stages is copied once
+        shards = {shard.name: shard for shard in state.shards}
+        self._copies: list[
+            tuple[Entry, LocalShard, Part, Tensor | None]
+        ] = []  # the Part is that of the local shard
         self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
         self._pinned = device.type == "cuda" and self._memory.nbytes > 0
         if self._pinned:  # in place: `Tensor.pin_memory` would round its size up to a power of two
             pin_memory(self._memory.data_ptr(), self._memory.nbytes)
-        self._memory.zero_()  # the system allocates pages on first touch: now rather than in the first save
+        # the system allocates pages on first touch: now rather than in the first save
+        self._memory.zero_()
         offset = 0
         for entry, part in _entries(state, rank):
             shard, copy = shards[entry.name], None
             if not streams:
-                copy = self._memory[offset : offset + entry.nbytes].view(shard.local.dtype).view(entry.shape)
+                copy = (
+                    self._memory[offset : offset + entry.nbytes]
+                    .view(shard.local.dtype)
+                    .view(entry.shape)
+                )
             self._copies.append((entry, shard, within(part, shard.part), copy))
             offset += _aligned(entry)
         self._events: list[torch.cuda.Event] = []
         self.host_s = 0.0
 
     def take(self) -> None:
-        """Copies the state as it is now. On CUDA the copies are queued before the next computation."""
+        """Copies the state as it is now. On CUDA the copies are queued before the next
+        computation."""
         start = time.perf_counter()
         if self._device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)]
@@ -63,7 +77,8 @@ class Snapshot:
         self.host_s = time.perf_counter() - start
 
     def wait(self) -> float:
-        """Waits until the copies are complete; returns the seconds that training had to wait for them."""
+        """Waits until the copies are complete; returns the seconds that training had to wait for
+        them."""
         if not self._events:
             return self.host_s
         with waiting("the copies of the state", resource=Resource.DEVICE):
@@ -71,7 +86,8 @@ class Snapshot:
         return max(self.host_s, self._events[0].elapsed_time(self._events[1]) / 1000)
 
     def tensors(self) -> Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]:
-        """The copies, or with `streams` the state itself, block by block; in the order of a file."""
+        """The copies, or with `streams` the state itself, block by block; in the order of a
+        file."""
         return [
             (entry, _bytes_of(copy) if copy is not None else _stream(shard, part))
             for entry, shard, part, copy in self._copies
@@ -90,8 +106,8 @@ def snapshot_bytes(state: State, rank: int) -> int:
 
 
 def find_short_hosts(state: State, job: Job) -> list[str]:
-    """The hosts with too little memory for the snapshots of their ranks, each with the bytes needed and available.
-    All ranks call it, before any snapshot is made."""
+    """The hosts with too little memory for the snapshots of their ranks, each with the bytes needed
+    and available. All ranks call it, before any snapshot is made."""
     room = None
     with suppress(FileNotFoundError):  # the system does not report its memory
         most, free = memory_gib()
@@ -102,10 +118,17 @@ def find_short_hosts(state: State, job: Job) -> list[str]:
 
 def _short_hosts(reports: list[list]) -> list[str]:
     short = []
-    for host, ranks in group_values((host, (nbytes, room)) for host, nbytes, room in reports).items():
-        needed, rooms = sum(nbytes for nbytes, _ in ranks), [room for _, room in ranks if room is not None]
+    for host, ranks in group_values(
+        (host, (nbytes, room)) for host, nbytes, room in reports
+    ).items():
+        needed, rooms = (
+            sum(nbytes for nbytes, _ in ranks),
+            [room for _, room in ranks if room is not None],
+        )
         if rooms and needed > min(rooms):
-            short.append(f"host {host} needs {bytes_text(needed)} and can spare {bytes_text(min(rooms))}")
+            short.append(
+                f"host {host} needs {bytes_text(needed)} and can spare {bytes_text(min(rooms))}"
+            )
     return short
 
 
@@ -122,7 +145,11 @@ def _stream(shard: LocalShard, part: Part) -> Iterator[memoryview]:
     """The bytes in blocks; the two most recent blocks stay valid."""
     data = shard.local[part].contiguous().view(-1).view(torch.uint8)  # usually no copy
     blocks = data.split(BLOCK) if data.numel() else ()
-    room = None if data.is_cpu else [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    room = (
+        None
+        if data.is_cpu
+        else [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    )
     for number, block in enumerate(blocks):
         yield _bytes_of(block if room is None else room[number % 2][: len(block)].copy_(block))
 

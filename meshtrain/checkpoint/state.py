@@ -1,6 +1,8 @@
-"""The state in a checkpoint: the tensors of a run that this rank holds, and the part of the whole that each one is.
+"""The state in a checkpoint: the tensors of a run that this rank holds, and the part of the whole
+that each one is.
 
-One rank of each pipeline stage tells all others which tensors the stage has and which axes cut them. The rest follows.
+One rank of each pipeline stage tells all others which tensors the stage has and which axes cut
+them. The rest follows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +21,14 @@ from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
-from meshtrain.parallel.sharding import ParameterSpec, Part, is_empty, local_part, shape_of, tensor_spec
+from meshtrain.parallel.sharding import (
+    ParameterSpec,
+    Part,
+    is_empty,
+    local_part,
+    shape_of,
+    tensor_spec,
+)
 from meshtrain.pipeline.engine import Pipeline
 
 if TYPE_CHECKING:
@@ -37,35 +46,47 @@ class LocalShard:
     name: str
     placement: Placement  # placement of the whole tensor
     part: Part  # its place in the whole tensor; a scalar counts as one dim of size 1
-    compared: bool  # whether copies must be bit-equal, unlike running statistics, which depend on a rank's samples
+    # whether copies must be bit-equal, unlike running statistics, which depend on a rank's samples
+    compared: bool
     _live: Callable[[], Tensor]
 
     @property
     def local(self) -> Tensor:
-        """The tensor that training uses, in the shape of the part. Raises InputError: a buffer changed shape."""
+        """The tensor that training uses, in the shape of the part. Raises InputError: a buffer
+        changed shape."""
         tensor = local_part(self._live().detach())[0]
         own, expected = tensor if tensor.dim() else tensor.view(1), shape_of(self.part)
         if tuple(own.shape) != tuple(expected):
             raise InputError(
-                f"{self.name} has the shape {tuple(own.shape)}, and had {tuple(expected)} when the run began: a "
-                "checkpoint has room for that. Let its forward keep the shape, or register it with persistent=False"
+                f"{self.name} has the shape {tuple(own.shape)}, and had {tuple(expected)} when the "
+                "run began: a "
+                "checkpoint has room for that. Let its forward keep the shape, or register it with "
+                "persistent=False"
             )
         return own
 
 
 class State:
-    """All tensors that a run resumes from: the model, the optimizer, and in float16 the loss scale."""
+    """All tensors that a run resumes from: the model, the optimizer, and in float16 the loss
+    scale."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, mesh: Mesh, job: Job, scale: "LossScale | None" = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        job: Job,
+        scale: "LossScale | None" = None,
     ) -> None:
-        """All ranks construct it together. Raises InputError: a tensor has a dtype that files cannot hold."""
+        """All ranks construct it together. Raises InputError: a tensor has a dtype that files
+        cannot hold."""
         self.mesh, self.layout = mesh, mesh.layout
         self._optimizer = optimizer
         tensors = [*_of_model(model, optimizer), *_of_run(optimizer, scale)]
         # Every tensor of the whole model by name, in the order of a file; the same on all ranks.
         self.placements = gather_placements([tensor.spec for tensor in tensors], job, mesh.layout)
-        # This rank's parts of them, without empty parts. A weight tied between two stages of this rank occurs twice.
+        # This rank's parts of them, without empty parts. A weight tied between two stages of this
+        # rank occurs twice.
         self.shards = list(self._local_shards(tensors, job.rank))
 
     def _local_shards(self, tensors: "list[_StateTensor]", rank: int) -> Iterator[LocalShard]:
@@ -75,7 +96,9 @@ class State:
             part, own = part_of_rank(placement, self.layout, rank), local_part(live)[1]
             assert part is not None, name  # this rank's stages have it
             # The part by DTensor's sharding and the part by the placement must agree.
-            assert own == part if isinstance(live, DTensor) else shape_of(own) == shape_of(part), name
+            assert own == part if isinstance(live, DTensor) else shape_of(own) == shape_of(part), (
+                name
+            )
             if not is_empty(part):
                 yield LocalShard(name, placement, part, tensor.compared, tensor.live)
 
@@ -86,7 +109,8 @@ class State:
 
 @dataclass(frozen=True)
 class _StateTensor:
-    """A tensor of which this rank has a part; `live` returns a DTensor, or the part as a plain tensor."""
+    """A tensor of which this rank has a part; `live` returns a DTensor, or the part as a plain
+    tensor."""
 
     spec: ParameterSpec
     live: Callable[[], Tensor]
@@ -94,7 +118,8 @@ class _StateTensor:
 
 
 def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
-    """Parameters, the optimizer's state of trained ones, and the persistent buffers of the model."""
+    """Parameters, the optimizer's state of trained ones, and the persistent buffers of the
+    model."""
     for stage in model.stages() if isinstance(model, Pipeline) else [model]:
         for (name, *_), tensor in named_tensors(stage).items():
             spec = tensor_spec(f"{MODEL}.{name}", tensor)
@@ -115,18 +140,25 @@ def _of_run(optimizer: Optimizer, scale: "LossScale | None") -> Iterator[_StateT
             yield _StateTensor(tensor_spec(name, tensor), tensor.detach)
 
 
-def gather_placements(specs: Iterable[ParameterSpec], job: Job, layout: Layout) -> dict[str, Placement]:
-    """The placements of all tensors of the whole model, sorted by name, including those that only other ranks hold.
+def gather_placements(
+    specs: Iterable[ParameterSpec], job: Job, layout: Layout
+) -> dict[str, Placement]:
+    """The placements of all tensors of the whole model, sorted by name, including those that only
+    other ranks hold.
 
-    All ranks call it together and get the same. Raises InputError: a tensor has a dtype that files cannot hold.
+    All ranks call it together and get the same. Raises InputError: a tensor has a dtype that files
+    cannot hold.
     """
     rows = None
     if not any(i for axis, i in layout.coordinate(job.rank).items() if axis != "pp"):
         rows = [
-            [spec.name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]] for spec in specs
+            [spec.name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]]
+            for spec in specs
         ]
     placements: dict[str, Placement] = {}
-    stages = job.reduce("comparing where tensors lie", rows, lambda of: [pair for pair in enumerate(of) if pair[1]])
+    stages = job.reduce(
+        "comparing where tensors lie", rows, lambda of: [pair for pair in enumerate(of) if pair[1]]
+    )
     for rank, of_stage in stages:
         index = layout.index(rank, "pp")
         for name, kind, shape, cuts in of_stage:
@@ -139,5 +171,7 @@ def gather_placements(specs: Iterable[ParameterSpec], job: Job, layout: Layout) 
 def _kind(spec: ParameterSpec) -> str:
     if spec.dtype not in KINDS:
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
-        raise InputError(f"{spec.name} has the type {spec.dtype}, and files of weights hold {types}: convert it")
+        raise InputError(
+            f"{spec.name} has the type {spec.dtype}, and files of weights hold {types}: convert it"
+        )
     return KINDS[spec.dtype]

@@ -1,7 +1,9 @@
-"""Upload of complete checkpoints to object storage (S3, GCS) by fsspec, in the background, and download from there.
+"""Upload of complete checkpoints to object storage (S3, GCS) by fsspec, in the background, and
+download from there.
 
-`URL/step_0000100/` gets the files, the manifest and, last, COMPLETE: a folder without it is no checkpoint. Rank 0
-uploads from the shared folder in a background thread; a failure is reported and retried with the next checkpoint.
+`URL/step_0000100/` gets the files, the manifest and, last, COMPLETE: a folder without it is no
+checkpoint. Rank 0 uploads from the shared folder in a background thread; a failure is reported and
+retried with the next checkpoint.
 """
 
 import asyncio
@@ -24,20 +26,28 @@ from meshtrain.errors import DamagedError, InputError, bytes_text
 from meshtrain.job.pending import advance
 from meshtrain.job.storage import read_guarded, write_whole
 
-ASIDE = f"{COMPLETE}.aside"  # replaces COMPLETE: it is damaged, or a run resumed from an earlier step
-RUN, RUN_HERE = "RUN", ".run"  # files that name the run whose checkpoints they are: in storage, in the run's folder
+# replaces COMPLETE: it is damaged, or a run resumed from an earlier step
+ASIDE = f"{COMPLETE}.aside"
+# files that name the run whose checkpoints they are: in storage, in the run's folder
+RUN, RUN_HERE = (
+    "RUN",
+    ".run",
+)
 AT_ONCE = 8  # files in transfer at once
 LAST_S = 300.0  # how long the end of a run waits for the last upload
 # Some clients wait forever for some answers. A call is given up after:
 ANSWER_S = 100.0
-SILENCE_S = 600.0  # without any part of a file transferred; some clients have 4 GB of parts in flight
+# without any part of a file transferred; some clients have 4 GB of parts in flight
+SILENCE_S = 600.0
 
 
 class Uploads:
-    """The checkpoints of a run in object storage, for rank 0. Methods may raise any error of the storage's client."""
+    """The checkpoints of a run in object storage, for rank 0. Methods may raise any error of the
+    storage's client."""
 
     def __init__(self, url: str, keep: Retention) -> None:
-        """Does not connect yet. Raises InputError: not a valid URL, or the package that it needs is not installed."""
+        """Does not connect yet. Raises InputError: not a valid URL, or the package that it needs is
+        not installed."""
         from fsspec.core import url_to_fs
 
         folder = {"auto_mkdir": True} if url.startswith("file:") or "://" not in url else {}
@@ -49,7 +59,9 @@ class Uploads:
                 "pip install 'meshtrain[s3]', or 'meshtrain[gcs]'"
             ) from error
         except Exception as error:  # each client has error types of its own
-            raise InputError(f"checkpoint.upload: {url}: {error}; expected such as s3://bucket/prefix") from error
+            raise InputError(
+                f"checkpoint.upload: {url}: {error}; expected such as s3://bucket/prefix"
+            ) from error
         self.url, self.notes = url, list[str]()  # lines to print
         self.problem: str | None = None  # why the last attempt failed; None if it did not
         self.under_way: int | None = None  # the step whose checkpoint is being read now
@@ -59,11 +71,13 @@ class Uploads:
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints in storage, ascending."""
-        return [step for step in self._folders() if self._call("exists", self._path(step, COMPLETE))]
+        return [
+            step for step in self._folders() if self._call("exists", self._path(step, COMPLETE))
+        ]
 
     def claim(self, folder: Path, *, adopt: bool) -> None:
-        """InputError: storage has checkpoints of another run than that with this folder. `adopt`: those that it has are
-        the run's, if its folder is new."""
+        """InputError: storage has checkpoints of another run than that with this folder. `adopt`:
+        those that it has are the run's, if its folder is new."""
         own, there = folder / RUN_HERE, self._run_there()
         if not own.exists() and there is not None and adopt and not complete_steps(folder):
             write_whole(own, there)
@@ -71,8 +85,10 @@ class Uploads:
             write_whole(own, secrets.token_hex(16))
         if there not in (None, read_guarded(own).decode()):
             raise InputError(
-                f"checkpoint.upload: {self.url} holds {name_of(self.steps()[-1])} of another run than {folder}: name a "
-                f"prefix of its own with checkpoint.upload=URL; if they are of one run, remove {self.url}/{RUN}"
+                f"checkpoint.upload: {self.url} holds {name_of(self.steps()[-1])} of another run "
+                f"than {folder}: name a "
+                "prefix of its own with checkpoint.upload=URL; if they are of one run, remove "
+                f"{self.url}/{RUN}"
             )
 
     def _run_there(self) -> str | None:
@@ -82,18 +98,24 @@ class Uploads:
         return self._read(path, 1000).decode(errors="replace") if has_one else None
 
     def set_aside_later(self, step: int) -> None:
-        """Sets aside checkpoints of later steps than the one this run resumes from: those steps will be repeated."""
+        """Sets aside checkpoints of later steps than the one this run resumes from: those steps
+        will be repeated."""
         for later in self.steps():
             if later > step:
                 self._set_aside(later)
-                self.notes.append(f"{self.url}/{name_of(later)} is set aside: this run went on from before it")
+                self.notes.append(
+                    f"{self.url}/{name_of(later)} is set aside: this run went on from before it"
+                )
 
     def offer(self, folder: Path) -> None:
-        """Starts uploading the folder's complete checkpoints that storage lacks, in the background. Does not wait."""
+        """Starts uploading the folder's complete checkpoints that storage lacks, in the background.
+        Does not wait."""
         with self._lock:
             self._again = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, args=(folder,), name="upload", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(folder,), name="upload", daemon=True
+                )
                 self._thread.start()
 
     def wait(self, limit_s: float = LAST_S) -> bool:
@@ -104,13 +126,16 @@ class Uploads:
         return thread is None or not thread.is_alive()
 
     def fetch(self, step: int, folder: Path) -> Path:
-        """Downloads a checkpoint into a run's folder, setting aside one of the same name there. Raises DamagedError or
-        FileNotFoundError: it is not intact; then it is set aside in storage."""
+        """Downloads a checkpoint into a run's folder, setting aside one of the same name there.
+        Raises DamagedError or FileNotFoundError: it is not intact; then it is set aside in
+        storage."""
         unfinished = directory.begin(folder, step)
         try:
             manifest, text = self._manifest(step)
             names = list(manifest.files)
-            self._transfer("get_file", [(self._path(step, name), str(unfinished / name)) for name in names])
+            self._transfer(
+                "get_file", [(self._path(step, name), str(unfinished / name)) for name in names]
+            )
             for rank, name in enumerate(names):
                 for problem in problems_of(unfinished, manifest, rank):
                     raise DamagedError(Path(self._path(step, name)), problem.what, problem.tensor)
@@ -134,11 +159,17 @@ class Uploads:
             try:
                 self._bring_up_to_date(folder)
                 self.problem = None
-            except Exception as error:  # each client has error types of its own, and none may stop the run
-                failed_before, self.problem = self.problem is not None, f"{type(error).__name__}: {error}"
+            except (
+                Exception
+            ) as error:  # each client has error types of its own, and none may stop the run
+                failed_before, self.problem = (
+                    self.problem is not None,
+                    f"{type(error).__name__}: {error}",
+                )
                 if not failed_before:
                     self.notes.append(
-                        f"warning: the upload to {self.url} failed: {self.problem}; it is tried again with each "
+                        f"warning: the upload to {self.url} failed: {self.problem}; it is tried "
+                        "again with each "
                         "checkpoint, and not said again until one has come through"
                     )
             self.under_way = None
@@ -154,8 +185,11 @@ class Uploads:
         there = self.steps()
         for step in {*here, *there} - self._evaluations.keys() if self._keep.keep_best else ():
             self._evaluations[step] = {}
-            with suppress(InputError, FileNotFoundError):  # a damaged checkpoint cannot be the best one
-                manifest, _ = read_manifest(folder / name_of(step)) if step in here else self._manifest(step)
+            # a damaged checkpoint cannot be the best one
+            with suppress(InputError, FileNotFoundError):
+                manifest, _ = (
+                    read_manifest(folder / name_of(step)) if step in here else self._manifest(step)
+                )
                 self._evaluations[step] |= manifest.evaluation or {}
         keep = steps_to_keep({*here, *there}, self._evaluations, self._keep)
         for step in reversed(here):  # the newest first
@@ -181,7 +215,9 @@ class Uploads:
         if self._call("exists", self._path(step, ASIDE)):
             self._call("rm_file", self._path(step, ASIDE))
         for names in ([*manifest.files, MANIFEST], [COMPLETE]):
-            self._transfer("put_file", [(str(checkpoint / name), self._path(step, name)) for name in names])
+            self._transfer(
+                "put_file", [(str(checkpoint / name), self._path(step, name)) for name in names]
+            )
         speed = f"{bytes_text(manifest.total_bytes)} in {time.perf_counter() - start:.1f} s"
         self.notes.append(f"uploaded {checkpoint.name} to {self.url}: {speed}")
 
@@ -190,7 +226,8 @@ class Uploads:
         self._call("rm_file", self._path(step, COMPLETE))
 
     def _manifest(self, step: int) -> tuple[Manifest, str]:
-        """The manifest of a complete checkpoint, and its text. Raises DamagedError, FileNotFoundError: not intact."""
+        """The manifest of a complete checkpoint, and its text. Raises DamagedError,
+        FileNotFoundError: not intact."""
         path = Path(self._path(step, MANIFEST))
         text = self._read(str(path), MAX_BYTES)
         if self._complete(step) != directory.complete_text(hashlib.sha256(text).hexdigest()):
@@ -204,7 +241,8 @@ class Uploads:
         return self._read(self._path(step, COMPLETE), 1000).decode(errors="replace")
 
     def _read(self, path: str, most: int) -> bytes:
-        if self._call("size", path) > most:  # not by reading a range: some servers refuse one beyond the end
+        # not by reading a range: some servers refuse one beyond the end
+        if self._call("size", path) > most:
             raise DamagedError(Path(path), f"is larger than {bytes_text(most)}")
         return self._call("cat_file", path)
 
@@ -217,7 +255,8 @@ class Uploads:
         return sorted(step for step in steps if step is not None)
 
     def _transfer(self, name: str, pairs: Iterable[tuple[str, str]]) -> None:
-        """`put_file` or `get_file` for (source, target) pairs of paths. Raises TimeoutError as `_call`."""
+        """`put_file` or `get_file` for (source, target) pairs of paths. Raises TimeoutError as
+        `_call`."""
         if not self._storage.async_impl:
             for source, target in pairs:
                 getattr(self._storage, name)(source, target)
@@ -247,14 +286,17 @@ class Uploads:
         self._wait(transfer_all(), SILENCE_S, last)
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """The result of a storage method. Raises TimeoutError: the call was given up. Synchronous clients (of local
-        folders) have no time limit."""
+        """The result of a storage method. Raises TimeoutError: the call was given up. Synchronous
+        clients (of local folders) have no time limit."""
         if not self._storage.async_impl:
             return getattr(self._storage, name)(*arguments, **options)
-        return self._wait(getattr(self._storage, f"_{name}")(*arguments, **options), ANSWER_S, [time.monotonic()])
+        return self._wait(
+            getattr(self._storage, f"_{name}")(*arguments, **options), ANSWER_S, [time.monotonic()]
+        )
 
     def _wait(self, answer: Coroutine[Any, Any, Any], limit_s: float, last: Sequence[float]) -> Any:
-        """The answer; waits for it until `limit_s` after the time in `last`, when something was last transferred."""
+        """The answer; waits for it until `limit_s` after the time in `last`, when something was
+        last transferred."""
         call = asyncio.run_coroutine_threadsafe(answer, self._storage.loop)
         while (left_s := last[0] + limit_s - time.monotonic()) > 0:
             with suppress(TimeoutError):

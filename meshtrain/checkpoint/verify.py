@@ -1,4 +1,5 @@
-"""Verification of a checkpoint: every byte is read and checked against its checksum, without torch."""
+"""Verification of a checkpoint: every byte is read and checked against its checksum, without
+torch."""
 
 import os
 from collections.abc import Iterator
@@ -23,17 +24,24 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.what}" if self.tensor is None else f"{self.file}: {self.tensor}: {self.what}"
+        return (
+            f"{self.file}: {self.what}"
+            if self.tensor is None
+            else f"{self.file}: {self.tensor}: {self.what}"
+        )
 
 
 def verify(checkpoint: Path) -> list[Problem]:
-    """All problems of a checkpoint; [] if it is intact. Raises InputError: no checkpoint, or of a newer meshtrain."""
+    """All problems of a checkpoint; [] if it is intact. Raises InputError: no checkpoint, or of a
+    newer meshtrain."""
     try:
         manifest, _ = read_manifest(checkpoint)
     except (DamagedError, UnreadableError) as error:
         return [_problem(error)]
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as readers:
-        per_file = readers.map(lambda rank: _verify_file(checkpoint, manifest, rank), range(len(manifest.files)))
+        per_file = readers.map(
+            lambda rank: _verify_file(checkpoint, manifest, rank), range(len(manifest.files))
+        )
         return [problem for problems in per_file for problem in problems]
 
 
@@ -67,10 +75,15 @@ def _contradictions(path: Path, shard: Shard, manifest: Manifest, rank: int) -> 
             yield Problem(path.name, name, "is in the file, and by the manifest it should not be")
         elif expected[name] != shard.entries[name]:
             entry, other = shard.entries[name], expected[name]
-            description = f"is {entry.dtype} {list(entry.shape)}, and by the manifest {other.dtype} {list(other.shape)}"
+            description = (
+                f"is {entry.dtype} {list(entry.shape)}, and by the manifest {other.dtype} "
+                f"{list(other.shape)}"
+            )
             yield Problem(path.name, name, description)
 
 
 def _problem(error: DamagedError | UnreadableError) -> Problem:
-    description = error.problem if isinstance(error, DamagedError) else f"cannot be read ({error.reason})"
+    description = (
+        error.problem if isinstance(error, DamagedError) else f"cannot be read ({error.reason})"
+    )
     return Problem(error.file.name, error.tensor, description)

@@ -1,4 +1,5 @@
-"""The weights of a checkpoint alone: for a plain model, and for a run that starts from them on any layout."""
+"""The weights of a checkpoint alone: for a plain model, and for a run that starts from them on any
+layout."""
 
 import math
 from collections.abc import Iterator
@@ -25,15 +26,22 @@ AVERAGE = "optimizer.{}.ema"  # name of a weight's moving average
 def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[WeightSource]:
     """The weights of a checkpoint, or of the newest in a run's folder, by their names in the model.
 
-    Tied weights have their first name only. `ema`: moving averages instead of trained weights. Raises InputError: no
-    checkpoint, or one without averages; DamagedError: it or its manifest is not intact.
+    Tied weights have their first name only. `ema`: moving averages instead of trained weights.
+    Raises InputError: no checkpoint, or one without averages; DamagedError: it or its manifest is
+    not intact.
     """
     path = require_checkpoint(checkpoint)
     manifest, _ = open_manifest(path)
     names = [name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)]
-    averages = {name: AVERAGE.format(name) for name in names if ema and AVERAGE.format(name) in manifest.tensors}
+    averages = {
+        name: AVERAGE.format(name)
+        for name in names
+        if ema and AVERAGE.format(name) in manifest.tensors
+    }
     if ema and not averages:
-        raise InputError(f"{path} holds no averages of weights: they are kept with optimizer.ema_decay")
+        raise InputError(
+            f"{path} holds no averages of weights: they are kept with optimizer.ema_decay"
+        )
     stored = {name: averages.get(name, PREFIX + name) for name in sorted(names, key=by_numbers)}
     tensors = {name: manifest.tensors[own] for name, own in stored.items()}
     entries = {name: Entry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -48,48 +56,66 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
 
 
 def open_weights(path: str | Path) -> AbstractContextManager[WeightSource]:
-    """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face directory."""
+    """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face
+    directory."""
     return open_folder(path) if find_checkpoint(path) is None else open_checkpoint(path)
 
 
 def load_weights(checkpoint: str | Path, model: nn.Module, whole: nn.Module | None = None) -> None:
-    """Fills a model, plain or parallelized, from a checkpoint that any layout wrote; each rank reads its parts.
+    """Fills a model, plain or parallelized, from a checkpoint that any layout wrote; each rank
+    reads its parts.
 
     Args:
         checkpoint: a checkpoint, or a run's folder, whose newest complete one is taken.
-        model: with memory (see `to_empty` for one on the meta device). Floating dtypes may differ from the stored ones.
-        whole: the whole model, on any device, if `model` is a stage of it; by default `model` itself.
+        model: with memory (see `to_empty` for one on the meta device). Floating dtypes may differ
+            from the stored ones.
+        whole: the whole model, on any device, if `model` is a stage of it; by default `model`
+            itself.
 
     Raises:
-        DamagedError: the checkpoint is not what was written; names file and tensor. InputError: there is none, or its
-            tensors are not the model's: names those that are missing, unknown, or of another shape or dtype.
+        DamagedError: the checkpoint is not what was written; names file and tensor. InputError:
+            there is none, or its tensors are not the model's: names those that are missing,
+            unknown, or of another shape or dtype.
     """
     with open_checkpoint(checkpoint) as source:
         load.load_weights(model, source, whole)
 
 
 def read_part(files: ShardReader, name: str, part: Part) -> Tensor:
-    """A part of a tensor in its stored dtype; a scalar has one dim of size 1. Raises DamagedError: a damaged file."""
+    """A part of a tensor in its stored dtype; a scalar has one dim of size 1. Raises DamagedError:
+    a damaged file."""
     placement = files.manifest.tensors[name]
     result = torch.empty(shape_of(part), dtype=DTYPES[placement.dtype])
     for rank, piece in pieces(placement, files.manifest.layout, part):
-        read_piece(files.shard_with(name, rank, piece), name, piece, overlap(piece, part), result, part)
+        read_piece(
+            files.shard_with(name, rank, piece), name, piece, overlap(piece, part), result, part
+        )
     return result
 
 
 @torch.no_grad()
-def read_piece(file: Shard, name: str, piece: Part, part: Part, target: Tensor, target_part: Part) -> None:
-    """Reads a part of a tensor, from the file that holds `piece`, into `target`, which has the stored dtype and holds
-    `target_part`. All three are parts of the whole tensor; `part` lies within both others."""
+def read_piece(
+    file: Shard, name: str, piece: Part, part: Part, target: Tensor, target_part: Part
+) -> None:
+    """Reads a part of a tensor, from the file that holds `piece`, into `target`, which has the
+    stored dtype and holds `target_part`. All three are parts of the whole tensor; `part` lies
+    within both others."""
     inner, shape = within(part, piece), shape_of(piece)
-    # The read is contiguous: one index of each of the first dims (an expert), rows of the next, and all columns.
-    dim = next((dim for dim, span in enumerate(inner) if span.stop - span.start > 1), len(shape) - 1)
+    # The read is contiguous: one index of each of the first dims (an expert), rows of the next, and
+    # all columns.
+    dim = next(
+        (dim for dim, span in enumerate(inner) if span.stop - span.start > 1), len(shape) - 1
+    )
     first = 0
     for size, span in zip(shape[: dim + 1], inner, strict=False):
         first = first * size + span.start
     (rows,), columns, widths = shape_of(inner[dim : dim + 1]), inner[dim + 1 :], shape[dim + 1 :]
     into = target[within(part, target_part)]
-    in_place = into.device.type == "cpu" and into.is_contiguous() and tuple(into.shape[dim + 1 :]) == widths
+    in_place = (
+        into.device.type == "cpu"
+        and into.is_contiguous()
+        and tuple(into.shape[dim + 1 :]) == widths
+    )
     values = into if in_place else torch.empty((rows, *widths), dtype=into.dtype, device="cpu")
     begin = first * math.prod(widths) * values.element_size()
     file.read_bytes(name, begin, values.view(-1).view(torch.uint8).numpy().data)

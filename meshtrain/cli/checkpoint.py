@@ -44,22 +44,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     check = add("verify", help="read every byte: exit status 0 if all is intact, 1 if not")
     check.add_argument("path", type=Path, help=f"{a_path}, for all its checkpoints")
-    diff = add("diff", help="compare two checkpoints of any layouts: exit status 0 if equal, 1 if not")
+    diff = add(
+        "diff", help="compare two checkpoints of any layouts: exit status 0 if equal, 1 if not"
+    )
     diff.add_argument("a", type=Path, help=newest)
     diff.add_argument("b", type=Path, help="the same")
-    prune = add("prune", help="delete checkpoints that none of these rules keeps; the newest always stays")
-    prune.add_argument("path", type=Path, metavar="folder", help="a folder of checkpoints, or a run's folder")
+    prune = add(
+        "prune", help="delete checkpoints that none of these rules keeps; the newest always stays"
+    )
+    prune.add_argument(
+        "path", type=Path, metavar="folder", help="a folder of checkpoints, or a run's folder"
+    )
     prune.add_argument("--keep-last", type=_positive, metavar="N", help="keep the newest N")
-    prune.add_argument("--keep-every", type=_positive, metavar="N", help="keep those whose step is a multiple of N")
-    prune.add_argument("--keep-best", action="store_true", help="keep the one with the best evaluation")
-    prune.add_argument("--set-aside", action="store_true", help="also delete checkpoints set aside (step_*.aside-*)")
+    prune.add_argument(
+        "--keep-every", type=_positive, metavar="N", help="keep those whose step is a multiple of N"
+    )
+    prune.add_argument(
+        "--keep-best", action="store_true", help="keep the one with the best evaluation"
+    )
+    prune.add_argument(
+        "--set-aside",
+        action="store_true",
+        help="also delete checkpoints set aside (step_*.aside-*)",
+    )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     for action in (ls, show, check, diff, prune):
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the action and returns the exit status. Raises InputError: a path is not a usable checkpoint."""
+    """Runs the action and returns the exit status. Raises InputError: a path is not a usable
+    checkpoint."""
     actions = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "prune": _prune}
     try:
         return actions[arguments.action](arguments)
@@ -102,8 +117,15 @@ def _show(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     problems_of = {path: verify(path) for path in _checkpoints(arguments.path)}
     if arguments.json:
-        rows = {str(path): [asdict(problem) for problem in problems] for path, problems in problems_of.items()}
-        print(dumps([{"path": path, "intact": not rows[path], "problems": rows[path]} for path in rows]))
+        rows = {
+            str(path): [asdict(problem) for problem in problems]
+            for path, problems in problems_of.items()
+        }
+        print(
+            dumps(
+                [{"path": path, "intact": not rows[path], "problems": rows[path]} for path in rows]
+            )
+        )
     else:
         for path, problems in problems_of.items():
             print(f"{path}: " + (plural(len(problems), "problem") if problems else "intact"))
@@ -119,13 +141,24 @@ def _diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(dumps({"a": str(a), "b": str(b), "same": result.same} | asdict(result)))
         return int(not result.same)
-    for heading, values in (("what a run goes on from", result.state), ("how it came to that", result.about)):
+    for heading, values in (
+        ("what a run goes on from", result.state),
+        ("how it came to that", result.about),
+    ):
         if values:
             print(f"differences in {heading}:")
-            _print_lines(f"{name}: {_short(of_a)} -> {_short(of_b)}" for name, (of_a, of_b) in values.items())
+            _print_lines(
+                f"{name}: {_short(of_a)} -> {_short(of_b)}" for name, (of_a, of_b) in values.items()
+            )
     if result.tensors:
-        print(f"{len(result.tensors)} tensors differ, {result.compared} are in both; the largest differences first:")
-        ordered = sorted(result.tensors, key=lambda tensor: -(math.inf if tensor.largest is None else tensor.largest))
+        print(
+            f"{len(result.tensors)} tensors differ, {result.compared} are in both; the largest "
+            "differences first:"
+        )
+        ordered = sorted(
+            result.tensors,
+            key=lambda tensor: -(math.inf if tensor.largest is None else tensor.largest),
+        )
         _print_lines(f"{tensor.name}: {tensor.what}" for tensor in ordered)
     else:
         print(f"all {result.compared} tensors are equal to the bit")
@@ -133,17 +166,23 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    rules = arguments.keep_last is not None or arguments.keep_every is not None or arguments.keep_best
+    rules = (
+        arguments.keep_last is not None or arguments.keep_every is not None or arguments.keep_best
+    )
     if not rules and not arguments.set_aside:
         raise InputError(
-            "prune needs a rule of what to keep: --keep-last N, --keep-every N or --keep-best; or --set-aside"
+            "prune needs a rule of what to keep: --keep-last N, --keep-every N or --keep-best; or "
+            "--set-aside"
         )
     checkpoints = _checkpoints(arguments.path)
     folder = checkpoints[0].parent
     if checkpoints == [arguments.path]:
-        raise InputError(f"{arguments.path} is one checkpoint, and prune looks at all of a folder: name {folder}")
+        raise InputError(
+            f"{arguments.path} is one checkpoint, and prune looks at all of a folder: name {folder}"
+        )
     with ExitStack() as locks:
-        if not arguments.dry_run:  # a job that writes here has locked its run's folder, or that of the checkpoints
+        # a job that writes here has locked its run's folder, or that of the checkpoints
+        if not arguments.dry_run:
             run = folder.absolute().parent
             for locked in [run, folder] if (run / directory.LOCK).exists() else [folder]:
                 locks.enter_context(directory.lock_folder(locked, takes=False))
@@ -155,7 +194,12 @@ def _prune(arguments: argparse.Namespace) -> int:
             directory.remove(path)
     if arguments.json:
         lists = {"kept": retained, "removed": removed, "damaged": damaged}
-        print(dumps({"dry_run": arguments.dry_run} | {name: list(map(str, paths)) for name, paths in lists.items()}))
+        print(
+            dumps(
+                {"dry_run": arguments.dry_run}
+                | {name: list(map(str, paths)) for name, paths in lists.items()}
+            )
+        )
         return 0
     for heading, paths in (
         ("would be removed" if arguments.dry_run else "removed", removed),
@@ -169,8 +213,11 @@ def _prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _by_rules(folder: Path, arguments: argparse.Namespace) -> tuple[list[Path], list[Path], list[Path]]:
-    """The checkpoints to keep, to remove, and the damaged ones, which are kept, too, and count for no rule."""
+def _by_rules(
+    folder: Path, arguments: argparse.Namespace
+) -> tuple[list[Path], list[Path], list[Path]]:
+    """The checkpoints to keep, to remove, and the damaged ones, which are kept, too, and count for
+    no rule."""
     evaluations: dict[int, Mapping[str, float]] = {}
     damaged = []
     for step in directory.steps(folder):
@@ -195,14 +242,20 @@ def _checkpoints(path: Path) -> list[Path]:
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     checkpoints = [folder / directory.name_of(step) for step in directory.steps(folder)]
     if not checkpoints:
-        raise InputError(f"{folder} holds no checkpoint: a checkpoint is a folder such as {directory.name_of(100)}")
+        raise InputError(
+            f"{folder} holds no checkpoint: a checkpoint is a folder such as "
+            f"{directory.name_of(100)}"
+        )
     return checkpoints
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """The fields of a checkpoint in `ls`; all but name, path and problem are None if it cannot be read."""
+    """The fields of a checkpoint in `ls`; all but name, path and problem are None if it cannot be
+    read."""
     about: dict[str, Any] = {"name": path.name, "path": str(path), "problem": None}
-    about |= dict.fromkeys(("step", "written", "bytes", "ranks", "layout", "samples", "tokens", "evaluation"))
+    about |= dict.fromkeys(
+        ("step", "written", "bytes", "ranks", "layout", "samples", "tokens", "evaluation")
+    )
     try:
         manifest, _ = directory.open_manifest(path)
     except DamagedError as error:
@@ -211,8 +264,15 @@ def _about(path: Path) -> dict[str, Any]:
         return about | {"problem": f"{error.file.name} cannot be read ({error.reason})"}
     except InputError as error:
         return about | {"problem": str(error)}
-    fields = {name: getattr(manifest, name) for name in ("step", "written", "samples", "tokens", "evaluation")}
-    size = {"bytes": manifest.total_bytes, "ranks": manifest.layout.world_size, "layout": manifest.layout.sizes}
+    fields = {
+        name: getattr(manifest, name)
+        for name in ("step", "written", "samples", "tokens", "evaluation")
+    }
+    size = {
+        "bytes": manifest.total_bytes,
+        "ranks": manifest.layout.world_size,
+        "layout": manifest.layout.sizes,
+    }
     return about | fields | size
 
 
@@ -222,7 +282,15 @@ def _row(about: dict[str, Any], metric: str) -> list[str]:
     layout = "{" + ", ".join(f"{axis}: {size}" for axis, size in about["layout"].items()) + "}"
     value = (about["evaluation"] or {}).get(metric)
     written, size = about["written"][:19].replace("T", " "), bytes_text(about["bytes"])
-    return [about["name"], written, size, str(about["ranks"]), layout, "" if value is None else f"{value:.4f}", ""]
+    return [
+        about["name"],
+        written,
+        size,
+        str(about["ranks"]),
+        layout,
+        "" if value is None else f"{value:.4f}",
+        "",
+    ]
 
 
 def _description(manifest: Manifest) -> list[tuple[str, str]]:
@@ -234,10 +302,20 @@ def _description(manifest: Manifest) -> list[tuple[str, str]]:
         ("tokens", f"{manifest.tokens:,}"),
         ("written", manifest.written),
         ("layout", f"{manifest.layout} ({plural(manifest.layout.world_size, 'rank')})"),
-        *([("experts", f"over {manifest.layout.experts} ranks")] if manifest.layout.experts > 1 else []),
+        *(
+            [("experts", f"over {manifest.layout.experts} ranks")]
+            if manifest.layout.experts > 1
+            else []
+        ),
         ("size", f"{bytes_text(manifest.total_bytes)} in {plural(len(manifest.files), 'file')}"),
-        ("tensors", f"{len(manifest.tensors)}: " + ", ".join(f"{n} of {kind}" for kind, n in kinds.items())),
-        ("evaluation", "none at this step" if manifest.evaluation is None else _listed(manifest.evaluation)),
+        (
+            "tensors",
+            f"{len(manifest.tensors)}: " + ", ".join(f"{n} of {kind}" for kind, n in kinds.items()),
+        ),
+        (
+            "evaluation",
+            "none at this step" if manifest.evaluation is None else _listed(manifest.evaluation),
+        ),
         ("data", _listed(manifest.data)),
         ("rng", _listed(manifest.rng)),
         ("versions", _listed(manifest.versions)),

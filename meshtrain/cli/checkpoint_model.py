@@ -1,6 +1,7 @@
 """The model of a checkpoint, parallelized over the processes of this job, for commands that run it.
 
-A checkpoint may come from a stranger, so a model file that it names is not run: `--model` says which file may be.
+A checkpoint may come from a stranger, so a model file that it names is not run: `--model` says
+which file may be.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from meshtrain.config import locate
 from meshtrain.config.checks import scales_dynamically
+from meshtrain.config.removed import without_removed
 from meshtrain.errors import InputError
 from meshtrain.huggingface.rope_keys import one_form
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from meshtrain.job.process import Job
     from meshtrain.mesh import Mesh
 
-# Keys of a run that describe its training, which another layout may not allow; and the preset, whose sizes are keys.
+# Keys of a run that describe its training, which another layout may not allow; and the preset,
+# whose sizes are keys.
 _DEFAULTS = (
     "model.preset=null",
     "pipeline={}",
@@ -35,16 +38,25 @@ _DEFAULTS = (
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder, for its newest complete checkpoint")
-    parser.add_argument("--layout", default="{dp_shard: -1}", help="layout of this job's processes, as in a config")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, or a run's folder, for its newest complete checkpoint"
+    )
+    parser.add_argument(
+        "--layout", default="{dp_shard: -1}", help="layout of this job's processes, as in a config"
+    )
     parser.add_argument("--precision", help="as train.precision (default: the run's)")
-    parser.add_argument("--tokenizer", metavar="FILE.json", help="a tokenizer file, or bytes (default: the run's)")
-    parser.add_argument("--model", metavar="FILE.py", help="the run's own model file, if it has one; it is executed")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE.json", help="a tokenizer file, or bytes (default: the run's)"
+    )
+    parser.add_argument(
+        "--model", metavar="FILE.py", help="the run's own model file, if it has one; it is executed"
+    )
 
 
 @contextmanager
 def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Config, Job, Mesh]]":
-    """The parallelized model of `add_model_arguments`, with its weights. Raises SystemExit: the input is wrong."""
+    """The parallelized model of `add_model_arguments`, with its weights. Raises SystemExit: the
+    input is wrong."""
     from meshtrain.job.watchdog.watchdog import start  # torch comes only now
     from meshtrain.mesh import build_mesh
     from meshtrain.modeling.build import build_model
@@ -62,7 +74,8 @@ def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Conf
 
 
 def read_config(options: argparse.Namespace, world_size: int, device: str) -> "Config":
-    """The config of the run that wrote a checkpoint, with this job's layout and the checkpoint's weights."""
+    """The config of the run that wrote a checkpoint, with this job's layout and the checkpoint's
+    weights."""
     from meshtrain.checkpoint.directory import read_manifest, require_checkpoint
     from meshtrain.config import Config
 
@@ -71,43 +84,60 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     name = manifest.section("model").get("name")
     if options.model is None and name not in locate.names("models", ".py"):
         raise InputError(
-            f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: --model FILE.py "
+            f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: "
+            "--model FILE.py "
             "says which file may be"
         )
-    overrides = [f"model.weights={json.dumps(str(checkpoint))}", f"layout={options.layout}", *_DEFAULTS]
+    overrides = [
+        f"model.weights={json.dumps(str(checkpoint))}",
+        f"layout={options.layout}",
+        *_DEFAULTS,
+    ]
     overrides += [f"model.name={json.dumps(options.model)}"] * (options.model is not None)
     overrides += [f"train.precision={options.precision}"] * (options.precision is not None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.yaml"
-        # JSON is YAML. Older versions of meshtrain wrote a default of rope_theta beside the rope_parameters that count.
-        written = {**manifest.config, "model": one_form(manifest.section("model"))}
+        # JSON is YAML. Older versions of meshtrain wrote a default of rope_theta beside the
+        # rope_parameters that count.
+        written = {**without_removed(manifest.config), "model": one_form(manifest.section("model"))}
         path.write_text(json.dumps(written))
         config = Config.load(str(path), overrides, world_size=world_size, device=device)
     if not hasattr(locate.model_file(config.model.name), "cp_plan"):
         raise InputError(
-            f"the model {config.model.name} has no cp_plan, by which it says that its attention takes what it must "
-            "know of the tokens from an AttentionContext: padding and a cache are not for it (docs/context-parallel.md)"
+            f"the model {config.model.name} has no cp_plan, by which it says that its attention "
+            "takes what it must "
+            "know of the tokens from an AttentionContext: padding and a cache are not for it "
+            "(docs/context-parallel.md)"
         )
     return config
 
 
 def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
-    """The tokenizer of `--tokenizer`, or of the run. Raises InputError: the run's data does not say which it is."""
+    """The tokenizer of `--tokenizer`, or of the run. Raises InputError: the run's data does not say
+    which it is."""
     from meshtrain.data.prepare import TEXT
     from meshtrain.data.tokenizer import open_tokenizer
 
-    sources = {part.source or config.data.source for part in config.data.sources} or {config.data.source}
+    sources = {part.source or config.data.source for part in config.data.sources} or {
+        config.data.source
+    }
     if name is None and config.data.tokenizer == "bytes" and not sources <= TEXT.keys():
         raise InputError(
-            "the run's data.tokenizer does not say by which tokenizer the ids of its files were made: name it with "
+            "the run's data.tokenizer does not say by which tokenizer the ids of its files were "
+            "made: name it with "
             "--tokenizer FILE.json, or --tokenizer bytes"
         )
-    return open_tokenizer(name or config.data.tokenizer, config.data.begin_token, config.data.end_token)
+    return open_tokenizer(
+        name or config.data.tokenizer, config.data.begin_token, config.data.end_token
+    )
 
 
-def ids_of(text: str, tokenizer: "Tokenizer", config: "Config", *, plain: bool = False) -> list[int]:
-    """The token ids of a prompt, which begins as the documents of the run's data do. It may spell control tokens;
-    `plain`: they are text, as in documents. Raises InputError: it is not UTF-8, or an id is outside the vocabulary."""
+def ids_of(
+    text: str, tokenizer: "Tokenizer", config: "Config", *, plain: bool = False
+) -> list[int]:
+    """The token ids of a prompt, which begins as the documents of the run's data do. It may spell
+    control tokens; `plain`: they are text, as in documents. Raises InputError: it is not UTF-8, or
+    an id is outside the vocabulary."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -116,14 +146,16 @@ def ids_of(text: str, tokenizer: "Tokenizer", config: "Config", *, plain: bool =
     largest, size = max(ids, default=-1), config.model.keys.get("vocab_size")
     if size is not None and largest >= size:
         raise InputError(
-            f"the text {text[:40]!r} has the token id {largest} by {tokenizer.identity}, and model.vocab_size is "
+            f"the text {text[:40]!r} has the token id {largest} by {tokenizer.identity}, and "
+            "model.vocab_size is "
             f"{size}: name the tokenizer that the model was trained with by --tokenizer"
         )
     return ids
 
 
 def with_begin(ids: list[int], tokenizer: "Tokenizer") -> list[int]:
-    """The ids behind the token that begins a document, if the run's documents have one and these do not."""
+    """The ids behind the token that begins a document, if the run's documents have one and these do
+    not."""
     if tokenizer.begin is None or ids[:1] == [tokenizer.begin]:
         return ids
     return [tokenizer.begin, *ids]
@@ -139,6 +171,7 @@ def check_length(length: int, config: "Config") -> None:
         and not scales_dynamically(keys.get("rope_scaling"), keys.get("rope_parameters"))
     ):
         raise InputError(
-            f"a prompt and what is added have {length} tokens together, and model.max_position_embeddings is {most}: "
+            f"a prompt and what is added have {length} tokens together, and "
+            f"model.max_position_embeddings is {most}: "
             "shorten the prompt, or give a smaller --length"
         )

@@ -1,4 +1,5 @@
-"""`meshtrain completion bash|zsh|tcsh`: prints a script with which a shell completes commands and options."""
+"""`meshtrain completion bash|zsh|tcsh`: prints a script with which a shell completes commands and
+options."""
 
 import argparse
 import importlib

@@ -1,7 +1,8 @@
-"""`meshtrain data verify`: whether token files are as they were written, and hold only ids of the vocabulary.
+"""`meshtrain data verify`: whether token files are as they were written, and hold only ids of the
+vocabulary.
 
-meshtrain data verify my_run.yaml          # files that `meshtrain prepare` or a run has made for this config
-meshtrain data verify data/tokens
+meshtrain data verify my_run.yaml          # files that `meshtrain prepare` or a run has made for
+this config meshtrain data verify data/tokens
 """
 
 import argparse
@@ -18,9 +19,13 @@ HAS_ACTIONS = True  # each has arguments of its own
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    check = actions.add_parser("verify", help="read every byte: exit status 0 if all is intact, 1 if not")
+    check = actions.add_parser(
+        "verify", help="read every byte: exit status 0 if all is intact, 1 if not"
+    )
     check.add_argument("path", metavar="CONFIG|FOLDER", help="a config, or a folder of token files")
-    check.add_argument("overrides", nargs="*", metavar="key.path=value", help="override keys of the config")
+    check.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="override keys of the config"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,14 +51,26 @@ def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]
     paths: list[Path] = []
     for own in data.each_source():
         if own.source == "tokens":
-            paths += [Path(path).expanduser() for path in (own.path, own.validation) if isinstance(path, str)]
+            paths += [
+                Path(path).expanduser()
+                for path in (own.path, own.validation)
+                if isinstance(path, str)
+            ]
         elif data.sources and own.source not in TEXT:
-            print(f"{own.path}: left out, as {own.source} is read as it is and has no checksums", flush=True)
+            print(
+                f"{own.path}: left out, as {own.source} is read as it is and has no checksums",
+                flush=True,
+            )
         else:
             paths += [preparation.folder for preparation in preparations(own)]
     if not paths:
-        raise InputError(f"{arguments.path} has no source of which token files are made: there is nothing to verify")
+        raise InputError(
+            f"{arguments.path} has no source of which token files are made: there is nothing to "
+            "verify"
+        )
     for path in paths:
         if not path.is_dir():
-            raise InputError(f"there is no folder {path} yet: `meshtrain prepare {arguments.path}` makes it")
+            raise InputError(
+                f"there is no folder {path} yet: `meshtrain prepare {arguments.path}` makes it"
+            )
         yield path, n_outputs

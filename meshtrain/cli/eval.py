@@ -1,5 +1,6 @@
-"""`meshtrain eval CHECKPOINT`: scores of a checkpoint's model on any layout: tasks of lm-evaluation-harness (`--tasks`,
-https://github.com/EleutherAI/lm-evaluation-harness), and the perplexity of files (`--files`).
+"""`meshtrain eval CHECKPOINT`: scores of a checkpoint's model on any layout: tasks of
+lm-evaluation-harness (`--tasks`, https://github.com/EleutherAI/lm-evaluation-harness), and the
+perplexity of files (`--files`).
 """
 
 import argparse
@@ -15,12 +16,22 @@ from meshtrain.errors import InputError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--tasks", default="", help="comma-separated names of lm_eval tasks (needs lm_eval)")
-    parser.add_argument("--include-path", metavar="DIR", help="a folder of your own tasks in lm_eval's format")
-    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
-    parser.add_argument("--fewshot", type=int, help="examples before each document (default: the task's)")
     parser.add_argument(
-        "--files", nargs="+", default=[], metavar="FILE", help="text files to measure the perplexity of"
+        "--tasks", default="", help="comma-separated names of lm_eval tasks (needs lm_eval)"
+    )
+    parser.add_argument(
+        "--include-path", metavar="DIR", help="a folder of your own tasks in lm_eval's format"
+    )
+    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
+    parser.add_argument(
+        "--fewshot", type=int, help="examples before each document (default: the task's)"
+    )
+    parser.add_argument(
+        "--files",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text files to measure the perplexity of",
     )
     parser.add_argument("--batch", type=int, default=8, help="sequences per forward (8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -28,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if (not options.tasks and not options.files) or options.batch < 1:
-        raise InputError("name what to measure, with --tasks or --files, and a --batch of at least 1")
+        raise InputError(
+            "name what to measure, with --tasks or --files, and a --batch of at least 1"
+        )
     texts = {name: _text(name) for name in options.files}
     from meshtrain.run.scoring import Scorer  # torch comes only now
 
@@ -36,7 +49,8 @@ def run(options: argparse.Namespace) -> None:
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
         tokenizer = tokenizer_of(config, options.tokenizer)
         scores: dict[str, Any] = {
-            name: _perplexity(scorer, ids_of(text, tokenizer, config, plain=True), text) for name, text in texts.items()
+            name: _perplexity(scorer, ids_of(text, tokenizer, config, plain=True), text)
+            for name, text in texts.items()
         }
         if options.tasks:
             scores |= _tasks(options, scorer, tokenizer)
@@ -46,7 +60,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _text(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8-sig")  # a byte order mark is no part of the text
+        # a byte order mark is no part of the text
+        return Path(name).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InputError(f"--files: {name} cannot be read as text: {error}") from error
 
@@ -58,11 +73,17 @@ def _perplexity(scorer: Any, tokens: Sequence[int], text: str) -> dict[str, floa
     total = sum(value for value, _ in scorer.score(list(windows(tokens, scorer.seq_len))))
     loss, count = -total / (len(tokens) - 1), len(tokens) - 1
     bits = -total / math.log(2) / len(text.encode())
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits, "tokens": count}
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": bits,
+        "tokens": count,
+    }
 
 
 def windows(tokens: Sequence[int], seq_len: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(before, predicted) for a text: each window begins with the last token of the one before it."""
+    """(before, predicted) for a text: each window begins with the last token of the one before
+    it."""
     for first in range(0, len(tokens) - 1, seq_len):
         yield list(tokens[first : first + 1]), list(tokens[first + 1 : first + 1 + seq_len])
 
@@ -74,19 +95,28 @@ def _tasks(options: argparse.Namespace, scorer: Any, tokenizer: Any) -> dict[str
 
         from meshtrain.cli.harness import HarnessModel
     except ImportError as error:
-        raise InputError(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval") from error
+        raise InputError(
+            f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval"
+        ) from error
     names = [name for name in options.tasks.split(",") if name]
     manager = TaskManager(include_path=options.include_path)
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise InputError(f"--tasks: lm_eval knows no {', '.join(unknown)}: --include-path names a folder with more")
+        raise InputError(
+            f"--tasks: lm_eval knows no {', '.join(unknown)}: --include-path names a folder with "
+            "more"
+        )
     model = HarnessModel(scorer, tokenizer)
     settings = {"num_fewshot": options.fewshot, "limit": options.limit, "bootstrap_iters": 0}
     results = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, **settings)
-    return {} if results is None else dict(results["results"])  # None where lm_eval takes this rank for another than 0
+    # None where lm_eval takes this rank for another than 0
+    return {} if results is None else dict(results["results"])
 
 
 def _lines(scores: dict[str, Any]) -> list[str]:
     return [
-        f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in of_one.items() if isinstance(value, int | float))
+        f"{name}: "
+        + ", ".join(
+            f"{key} {value:.6g}" for key, value in of_one.items() if isinstance(value, int | float)
+        )
         for name, of_one in scores.items()
     ]

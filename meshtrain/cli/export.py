@@ -1,8 +1,10 @@
-"""`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint as a Hugging Face directory, without a job.
+"""`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint as a Hugging Face directory,
+without a job.
 
-The files have the same bytes as those that `train.export` writes for these weights. A block of rows is read at a time,
-so memory does not grow with the model. A checkpoint may come from a stranger, so nothing that it names is run:
-config.json is written by one of meshtrain's own models, or by the file that `--model` names.
+The files have the same bytes as those that `train.export` writes for these weights. A block of rows
+is read at a time, so memory does not grow with the model. A checkpoint may come from a stranger, so
+nothing that it names is run: config.json is written by one of meshtrain's own models, or by the
+file that `--model` names.
 """
 
 import argparse
@@ -41,22 +43,43 @@ MAX_TOKENIZER = 2**27  # bytes; files of large vocabularies have a third of that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder, for its newest complete checkpoint")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, or a run's folder, for its newest complete checkpoint"
+    )
     parser.add_argument("folder", metavar="DIR", help="a new folder, or one with an earlier export")
-    parser.add_argument("--dtype", choices=list(PRECISIONS), help="dtype of the weights (default: the run's precision)")
-    parser.add_argument("--ema", action="store_true", help="export the averaged weights (optimizer.ema_decay)")
-    fused = "fused: one tensor for the experts of a layer, as transformers 5 has them; left out: one per expert"
+    parser.add_argument(
+        "--dtype",
+        choices=list(PRECISIONS),
+        help="dtype of the weights (default: the run's precision)",
+    )
+    parser.add_argument(
+        "--ema", action="store_true", help="export the averaged weights (optimizer.ema_decay)"
+    )
+    fused = (
+        "fused: one tensor for the experts of a layer, as transformers 5 has them; left out: one "
+        "per expert"
+    )
     parser.add_argument("--format", choices=FORMATS, default="original", help=fused)
-    parser.add_argument("--adapter", action="store_true", help="export only the adapters of train.lora, for peft")
+    parser.add_argument(
+        "--adapter", action="store_true", help="export only the adapters of train.lora, for peft"
+    )
     parser.add_argument(
         "--model",
         metavar="FILE.py",
-        help="the run's own model file; it is executed to write config.json (a path in a checkpoint never is)",
+        help=(
+            "the run's own model file; it is executed to write config.json (a path in a checkpoint "
+            "never is)"
+        ),
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    keywords = {"dtype": options.dtype, "model": options.model, "file_format": options.format, "ema": options.ema}
+    keywords = {
+        "dtype": options.dtype,
+        "model": options.model,
+        "file_format": options.format,
+        "ema": options.ema,
+    }
     export(options.checkpoint, options.folder, **keywords, adapter=options.adapter, say=print)
 
 
@@ -78,7 +101,8 @@ def export(
         checkpoint: a checkpoint, or a run's folder.
         folder: is created, or replaces an earlier export.
         dtype: of the floating tensors, by torch's names; None: the dtype in which the run computes.
-        model: the path of a model file to run for config.json; None: one of meshtrain's own, if the run used one.
+        model: the path of a model file to run for config.json; None: one of meshtrain's own, if the
+            run used one.
         file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
         ema: write the averaged weights instead.
         adapter: write only the LoRA adapters, for peft.
@@ -86,14 +110,15 @@ def export(
         file_bytes: the maximum size of one file, unless a tensor is larger.
 
     Raises:
-        DamagedError: the checkpoint is not as it was written; names file and tensor. InputError: something else is
-            wrong with it or with the folder. No partial export is left.
+        DamagedError: the checkpoint is not as it was written; names file and tensor. InputError:
+            something else is wrong with it or with the folder. No partial export is left.
     """
     with open_checkpoint(checkpoint, ema=ema) as source:
         manifest, _ = read_manifest(source.path)
         if not source.entries:
             raise InputError(
-                f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
+                f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of "
+                "a model"
             )
         kind = compute_dtype(dtype or _precision(manifest))
         lora, base = manifest.section("train").get("lora"), manifest.section("model").get("weights")
@@ -103,11 +128,15 @@ def export(
         table: Table = {} if module is None else table_of(module.Model, file_format)
         config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
         beside = {} if config is None else source_files(base, say)
-        files, parts = plan_export(source.entries.values(), kind, 2**63 if adapter else file_bytes, table)
+        files, parts = plan_export(
+            source.entries.values(), kind, 2**63 if adapter else file_bytes, table
+        )
         files = {ADAPTER: files[SINGLE]} if adapter else files
         place = ExportFolder(folder)
         if place.target.resolve().is_relative_to(source.path.resolve()):
-            raise InputError(f"{folder} is inside of the checkpoint {source.path}: name a folder somewhere else")
+            raise InputError(
+                f"{folder} is inside of the checkpoint {source.path}: name a folder somewhere else"
+            )
         with as_input_errors(place.target):
             place.make()
             try:
@@ -120,10 +149,15 @@ def export(
             finally:
                 place.drop()
     sizes = [entry.nbytes for entries in files.values() for entry in entries]
-    say(f"weights of step {manifest.step} in {folder}: {len(sizes)} tensors, {bytes_text(sum(sizes))}")
+    say(
+        f"weights of step {manifest.step} in {folder}: {len(sizes)} tensors, "
+        f"{bytes_text(sum(sizes))}"
+    )
 
 
-def _blocks(source: WeightSource, entry: Entry, name: str, piece: StoredTensor) -> Iterator[memoryview]:
+def _blocks(
+    source: WeightSource, entry: Entry, name: str, piece: StoredTensor
+) -> Iterator[memoryview]:
     """A tensor's bytes, one block of rows after the other."""
     dims, kind = entry.shape or (1,), DTYPES[entry.dtype]
     lead = piece.part[: len(piece.part) - len(dims)]
@@ -137,7 +171,10 @@ def _blocks(source: WeightSource, entry: Entry, name: str, piece: StoredTensor) 
 def _precision(manifest: Manifest) -> str:
     precision = manifest.section("train").get("precision")
     if precision not in PRECISIONS:
-        raise InputError(f"the checkpoint's config has no train.precision that is known ({precision!r}): give --dtype")
+        raise InputError(
+            f"the checkpoint's config has no train.precision that is known ({precision!r}): give "
+            "--dtype"
+        )
     return precision
 
 
@@ -146,8 +183,10 @@ def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -
     name = manifest.section("model").get("name") if model is None else model
     if model is None and name not in locate.names("models", ".py"):
         say(
-            f"config.json is not written, and tensors keep the names that they have in the model: the run's model is "
-            f"the file {name!r}, and a file that a checkpoint names is not run. --model FILE.py says which file may be."
+            "config.json is not written, and tensors keep the names that they have in the model: "
+            "the run's model is "
+            f"the file {name!r}, and a file that a checkpoint names is not run. --model FILE.py "
+            "says which file may be."
         )
         return None
     try:
@@ -156,7 +195,9 @@ def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -
         raise InputError(f"--model: {error}") from error
 
 
-def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _config(
+    module: ModuleType | None, manifest: Manifest, say: Callable[[str], None]
+) -> dict[str, Any] | None:
     """The contents of config.json; None, with a message, if they are unknown."""
     if module is None:
         return None
@@ -169,12 +210,14 @@ def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], 
     try:
         return module.to_hugging_face(module.Config(**keys))
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise InputError(f"the model {name} refuses the keys in the checkpoint's config: {error}") from error
+        raise InputError(
+            f"the model {name} refuses the keys in the checkpoint's config: {error}"
+        ) from error
 
 
 def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]:
-    """The run's tokenizer.json, if it exists and is one, and the files that belong to it: a checkpoint must not make
-    this read any other file."""
+    """The run's tokenizer.json, if it exists and is one, and the files that belong to it: a
+    checkpoint must not make this read any other file."""
     name = manifest.section("data").get("tokenizer", "bytes")
     if name == "bytes":
         return {}

@@ -1,4 +1,5 @@
-"""A model class for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), on any layout.
+"""A model class for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), on
+any layout.
 
 Every rank runs the harness with the same requests, so that all ranks run the same forwards.
 """
@@ -15,12 +16,19 @@ from meshtrain.generate import generate_batch
 from meshtrain.run.scoring import Scorer
 
 GENERATED = 256  # tokens, if a task does not say how many
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
+# the first one given counts
+_LENGTHS = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)
 _OPTIONS = {"until", "do_sample", "temperature", "top_p", *_LENGTHS}
 
 
 class HarnessModel(TemplateLM):
-    """The harness's interface of a model: log-likelihoods of continuations and of texts, and generation of texts."""
+    """The harness's interface of a model: log-likelihoods of continuations and of texts, and
+    generation of texts."""
 
     backend = "causal"
 
@@ -34,17 +42,20 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What is before a whole text: the token that begins the run's documents, or else the one that ends them."""
+        """What is before a whole text: the token that begins the run's documents, or else the one
+        that ends them."""
         return self.eot_token_id if self.tokenizer.begin is None else self.tokenizer.begin
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **unused: Any
+    ) -> list[int]:
         """`add_special_tokens`: false for a text that the harness puts behind a prefix."""
         ids = self.tokenizer.encode(string)
         return ids if add_special_tokens is False else with_begin(ids, self.tokenizer)
 
     def _loglikelihood_tokens(self, requests: list[Any], **unused: Any) -> list[tuple[float, bool]]:
-        # The harness puts the prefix before an answer without a question, and encodes the answer as a prompt, so that
-        # a token that begins prompts is there twice.
+        # The harness puts the prefix before an answer without a question, and encodes the answer as
+        # a prompt, so that a token that begins prompts is there twice.
         twice = [self.tokenizer.begin]
         pairs = []
         for _, before, predicted in requests:
@@ -53,13 +64,16 @@ class HarnessModel(TemplateLM):
         return self.scorer.score(pairs)
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
-        """Each token of a text is predicted once, the first one after the prefix; the last window has as much context
-        before it as the model sees."""
+        """Each token of a text is predicted once, the first one after the prefix; the last window
+        has as much context before it as the model sees."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         windows = [
-            list(get_rolling_token_windows(text, self.prefix_token_id, self.scorer.seq_len, 1)) for text in texts
+            list(get_rolling_token_windows(text, self.prefix_token_id, self.scorer.seq_len, 1))
+            for text in texts
         ]
-        scores = iter(self.scorer.score([make_disjoint_window(pair) for pairs in windows for pair in pairs]))
+        scores = iter(
+            self.scorer.score([make_disjoint_window(pair) for pairs in windows for pair in pairs])
+        )
         return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: list[Any], **unused: Any) -> list[str]:
@@ -67,26 +81,46 @@ class HarnessModel(TemplateLM):
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
         """Raises InputError: the task has a generation option that is not supported here."""
-        if others := [key for key, value in options.items() if key not in _OPTIONS and value not in (None, 0, 1)]:
+        if others := [
+            key
+            for key, value in options.items()
+            if key not in _OPTIONS and value not in (None, 0, 1)
+        ]:
             raise InputError(
-                f"generation_kwargs: {', '.join(others)}: expected of {', '.join(sorted(_OPTIONS))} only, in the task"
+                f"generation_kwargs: {', '.join(others)}: expected of "
+                f"{', '.join(sorted(_OPTIONS))} only, in the task"
             )
-        until = [options["until"]] if isinstance(options.get("until"), str) else list(options.get("until") or ())
+        until = (
+            [options["until"]]
+            if isinstance(options.get("until"), str)
+            else list(options.get("until") or ())
+        )
         lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
         most, length = self.scorer.seq_len, [*lengths, GENERATED][0]
-        # A long prompt is cut at its beginning; but at least half of what the model sees is left for the prompt.
+        # A long prompt is cut at its beginning; but at least half of what the model sees is left
+        # for the prompt.
         room = max(most - length, most // 2) - (self.tokenizer.begin is not None)
-        tokens = with_begin(self.tok_encode(prompt, add_special_tokens=False)[-room:], self.tokenizer)
+        tokens = with_begin(
+            self.tok_encode(prompt, add_special_tokens=False)[-room:], self.tokenizer
+        )
         tokens = tokens or [self.prefix_token_id]
         length = min(length, most - len(tokens))
-        settings: dict[str, Any] = {"seq_len": self.scorer.seq_len, "device": self.scorer.device, "seed": 0}
+        settings: dict[str, Any] = {
+            "seq_len": self.scorer.seq_len,
+            "device": self.scorer.device,
+            "seed": 0,
+        }
         samples = options.get("do_sample")
         greedy = samples is False or options.get("top_k") == 1
-        settings["temperature"] = 0.0 if greedy else float(options.get("temperature", 1.0 if samples else 0.0))
+        settings["temperature"] = (
+            0.0 if greedy else float(options.get("temperature", 1.0 if samples else 0.0))
+        )
         settings["top_p"] = float(options.get("top_p", 1.0))
         settings["stops"] = self.tokenizer.stops
         (row,) = generate_batch(self.scorer.model, [tokens], length, **settings)
         added = row[len(tokens) :]
         is_ended = bool(added) and added[-1] in self.tokenizer.stops
         text = self.tokenizer.decode(added[:-1] if is_ended else added)
-        return text[: min([len(text), *(at for stop in until if stop and (at := text.find(stop)) >= 0)])]
+        return text[
+            : min([len(text), *(at for stop in until if stop and (at := text.find(stop)) >= 0)])
+        ]

@@ -1,6 +1,8 @@
-"""`meshtrain info`: versions, GPUs, NCCL, launcher and limits of this host, to paste into a bug report.
+"""`meshtrain info`: versions, GPUs, NCCL, launcher and limits of this host, to paste into a bug
+report.
 
-It has no names or addresses of hosts, and of the environment only what changes how a job computes or communicates.
+It has no names or addresses of hosts, and of the environment only what changes how a job computes
+or communicates.
 """
 
 import argparse
@@ -11,8 +13,18 @@ from typing import Any
 from meshtrain.doctor.facts import collect
 from meshtrain.doctor.records import Host, Place
 
-LAUNCHERS = {"SLURM_JOB_ID": "SLURM", "TORCHELASTIC_RUN_ID": "torchrun", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
-HIDDEN = ("MASTER_ADDR", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")  # they reveal names of hosts and people
+LAUNCHERS = {
+    "SLURM_JOB_ID": "SLURM",
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+}
+# they reveal names of hosts and people
+HIDDEN = (
+    "MASTER_ADDR",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,25 +50,36 @@ def describe(host: Host) -> dict[str, Any]:
 
     from meshtrain.job.consistency import untested_torch
 
-    versions = {name: version for name, version in (host.versions or {}).items() if name != "executable"}
+    versions = {
+        name: version for name, version in (host.versions or {}).items() if name != "executable"
+    }
     untested = untested_torch(torch.__version__)
     soft, hard = host.open_files or (-1, -1)
     locked = "unlimited" if host.locked_memory_kib is None else f"{host.locked_memory_kib} KiB"
     return {
         "versions": [f"{name} {version}" for name, version in sorted(versions.items())],
         "warnings": [] if untested is None else [untested],
-        "launcher": [name for variable, name in LAUNCHERS.items() if variable in os.environ] or ["none seen"],
-        "GPUs": [f"{gpu.name}, {gpu.memory_gib:.1f} GiB {gpu.throttled}".rstrip() for gpu in host.gpus],
+        "launcher": [name for variable, name in LAUNCHERS.items() if variable in os.environ]
+        or ["none seen"],
+        "GPUs": [
+            f"{gpu.name}, {gpu.memory_gib:.1f} GiB {gpu.throttled}".rstrip() for gpu in host.gpus
+        ],
         "GPUs of torch": str(host.gpus_seen),
-        "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if torch.distributed.is_backend_available(name)],
+        "backends": [
+            name
+            for name in ("gloo", "nccl", "mpi", "ucc")
+            if torch.distributed.is_backend_available(name)
+        ],
         "RDMA ports": [
-            f"{port.name} {port.layer} {port.gbit:g} Gb/s{'' if port.active else ', down'}" for port in host.ports
+            f"{port.name} {port.layer} {port.gbit:g} Gb/s{'' if port.active else ', down'}"
+            for port in host.ports
         ],
         "CPU": f"{host.cores} cores, load {host.load:.1f}",
         "memory": f"{host.memory_gib:.1f} GiB, {host.memory_free_gib:.1f} free",
         "shared memory": f"{host.shared_memory_gib:.1f} GiB",
         "limits": f"open files {soft} of {hard}, locked memory {locked}",
         "environment": [
-            f"{name}={'(set)' if name in HIDDEN else text}" for name, text in (host.variables or {}).items()
+            f"{name}={'(set)' if name in HIDDEN else text}"
+            for name, text in (host.variables or {}).items()
         ],
     }

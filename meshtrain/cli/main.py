@@ -1,7 +1,9 @@
-"""The console script `meshtrain`: commands that look at a job from outside. Training is `python -m meshtrain.train`.
+"""The console script `meshtrain`: commands that look at a job from outside. Training is `python -m
+meshtrain.train`.
 
-A command is a line in the table below and a module with `add_arguments(parser)` and `run(arguments)`, which may return
-an exit status. The module is imported only when the command is used, so that `meshtrain --help` answers at once.
+A command is a line in the table below and a module with `add_arguments(parser)` and
+`run(arguments)`, which may return an exit status. The module is imported only when the command is
+used, so that `meshtrain --help` answers at once.
 """
 
 import argparse
@@ -50,7 +52,11 @@ COMMANDS = {
         "tokenize a config's text before its job, on hosts without GPUs",
         "meshtrain prepare configs/text.yaml --workers 8",
     ),
-    "data": ("meshtrain.cli.data", "verify token files against their checksums", "meshtrain data verify data/train"),
+    "data": (
+        "meshtrain.cli.data",
+        "verify token files against their checksums",
+        "meshtrain data verify data/train",
+    ),
     "pipeline": (
         "meshtrain.cli.pipeline",
         "draw a pipeline schedule as a timeline",
@@ -100,10 +106,12 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: the command's own, usually 0; 2 if the user's input is wrong."""
+    """Runs one command and returns the exit status: the command's own, usually 0; 2 if the user's
+    input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     show_any_text()
-    atexit.register(gc.freeze)  # if torch was imported, Python's last garbage collection would take a second
+    # if torch was imported, Python's last garbage collection would take a second
+    atexit.register(gc.freeze)
     status = 0
     try:
         status = _run(argv)
@@ -112,12 +120,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more at exit.
+        # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more
+        # at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         if error.errno not in DISK_ERRORS or error.filename is None:
             raise
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)  # no wrong input: the same may work later
+        # no wrong input: the same may work later
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     return status
 
@@ -164,5 +174,6 @@ def _overview() -> str:
     )
 
 
-if __name__ == "__main__":  # otherwise `python -m meshtrain.cli.main` would do nothing and exit with status 0
+# otherwise `python -m meshtrain.cli.main` would do nothing and exit with status 0
+if __name__ == "__main__":
     sys.exit(main())

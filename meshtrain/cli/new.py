@@ -1,4 +1,5 @@
-"""`meshtrain new DIR`: a starter project (model, data, config, SLURM script and test) that trains as it is."""
+"""`meshtrain new DIR`: a starter project (model, data, config, SLURM script and test) that trains
+as it is."""
 
 import argparse
 import shlex
@@ -19,11 +20,18 @@ def run(arguments: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise InputError(f"{folder} has files in it, which stay as they are: name a new folder")
-        files = [path for path in sorted(locate.bundled("tools/starter").iterdir()) if path.is_file()]
+        files = [
+            path for path in sorted(locate.bundled("tools/starter").iterdir()) if path.is_file()
+        ]
         for path in files:
             shutil.copyfile(path, folder / path.name)
         shutil.copyfile(locate.bundled("tools/slurm") / "train.sbatch", folder / "job.sbatch")
     except OSError as error:
-        raise InputError(f"{folder} cannot be made ({error.strerror}): name another folder") from error
+        raise InputError(
+            f"{folder} cannot be made ({error.strerror}): name another folder"
+        ) from error
     print(f"{folder}: {', '.join([path.name for path in files] + ['job.sbatch'])}")
-    print(f"  cd {shlex.quote(str(folder))}\n  python -m meshtrain.train train.yaml\n  python test_model.py")
+    print(
+        f"  cd {shlex.quote(str(folder))}\n  python -m meshtrain.train train.yaml\n  python "
+        "test_model.py"
+    )

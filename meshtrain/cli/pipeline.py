@@ -1,4 +1,5 @@
-"""`meshtrain pipeline`: draws a schedule before anything is started, or the timeline that a run has measured.
+"""`meshtrain pipeline`: draws a schedule before anything is started, or the timeline that a run has
+measured.
 
     meshtrain pipeline zbv --ranks 4 --microbatches 8
     meshtrain pipeline my_schedule.csv --png my_schedule.png
@@ -19,7 +20,13 @@ from meshtrain.metrics.picture import write_picture
 from meshtrain.pipeline.actions import Schedule, ScheduleError
 from meshtrain.pipeline.schedule import NAMES, build, read_csv
 from meshtrain.pipeline.simulate import Cost, simulate
-from meshtrain.pipeline.timeline_io import Record, measured_costs, read_timeline, timeline_json, trace_json
+from meshtrain.pipeline.timeline_io import (
+    Record,
+    measured_costs,
+    read_timeline,
+    timeline_json,
+    trace_json,
+)
 
 COSTS = ("forward", "input_grad", "weight_grad")
 SIZES = ("ranks", "microbatches", "stages_per_rank")
@@ -28,26 +35,45 @@ SIZES = ("ranks", "microbatches", "stages_per_rank")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "schedule",
-        help=f"one of {', '.join(NAMES)}; a CSV file; or the JSON of a timeline, as --json or a run writes it",
+        help=(
+            f"one of {', '.join(NAMES)}; a CSV file; or the JSON of a timeline, as --json or a run "
+            "writes it"
+        ),
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of a step")
-    parser.add_argument("--stages-per-rank", type=int, metavar="N", help="default: what the schedule needs")
+    parser.add_argument(
+        "--stages-per-rank", type=int, metavar="N", help="default: what the schedule needs"
+    )
     for cost in COSTS:
         meaning = f"time of a stage's {cost.replace('grad', 'gradient').replace('_', ' ')}"
-        parser.add_argument(_option(cost), type=_cost, metavar="T", help=f"{meaning} (1), or one per stage: 1,1,2,1")
-    parser.add_argument("--transfer", type=_time, metavar="T", help="time to send a tensor to another rank (0)")
-    parser.add_argument("--beside", metavar="FILE", help="JSON of a second timeline to draw below, on the same scale")
+        parser.add_argument(
+            _option(cost), type=_cost, metavar="T", help=f"{meaning} (1), or one per stage: 1,1,2,1"
+        )
+    parser.add_argument(
+        "--transfer", type=_time, metavar="T", help="time to send a tensor to another rank (0)"
+    )
+    parser.add_argument(
+        "--beside",
+        metavar="FILE",
+        help="JSON of a second timeline to draw below, on the same scale",
+    )
     parser.add_argument("--png", metavar="FILE", help="draw into a file (.png, .svg or .pdf)")
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing")
-    parser.add_argument("--json", action="store_true", help="print the whole timeline as JSON instead of drawing it")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the whole timeline as JSON instead of drawing it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     below = [] if arguments.beside is None else [read_timeline(arguments.beside)]
     records = [_first_record(arguments, below), *below]
     if not all(record.timeline.makespan for record in records):
-        raise InputError("all actions take no time, so there is nothing to draw: give costs above 0")
+        raise InputError(
+            "all actions take no time, so there is nothing to draw: give costs above 0"
+        )
     if arguments.png is not None:
         from meshtrain.cli.pipeline_picture import picture
 
@@ -56,7 +82,9 @@ def run(arguments: argparse.Namespace) -> None:
         with writing(arguments.trace):
             Path(arguments.trace).write_text(json.dumps(trace_json(records)))
     if arguments.json:
-        timelines = [timeline_json(record.timeline, record.title, record.unit) for record in records]
+        timelines = [
+            timeline_json(record.timeline, record.title, record.unit) for record in records
+        ]
         print(json.dumps(timelines if below else timelines[0]))
         return
     from rich.console import Console
@@ -64,7 +92,10 @@ def run(arguments: argparse.Namespace) -> None:
     from meshtrain.cli.pipeline_terminal import print_timelines
 
     print_timelines(records, Console(highlight=False))
-    written = [("picture", arguments.png, ""), ("trace", arguments.trace, " (open it in https://ui.perfetto.dev)")]
+    written = [
+        ("picture", arguments.png, ""),
+        ("trace", arguments.trace, " (open it in https://ui.perfetto.dev)"),
+    ]
     lines = [f"{noun}: {path}{hint}" for noun, path, hint in written if path is not None]
     if lines:
         print("", *lines, sep="\n")
@@ -72,11 +103,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _first_record(arguments: argparse.Namespace, below: Sequence[Record]) -> Record:
     """The timeline of a file, or that of a simulated schedule."""
-    costs = {cost: getattr(arguments, cost) for cost in (*COSTS, "transfer") if getattr(arguments, cost) is not None}
+    costs = {
+        cost: getattr(arguments, cost)
+        for cost in (*COSTS, "transfer")
+        if getattr(arguments, cost) is not None
+    }
     if arguments.schedule.endswith(".json"):
         wrong = [_option(name) for name in (*SIZES, *costs) if getattr(arguments, name) is not None]
         if wrong:
-            raise InputError(f"{arguments.schedule} is a timeline, which is drawn as it is: leave {wrong[0]} out")
+            raise InputError(
+                f"{arguments.schedule} is a timeline, which is drawn as it is: leave {wrong[0]} out"
+            )
         return read_timeline(arguments.schedule)
     try:
         schedule = _schedule(arguments, below)
@@ -84,8 +121,10 @@ def _first_record(arguments: argparse.Namespace, below: Sequence[Record]) -> Rec
         if below and not costs.keys() & set(COSTS):
             if below[0].stages != schedule.stages:
                 raise InputError(
-                    f"{arguments.beside} has {below[0].stages} stages and {title} has {schedule.stages}, so its costs "
-                    "cannot be used: give --forward, --input-grad and --weight-grad, or another --stages-per-rank"
+                    f"{arguments.beside} has {below[0].stages} stages and {title} has "
+                    f"{schedule.stages}, so its costs "
+                    "cannot be used: give --forward, --input-grad and --weight-grad, or another "
+                    "--stages-per-rank"
                 )
             costs = measured_costs(below[0]) | costs
             title += ", with the measured costs"
@@ -98,7 +137,9 @@ def _schedule(arguments: argparse.Namespace, below: Sequence[Record]) -> Schedul
     name, ranks, microbatches = arguments.schedule, arguments.ranks, arguments.microbatches
     if name not in NAMES and (name.endswith(".csv") or Path(name).is_file()):
         if arguments.stages_per_rank is not None:
-            raise InputError(f"{name} says itself which rank has which stages: leave --stages-per-rank out")
+            raise InputError(
+                f"{name} says itself which rank has which stages: leave --stages-per-rank out"
+            )
         return read_csv(name, ranks=ranks, microbatches=microbatches)
     if below:
         ranks = below[0].timeline.ranks if ranks is None else ranks
@@ -106,7 +147,9 @@ def _schedule(arguments: argparse.Namespace, below: Sequence[Record]) -> Schedul
     if ranks is None or microbatches is None:
         example = f"meshtrain pipeline {name} --ranks 4 --microbatches 8"
         raise InputError(f"how many ranks and microbatches? For instance: {example}")
-    return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=arguments.stages_per_rank)
+    return build(
+        name, ranks=ranks, microbatches=microbatches, stages_per_rank=arguments.stages_per_rank
+    )
 
 
 def _cost(text: str) -> Cost:

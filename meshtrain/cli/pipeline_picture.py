@@ -1,4 +1,5 @@
-"""Timelines as a picture, like those in a terminal, drawn with matplotlib (installed by the extra meshtrain[plot])."""
+"""Timelines as a picture, like those in a terminal, drawn with matplotlib (installed by the extra
+meshtrain[plot])."""
 
 import math
 from collections import defaultdict
@@ -30,8 +31,14 @@ def picture(records: Sequence[Record]) -> "Figure":
 
     lanes = sum(record.timeline.ranks for record in records)
     longest = max(record.timeline.makespan for record in records)
-    short, digits = terminal.short_time(records)[0], max(len(str(record.microbatches - 1)) for record in records)
-    titles = max(_length(record.title, TEXT, "bold") + _length(_summary(record, records), SMALL) for record in records)
+    short, digits = (
+        terminal.short_time(records)[0],
+        max(len(str(record.microbatches - 1)) for record in records),
+    )
+    titles = max(
+        _length(record.title, TEXT, "bold") + _length(_summary(record, records), SMALL)
+        for record in records
+    )
     lane = max(longest / short * (digits * LABELS[1] * DIGIT + 0.08), titles + 0.4)
     width = min(max(LEFT + lane + RIGHT, NARROWEST), WIDEST)
     height = TOP + len(records) * (TITLE + GAP) + lanes * LANE + AXIS + LEGEND
@@ -49,11 +56,19 @@ def picture(records: Sequence[Record]) -> "Figure":
         y += TITLE
         _lanes(axes, record, scale, y, size)
         for x in ticks:
-            axes.plot([x, x], [y, y + record.timeline.ranks * LANE], color="white", linewidth=0.9, zorder=2)
+            axes.plot(
+                [x, x],
+                [y, y + record.timeline.ranks * LANE],
+                color="white",
+                linewidth=0.9,
+                zorder=2,
+            )
         y += record.timeline.ranks * LANE + GAP
     for x, text in ticks.items():
         _write(axes, x, y + AXIS / 2 - GAP / 2, text, ha="center")
-    _write(axes, LEFT - 0.1, y + AXIS / 2 - GAP / 2, terminal.unit_of(records)[1] or "time", ha="right")
+    _write(
+        axes, LEFT - 0.1, y + AXIS / 2 - GAP / 2, terminal.unit_of(records)[1] or "time", ha="right"
+    )
     _legend(axes, records, height - LEGEND / 2 - 0.05)
     return figure
 
@@ -71,23 +86,31 @@ def _lanes(axes: "Axes", record: Record, scale: float, top: float, size: float) 
         y, stages = top + rank * LANE, record.stages_of(rank)
         _write(axes, LEFT - 0.1, y + LANE / 2, f"rank {rank}", ha="right")
         lane = (y + 0.01, LANE - 0.02)
-        axes.broken_barh([(LEFT, record.timeline.makespan * scale)], lane, color=GROUND, linewidth=0, zorder=1)
+        axes.broken_barh(
+            [(LEFT, record.timeline.makespan * scale)], lane, color=GROUND, linewidth=0, zorder=1
+        )
         boxes: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for event in row:
-            colour, ink = terminal.shade(event.action.kind, stages.index(event.action.stage), len(stages))
+            colour, ink = terminal.shade(
+                event.action.kind, stages.index(event.action.stage), len(stages)
+            )
             x, length = LEFT + (event.start - record.timeline.start) * scale, event.duration * scale
             boxes[colour].append((x, length))
             label = str(event.action.microbatch)
             if len(label) * size * DIGIT < length:
                 _write(axes, x + length / 2, y + LANE / 2, label, ink, size, ha="center")
         for colour, spans in boxes.items():
-            axes.broken_barh(spans, lane, facecolor=colour, edgecolor="white", linewidth=0.8, zorder=3)
+            axes.broken_barh(
+                spans, lane, facecolor=colour, edgecolor="white", linewidth=0.8, zorder=3
+            )
 
 
 def _ticks(records: Sequence[Record], scale: float) -> dict[float, str]:
     factor, _ = terminal.unit_of(records)
     step = terminal.round_step(0.8 / scale * factor)
-    count = math.floor(max(record.timeline.makespan for record in records) * factor / step + 1e-9) + 1
+    count = (
+        math.floor(max(record.timeline.makespan for record in records) * factor / step + 1e-9) + 1
+    )
     return {LEFT + tick * step / factor * scale: f"{tick * step:.6g}" for tick in range(count)}
 
 
@@ -100,15 +123,37 @@ def _legend(axes: "Axes", records: Sequence[Record], y: float) -> None:
             x += side
         _write(axes, x + 0.08, y, terminal.WORDS[kind], terminal.INK)
         x += 0.08 + _length(terminal.WORDS[kind], SMALL) + 0.25
-    _write(axes, x, y, "numbers: microbatches" + ("; lighter: later stages of a rank" if chunks > 1 else ""))
+    _write(
+        axes,
+        x,
+        y,
+        "numbers: microbatches" + ("; lighter: later stages of a rank" if chunks > 1 else ""),
+    )
 
 
-def _write(axes: "Axes", x: float, y: float, text: str, colour: str = QUIET, size: float = SMALL, **style: Any) -> None:
-    axes.text(x, y, text, color=colour, fontsize=size, **{"va": "center_baseline", "zorder": 4, **style})
+def _write(
+    axes: "Axes",
+    x: float,
+    y: float,
+    text: str,
+    colour: str = QUIET,
+    size: float = SMALL,
+    **style: Any,
+) -> None:
+    axes.text(
+        x, y, text, color=colour, fontsize=size, **{"va": "center_baseline", "zorder": 4, **style}
+    )
 
 
 def _length(text: str, size: float, weight: str = "normal") -> float:
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
-    return float(TextPath((0, 0), text, size=size, prop=FontProperties(weight=weight)).get_extents().width) / 72
+    return (
+        float(
+            TextPath((0, 0), text, size=size, prop=FontProperties(weight=weight))
+            .get_extents()
+            .width
+        )
+        / 72
+    )

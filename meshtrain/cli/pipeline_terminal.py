@@ -1,8 +1,10 @@
-"""Timelines in a terminal: a row per rank, a coloured cell per action with its microbatch, dots where a rank idles.
+"""Timelines in a terminal: a row per rank, a coloured cell per action with its microbatch, dots
+where a rank idles.
 
     rank 0  0 1 2 3 · · · · · · 0   1 ...
 
-Several timelines are stacked on one time scale. Timelines wider than the terminal are folded into bands.
+Several timelines are stacked on one time scale. Timelines wider than the terminal are folded into
+bands.
 """
 
 import math
@@ -19,7 +21,12 @@ from meshtrain.pipeline.simulate import Event
 from meshtrain.pipeline.timeline_io import Record
 
 # Colours of backwards are warm if another stage waits for the result, and green if none does.
-COLOURS = {Kind.FORWARD: "#3b6fe0", Kind.BACKWARD: "#e2603b", Kind.INPUT_GRAD: "#f0a030", Kind.WEIGHT_GRAD: "#2a9d8f"}
+COLOURS = {
+    Kind.FORWARD: "#3b6fe0",
+    Kind.BACKWARD: "#e2603b",
+    Kind.INPUT_GRAD: "#f0a030",
+    Kind.WEIGHT_GRAD: "#2a9d8f",
+}
 WORDS = {kind: kind.name.lower().replace("_grad", " gradient") for kind in COLOURS}
 INK, PAPER = "#1f2430", "#ffffff"
 _LIGHTEST = 0.45  # intensity of a rank's last stage; its first has the full colour
@@ -33,7 +40,8 @@ _BUSY: Cell = ("#", Style())  # without colours, if there is no room for letters
 
 
 def print_timelines(records: Sequence[Record], console: Console) -> None:
-    """Prints the timelines on one scale, a legend of the colours, and the numbers of each timeline."""
+    """Prints the timelines on one scale, a legend of the colours, and the numbers of each
+    timeline."""
     coloured = console.color_system is not None and not console.no_color
     console.print(Text("\n").join(timeline_lines(records, console.width, coloured)), soft_wrap=True)
 
@@ -62,7 +70,8 @@ def timeline_lines(records: Sequence[Record], width: int, coloured: bool) -> lis
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
-    """The colour of an action of a rank's `chunk`-th stage of `chunks`, and that of the text on it."""
+    """The colour of an action of a rank's `chunk`-th stage of `chunks`, and that of the text on
+    it."""
     light = _LIGHTEST + (1 - _LIGHTEST) * (1 - chunk / max(chunks - 1, 1))
     red, green, blue = (round(255 - light * (255 - part)) for part in _rgb(COLOURS[kind]))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 150
@@ -109,7 +118,8 @@ class _Grid:
 
 
 def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
-    """The grid, with cells as wide as the terminal allows; folded into bands if labels had no room otherwise."""
+    """The grid, with cells as wide as the terminal allows; folded into bands if labels had no room
+    otherwise."""
     short, even = short_time(records)
     length = max(record.timeline.makespan for record in records) / short
     label = max(len(str(record.microbatches - 1)) for record in records) + (1 if coloured else 2)
@@ -133,34 +143,50 @@ def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
     allowed = range(1, max(_MOST_LINES // lines, 1) + 1)
     cell = largest(next((bands(least) for least in (label, 1) if bands(least) in allowed), 1))
     band = math.ceil(columns(cell) / bands(cell) / step(cell)) * step(cell)
-    return _Grid(short / cell, columns(cell), min(band, columns(cell)), coloured, cell >= label, cell < 1)
+    return _Grid(
+        short / cell, columns(cell), min(band, columns(cell)), coloured, cell >= label, cell < 1
+    )
 
 
 def short_time(records: Sequence[Record]) -> tuple[float, bool]:
-    """The time of a short action, and whether all actions take a whole multiple of it. It need not be the shortest:
-    measured times vary, and a few very short actions need no label."""
+    """The time of a short action, and whether all actions take a whole multiple of it. It need not
+    be the shortest: measured times vary, and a few very short actions need no label."""
     durations = sorted(event.duration for event in _events(records) if event.duration > 0) or [1.0]
     shortest, middle = durations[0], durations[len(durations) // 2]
     ratios = [duration / shortest for duration in durations]
-    if middle <= 8 * shortest and all(math.isclose(ratio, round(ratio), abs_tol=1e-6) for ratio in ratios):
+    if middle <= 8 * shortest and all(
+        math.isclose(ratio, round(ratio), abs_tol=1e-6) for ratio in ratios
+    ):
         return shortest, True
     return durations[len(durations) // 10], False
 
 
 def _row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
-    """One rank in one band. An action that extends beyond the band has its number in the larger part."""
+    """One rank in one band. An action that extends beyond the band has its number in the larger
+    part."""
     cells: list[Cell] = [_IDLE] * len(band)
     stages, start = record.stages_of(rank), record.timeline.start
     draw = _coloured if grid.coloured else _plain
     for event in record.timeline.events[rank]:
         # Halves are rounded up, not to even numbers, so that equal times are equally wide.
-        first, end = (math.floor((time - start) / grid.per_column + 0.5) for time in (event.start, event.end))
+        first, end = (
+            math.floor((time - start) / grid.per_column + 0.5) for time in (event.start, event.end)
+        )
         part = range(max(first, band.start), min(end, band.stop))
         if part:
-            labelled = len(part) > (end - first) / 2 or (len(part) == (end - first) / 2 and part.start == first)
+            labelled = len(part) > (end - first) / 2 or (
+                len(part) == (end - first) / 2 and part.start == first
+            )
             label = str(event.action.microbatch) if labelled and grid.labelled else ""
             gap = grid.labelled and part.stop == end
-            drawn = draw(event.action.kind, label, len(part), gap, stages.index(event.action.stage), len(stages))
+            drawn = draw(
+                event.action.kind,
+                label,
+                len(part),
+                gap,
+                stages.index(event.action.stage),
+                len(stages),
+            )
             cells[part.start - band.start : part.stop - band.start] = drawn
     return cells
 
@@ -171,7 +197,9 @@ def _coloured(kind: Kind, label: str, width: int, gap: bool, chunk: int, chunks:
     label = label if len(label) <= room else ""
     indent = min((width - len(label)) // 2, room - len(label))
     inside = (" " * indent + label).ljust(room)
-    return [(character, Style(bgcolor=colour, color=ink)) for character in inside] + [(_GAP, Style(color=colour))] * gap
+    return [(character, Style(bgcolor=colour, color=ink)) for character in inside] + [
+        (_GAP, Style(color=colour))
+    ] * gap
 
 
 def _plain(kind: Kind, label: str, width: int, gap: bool, chunk: int, chunks: int) -> list[Cell]:
@@ -179,26 +207,37 @@ def _plain(kind: Kind, label: str, width: int, gap: bool, chunk: int, chunks: in
     if not gap and not label:
         return [(letter, Style())] * width
     room = max(width - gap, 1)
-    return [(character, Style()) for character in f"{letter}{label}"[:room].ljust(room, "-").ljust(width)]
+    return [
+        (character, Style())
+        for character in f"{letter}{label}"[:room].ljust(room, "-").ljust(width)
+    ]
 
 
 def _mixed_row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
     """One rank, if a column has several actions: their colours are mixed, weighted by time."""
-    shares: list[dict[str, float]] = [defaultdict(float) for _ in band]  # of each column: colour -> columns
+    # of each column: colour -> columns
+    shares: list[dict[str, float]] = [defaultdict(float) for _ in band]
     stages, start = record.stages_of(rank), record.timeline.start
     for event in record.timeline.events[rank]:
-        first, end = ((time - start) / grid.per_column - band.start for time in (event.start, event.end))
+        first, end = (
+            (time - start) / grid.per_column - band.start for time in (event.start, event.end)
+        )
         colour, _ = shade(event.action.kind, stages.index(event.action.stage), len(stages))
         for column in range(max(math.floor(first), 0), min(math.ceil(end), len(band))):
             shares[column][colour] += min(end, column + 1) - max(first, column)
-    return [_mixed(share, grid.coloured) if sum(share.values()) >= 0.5 else _IDLE for share in shares]
+    return [
+        _mixed(share, grid.coloured) if sum(share.values()) >= 0.5 else _IDLE for share in shares
+    ]
 
 
 def _mixed(shares: Mapping[str, float], coloured: bool) -> Cell:
     if not coloured:
         return _BUSY
     total = sum(shares.values())
-    parts = [round(sum(part * _rgb(colour)[i] for colour, part in shares.items()) / total) for i in range(3)]
+    parts = [
+        round(sum(part * _rgb(colour)[i] for colour, part in shares.items()) / total)
+        for i in range(3)
+    ]
     return " ", Style(bgcolor="#{:02x}{:02x}{:02x}".format(*parts))
 
 
@@ -207,7 +246,9 @@ def _axis(band: range, margin: int, unit: tuple[float, str], grid: _Grid) -> Tex
     per_column = grid.per_column * factor
     step = round_step(8 * per_column)
     line = name.ljust(margin)
-    for tick in range(math.ceil(band.start * per_column / step - 1e-9), math.ceil(band.stop * per_column / step)):
+    for tick in range(
+        math.ceil(band.start * per_column / step - 1e-9), math.ceil(band.stop * per_column / step)
+    ):
         column = margin + round(tick * step / per_column) - band.start
         line = line.ljust(column) + f"{tick * step:.6g}"
     return Text(line[: margin + len(band)], "dim")
@@ -225,7 +266,9 @@ def kinds_of(records: Sequence[Record]) -> list[Kind]:
 
 
 def chunks_of(records: Sequence[Record]) -> int:
-    return max(len(record.stages_of(rank)) for record in records for rank in range(record.timeline.ranks))
+    return max(
+        len(record.stages_of(rank)) for record in records for rank in range(record.timeline.ranks)
+    )
 
 
 def _legend(records: Sequence[Record], grid: _Grid) -> list[Text]:
@@ -236,12 +279,16 @@ def _legend(records: Sequence[Record], grid: _Grid) -> list[Text]:
     line = Text()
     for kind in kinds_of(records):
         if grid.coloured:
-            line.append_text(Text.assemble(*(("██", shade(kind, chunk, chunks)[0]) for chunk in range(chunks))))
+            line.append_text(
+                Text.assemble(*(("██", shade(kind, chunk, chunks)[0]) for chunk in range(chunks)))
+            )
         else:
             line.append(kind)
         line.append(f" {WORDS[kind]}   ")
     remarks = ["numbers are microbatches"] * grid.labelled
-    remarks += [f"{'lighter' if grid.coloured else 'small letters'}: later stages of a rank"] * (chunks > 1)
+    remarks += [f"{'lighter' if grid.coloured else 'small letters'}: later stages of a rank"] * (
+        chunks > 1
+    )
     remarks += [f"mixed colours: {several}"] * grid.mixed
     return [line.append(idle), *(Text(remark, "dim") for remark in remarks)]
 
@@ -260,7 +307,8 @@ def _numbers(record: Record, unit: tuple[float, str], titled: bool) -> list[Text
     ]
     widths = [max(map(len, column)) for column in columns]
     rows = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in zip(*columns, strict=True)
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in zip(*columns, strict=True)
     ]
     head = Text(f"{record.title}: " if titled else "", "bold")
     makespan = f"{number(timeline.makespan * factor)} {name}".rstrip()

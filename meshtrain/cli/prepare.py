@@ -1,6 +1,8 @@
-"""`meshtrain prepare`: tokenizes the text of a config before its job, in several processes on one host or on several.
+"""`meshtrain prepare`: tokenizes the text of a config before its job, in several processes on one
+host or on several.
 
-The token files are the same that the job would make, and where the job looks for them (`data.cache`).
+The token files are the same that the job would make, and where the job looks for them
+(`data.cache`).
 """
 
 import argparse
@@ -25,9 +27,13 @@ _say = partial(print, flush=True)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, or the name of a built-in config")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override keys of the config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="override keys of the config"
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"processes ({cores})")
+    parser.add_argument(
+        "--workers", type=int, default=cores, metavar="N", help=f"processes ({cores})"
+    )
     about = "do only the part of host I (0 to K - 1) of K; hosts need no locks"
     parser.add_argument("--host", type=_share, default=(0, 1), metavar="I/K", help=about)
 
@@ -35,12 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _share(text: str) -> tuple[int, int]:
     host, _, hosts = text.partition("/")
     if not (host.isdecimal() and hosts.isdecimal() and int(host) < int(hosts)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected I/K, such as 0/4 for the first of four hosts")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected I/K, such as 0/4 for the first of four hosts"
+        )
     return int(host), int(hosts)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 1 on a disk error or an interrupt. Raises InputError: the config or a text is wrong."""
+    """Returns the exit status: 1 on a disk error or an interrupt. Raises InputError: the config or
+    a text is wrong."""
     if arguments.workers < 1:
         raise InputError(f"--workers is {arguments.workers}: expected at least 1")
     for preparation in list(preparations(Config.load(arguments.config, arguments.overrides).data)):
@@ -48,9 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
             _prepare(preparation, arguments.workers, *arguments.host)
         except (OSError, KeyboardInterrupt) as error:
             total, name = len(preparation.shards), preparation.folder
-            finished = f"{total - len(preparation.missing())} of {plural(total, 'shard')} are finished"
+            finished = (
+                f"{total - len(preparation.missing())} of {plural(total, 'shard')} are finished"
+            )
             reason = str(error) or "stopped"
-            warn(f"{name} is not prepared: {reason}; {finished}, and the same command goes on with the others")
+            warn(
+                f"{name} is not prepared: {reason}; {finished}, and the same command goes on with "
+                "the others"
+            )
             return 1
     return 0
 
@@ -59,7 +73,10 @@ def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> N
     preparation.take_earlier(_say)
     share = len([shard for shard in preparation.missing() if shard % hosts == host])
     if workers > 1 and share > 1:
-        _say(f"preparing {preparation.source.name}: {plural(share, 'shard')} in {min(workers, share)} processes")
+        _say(
+            f"preparing {preparation.source.name}: {plural(share, 'shard')} in "
+            f"{min(workers, share)} processes"
+        )
         _work_together(preparation, min(workers, share), host, hosts)
     if preparation.run(_say, host, hosts):
         header = parse_json((preparation.folder / "header.json").read_bytes())
@@ -70,11 +87,15 @@ def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> N
             _say(with_loss)
     else:
         missing = plural(len(preparation.missing()), "shard")
-        _say(f"host {host}/{hosts} has done its share of {preparation.folder}; the others have {missing} to do")
+        _say(
+            f"host {host}/{hosts} has done its share of {preparation.folder}; the others have "
+            f"{missing} to do"
+        )
 
 
 def _work_together(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
-    """Tokenizes this host's share in several processes. Shards of a process that is killed are left to this one."""
+    """Tokenizes this host's share in several processes. Shards of a process that is killed are left
+    to this one."""
     context = multiprocessing.get_context("fork")
     errors: SimpleQueue[Exception] = context.SimpleQueue()
     arguments = (preparation, host, hosts, errors, os.getpid())
@@ -84,12 +105,16 @@ def _work_together(preparation: Preparation, workers: int, host: int, hosts: int
     try:
         for process in processes:
             process.start()
-        while errors.empty() and (running := [process.sentinel for process in processes if process.is_alive()]):
+        while errors.empty() and (
+            running := [process.sentinel for process in processes if process.is_alive()]
+        ):
             wait(running, 1.0)
             now = time.monotonic()
             if now - last_message >= _SAY_EVERY_S:
                 last_message, done = now, total - len(preparation.missing())
-                _say(f"preparing {name}: {done:,} of {plural(total, 'shard')} in {now - start:.0f} s")
+                _say(
+                    f"preparing {name}: {done:,} of {plural(total, 'shard')} in {now - start:.0f} s"
+                )
     finally:
         for process in processes:
             if process.pid:
@@ -99,13 +124,19 @@ def _work_together(preparation: Preparation, workers: int, host: int, hosts: int
         raise errors.get()
     for process in processes:
         if process.exitcode:
-            warn(f"a worker has ended with status {process.exitcode}: what it has not finished is done now")
+            warn(
+                f"a worker has ended with status {process.exitcode}: what it has not finished is "
+                "done now"
+            )
 
 
-def _work(preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[Exception]", parent: int) -> None:
+def _work(
+    preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[Exception]", parent: int
+) -> None:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker starts threads for all cores
+    # otherwise each worker starts threads for all cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         preparation.take_shards(lambda line: None, host, hosts, wait=False, note=_say)
     except (InputError, OSError) as error:

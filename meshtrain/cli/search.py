@@ -1,6 +1,8 @@
-"""Finds the best layouts of a config on given hosts, without a job: `meshtrain search CONFIG --hosts 8x8 --gpu h100`.
+"""Finds the best layouts of a config on given hosts, without a job: `meshtrain search CONFIG
+--hosts 8x8 --gpu h100`.
 
-Varies only keys that do not change what is computed. docs/foresight.md says how far predictions can be trusted.
+Varies only keys that do not change what is computed. docs/foresight.md says how far predictions can
+be trusted.
 """
 
 import argparse
@@ -20,22 +22,49 @@ from meshtrain.run.rank_table import columns, describe_hosts
 if TYPE_CHECKING:
     from meshtrain.foresight.search import Candidate, Search
 
-TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")  # columns; other keys stand below a row
+# columns; other keys stand below a row
+TITLES = (
+    "batch.micro_size",
+    "parallel.recompute",
+    "pipeline.schedule",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, or the name of a built-in config")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key")
-    parser.add_argument("--hosts", metavar="COUNTS", required=True, help="processes on each host: 4,2, or 8x8")
-    parser.add_argument("--gpu", metavar="NAME", required=True, help="a built-in GPU (h100, ...), or a hardware file")
-    parser.add_argument("--vary", metavar="KEYS", help="vary only these keys: layout,micro_size,recompute")
     parser.add_argument(
-        "--keep", metavar="KEYS", default="", help="keep or set these: layout.tp=8,recompute=full,schedule"
+        "--hosts", metavar="COUNTS", required=True, help="processes on each host: 4,2, or 8x8"
     )
-    parser.add_argument("--max-memory", metavar="GIB", type=float, help="GiB of a rank (default: what the GPU has)")
-    parser.add_argument("--for", dest="goal", choices=("time", "memory"), default="time", help="what to minimize")
-    parser.add_argument("--show", type=int, default=5, metavar="N", help="how many layouts to show (5)")
-    parser.add_argument("--write", metavar="PATH", help="write the best as a YAML file; a folder: all that are shown")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        required=True,
+        help="a built-in GPU (h100, ...), or a hardware file",
+    )
+    parser.add_argument(
+        "--vary", metavar="KEYS", help="vary only these keys: layout,micro_size,recompute"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="KEYS",
+        default="",
+        help="keep or set these: layout.tp=8,recompute=full,schedule",
+    )
+    parser.add_argument(
+        "--max-memory", metavar="GIB", type=float, help="GiB of a rank (default: what the GPU has)"
+    )
+    parser.add_argument(
+        "--for", dest="goal", choices=("time", "memory"), default="time", help="what to minimize"
+    )
+    parser.add_argument(
+        "--show", type=int, default=5, metavar="N", help="how many layouts to show (5)"
+    )
+    parser.add_argument(
+        "--write",
+        metavar="PATH",
+        help="write the best as a YAML file; a folder: all that are shown",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -43,11 +72,17 @@ def run(arguments: argparse.Namespace) -> None:
     from meshtrain.foresight import search as space  # brings torch, as the model does
     from meshtrain.foresight.hardware import load as load_hardware
 
-    begin, hosts, hardware = time.monotonic(), read_hosts(arguments.hosts), load_hardware(arguments.gpu)
+    begin, hosts, hardware = (
+        time.monotonic(),
+        read_hosts(arguments.hosts),
+        load_hardware(arguments.gpu),
+    )
     settings, fixed, vary = read_keys(arguments.vary, arguments.keep, space.KEYS, space.USUAL)
 
     def load(changes: Sequence[str]) -> Config:
-        return Config.load(arguments.config, [*arguments.overrides, *settings, *changes], world_size=sum(hosts))
+        return Config.load(
+            arguments.config, [*arguments.overrides, *settings, *changes], world_size=sum(hosts)
+        )
 
     config = load(["layout={dp_shard: -1}"] if "layout" in vary else [])
     assert config.resolved is not None  # it was loaded for its hosts
@@ -73,7 +108,8 @@ def run(arguments: argparse.Namespace) -> None:
 def read_keys(
     vary: str | None, keep: str, keys: Sequence[str], usual: Sequence[str]
 ) -> tuple[list[str], dict[str, int], list[str]]:
-    """Parses --vary and --keep: overrides, sizes of axes, and the keys that vary. Raises InputError: no such key."""
+    """Parses --vary and --keep: overrides, sizes of axes, and the keys that vary. Raises
+    InputError: no such key."""
     names = {key.rpartition(".")[2]: key for key in keys} | {key: key for key in keys}
 
     def known(name: str, option: str) -> str:
@@ -103,16 +139,32 @@ def _rows(search: "Search", results: Sequence["Candidate"]) -> list[list[str]]:
             f"{i + 1}{' =' * (candidate.near and i > 0)}",
             ", ".join(f"{a} {n}" for a, n in sizes.items() if n > 1),
         ]
-        first += [micro, recompute, schedule if candidate.layout.size("pp") > 1 else "-", f"{step.seconds:.3g} s"]
+        first += [
+            micro,
+            recompute,
+            schedule if candidate.layout.size("pp") > 1 else "-",
+            f"{step.seconds:.3g} s",
+        ]
         mfu = f"{100 * step.mfu:.0f} %" if step.mfu else "-"
         rows.append([*first, mfu, bytes_text(candidate.memory.total)])
-        others = [change for change in candidate.overrides(search.config)[1:] if not change.startswith(TITLES)]
-        rows += [[f"     {line}"] for line in (" ".join(others), candidate.reason, f"limit: {step.limit}") if line]
+        others = [
+            change
+            for change in candidate.overrides(search.config)[1:]
+            if not change.startswith(TITLES)
+        ]
+        rows += [
+            [f"     {line}"]
+            for line in (" ".join(others), candidate.reason, f"limit: {step.limit}")
+            if line
+        ]
     return rows
 
 
 def _rejected(search: "Search") -> list[str]:
-    return [f"not shown: {count:,} {reason} ({example})" for reason, (count, example) in search.space.rejected.items()]
+    return [
+        f"not shown: {count:,} {reason} ({example})"
+        for reason, (count, example) in search.space.rejected.items()
+    ]
 
 
 def search_json(search: "Search", results: Sequence["Candidate"]) -> dict[str, Any]:
@@ -127,11 +179,18 @@ def search_json(search: "Search", results: Sequence["Candidate"]) -> dict[str, A
                 "near": c.near,
                 "reason": c.reason,
                 **c.prediction.json(),
-                "memory": {**asdict(c.memory), "total": c.memory.total, "verdict": c.memory.verdict(room)},
+                "memory": {
+                    **asdict(c.memory),
+                    "total": c.memory.total,
+                    "verdict": c.memory.verdict(room),
+                },
             }
             for c in results
         ],
-        "rejected": [dict(zip(keys, (reason, *row), strict=True)) for reason, row in search.space.rejected.items()],
+        "rejected": [
+            dict(zip(keys, (reason, *row), strict=True))
+            for reason, row in search.space.rejected.items()
+        ],
     }
 
 

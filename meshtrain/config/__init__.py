@@ -1,11 +1,13 @@
 """A run's YAML config: its sections as dataclasses, and how it is read.
 
-The dataclasses of `schema` are the schema: the checks, docs/configuration.md and configs/schema.json derive from them.
+The dataclasses of `schema` are the schema: the checks, docs/configuration.md and
+configs/schema.json derive from them.
 
     config = Config.load("configs/quickstart.yaml", ["train.steps=50", "layout.tp=2"])
 
-reads the file, applies the overrides and checks everything. Modules: `yaml_reader` (text to nodes with line numbers),
-`convert` (nodes to values), `model` (the model's keys), `checks` (rules about several values).
+reads the file, applies the overrides and checks everything. Modules: `yaml_reader` (text to nodes
+with line numbers), `convert` (nodes to values), `model` (the model's keys), `checks` (rules about
+several values).
 """
 
 import os
@@ -43,10 +45,12 @@ class Config:
     train: schema.Train
     checkpoint: schema.Checkpoint
     metrics: schema.Metrics
-    resolved: Layout | None = field(default=None, compare=False)  # the layout of all processes; None: a size is -1
+    # the layout of all processes; None: a size is -1
+    resolved: Layout | None = field(default=None, compare=False)
     name: str = field(default="", compare=False)  # the file's name without its extension
     file: str = field(default="", compare=False)  # the file's path as errors print it
-    overrides: tuple[str, ...] = field(default=(), compare=False)  # a line to print for each, with its origin
+    # a line to print for each, with its origin
+    overrides: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def load(
@@ -64,10 +68,12 @@ class Config:
         Args:
             name: the path of a YAML file, or the name of one of meshtrain's own.
             overrides: `section.key=value`, each value YAML; the last one for a key wins.
-            world_size: the number of processes, which the layout must multiply to; None: not known yet.
+            world_size: the number of processes, which the layout must multiply to; None: not known
+                yet.
             for_training: also report missing files, which only training needs.
             device: "cpu" or "cuda"; None: not known yet.
-            again: the launcher restarted the job, perhaps with fewer processes than `train.chaos` was written for.
+            again: the launcher restarted the job, perhaps with fewer processes than `train.chaos`
+                was written for.
 
         Raises:
             InputError: there is no such file.
@@ -86,7 +92,8 @@ class Config:
         draft = _read_sections(root, errors)
         sizes = _read_layout(draft)
         layout = None if sizes is None else _resolve_layout(draft, sizes, world_size, again)
-        if sizes is not None and (layout is not None or world_size is None):  # without a world size, a size may be -1
+        # without a world size, a size may be -1
+        if sizes is not None and (layout is not None or world_size is None):
             known = sizes if layout is None else layout.sizes
             for check in OF_LAYOUT:
                 check(draft, known)
@@ -106,18 +113,37 @@ class Config:
         sections = {section: keys(**draft.section(section)) for section, keys in SECTIONS.items()}
         own = draft.section("model")
         model = ModelSection(own.pop("name"), own.pop("preset"), own.pop("weights"), own)
-        return cls(model, layout=sizes, resolved=layout, name=path.stem, file=file, overrides=applied, **sections)
+        return cls(
+            model,
+            layout=sizes,
+            resolved=layout,
+            name=path.stem,
+            file=file,
+            overrides=applied,
+            **sections,
+        )
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """The sections as a file would give them, in order: section -> key -> value, defaults included."""
+        """The sections as a file would give them, in order: section -> key -> value, defaults
+        included."""
         origin = {"preset": self.model.preset, "weights": self.model.weights}
-        model = {"name": self.model.name, **{key: name for key, name in origin.items() if name}, **self.model.keys}
+        model = {
+            "name": self.model.name,
+            **{key: name for key, name in origin.items() if name},
+            **self.model.keys,
+        }
         plain = {"model": model, "data": asdict(self.data), "layout": dict(self.layout)}
-        return plain | {section: asdict(getattr(self, section)) for section in NAMES if section not in plain}
+        return plain | {
+            section: asdict(getattr(self, section)) for section in NAMES if section not in plain
+        }
 
     def to_yaml(self) -> str:
-        """The whole config as YAML, overrides and defaults included; loading it gives an equal Config."""
-        head = [f"The resolved config of a run, from {self.file or 'Python'}: overrides and every default included."]
+        """The whole config as YAML, overrides and defaults included; loading it gives an equal
+        Config."""
+        head = [
+            f"The resolved config of a run, from {self.file or 'Python'}: overrides and every "
+            "default included."
+        ]
         head += self.overrides
         return "".join(f"# {' '.join(line.split())}\n" for line in head) + write(self.plain())
 
@@ -130,27 +156,34 @@ def _read_sections(root: Node, errors: list[ConfigError]) -> ConfigDraft:
     for section, key in declared:
         elsewhere.setdefault(key.name, f"{section}.{key.name}")
     for section, key in declared:
-        elsewhere |= {other: f"{section}.{key.name}" for other in key.also if other not in elsewhere}
+        elsewhere |= {
+            other: f"{section}.{key.name}" for other in key.also if other not in elsewhere
+        }
     draft = ConfigDraft(root, errors, elsewhere)
     for section, node in root.value.items():
         if section not in NAMES:
             errors.append(ConfigError(node.key_at, _unknown_section(section, elsewhere)))
     read_model(draft, {name: key for name, key in keys_of(ModelSection).items() if name != "keys"})
     for section, keys in sections.items():
-        values = read_section(root.value.get(section) or Node({}, root.at, root.at), section, keys, elsewhere, errors)
+        values = read_section(
+            root.value.get(section) or Node({}, root.at, root.at), section, keys, elsewhere, errors
+        )
         draft.values |= {f"{section}.{name}": value for name, value in values.items()}
     return draft
 
 
 def _read_layout(draft: ConfigDraft) -> dict[str, int] | None:
-    """The layout as written, outermost axis first; None, with the errors reported, if it is wrong."""
+    """The layout as written, outermost axis first; None, with the errors reported, if it is
+    wrong."""
     node = draft.root.get("layout")
     if node is None or (node.value is None and not node.broken):
         return {"dp_shard": -1}
     if node.broken:
         return None
     if not isinstance(node.value, dict):
-        message = f"expected axes and their sizes, such as {{dp_shard: 4}}, found {describe(node.value)}"
+        message = (
+            f"expected axes and their sizes, such as {{dp_shard: 4}}, found {describe(node.value)}"
+        )
         draft.report(node.at, f"layout: {message}")
         return None
     sizes: dict[str, int] = {}
@@ -167,14 +200,20 @@ def _read_layout(draft: ConfigDraft) -> dict[str, int] | None:
             draft.report(child.at, f"layout.{axis}: {message}")
         elif size == -1 and -1 in sizes.values():
             first = next(name for name in sizes if sizes[name] == -1)
-            draft.report(child.at, f"layout.{axis}: only one axis can be -1, and {first} is: give one of them a size")
+            draft.report(
+                child.at,
+                f"layout.{axis}: only one axis can be -1, and {first} is: give one of them a size",
+            )
         else:
             sizes[axis] = size
     return sizes if len(sizes) == len(node.value) else None
 
 
-def _resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | None, again: bool) -> Layout | None:
-    """The layout of the processes; None if a size is still open, or, reported as an error, if it does not fit them."""
+def _resolve_layout(
+    draft: ConfigDraft, sizes: dict[str, int], world_size: int | None, again: bool
+) -> Layout | None:
+    """The layout of the processes; None if a size is still open, or, reported as an error, if it
+    does not fit them."""
     if world_size is None:
         return None if -1 in sizes.values() else Layout(sizes)
     experts = draft.values["parallel.expert_parallel"]
@@ -184,7 +223,10 @@ def _resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int |
     except LayoutError as error:
         worlds = world_sizes_text(sizes, experts) if again else ""
         suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
-        draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
+        draft.report(
+            draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))),
+            f"{error}{suggestion}",
+        )
         return None
 
 
@@ -193,7 +235,9 @@ def _unknown_section(section: str, elsewhere: dict[str, str]) -> str:
     if ":" in section:
         return f"{unknown}a colon needs a space after it"
     suggestion = nearest(section, NAMES) or elsewhere.get(section)
-    return unknown + (f"did you mean {suggestion}?" if suggestion else f"the sections are {', '.join(NAMES)}")
+    return unknown + (
+        f"did you mean {suggestion}?" if suggestion else f"the sections are {', '.join(NAMES)}"
+    )
 
 
 def _relative(path: Path) -> str:

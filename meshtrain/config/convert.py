@@ -1,6 +1,8 @@
-"""Converts the nodes of a config into the values of dataclass fields, and reports what does not fit.
+"""Converts the nodes of a config into the values of dataclass fields, and reports what does not
+fit.
 
-A field's annotation is its type, and `key(...)` gives its limits. The only coercion is from integers to floats.
+A field's annotation is its type, and `key(...)` gives its limits. The only coercion is from
+integers to floats.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ from enum import Enum
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from meshtrain.config.errors import ConfigError, nearest, yaml_text
+from meshtrain.config.removed import what_replaces
 from meshtrain.config.yaml_reader import Node, describe, read_scalar
 from meshtrain.errors import any_of
 
@@ -42,7 +45,11 @@ class Limits:
 
     def hold(self, value: float | str) -> bool:
         if isinstance(value, str):
-            return not self.names or value in self.names or (self.suffix is not None and value.endswith(self.suffix))
+            return (
+                not self.names
+                or value in self.names
+                or (self.suffix is not None and value.endswith(self.suffix))
+            )
         return (
             math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
@@ -54,9 +61,16 @@ class Limits:
     @property
     def words(self) -> str:
         """` of at least 1 and below 2`, to follow "a number"; empty without limits."""
-        known = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
+        known = (
+            ("at least", self.minimum),
+            ("above", self.above),
+            ("at most", self.maximum),
+            ("below", self.below),
+        )
         bounds = [f"{word} {bound}" for word, bound in known if bound is not None]
-        return (" of " if self.minimum is not None else " ") + " and ".join(bounds) if bounds else ""
+        return (
+            (" of " if self.minimum is not None else " ") + " and ".join(bounds) if bounds else ""
+        )
 
 
 NO_LIMITS = Limits()
@@ -101,19 +115,26 @@ def keys_of(cls: type) -> dict[str, Key]:
             continue
         if not _is_supported(hints[field.name]):
             raise TypeError(
-                f"{cls.__qualname__}.{field.name} has the type {hints[field.name]}, which no YAML value has: use "
+                f"{cls.__qualname__}.{field.name} has the type {hints[field.name]}, which no YAML "
+                "value has: use "
                 "bool, int, float, str, Literal, list, tuple, dict, Any, or one of them | None"
             )
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        metadata: dict[str, Any] = {"limits": NO_LIMITS, "doc": "", "also": ()} | dict(field.metadata)
+        metadata: dict[str, Any] = {"limits": NO_LIMITS, "doc": "", "also": ()} | dict(
+            field.metadata
+        )
         keys[field.name] = Key(field.name, hints[field.name], default, **metadata)
     return keys
 
 
 def read_section(
-    node: Node, section: str, keys: dict[str, Key], elsewhere: dict[str, str], errors: list[ConfigError]
+    node: Node,
+    section: str,
+    keys: dict[str, Key],
+    elsewhere: dict[str, str],
+    errors: list[ConfigError],
 ) -> dict[str, Any]:
     """The values of a section's keys, defaults included; `INVALID` for wrong or missing ones.
 
@@ -121,20 +142,27 @@ def read_section(
     """
     children: dict[str, Node] = node.value if isinstance(node.value, dict) else {}
     if not isinstance(node.value, dict) and not (node.value is None or node.broken):
-        message = f"{section} is a section: expected keys such as `{next(iter(keys))}:`, found {describe(node.value)}"
+        message = (
+            f"{section} is a section: expected keys such as `{next(iter(keys))}:`, found "
+            f"{describe(node.value)}"
+        )
         errors.append(ConfigError(node.at, message))
         return dict.fromkeys(keys, INVALID)
     misspelt = set()
     for name, unknown in children.items():
         if name not in keys:
-            errors.append(ConfigError(unknown.key_at, describe_unknown_key(name, section, keys, elsewhere)))
+            errors.append(
+                ConfigError(unknown.key_at, describe_unknown_key(name, section, keys, elsewhere))
+            )
             misspelt.add(meant_key(name, keys))
     if node.broken:
         return dict.fromkeys(keys, INVALID)
     values: dict[str, Any] = {}
     for name, key in keys.items():
         if (child := children.get(name)) is not None:
-            values[name] = convert(child, key.hint, f"{section}.{name}", errors, key.limits, key.default)
+            values[name] = convert(
+                child, key.hint, f"{section}.{name}", errors, key.limits, key.default
+            )
         elif name in misspelt:
             values[name] = INVALID
         elif key.required:
@@ -147,21 +175,34 @@ def read_section(
 
 
 def meant_key(name: str, keys: dict[str, Key]) -> str | None:
-    """The key that an unknown name most likely means: one with that alias (`also`), else the nearest spelling."""
-    return next((key.name for key in keys.values() if name in key.also), None) or nearest(name, keys)
+    """The key that an unknown name most likely means: one with that alias (`also`), else the
+    nearest spelling."""
+    return next((key.name for key in keys.values() if name in key.also), None) or nearest(
+        name, keys
+    )
 
 
-def describe_unknown_key(name: str, section: str, keys: dict[str, Key], elsewhere: dict[str, str]) -> str:
+def describe_unknown_key(
+    name: str, section: str, keys: dict[str, Key], elsewhere: dict[str, str]
+) -> str:
     unknown = f"there is no key {yaml_text(f'{section}.{name}')}: "
     if ":" in name:
         return f"{unknown}a colon needs a space after it, as in `{name.replace(':', ': ', 1)}`"
     if "capacity" in name:
         return (
-            f"{unknown}which tokens a capacity drops depends on which others compete, so on the layout, and here no "
+            f"{unknown}which tokens a capacity drops depends on which others compete, so on the "
+            "layout, and here no "
             "token is dropped: take it away"
         )
+    replacement = what_replaces(section, name)
+    if replacement is not None:
+        return f"{yaml_text(f'{section}.{name}')} is no longer a key: {replacement}"
     suggestion = meant_key(name, keys) or elsewhere.get(name)
-    return unknown + (f"did you mean {suggestion}?" if suggestion else f"the keys of {section} are {', '.join(keys)}")
+    return unknown + (
+        f"did you mean {suggestion}?"
+        if suggestion
+        else f"the keys of {section} are {', '.join(keys)}"
+    )
 
 
 def convert(
@@ -172,7 +213,8 @@ def convert(
     limits: Limits = NO_LIMITS,
     default: Any = dataclasses.MISSING,
 ) -> Any:
-    """The node's value as `hint` requires; `INVALID`, with an error that may name `default`, if it does not fit."""
+    """The node's value as `hint` requires; `INVALID`, with an error that may name `default`, if it
+    does not fit."""
     if node.broken:
         return INVALID
     if node.value == [] and default == ():
@@ -180,14 +222,18 @@ def convert(
     for option in _options(hint):
         if _fits(node.value, option):
             return _convert_to(node, option, hint, name, errors, limits)
-    out = limits.instead[1] if node.value in limits.instead[0].split() else _suggest(node.value, hint)
+    out = (
+        limits.instead[1] if node.value in limits.instead[0].split() else _suggest(node.value, hint)
+    )
     if not out and default not in (dataclasses.MISSING, None):
         out = f"the default is {yaml_text(default)}"
     _report_misfit(node, hint, name, errors, limits, out)
     return INVALID
 
 
-def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[ConfigError], limits: Limits) -> Any:
+def _convert_to(
+    node: Node, option: Any, hint: Any, name: str, errors: list[ConfigError], limits: Limits
+) -> Any:
     value = node.value
     if isinstance(value, list) and option is not Any:
         return _convert_list(node, option, name, errors, limits)
@@ -220,7 +266,8 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
 
 
 def in_float32(value: float) -> bool:
-    """Whether a finite number is neither infinite nor zero in float32, the dtype of weights and their averages."""
+    """Whether a finite number is neither infinite nor zero in float32, the dtype of weights and
+    their averages."""
     try:
         return value == 0 or struct.unpack("<f", struct.pack("<f", value))[0] != 0
     except OverflowError:
@@ -233,21 +280,29 @@ def path_problem(text: str) -> str | None:
         return "expected a path, found an empty text: write . for the working directory"
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        return f"this machine knows no home folder {yaml_text(expanded.partition('/')[0])}: write the path out"
+        return (
+            f"this machine knows no home folder {yaml_text(expanded.partition('/')[0])}: write the "
+            "path out"
+        )
     longest = max((len(part.encode()) for part in expanded.split("/")), default=0)
     if longest > MOST_NAME or len(expanded.encode()) > MOST_PATH:
         return (
-            f"{yaml_text(text)} is too long for a path ({MOST_NAME} bytes a name, {MOST_PATH} in all): name another one"
+            f"{yaml_text(text)} is too long for a path ({MOST_NAME} bytes a name, {MOST_PATH} in "
+            "all): name another one"
         )
     return None
 
 
-def _report_misfit(node: Node, hint: Any, name: str, errors: list[ConfigError], limits: Limits, out: str) -> None:
+def _report_misfit(
+    node: Node, hint: Any, name: str, errors: list[ConfigError], limits: Limits, out: str
+) -> None:
     message = f"{name}: expected {describe_type(hint, limits)}, found {describe(node.value)}"
     errors.append(ConfigError(node.at, message + (f" ({out})" if out else "")))
 
 
-def _convert_list(node: Node, option: Any, name: str, errors: list[ConfigError], limits: Limits) -> Any:
+def _convert_list(
+    node: Node, option: Any, name: str, errors: list[ConfigError], limits: Limits
+) -> Any:
     if is_stepwise(option):
         return _convert_stepwise(node, option, name, errors, limits)
     items, args = node.value, get_args(option)
@@ -255,7 +310,9 @@ def _convert_list(node: Node, option: Any, name: str, errors: list[ConfigError],
     if _has_fixed_length(option):
         inner = list(args)
         if len(items) != len(inner):
-            message = f"{name}: expected {describe_type(option, limits)}, found a list of {len(items)}"
+            message = (
+                f"{name}: expected {describe_type(option, limits)}, found a list of {len(items)}"
+            )
             errors.append(ConfigError(node.at, message))
             return INVALID
     else:
@@ -268,10 +325,17 @@ def _convert_list(node: Node, option: Any, name: str, errors: list[ConfigError],
 def is_stepwise(option: Any) -> bool:
     """Whether an annotation is a list of changes at steps, such as [[0, 64], [2000, 256]]."""
     args = get_args(option)
-    return bool(args) and get_origin(args[0]) is tuple and args[1:] == (...,) and get_args(args[0])[0] is int
+    return (
+        bool(args)
+        and get_origin(args[0]) is tuple
+        and args[1:] == (...,)
+        and get_args(args[0])[0] is int
+    )
 
 
-def _convert_stepwise(node: Node, option: Any, name: str, errors: list[ConfigError], limits: Limits) -> Any:
+def _convert_stepwise(
+    node: Node, option: Any, name: str, errors: list[ConfigError], limits: Limits
+) -> Any:
     before, hint = len(errors), get_args(get_args(option)[0])[1]
     pairs = []
     for i, pair in enumerate(node.value):
@@ -285,13 +349,19 @@ def _convert_stepwise(node: Node, option: Any, name: str, errors: list[ConfigErr
     steps = [step for step, _ in pairs]
     if len(errors) == before and (steps[:1] != [0] or steps != sorted(set(steps))):
         listed = ", ".join(map(str, steps)) or "none"
-        errors.append(ConfigError(node.at, f"{name}: expected steps that begin with 0 and ascend, found {listed}"))
+        errors.append(
+            ConfigError(
+                node.at, f"{name}: expected steps that begin with 0 and ascend, found {listed}"
+            )
+        )
     return tuple(pairs) if len(errors) == before else INVALID
 
 
 def _is_broken(node: Node) -> bool:
     value = node.value
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    children = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    )
     return node.broken or any(map(_is_broken, children))
 
 
@@ -311,7 +381,18 @@ def _is_supported(hint: Any) -> bool:
         return get_args(hint)[0] in (str, Any) and _is_supported(get_args(hint)[1])
     if is_mapping(hint):
         return True
-    return origin is Literal or hint in (None, type(None), bool, int, float, str, list, tuple, dict, Any)
+    return origin is Literal or hint in (
+        None,
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        list,
+        tuple,
+        dict,
+        Any,
+    )
 
 
 def _fits(value: Any, option: Any) -> bool:
@@ -319,7 +400,9 @@ def _fits(value: Any, option: Any) -> bool:
     if kind is Any:
         return True
     if kind is Literal:
-        return any(type(value) is type(literal) and value == literal for literal in get_args(option))
+        return any(
+            type(value) is type(literal) and value == literal for literal in get_args(option)
+        )
     if kind is float:
         return type(value) in (int, float)
     if kind is tuple:
@@ -330,27 +413,35 @@ def _fits(value: Any, option: Any) -> bool:
 
 
 def is_mapping(hint: Any) -> TypeGuard[type]:
-    """Whether this annotation is a dataclass: a mapping with the keys that the dataclass declares."""
+    """Whether this annotation is a dataclass: a mapping with the keys that the dataclass
+    declares."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def describe_type(hint: Any, limits: Limits = NO_LIMITS) -> str:
     """An annotation in words, to follow "expected": "an integer of at least 1, or `epoch`"."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return ", or ".join("null" if option is type(None) else _kind(option, limits) for option in options)
+    return ", or ".join(
+        "null" if option is type(None) else _kind(option, limits) for option in options
+    )
 
 
 def _kind(option: Any, limits: Limits) -> str:
     kind, args = get_origin(option) or option, get_args(option)
     if kind is Literal:
-        return ("one of " if len(args) > 1 else "") + any_of([f"`{yaml_text(literal)}`" for literal in args])
+        return ("one of " if len(args) > 1 else "") + any_of(
+            [f"`{yaml_text(literal)}`" for literal in args]
+        )
     if kind in (int, float):
         return ("an integer" if kind is int else "a number") + limits.words
     if kind is str and limits.names:
         path = f", or the path of a file that ends in {limits.suffix}" if limits.suffix else ""
         return ("one of " if len(limits.names) > 1 else "") + any_of(limits.names) + path
     if is_stepwise(option):
-        return f"a list of changes [[0, value], [step, value]] with {_kind(get_args(args[0])[1], limits)}"
+        return (
+            "a list of changes [[0, value], [step, value]] with "
+            f"{_kind(get_args(args[0])[1], limits)}"
+        )
     if kind in (list, tuple):
         items = {bool: "values true or false", int: "integers", float: "numbers", str: "texts"}
         inner = args[0] if args else Any
@@ -375,14 +466,26 @@ def _suggest(value: Any, hint: Any) -> str:
         return f"write [{yaml_text(value)}]"
     if not isinstance(value, str):
         return ""
-    boolean = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}.get(value.lower())
+    boolean = {
+        "yes": True,
+        "on": True,
+        "true": True,
+        "no": False,
+        "off": False,
+        "false": False,
+    }.get(value.lower())
     if bool in options and boolean is not None:
         return f"write {yaml_text(boolean)}, without quotes"
     if int in options or float in options:
         number = read_scalar(value.replace("_", "").replace(",", "").replace(" ", ""))
         if type(number) in (int, float):
             return f"write {yaml_text(number)}, without quotes"
-    literals = [literal for option in options if get_origin(option) is Literal for literal in get_args(option)]
+    literals = [
+        literal
+        for option in options
+        if get_origin(option) is Literal
+        for literal in get_args(option)
+    ]
     return _did_you_mean(value, [literal for literal in literals if isinstance(literal, str)])
 
 
@@ -395,12 +498,18 @@ _LENGTH = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z", re
 
 
 def seconds(length: str | float) -> float:
-    """A duration (`3h50m`, `90s`, `2d` or a number of seconds) in seconds. Raises ValueError: it is not a duration."""
+    """A duration (`3h50m`, `90s`, `2d` or a number of seconds) in seconds. Raises ValueError: it is
+    not a duration."""
     if not isinstance(length, str):
         return float(length)
     match = _LENGTH.match(length.replace(" ", ""))
     if match is None:
-        raise ValueError(f"{length!r} is no length of time: write it as 3h50m, 90s, 2d, or as a number of seconds")
+        raise ValueError(
+            f"{length!r} is no length of time: write it as 3h50m, 90s, 2d, or as a number of "
+            "seconds"
+        )
     return sum(
-        int(count) * unit for count, unit in zip(match.groups(), (86400.0, 3600.0, 60.0, 1.0), strict=True) if count
+        int(count) * unit
+        for count, unit in zip(match.groups(), (86400.0, 3600.0, 60.0, 1.0), strict=True)
+        if count
     )

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md and configs/schema.json from the dataclasses: `python -m meshtrain.config.docs`.
+"""Writes docs/configuration.md and configs/schema.json from the dataclasses: `python -m
+meshtrain.config.docs`.
 
 With the schema, editors complete and check a config as it is typed.
 """
@@ -16,20 +17,32 @@ from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from meshtrain.config import locate
-from meshtrain.config.convert import NO_LIMITS, Key, Limits, describe_type, is_mapping, is_stepwise, keys_of
+from meshtrain.config.convert import (
+    NO_LIMITS,
+    Key,
+    Limits,
+    describe_type,
+    is_mapping,
+    is_stepwise,
+    keys_of,
+)
 from meshtrain.config.errors import yaml_text
 from meshtrain.config.schema import NAMES, OWN_MODEL_KEYS, SECTIONS, ModelSection
 
 _AXES = {
     "pp": "Pipeline stages: each holds some of the blocks.",
-    "dp_replicate": "Copies of the model on different samples (DDP; with `dp_shard` above 1: HSDP).",
+    "dp_replicate": (
+        "Copies of the model on different samples (DDP; with `dp_shard` above 1: HSDP)."
+    ),
     "dp_shard": "Ranks that share one copy of the model and take different samples (FSDP).",
     "cp": "Parts of each sequence (context parallel).",
     "tp": "Parts of each layer (tensor parallel).",
 }
 _LAYOUT = (
-    "The axes of the mesh, outermost first, in the order in which they are written: neighbouring ranks differ in the "
-    "last one. The sizes multiply to the number of processes; one of them may be -1, whatever is left. Without this "
+    "The axes of the mesh, outermost first, in the order in which they are written: neighbouring "
+    "ranks differ in the "
+    "last one. The sizes multiply to the number of processes; one of them may be -1, whatever is "
+    "left. Without this "
     "section it is `{dp_shard: -1}`. The layout never changes what is computed."
 )
 _SIZE = "an integer of at least 1, or -1 for whatever is left"
@@ -64,7 +77,7 @@ def _section_schema(cls: type) -> dict[str, Any]:
     keys = _documented(cls)
     required = [name for name, key in keys.items() if key.required]
     return {
-        "description": inspect.cleandoc(cls.__doc__ or ""),
+        "description": _paragraphs(cls),
         "type": "object" if required else ["object", "null"],
         "properties": {name: _key_schema(key) for name, key in keys.items()},
         "additionalProperties": False,
@@ -79,8 +92,16 @@ def _model_schema() -> dict[str, Any]:
         properties = {"name": {"enum": [name]}, "preset": {"enum": [*presets, None]}}
         properties |= {"weights": own["weights"]}
         properties |= {name: _key_schema(key) for name, key in keys.items()}
-        properties |= {key: {"enum": [value]} for key, value in getattr(module, "only", {}).items() if key not in keys}
-        kind: dict[str, Any] = {"title": f"models/{name}.py", "properties": properties, "additionalProperties": False}
+        properties |= {
+            key: {"enum": [value]}
+            for key, value in getattr(module, "only", {}).items()
+            if key not in keys
+        }
+        kind: dict[str, Any] = {
+            "title": f"models/{name}.py",
+            "properties": properties,
+            "additionalProperties": False,
+        }
         if name != own["name"]["default"]:
             kind["required"] = ["name"]
         passed_over = sorted(getattr(module, "passed_over", ()))
@@ -90,7 +111,7 @@ def _model_schema() -> dict[str, Any]:
     file = {"name": {"type": "string", "pattern": r"\.py$"}}
     kinds.append({"title": "a model file of your own", "properties": file, "required": ["name"]})
     return {
-        "description": inspect.cleandoc(ModelSection.__doc__ or ""),
+        "description": _paragraphs(ModelSection),
         "type": "object",
         "properties": own,
         "anyOf": kinds,
@@ -111,8 +132,17 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
     if kind is Literal:
         return {"enum": list(args)}
     if kind in (int, float):
-        words = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximum", "below": "exclusiveMaximum"}
-        bounds = {word: getattr(limits, name) for name, word in words.items() if getattr(limits, name) is not None}
+        words = {
+            "minimum": "minimum",
+            "above": "exclusiveMinimum",
+            "maximum": "maximum",
+            "below": "exclusiveMaximum",
+        }
+        bounds = {
+            word: getattr(limits, name)
+            for name, word in words.items()
+            if getattr(limits, name) is not None
+        }
         return {"type": "integer" if kind is int else "number"} | bounds
     if kind is str and limits.names:
         names = {"enum": list(limits.names)}
@@ -124,20 +154,31 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
         return {"type": "array", "items": items}  # no minItems: [] is the default of some keys
     if kind in (list, tuple):
         inner = [value_schema(argument, limits) for argument in args if argument is not Ellipsis]
-        fixed = {"minItems": len(args), "maxItems": len(args)} if kind is tuple and args and ... not in args else {}
+        fixed = (
+            {"minItems": len(args), "maxItems": len(args)}
+            if kind is tuple and args and ... not in args
+            else {}
+        )
         different = [argument for i, argument in enumerate(inner) if argument not in inner[:i]]
-        items = {"items": different[0] if len(different) == 1 else {"anyOf": different}} if different else {}
+        items = (
+            {"items": different[0] if len(different) == 1 else {"anyOf": different}}
+            if different
+            else {}
+        )
         return {"type": "array"} | items | fixed
     if is_mapping(kind):
         return _section_schema(kind)
     if kind is dict:
-        return {"type": "object"} | ({"additionalProperties": value_schema(args[1])} if args else {})
+        return {"type": "object"} | (
+            {"additionalProperties": value_schema(args[1])} if args else {}
+        )
     names_of = {bool: "boolean", str: "string", type(None): "null", None: "null"}
     return {"type": names_of[kind]} if kind in names_of else {}
 
 
 def markdown() -> str:
-    """docs/configuration.md: the hand-written text before the first section, and the generated sections."""
+    """docs/configuration.md: the hand-written text before the first section, and the generated
+    sections."""
     parts = [_published().read_text(encoding="utf-8").partition("\n## model\n")[0]]
     for name in NAMES:
         parts.append(f"## {name}\n")
@@ -147,18 +188,18 @@ def markdown() -> str:
         elif name == "model":
             parts += _model_parts()
         else:
-            parts.append(inspect.cleandoc(SECTIONS[name].__doc__) + "\n")
+            parts.append(_paragraphs(SECTIONS[name]) + "\n")
             keys = _documented(SECTIONS[name])
             parts.append(_table(map(_row, keys.values())))
             for key in keys.values():
                 for cls in filter(is_mapping, get_args(key.hint)):
-                    parts.append(f"### {name}.{key.name}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
+                    parts.append(f"### {name}.{key.name}\n\n{_paragraphs(cls)}\n")
                     parts.append(_table(map(_row, _documented(cls).values())))
     return "\n".join(parts)
 
 
 def _model_parts() -> list[str]:
-    parts = [inspect.cleandoc(ModelSection.__doc__ or "") + "\n"]
+    parts = [_paragraphs(ModelSection) + "\n"]
     parts.append(_table(map(_row, _own_keys().values())))
     parts.append(_MODEL)
     for name, module in _models().items():
@@ -171,7 +212,10 @@ def _model_parts() -> list[str]:
             built = [f"{key}: {yaml_text(value)}" for key, value in module.only.items()]
             parts.append(f"Accepted with the one value that is built: {_join_names(built)}.\n")
         if getattr(module, "passed_over", ()):
-            parts.append(f"Passed over, since they change nothing here: {_join_names(sorted(module.passed_over))}.\n")
+            parts.append(
+                "Passed over, since they change nothing here: "
+                f"{_join_names(sorted(module.passed_over))}.\n"
+            )
     return parts
 
 
@@ -192,35 +236,59 @@ def _join_names(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _paragraphs(cls: type) -> str:
+    """The docstring of a class, a line per paragraph."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
 def _documented(cls: type) -> dict[str, Key]:
-    """The keys of a dataclass with their docs: the string below a field, or in model files the comment after it."""
+    """The keys of a dataclass with their docs: the string below a field, or in model files the
+    comment after it or above it."""
     source = inspect.getsource(cls)
-    docs = dict(re.findall(r"^\s+(\w+)\s*:[^#\n]*#\s*(.+)$", source, re.MULTILINE))
+    docs: dict[str, str] = {}
+    above: list[str] = []
+    for line in source.splitlines():
+        if line.lstrip().startswith("#"):
+            above.append(line.lstrip("# "))
+            continue
+        field = re.match(r"\s+(\w+)\s*:[^#]*(?:#\s*(.+))?$", line)
+        if field is not None:
+            docs[field[1]] = field[2] or " ".join(above)
+        above = []
     for node, below in pairwise(ast.walk(ast.parse(source))):
         match node, below:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 docs[name] = " ".join(text.split())
-    return {name: dataclasses.replace(key, doc=key.doc or docs.get(name, "")) for name, key in keys_of(cls).items()}
+    return {
+        name: dataclasses.replace(key, doc=key.doc or docs.get(name, ""))
+        for name, key in keys_of(cls).items()
+    }
 
 
 def _own_keys() -> dict[str, Key]:
     keys = _documented(ModelSection)
     own = {name: keys[name] for name in OWN_MODEL_KEYS}
     names = tuple(_models())
-    return own | {"name": dataclasses.replace(own["name"], limits=Limits(names=names, suffix=".py"))}
+    return own | {
+        "name": dataclasses.replace(own["name"], limits=Limits(names=names, suffix=".py"))
+    }
 
 
 def _models() -> dict[str, ModuleType]:
-    names = sorted(locate.names("models", ".py"), key=lambda name: name != ModelSection.name)  # the default comes first
+    # the default comes first
+    names = sorted(locate.names("models", ".py"), key=lambda name: name != ModelSection.name)
     return {name: locate.model_file(name) for name in names}
 
 
-_MODEL = """The other keys of the section are those of the model. They are Hugging Face's, so a `config.json` can be
-pasted whole (JSON is YAML). A model file of your own has a dataclass `Config`, whose fields become the keys of this
-section, and a class `Model` that takes a `Config`. It may also have `presets` (name -> keys), `passed_over` (keys that
-are accepted and change nothing), `only` (key -> the one value that is accepted), and `check(config)`, which returns
-impossible combinations as pairs of a key and a sentence. [Hugging Face weights](huggingface.md) says what it has for
-those.
+_MODEL = """\
+The other keys of the section are those of the model. They are Hugging Face's, so a `config.json`
+can be pasted whole (JSON is YAML). A model file of your own has a dataclass `Config`, whose
+fields become the keys of this section, and a class `Model` that takes a `Config`. It may also
+have `presets` (name -> keys), `passed_over` (keys that are accepted and change nothing), `only`
+(key -> the one value that is accepted), and `check(config)`, which returns impossible
+combinations as pairs of a key and a sentence. [Hugging Face weights](huggingface.md) says what it
+has for those.
 """
 
 

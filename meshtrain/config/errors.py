@@ -13,7 +13,8 @@ from meshtrain.errors import InputError, plural
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A line of the file, or an override on the command line. Places sort in reading order, the file first."""
+    """A line of the file, or an override on the command line. Places sort in reading order, the
+    file first."""
 
     override: int  # 0: in the file; n: the nth override on the command line
     line: int  # from 1; 0 on the command line
@@ -47,7 +48,9 @@ class ConfigErrors(InputError):  # noqa: N818 plural: it holds several errors
     def __init__(self, file: str, errors: Iterable[ConfigError]) -> None:
         self.file = file
         self.errors = sorted(errors)
-        super().__init__("\n".join([f"{file}: {plural(len(self.errors), 'error')}", *map(str, self.errors)]))
+        super().__init__(
+            "\n".join([f"{file}: {plural(len(self.errors), 'error')}", *map(str, self.errors)])
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickled when a worker process raises it
         return type(self), (self.file, self.errors)

@@ -1,4 +1,5 @@
-"""Advice where a layout does not work: the nearest sizes, the world sizes that fit, and groups that cross hosts."""
+"""Advice where a layout does not work: the nearest sizes, the world sizes that fit, and groups that
+cross hosts."""
 
 import itertools
 import math
@@ -21,14 +22,19 @@ def resolve(sizes: Mapping[str, int], world_size: int, experts: int = 1) -> Layo
         raise LayoutError(f"{error}, or use {fits}" if fits else str(error)) from None
 
 
-def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: int = 1) -> list[dict[str, int]]:
-    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first. There is always one, unless expert
-    parallelism over `experts` ranks folds into none.
+def nearest(
+    sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: int = 1
+) -> list[dict[str, int]]:
+    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first. There is
+    always one, unless expert parallelism over `experts` ranks folds into none.
 
-    Layouts with fewer changed axes come first, then those with nearer sizes; data axes are easier to change than axes
-    that have to fit the model. A size of -1 changes freely, and a layout without a data axis may get one.
+    Layouts with fewer changed axes come first, then those with nearer sizes; data axes are easier
+    to change than axes that have to fit the model. A size of -1 changes freely, and a layout
+    without a data axis may get one.
     """
-    base = dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
+    base = (
+        dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
+    )
     free = tuple(axis for axis, size in base.items() if size == -1)
     fixed = [axis for axis in base if axis not in free]
     layouts: list[dict[str, int]] = []
@@ -46,16 +52,22 @@ def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: 
         if layouts and (changes >= 2 or len(layouts) >= limit):
             break
     # Leave out an added axis that stayed at 1.
-    return [{axis: size for axis, size in new.items() if axis in sizes or size > 1} for new in layouts[:limit]]
+    return [
+        {axis: size for axis, size in new.items() if axis in sizes or size > 1}
+        for new in layouts[:limit]
+    ]
 
 
 def add_axis(sizes: Mapping[str, Size], axis: str, size: Size) -> dict[str, Size]:
-    """`sizes` with the size of an axis changed, or the axis inserted in the usual order; an unknown axis goes last."""
+    """`sizes` with the size of an axis changed, or the axis inserted in the usual order; an unknown
+    axis goes last."""
     if axis in sizes:
         return {**sizes, axis: size}
     later = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
     items = list(sizes.items())
-    items.insert(next((i for i, (name, _) in enumerate(items) if name in later), len(items)), (axis, size))
+    items.insert(
+        next((i for i, (name, _) in enumerate(items) if name in later), len(items)), (axis, size)
+    )
     return dict(items)
 
 
@@ -65,7 +77,11 @@ def _distance(old: Mapping[str, int], new: Mapping[str, int]) -> float:
         before = size if old[axis] == -1 else old[axis]
         step = abs(math.log2(size / before))
         # In place of tp: 2, tp: 3 fits few models; tp: 1 or 4 fits most.
-        far += step if axis in DATA_AXES else 2 * step + 4 * (size % before != 0 and before % size != 0)
+        far += (
+            step
+            if axis in DATA_AXES
+            else 2 * step + 4 * (size % before != 0 and before % size != 0)
+        )
     return far
 
 
@@ -89,7 +105,9 @@ def world_sizes_text(sizes: Mapping[str, int], experts: int = 1) -> str:
         fixed = math.prod(size for other, size in sizes.items() if other != axis)
         if fixed == experts == 1:
             return "any number"
-        free = (n for n in range(1, 3 * experts + 1) if Layout(add_axis(sizes, axis, n)).folds(experts))
+        free = (
+            n for n in range(1, 3 * experts + 1) if Layout(add_axis(sizes, axis, n)).folds(experts)
+        )
         worlds = [str(n * fixed) for n in itertools.islice(free, 3)]
         return f"{', '.join(worlds)}, ... processes" if worlds else "no number of processes"
 
@@ -101,7 +119,8 @@ def world_sizes_text(sizes: Mapping[str, int], experts: int = 1) -> str:
 
 
 def host_warnings(layout: Layout) -> list[str]:
-    """Sentences about what is allowed but probably a mistake: groups of tp, cp_heads or ep that cross hosts."""
+    """Sentences about what is allowed but probably a mistake: groups of tp, cp_heads or ep that
+    cross hosts."""
     warnings = []
     if crossing := _crossing(layout, "tp"):
         reason = f"tp communicates in every layer, forward and backward: {_why_tp_crosses(layout)}"
@@ -109,17 +128,23 @@ def host_warnings(layout: Layout) -> list[str]:
     if crossing := _crossing(layout, "cp_heads"):
         heads = layout.context_heads
         warnings.append(
-            f"context_heads: {heads} crosses hosts {crossing}, and these ranks exchange queries, keys and values in "
-            f"every layer: write cp (or what stands behind it) so that {heads} neighbours share a host"
+            f"context_heads: {heads} crosses hosts {crossing}, and these ranks exchange queries, "
+            "keys and values in "
+            f"every layer: write cp (or what stands behind it) so that {heads} neighbours share a "
+            "host"
         )
     if crossing := _crossing(layout, "ep"):
-        reason = f"these ranks exchange what tokens are to their experts in every layer{_within_hosts(layout)}"
+        reason = (
+            "these ranks exchange what tokens are to their experts in every "
+            f"layer{_within_hosts(layout)}"
+        )
         warnings.append(f"expert_parallel: {layout.experts} crosses hosts {crossing}, and {reason}")
     return warnings
 
 
 def _within_hosts(layout: Layout) -> str:
-    """A way to keep each expert group on one host: the axes in the usual order, or a smaller expert_parallel."""
+    """A way to keep each expert group on one host: the axes in the usual order, or a smaller
+    expert_parallel."""
     runs = [run.count for run in layout.runs], [layout.hosts[run.host] for run in layout.runs]
     usual = {axis: layout.sizes[axis] for axis in AXES if axis in layout.sizes}
     for ranks in reversed([n for n in layout.expert_sizes() if n <= layout.experts]):
@@ -132,14 +157,18 @@ def _within_hosts(layout: Layout) -> str:
 
 
 def _crossing(layout: Layout, axis: str) -> str:
-    """`in 2 of 16 groups (the first is ranks [0, 4] on host 0 and host 1)`; empty if no group crosses hosts."""
+    """`in 2 of 16 groups (the first is ranks [0, 4] on host 0 and host 1)`; empty if no group
+    crosses hosts."""
     groups = layout.groups(axis) if layout.size(axis) > 1 and len(layout.hosts) > 1 else []
     crossing = [group for group in groups if layout.crosses_hosts(group)]
     if not crossing:
         return ""
     hosts = list(layout.hosts_of(crossing[0]))
     total = layout.world_size // layout.size(axis)
-    return f"in {len(crossing)} of {total} groups (the first is ranks {short(crossing[0])} on {_first_names(hosts)})"
+    return (
+        f"in {len(crossing)} of {total} groups (the first is ranks {short(crossing[0])} on "
+        f"{_first_names(hosts)})"
+    )
 
 
 def _why_tp_crosses(layout: Layout) -> str:
@@ -151,7 +180,10 @@ def _why_tp_crosses(layout: Layout) -> str:
     if after and all(edge % tp == 0 for edge in edges):
         apart = math.prod(sizes[axis] for axis in after)
         last = written(tp_last | {"tp": tp})
-        return f"{any_of(after, 'and')} after tp in the layout keeps tp's ranks {apart} apart; put tp last: {last}"
+        return (
+            f"{any_of(after, 'and')} after tp in the layout keeps tp's ranks {apart} apart; put tp "
+            f"last: {last}"
+        )
     odd = [host for host, count in counts.items() if count % tp]
     if not odd:
         order = f", and use {written(tp_last | {'tp': tp})}" if after else ""

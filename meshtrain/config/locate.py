@@ -1,7 +1,7 @@
 """Finds the files of a run: configs, models, hardware files, data, and a user's own Python files.
 
-Models are loaded by path, so that `models/` need not be an importable package. In the repository it is next to the
-package; an installed wheel has it inside the package, in `bundled/`.
+Models are loaded by path, so that `models/` need not be an importable package. In the repository it
+is next to the package; an installed wheel has it inside the package, in `bundled/`.
 """
 
 import hashlib
@@ -23,20 +23,26 @@ def bundled(kind: str) -> Path:
 
 
 def names(kind: str, suffix: str) -> list[str]:
-    """The names of the project's own models (`.py`), configs or hardware files (`.yaml`), sorted."""
+    """The names of the project's own models (`.py`), configs or hardware files (`.yaml`),
+    sorted."""
     return sorted(path.stem for path in bundled(kind).glob(f"*{suffix}"))
 
 
 def config_path(name: str) -> Path:
     """The YAML file of `name`: a path, or the name of one of the project's own configs.
 
-    `configs/quickstart.yaml` also works outside the repository. Raises FileNotFoundError, with the names that exist.
+    `configs/quickstart.yaml` also works outside the repository. Raises FileNotFoundError, with the
+    names that exist.
     """
     path = Path(name)
     if path.is_file():
         return path
     own = bundled("configs") / f"{path.stem}.yaml"
-    if path.suffix in ("", ".yaml", ".yml") and str(path.parent) in (".", "configs") and own.is_file():
+    if (
+        path.suffix in ("", ".yaml", ".yml")
+        and str(path.parent) in (".", "configs")
+        and own.is_file()
+    ):
         return own
     raise FileNotFoundError(
         f"there is no config {name} (looked at {path.absolute()}); meshtrain's own are: "
@@ -45,7 +51,8 @@ def config_path(name: str) -> Path:
 
 
 def data_files(source: str, path: str) -> list[str]:
-    """The files that a path of a `data.source` names: for `megatron` the pair of its prefix, or of either file."""
+    """The files that a path of a `data.source` names: for `megatron` the pair of its prefix, or of
+    either file."""
     if source != "megatron":
         return [path]
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
@@ -67,20 +74,23 @@ def digest(path: Path) -> str:
 
 
 def model_file(name: str) -> ModuleType:
-    """The module of one of the project's models (`llama`), or of a user's file (a path). Raises as `python_file`."""
+    """The module of one of the project's models (`llama`), or of a user's file (a path). Raises as
+    `python_file`."""
     own = bundled("models") / f"{name}.py"
     if own.is_file():
         return python_file(own)
     if not name.endswith(".py"):
         raise FileNotFoundError(
-            f"there is no model called {name!r}; meshtrain's own are: {', '.join(names('models', '.py'))}; "
+            f"there is no model called {name!r}; meshtrain's own are: "
+            f"{', '.join(names('models', '.py'))}; "
             "a model of your own is named by the path of its file, which ends in .py"
         )
     return python_file(Path(name))
 
 
 def users_file(key: str, path: str) -> ModuleType:
-    """The module of a user's file, which a key names. Raises InputError: there is none, or it raises something."""
+    """The module of a user's file, which a key names. Raises InputError: there is none, or it
+    raises something."""
     try:
         return python_file(Path(path))
     except FileNotFoundError as error:
@@ -101,7 +111,8 @@ def line_of(error: BaseException) -> str:
 
 
 def python_file(path: Path) -> ModuleType:
-    """Loads a Python file, once. Raises FileNotFoundError: no such file; also whatever the file itself raises."""
+    """Loads a Python file, once. Raises FileNotFoundError: no such file; also whatever the file
+    itself raises."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

@@ -1,4 +1,5 @@
-"""`ModelSpec`: the model of a config as its module and keys, and the model on the meta device, built once."""
+"""`ModelSpec`: the model of a config as its module and keys, and the model on the meta device,
+built once."""
 
 import copy
 import pickle
@@ -23,7 +24,11 @@ class ModelSpec:
     """A model: the module of its file, and the keys of its `Config`."""
 
     def __init__(
-        self, module: ModuleType, keys: Mapping[str, Any], freeze: tuple[str, ...] = (), lora: "Lora | None" = None
+        self,
+        module: ModuleType,
+        keys: Mapping[str, Any],
+        freeze: tuple[str, ...] = (),
+        lora: "Lora | None" = None,
     ) -> None:
         self.module, self.keys, self.freeze, self.lora = module, dict(keys), freeze, lora
 
@@ -38,14 +43,16 @@ class ModelSpec:
         return self._construct()
 
     def copy(self) -> "nn.Module":
-        """A copy of `meta` to modify. Pickled: closures of hooks in a `copy.deepcopy` still refer to the original."""
+        """A copy of `meta` to modify. Pickled: closures of hooks in a `copy.deepcopy` still refer
+        to the original."""
         try:
             return pickle.loads(pickle.dumps(self.meta))
         except Exception:  # pickling may raise many types, some of them the model's own
             return self._construct()
 
     def _construct(self) -> "nn.Module":
-        import torch  # imported by the model's file anyway; a config whose model is not built does without torch
+        # imported by the model's file anyway; a config whose model is not built does without torch
+        import torch
 
         try:
             with torch.device("meta"):
@@ -54,7 +61,8 @@ class ModelSpec:
             return self.tuned(_without_memory(self.module.Model(self.config)))
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
-        """A plain model with `train.freeze` and `train.lora` applied. Patterns were checked with the config."""
+        """A plain model with `train.freeze` and `train.lora` applied. Patterns were checked with
+        the config."""
         if not self.freeze and self.lora is None:
             return model
         from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch
@@ -70,7 +78,8 @@ def _without_memory(model: "nn.Module") -> "nn.Module":
     from torch import nn
 
     tensors: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
     }
     tensors |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     return copy.deepcopy(model, tensors)
@@ -82,7 +91,8 @@ _latest: list[ModelSpec] = []
 def model_spec(
     name: str, keys: Mapping[str, Any], freeze: tuple[str, ...] = (), lora: "Lora | None" = None
 ) -> ModelSpec:
-    """The spec of a model; equal arguments share one object. Raises what `locate.model_file` raises."""
+    """The spec of a model; equal arguments share one object. Raises what `locate.model_file`
+    raises."""
     module = locate.model_file(name)
     about = (module, dict(keys), freeze, lora)
     alike = (spec for spec in _latest if (spec.module, spec.keys, spec.freeze, spec.lora) == about)
@@ -96,17 +106,28 @@ def spec_of(config: "Config") -> ModelSpec:
 
 
 def draft_model(draft: ConfigDraft) -> ModelSpec | None:
-    """The model of a config that is being checked; None, with an error reported, if its keys are wrong."""
+    """The model of a config that is being checked; None, with an error reported, if its keys are
+    wrong."""
     values = draft.section("model")
     name, *_ = (values.pop(key, INVALID) for key in OWN_MODEL_KEYS)
     if name is INVALID or INVALID in values.values():
         return None
     freeze, lora = draft.values.get("train.freeze"), draft.values.get("train.lora")
     try:
-        spec = model_spec(name, values, () if freeze is INVALID else freeze or (), None if lora is INVALID else lora)
+        spec = model_spec(
+            name,
+            values,
+            () if freeze is INVALID else freeze or (),
+            None if lora is INVALID else lora,
+        )
         _ = spec.meta
         return spec
-    except Exception as error:  # a user's file may raise anything; torch raises several types for invalid sizes
-        draft.report(draft.place("model"), f"the model {name} refuses these keys: {type(error).__name__}: {error}")
+    except (
+        Exception
+    ) as error:  # a user's file may raise anything; torch raises several types for invalid sizes
+        draft.report(
+            draft.place("model"),
+            f"the model {name} refuses these keys: {type(error).__name__}: {error}",
+        )
         draft.values["model.name"] = INVALID
         return None

@@ -1,6 +1,8 @@
-"""The sections of a config as dataclasses: each key once, with its type, default, limits and meaning.
+"""The sections of a config as dataclasses: each key once, with its type, default, limits and
+meaning.
 
-The string below a field is its documentation, from which docs/configuration.md and configs/schema.json are generated.
+The string below a field is its documentation, from which docs/configuration.md and
+configs/schema.json are generated.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,34 +35,48 @@ SOURCES: dict[str, str | None] = {
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which model, and its sizes. The other keys of the section are those of the model's own `Config`."""
+    """Which model, and its sizes. The other keys of the section are those of the model's own
+    `Config`."""
 
     name: str = key("llama", path=True)
     """One of meshtrain's models, or the path of a `.py` file of your own."""
     preset: str | None = None
     """A named size of the model. The keys given beside it override it."""
     weights: str | None = key(
-        None, path=True, also="pretrained pretrained_model_name_or_path model_name_or_path checkpoint init_from"
+        None,
+        path=True,
+        also="pretrained pretrained_model_name_or_path model_name_or_path checkpoint init_from",
     )
-    """A Hugging Face directory or a checkpoint to start from. Keys not given here come from its config."""
-    keys: dict[str, Any] = field(default_factory=dict)  # the model's Config: given, from preset or weights, or default
+    """A Hugging Face directory or a checkpoint to start from. Keys not given here come from its
+    config."""
+    # the model's Config: given, from preset or weights, or default
+    keys: dict[str, Any] = field(default_factory=dict)
 
 
-OWN_MODEL_KEYS = ("name", "preset", "weights")  # the section's keys that are no field of the model's Config
+# the section's keys that are no field of the model's Config
+OWN_MODEL_KEYS = (
+    "name",
+    "preset",
+    "weights",
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of a mixture. Samples of the sources are mixed in exact shares: see [data](data.md#mixtures)."""
+    """One source of a mixture. Samples of the sources are mixed in exact shares: see
+    [data](data.md#mixtures)."""
 
     name: str = key()
     """The source's name in metrics; also seeds the order of its samples."""
     path: str | None = key(None, path=True, also="data_path file dir")
     """Same as `data.path`, for this source."""
-    weight: float | tuple[tuple[int, float], ...] = key(1.0, minimum=0, also="weights ratio share proportion")
+    weight: float | tuple[tuple[int, float], ...] = key(
+        1.0, minimum=0, also="weights ratio share proportion"
+    )
     """The source's share of the samples, in proportion to the weights of the other sources."""
     epochs: int | None = key(None, minimum=1, also="max_epochs repeat")
-    """The most passes over this source that a run may make: a run that would make more is refused at its start."""
+    """The most passes over this source that a run may make: a run that would make more is refused
+    at its start."""
     source: str | None = key(None, names=tuple(SOURCES), also="type kind")
     """The kind of this source, one of text or tokens. null: the value of `data.source`."""
 
@@ -69,58 +85,85 @@ class Source:
 class Data:
     """The data that the model is trained and evaluated on."""
 
-    source: str = key("python-stdlib", path=True, names=tuple(SOURCES), suffix=".py", also="dataset name type")
-    """Where samples come from, or the path of a `.py` file of your own. `python-stdlib`: Python's standard library."""
+    source: str = key(
+        "python-stdlib", path=True, names=tuple(SOURCES), suffix=".py", also="dataset name type"
+    )
+    """Where samples come from, or the path of a `.py` file of your own. `python-stdlib`: Python's
+    standard library."""
     path: str | None = key(
         None,
         doc="What the source reads: "
-        + "; ".join(f"for `{name}` {description}" for name, description in SOURCES.items() if description)
+        + "; ".join(
+            f"for `{name}` {description}" for name, description in SOURCES.items() if description
+        )
         + ".",
         path=True,
         also="data_path file dataset_path dir root",
     )
     sources: tuple[Source, ...] = key((), also="mixture blend data_mixture datasets")
     """Several sources to mix, instead of `path`; the keys of each are below."""
-    validation: float | str = key(0.02, path=True, minimum=0, below=1, also="val valid split validation_split")
-    """The validation set: a share of the documents or samples to hold out, the path of another data set, or 0: none."""
+    validation: float | str = key(
+        0.02, path=True, minimum=0, below=1, also="val valid split validation_split"
+    )
+    """The validation set: a share of the documents or samples to hold out, the path of another data
+    set, or 0: none."""
     tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
     begin_token: str | None = key(None, also="bos_token add_bos bos prepend_bos begin_of_text")
-    """The token that begins each document and prompt: `auto` (the `bos_token` of the `tokenizer_config.json` beside
-    `tokenizer`) or a token of the vocabulary, such as `<s>`. It is no target with a loss. null: none."""
+    """The token that begins each document and prompt: `auto` (the `bos_token` of the
+    `tokenizer_config.json` beside `tokenizer`) or a token of the vocabulary, such as `<s>`. It is
+    no target with a loss. null: none."""
     end_token: str | None = key(None, also="eos_token add_eos eos end_of_text eod_token")
-    """The token that ends each document. null: the `eos_token` of the `tokenizer_config.json` beside `tokenizer`, or a
-    usual one. See [data](data.md#text)."""
-    loss_on: Literal["all", "last"] = key("all", also="train_on assistant_only_loss train_on_last last_turn_only")
-    """Which of a conversation's answers carry a loss: `all`, or only the `last`; none with `train: false` does."""
+    """The token that ends each document. null: the `eos_token` of the `tokenizer_config.json`
+    beside `tokenizer`, or a usual one. See [data](data.md#text)."""
+    loss_on: Literal["all", "last"] = key(
+        "all", also="train_on assistant_only_loss train_on_last last_turn_only"
+    )
+    """Which of a conversation's answers carry a loss: `all`, or only the `last`; none with `train:
+    false` does."""
     text_field: str = key("text", also="text_key text_column content_field")
     """For `jsonl` and `parquet`: the field that holds the text of a document."""
-    seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
+    seq_len: int = key(
+        256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len"
+    )
     """Tokens per sample."""
-    seq_len_warmup: tuple[tuple[int, int], ...] = key((), minimum=1, also="sequence_length_warmup curriculum_learning")
-    """Lengths to which samples are cut early in the run, up to `seq_len`: `[[0, 64], [1000, 256]]`."""
+    seq_len_warmup: tuple[tuple[int, int], ...] = key(
+        (), minimum=1, also="sequence_length_warmup curriculum_learning"
+    )
+    """Lengths to which samples are cut early in the run, up to `seq_len`: `[[0, 64], [1000,
+    256]]`."""
     mask_documents: bool = False
-    """Whether attention stays within a document where several share a sample. Faster on GPUs in 16 bits."""
+    """Whether attention stays within a document where several share a sample. Faster on GPUs in 16
+    bits."""
     augment: bool = key(False, also="augmentation")
     """Whether training images are shifted and mirrored at random."""
     image_size: int | None = key(None, minimum=1)
-    """Height and width, in pixels, to which images are resized. null: as they are; required for `images`."""
+    """Height and width, in pixels, to which images are resized. null: as they are; required for
+    `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
     """Worker processes per rank that read data ahead. 0 reads in the training process."""
     prefetch: int = key(2, minimum=1, also="prefetch_factor")
-    """Microbatches that each worker reads ahead; raised until all workers together hold those of the next step."""
+    """Microbatches that each worker reads ahead; raised until all workers together hold those of
+    the next step."""
     pin_memory: bool = True
     """Whether batches are read into pinned memory, from which GPUs copy faster."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
 
     def each_source(self) -> "list[Data]":
-        """One section per source, as if it were alone; a validation set given by a path goes to the first one."""
+        """One section per source, as if it were alone; a validation set given by a path goes to the
+        first one."""
         alone = []
         for i, own in enumerate(self.sources):
             validation = 0.0 if i and isinstance(self.validation, str) else self.validation
             alone.append(
-                replace(self, sources=(), source=own.source or self.source, path=own.path, validation=validation)
+                replace(
+                    self,
+                    sources=(),
+                    source=own.source or self.source,
+                    path=own.path,
+                    validation=validation,
+                )
             )
         return alone or [self]
 
@@ -132,8 +175,11 @@ class Batch:
     global_size: int | tuple[tuple[int, int], ...] = key(
         minimum=1, also="batch_size global_batch_size train_batch_size size rampup_batch_size"
     )
-    """Samples per step, over all ranks. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps, and then 256."""
-    micro_size: int = key(minimum=1, also="micro_batch_size per_device_train_batch_size local_batch_size")
+    """Samples per step, over all ranks. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps, and
+    then 256."""
+    micro_size: int = key(
+        minimum=1, also="micro_batch_size per_device_train_batch_size local_batch_size"
+    )
     """Samples per forward on one rank; determines the number of forwards per step."""
 
     @property
@@ -144,54 +190,75 @@ class Batch:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How ranks store and run the model. No key changes what is computed, except that `reduce_precision` rounds."""
+    """How ranks store and run the model. No key changes what is computed, except that
+    `reduce_precision` rounds."""
 
     sequence_parallel: bool | None = key(None, also="sequence_parallelism sp")
-    """With `tp`: whether activations between parallel layers are split along the sequence. null: if the model's
-    `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
+    """With `tp`: whether activations between parallel layers are split along the sequence. null: if
+    the model's `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of being kept."""
     symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
-    """With `tp` and `sequence_parallel` on GPUs: whether matrix products and their communication run as one kernel.
-    `auto`: where NVLink connects all GPUs of `tp`. true also puts FSDP's messages into memory registered with NCCL."""
+    """With `tp` and `sequence_parallel` on GPUs: whether matrix products and their communication
+    run as one kernel. `auto`: where NVLink connects all GPUs of `tp`. true also puts FSDP's
+    messages into memory registered with NCCL."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",
-        instead=("ulysses a2a all_to_all a2a+p2p", "with context_heads: 4 ranks swap heads, which is Ulysses"),
+        instead=(
+            "ulysses a2a all_to_all a2a+p2p",
+            "with context_heads: 4 ranks swap heads, which is Ulysses",
+        ),
     )
-    """With `cp`: how keys and values travel: `gather` brings all of them to every rank, `ring` passes them around."""
-    context_heads: int = key(1, minimum=1, also="ulysses ulysses_size ulysses_degree sp_ulysses_degree")
-    """With `cp`: how many neighbouring ranks split attention heads instead. If equal to `cp`, DeepSpeed's Ulysses."""
+    """With `cp`: how keys and values travel: `gather` brings all of them to every rank, `ring`
+    passes them around."""
+    context_heads: int = key(
+        1, minimum=1, also="ulysses ulysses_size ulysses_degree sp_ulysses_degree"
+    )
+    """With `cp`: how many neighbouring ranks split attention heads instead. If equal to `cp`,
+    DeepSpeed's Ulysses."""
     expert_parallel: int | None = key(
-        None, minimum=1, also="ep ep_size expert_parallel_size expert_parallel_degree expert_model_parallel_size"
+        None,
+        minimum=1,
+        also="ep ep_size expert_parallel_size expert_parallel_degree expert_model_parallel_size",
     )
-    """The number of ranks over which the experts of a layer are distributed, taken from `tp`, `cp`, `dp_shard` and
-    `dp_replicate`, the inner ones first. null: the size of `tp`."""
+    """The number of ranks over which the experts of a layer are distributed, taken from `tp`, `cp`,
+    `dp_shard` and `dp_replicate`, the inner ones first. null: the size of `tp`."""
     expert_rows: float | None = key(None, minimum=1, also="expert_buffer expert_buffer_size")
-    """With expert parallelism: messages to experts get a fixed size, this multiple of the rows under an even load, so
-    that the host waits for the device only at the end of a step. No row is dropped: a step that overflows is computed
-    again. null: the exact sizes, for which the host waits once per layer and forward."""
+    """With expert parallelism: messages to experts get a fixed size, this multiple of the rows
+    under an even load, so that the host waits for the device only at the end of a step. No row is
+    dropped: a step that overflows is computed again. null: the exact sizes, for which the host
+    waits once per layer and forward."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )
-    """What is recomputed in backward: `full`: the inside of every block; `selective`: all but expensive products."""
+    """What is recomputed in backward: `full`: the inside of every block; `selective`: all but
+    expensive products."""
     compile: bool | Literal["auto"] = key("auto", also="torch_compile")
-    """Whether each block is compiled with `torch.compile`. `auto`: on GPUs, where Triton builds its kernels and the
-    schedule computes whole backwards."""
+    """Whether each block is compiled with `torch.compile`. `auto`: on GPUs, where Triton builds its
+    kernels and the schedule computes whole backwards."""
     reshard_after_forward: bool = True
-    """FSDP: whether a block's gathered weights are freed after forward and gathered again in backward."""
-    shard_optimizer: bool = key(False, also="zero1 zero_1 zero_stage use_distributed_optimizer distributed_optimizer")
-    """DDP: whether the replicas of `dp_replicate` shard the optimizer's work and states (ZeRO-1), as FSDP does."""
-    reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
-    """The dtype in which gradients are sent and summed over the data ranks. With `bfloat16` the rounding depends on
-    the layout. null: the dtype in which they are kept, float32 or float64."""
+    """FSDP: whether a block's gathered weights are freed after forward and gathered again in
+    backward."""
+    shard_optimizer: bool = key(
+        False, also="zero1 zero_1 zero_stage use_distributed_optimizer distributed_optimizer"
+    )
+    """DDP: whether the replicas of `dp_replicate` shard the optimizer's work and states (ZeRO-1),
+    as FSDP does."""
+    reduce_precision: Literal["float32", "bfloat16"] | None = key(
+        None, also="reduce_dtype grad_reduce_dtype"
+    )
+    """The dtype in which gradients are sent and summed over the data ranks. With `bfloat16` the
+    rounding depends on the layout. null: the dtype in which they are kept, float32 or float64."""
     sync_batch_norm: bool = key(False, also="sync_bn syncbn sync_batchnorm convert_sync_batchnorm")
-    """Whether batch norms compute with the samples of all data ranks: the statistics are those of one process if a step
-    is one microbatch, so `batch.micro_size` has to be `batch.global_size` divided by the data ranks."""
+    """Whether batch norms compute with the samples of all data ranks: the statistics are those of
+    one process if a step is one microbatch, so `batch.micro_size` has to be `batch.global_size`
+    divided by the data ranks."""
     verify: bool = True
-    """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first step. With several
-    data ranks, `cp` or `recompute`: whether a model is refused whose result for a sample depends on earlier forwards
-    or, with several data ranks, on the others of its batch, or whose first forward changes its persistent buffers."""
+    """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first
+    step. With several data ranks, `cp` or `recompute`: whether a model is refused whose result for
+    a sample depends on earlier forwards or, with several data ranks, on the others of its batch, or
+    whose first forward changes its persistent buffers."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +273,9 @@ class Pipeline:
         also="pipeline_schedule pp_schedule pipeline_parallel_schedule",
     )
     """The name of a schedule, or the path of a `.csv` file."""
-    stages_per_rank: int | None = key(None, minimum=1, also="virtual_stages num_virtual_stages virtual_pipeline_size")
+    stages_per_rank: int | None = key(
+        None, minimum=1, also="virtual_stages num_virtual_stages virtual_pipeline_size"
+    )
     """Stages per rank. null: the number the schedule needs, 2 for interleaved ones."""
     split: tuple[int, ...] | None = key(None, minimum=1)
     """The number of blocks of each stage, first to last. null: balanced by the blocks' cost."""
@@ -214,7 +283,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters with optimizer settings of their own. A parameter is in the first group that matches its name."""
+    """Parameters with optimizer settings of their own. A parameter is in the first group that
+    matches its name."""
 
     match: str = key(also="pattern params parameters name_pattern")
     """A pattern of names, such as `*norm*` or `model.layers.*.self_attn.*`."""
@@ -223,7 +293,8 @@ class ParamGroup:
     lr_scale: float = key(1.0, above=0, also="lr_mult lr_multiplier")
     """A factor on `optimizer.lr` for the group."""
     weight_decay: float | None = key(None, minimum=0, also="wd")
-    """The group's weight decay. null: `optimizer.weight_decay` for parameters with two or more dims."""
+    """The group's weight decay. null: `optimizer.weight_decay` for parameters with two or more
+    dims."""
     name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
     """The group's optimizer. null: `optimizer.name`."""
 
@@ -233,7 +304,8 @@ class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
     name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
-    """The optimizer. `muon` is for matrices: embeddings, heads and parameters with one dim get `adamw`."""
+    """The optimizer. `muon` is for matrices: embeddings, heads and parameters with one dim get
+    `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
     """The highest learning rate."""
     min_lr: float = key(0.0, minimum=0, also="lr_min final_lr")
@@ -243,10 +315,12 @@ class Optimizer:
     eps: float = key(1e-8, above=0, also="epsilon adam_eps")
     """AdamW's epsilon, added to the denominator."""
     state_precision: Literal["float32", "bfloat16"] = key(
-        "float32", also="state_dtype exp_avg_dtype exp_avg_sq_dtype bf16_optimizer_states bf16_states"
+        "float32",
+        also="state_dtype exp_avg_dtype exp_avg_sq_dtype bf16_optimizer_states bf16_states",
     )
-    """The dtype of AdamW's two averages. `bfloat16`: with stochastic rounding that is the same on every layout; a
-    checkpoint fits only runs with the same value. `float32`: the dtype of the weights."""
+    """The dtype of AdamW's two averages. `bfloat16`: with stochastic rounding that is the same on
+    every layout; a checkpoint fits only runs with the same value. `float32`: the dtype of the
+    weights."""
     weight_decay: float = key(0.1, minimum=0)
     """Weight decay of parameters with two or more dims; the others do not decay."""
     momentum: float = key(0.95, minimum=0, below=1)
@@ -254,15 +328,20 @@ class Optimizer:
     nesterov: bool = True
     """Muon and SGD: whether to use Nesterov momentum."""
     ema_decay: float | None = key(None, above=0, below=1, also="ema ema_beta ema_alpha use_ema")
-    """The decay rate per update of an exponential moving average (EMA) of all weights. null: no average is kept."""
+    """The decay rate per update of an exponential moving average (EMA) of all weights. null: no
+    average is kept."""
     groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
-    """Parameters with a learning rate, decay or optimizer of their own; the keys of each group are below."""
-    clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
+    """Parameters with a learning rate, decay or optimizer of their own; the keys of each group are
+    below."""
+    clip_norm: float | None = key(
+        1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm"
+    )
     """The norm to which all gradients together are clipped. null: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
         "cosine", also="lr_schedule scheduler lr_scheduler lr_scheduler_type"
     )
-    """The learning rate schedule after the warm-up. `wsd` stays at `lr` and falls in the last `decay_steps`."""
+    """The learning rate schedule after the warm-up. `wsd` stays at `lr` and falls in the last
+    `decay_steps`."""
     warmup_steps: int = key(20, minimum=0, also="warmup num_warmup_steps")
     """Update n of the warm-up has the rate `lr` * n / `warmup_steps`."""
     decay_steps: int | None = key(None, minimum=1, also="lr_decay_iters")
@@ -278,7 +357,8 @@ class Lora:
     alpha: float | None = key(None, above=0, also="lora_alpha")
     """The product of the two matrices is multiplied by `alpha` / `rank`. null: by 1."""
     match: tuple[str, ...] = key((), also="target_modules targets modules")
-    """Name patterns of the linear layers in blocks that get an adapter, such as `*.q_proj`. Empty: all of them."""
+    """Name patterns of the linear layers in blocks that get an adapter, such as `*.q_proj`. Empty:
+    all of them."""
     dropout: float = key(0.0, minimum=0, below=1, also="lora_dropout")
     """The probability with which elements of an adapter's input are set to 0."""
 
@@ -288,10 +368,11 @@ class Fault:
     """One injected fault: what happens to which rank, and when."""
 
     fault: Literal["kill", "stop", "slow", "raise", "fail-save"] = key(also="kind type what")
-    """`kill` (SIGKILL) ends the process at once, `stop` (SIGSTOP) freezes it, `slow` prolongs its steps, `raise` raises
-    an exception, and `fail-save` simulates a full disk."""
+    """`kill` (SIGKILL) ends the process at once, `stop` (SIGSTOP) freezes it, `slow` prolongs its
+    steps, `raise` raises an exception, and `fail-save` simulates a full disk."""
     step: int = key(minimum=1, also="at at_step from from_step")
-    """The step at whose beginning, or in whose checkpoint save, the fault happens. `slow`: the first slow step."""
+    """The step at whose beginning, or in whose checkpoint save, the fault happens. `slow`: the
+    first slow step."""
     rank: int | None = key(None, minimum=0, also="ranks who")
     """The rank that the fault happens to. null: every rank, for `fail-save` only."""
     during: Literal["step", "save"] = key("step")
@@ -312,7 +393,9 @@ class Fault:
 class Train:
     """The run: its length, its precision, and where it writes."""
 
-    steps: int | None = key(None, minimum=1, also="max_steps num_steps iterations max_iters train_iters")
+    steps: int | None = key(
+        None, minimum=1, also="max_steps num_steps iterations max_iters train_iters"
+    )
     """The number of updates. Give this or `epochs`."""
     epochs: int | None = key(None, minimum=1, also="num_epochs max_epochs num_train_epochs")
     """Passes over the training set. Give this or `steps`."""
@@ -325,50 +408,64 @@ class Train:
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )
-    """The dtype of forward and backward. With 16 bits weights stay float32; `float64` is for checking layouts."""
+    """The dtype of forward and backward. With 16 bits weights stay float32; `float64` is for
+    checking layouts."""
     linear_precision: Literal["float8", "mxfp8"] | None = key(
         None,
         also="fp8 float8_rowwise enable_fp8 use_fp8 float8_recipe fp8_recipe",
-        instead=("fp8 e4m3 hybrid tensorwise rowwise", "use float8, scaled for each token and each row of a weight"),
+        instead=(
+            "fp8 e4m3 hybrid tensorwise rowwise",
+            "use float8, scaled for each token and each row of a weight",
+        ),
     )
-    """The dtype in which linear layers in blocks multiply in forward and for the gradients of inputs: `float8` is e4m3
-    with a scale per token and per row of a weight, `mxfp8` e4m3 with a scale per 32 features; all else uses
-    `precision`. On GPUs it needs `precision: bfloat16`; CPUs and GPUs without these formats emulate them."""
+    """The dtype in which linear layers in blocks multiply in forward and for the gradients of
+    inputs: `float8` is e4m3 with a scale per token and per row of a weight, `mxfp8` e4m3 with a
+    scale per 32 features; all else uses `precision`. On GPUs it needs `precision: bfloat16`; CPUs
+    and GPUs without these formats emulate them."""
     deterministic: bool = False
     """Whether to use only kernels that give the same bits every time."""
     output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")
     """The run's folder. `{name}` stands for the name of the config."""
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
-    """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's transformers."""
+    """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's
+    transformers."""
     export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export stores experts: `original`: a tensor per expert, as models are published; `fused`: the experts of
-    a layer in one tensor. transformers reads both."""
+    """How an export stores experts: `original`: a tensor per expert, as models are published;
+    `fused`: the experts of a layer in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
-    """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export use the average."""
+    """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export
+    use the average."""
     eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
     """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
-    eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")
-    """The most held-out samples of an evaluation, always the same ones. null: 2,048 of tokens, or all images."""
+    eval_samples: int | None = key(
+        None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches"
+    )
+    """The most held-out samples of an evaluation, always the same ones. null: 2,048 of tokens, or
+    all images."""
     on_nonfinite: Literal["stop", "skip"] = key("stop")
-    """What happens to a step whose loss or gradient is not finite: the run stops, or the update is skipped."""
+    """What happens to a step whose loss or gradient is not finite: the run stops, or the update is
+    skipped."""
     time_limit: str | float | None = key(
         None, above=0, also="max_time walltime timeout exit_duration_in_mins max_duration"
     )
-    """How long a job of this run may take: `3h50m`, `90s`, `2d`, or seconds. It saves a checkpoint and stops before
-    that. null: no limit other than the end of a SLURM job."""
+    """How long a job of this run may take: `3h50m`, `90s`, `2d`, or seconds. It saves a checkpoint
+    and stops before that. null: no limit other than the end of a SLURM job."""
     start_timeout_s: float = key(600.0, above=0)
-    """Seconds that ranks wait for one another while the job starts, and three times as long while one of them is busy
-    and does not get on."""
+    """Seconds that ranks wait for one another while the job starts, and three times as long while
+    one of them is busy and does not get on."""
     lock_timeout_s: float = key(120.0, minimum=0)
-    """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may still hold."""
+    """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may
+    still hold."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for one another in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")
-    """A shell command to run once when the run ends, however it ends, for at most 30 s: see docs/monitoring.md."""
+    """A shell command to run once when the run ends, however it ends, for at most 30 s: see
+    docs/monitoring.md."""
     sample_tokens: int = key(200, minimum=0)
     """Tokens of sample text that a language model generates at the end; 0 for none."""
     chaos: tuple[Fault, ...] = key((), also="faults fault_injection")
-    """Faults injected on purpose, in the first start of a job, to rehearse failures; the keys of each are below."""
+    """Faults injected on purpose, in the first start of a job, to rehearse failures; the keys of
+    each are below."""
 
     @property
     def time_limit_s(self) -> float | None:
@@ -380,34 +477,49 @@ class Checkpoint:
     """When checkpoints are saved, which of them are kept, and from which a run starts."""
 
     every: int | Literal["epoch"] = key(
-        100, minimum=0, also="save_steps save_interval save_every save_freq interval checkpoint_every"
+        100,
+        minimum=0,
+        also="save_steps save_interval save_every save_freq interval checkpoint_every",
     )
-    """Steps between checkpoints, `epoch`, or 0: only at the end of the run. A run asked to stop saves one, too."""
+    """Steps between checkpoints, `epoch`, or 0: only at the end of the run. A run asked to stop
+    saves one, too."""
     keep_last: int = key(3, minimum=1, also="save_total_limit keep_latest_k max_to_keep")
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = key(None, minimum=1, also="keep_period")
     """Checkpoints whose step is a multiple of this are kept for good. null: none."""
     keep_best: bool = key(False, also="save_best save_best_only load_best_model_at_end")
-    """Whether the checkpoint with the best evaluation is kept: the lowest loss, or a classifier's highest accuracy."""
-    resume: str = key("latest", path=True, also="resume_from_checkpoint resume_from auto_resume load load_checkpoint")
-    """What a run resumes from: `latest`: its newest complete checkpoint; `none`: nothing, the folder must be fresh;
-    anything else: the path of a checkpoint, or of another run's folder."""
+    """Whether the checkpoint with the best evaluation is kept: the lowest loss, or a classifier's
+    highest accuracy."""
+    resume: str = key(
+        "latest",
+        path=True,
+        also="resume_from_checkpoint resume_from auto_resume load load_checkpoint",
+    )
+    """What a run resumes from: `latest`: its newest complete checkpoint; `none`: nothing, the
+    folder must be fresh; anything else: the path of a checkpoint, or of another run's folder."""
     path: str | None = key(None, path=True, also="dir folder checkpoint_dir save_dir dump_folder")
-    """The folder of the checkpoints, which all hosts must share. null: `checkpoints` in the run's folder."""
-    local: str | None = key(None, path=True, also="local_dir node_local_dir fast_dir non_persistent_local_ckpt_dir")
-    """A folder on each host's own disk to which checkpoints are written first, and from which a run resumes if all
-    hosts still have theirs. null: none."""
+    """The folder of the checkpoints, which all hosts must share. null: `checkpoints` in the run's
+    folder."""
+    local: str | None = key(
+        None, path=True, also="local_dir node_local_dir fast_dir non_persistent_local_ckpt_dir"
+    )
+    """A folder on each host's own disk to which checkpoints are written first, and from which a run
+    resumes if all hosts still have theirs. null: none."""
     upload: str | None = key(None, also="remote_dir remote_folder upload_to s3_path cloud_dir")
-    """Object storage, such as `s3://bucket/prefix`, to which complete checkpoints are uploaded in the background, and
-    from which a run resumes if its folder has none as new. null: none."""
+    """Object storage, such as `s3://bucket/prefix`, to which complete checkpoints are uploaded in
+    the background, and from which a run resumes if its folder has none as new. null: none."""
     in_background: bool = key(True, also="async async_save async_mode")
-    """Whether training waits only for a copy in memory, and continues while the checkpoint is written."""
+    """Whether training waits only for a copy in memory, and continues while the checkpoint is
+    written."""
     on_failure: Literal["continue", "stop"] = key("continue")
-    """What the run does when a checkpoint could not be written: continue with a warning, or stop."""
+    """What the run does when a checkpoint could not be written: continue with a warning, or
+    stop."""
     make_room: bool = False
-    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it; never the newest."""
+    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it;
+    never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
-    """Seconds after which a save is abandoned and training continues. A file system's failover takes minutes."""
+    """Seconds after which a save is abandoned and training continues. A file system's failover
+    takes minutes."""
     allow_other_data: bool = key(False, also="ignore_data")
     """Whether a run may resume with data other than its checkpoint's."""
 
@@ -417,26 +529,24 @@ class Metrics:
     """What is recorded for monitoring, besides the progress line and `metrics.jsonl`."""
 
     sinks: tuple[str, ...] = key((), also="report_to loggers logger log_with trackers")
-    """Where else metrics are sent: `prometheus`, `tensorboard`, `wandb`, or a class of your own, as `sink.py:Mine`."""
+    """Where else metrics are sent: `prometheus`, `tensorboard`, `wandb`, or a class of your own, as
+    `sink.py:Mine`."""
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
-    tensorboard: bool = False
-    """Whether `tensorboard` is one of the sinks."""
     profile: tuple[int, int] | None = key(None, minimum=1)
     """The first and the last step, counted from 1, that `torch.profiler` records."""
     timeline: int | None = key(None, minimum=1)
-    """With `pp`: the step, counted from 1, whose measured timeline is written to `timeline.json`."""
+    """With `pp`: the step, counted from 1, whose measured timeline is written to
+    `timeline.json`."""
     gpu_probe: int = key(0, minimum=0)
-    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0: never."""
+    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0:
+    never."""
     memory_snapshot: bool = False
     """Whether a snapshot of the GPU's memory is written at the end."""
 
-    @property
-    def all_sinks(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.sinks, *(["tensorboard"] if self.tensorboard else []))))
 
-
-# The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the axes of the mesh.
+# The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the
+# axes of the mesh.
 SECTIONS: dict[str, Any] = {
     "data": Data,
     "batch": Batch,
@@ -447,4 +557,10 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": Checkpoint,
     "metrics": Metrics,
 }
-NAMES = ("model", "data", "layout", *(name for name in SECTIONS if name != "data"))  # in the order they are written
+# in the order they are written
+NAMES = (
+    "model",
+    "data",
+    "layout",
+    *(name for name in SECTIONS if name != "data"),
+)

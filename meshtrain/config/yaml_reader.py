@@ -1,8 +1,10 @@
-"""Reads YAML into plain nodes that know their line, and applies overrides from the command line to them.
+"""Reads YAML into plain nodes that know their line, and applies overrides from the command line to
+them.
 
-PyYAML's own loaders follow YAML 1.1 (`1e-3` is a string, `no` is False), let the last of two equal keys win, and lose
-the position of a value. So only its parser is used, and plain scalars are read by the core schema of YAML 1.2
-(https://yaml.org/spec/1.2.2/#103-core-schema). Tags, anchors, aliases and merge keys are refused.
+PyYAML's own loaders follow YAML 1.1 (`1e-3` is a string, `no` is False), let the last of two equal
+keys win, and lose the position of a value. So only its parser is used, and plain scalars are read
+by the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema). Tags, anchors,
+aliases and merge keys are refused.
 """
 
 import re
@@ -30,7 +32,10 @@ _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z")
 # Fragments of PyYAML's messages, and how to fix the usual cause.
 _HINTS = (
     ("'\\t'", "indent with spaces, not with tabs"),
-    ("mapping values are not allowed here", "check the indentation, and put quotes around a value that holds ': '"),
+    (
+        "mapping values are not allowed here",
+        "check the indentation, and put quotes around a value that holds ': '",
+    ),
     ("could not find expected ':'", "a key is followed by a colon and a space"),
     ("found character '@'", "put quotes around a value that starts with @"),
     ("found character '`'", "put quotes around a value that starts with `"),
@@ -54,12 +59,15 @@ class Node:
     def get(self, *path: str) -> "Node | None":
         node: Node | None = self
         for key in path:
-            node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
+            node = (
+                node.value.get(key) if node is not None and isinstance(node.value, dict) else None
+            )
         return node
 
     @property
     def plain(self) -> Any:
-        """The value as plain Python lists, dicts and scalars. (Nodes are nested at most `MAX_DEPTH` deep.)"""
+        """The value as plain Python lists, dicts and scalars. (Nodes are nested at most `MAX_DEPTH`
+        deep.)"""
         if isinstance(self.value, dict):
             return {key: node.plain for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -84,10 +92,14 @@ def read_scalar(text: str) -> bool | int | float | str | None:
 
 
 def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
-    """The root of a config file, always a mapping; None if it cannot be read. `name`: the file's name in errors."""
+    """The root of a config file, always a mapping; None if it cannot be read. `name`: the file's
+    name in errors."""
     size = path.stat().st_size
     if size > MAX_BYTES:
-        message = f"a config is at most {MAX_BYTES:,} bytes and this file has {size:,}: is it another file?"
+        message = (
+            f"a config is at most {MAX_BYTES:,} bytes and this file has {size:,}: is it another "
+            "file?"
+        )
         errors.append(ConfigError(Place.in_file(name, 1), message))
         return None
     data = path.read_bytes()
@@ -95,7 +107,9 @@ def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        message = f"expected UTF-8, found the byte 0x{data[error.start]:02x}: save the file as UTF-8"
+        message = (
+            f"expected UTF-8, found the byte 0x{data[error.start]:02x}: save the file as UTF-8"
+        )
         errors.append(ConfigError(Place.in_file(name, line), message))
         return None
     before = len(errors)
@@ -103,9 +117,15 @@ def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
     if root is not None and isinstance(root.value, dict):
         return root
     if len(errors) == before:
-        content = "nothing (the file is empty)" if root is None or root.value is None else describe(root.value)
+        content = (
+            "nothing (the file is empty)"
+            if root is None or root.value is None
+            else describe(root.value)
+        )
         place = Place.in_file(name, 1) if root is None else root.at
-        errors.append(ConfigError(place, f"expected sections such as `model:` and `train:`, found {content}"))
+        errors.append(
+            ConfigError(place, f"expected sections such as `model:` and `train:`, found {content}")
+        )
     return None
 
 
@@ -124,8 +144,11 @@ def describe(value: Any) -> str:
     return f"the {'integer' if isinstance(value, int) else 'number'} {yaml_text(value)}"
 
 
-def read_text(text: str, place: Callable[[int, int], Place], errors: list[ConfigError]) -> Node | None:
-    """The root node of a YAML text; None if it is empty or cannot be parsed. `place`: (line, column or 0) -> Place."""
+def read_text(
+    text: str, place: Callable[[int, int], Place], errors: list[ConfigError]
+) -> Node | None:
+    """The root node of a YAML text; None if it is empty or cannot be parsed. `place`: (line, column
+    or 0) -> Place."""
     try:
         return _Composer(place, errors).compose(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
@@ -133,12 +156,19 @@ def read_text(text: str, place: Callable[[int, int], Place], errors: list[Config
         hints = [hint for fragment, hint in _HINTS if fragment in problem]
         mark = error.problem_mark or error.context_mark
         location = place(mark.line + 1, mark.column + 1) if mark else place(1, 0)
-        errors.append(ConfigError(location, f"this is not YAML: {problem}" + (f" ({hints[0]})" if hints else "")))
+        errors.append(
+            ConfigError(
+                location, f"this is not YAML: {problem}" + (f" ({hints[0]})" if hints else "")
+            )
+        )
     except yaml.reader.ReaderError as error:
         location = place(text.count("\n", 0, error.position) + 1, 0)
         message = f"the character U+{error.character:04X} is not allowed in YAML: take it out"
         errors.append(ConfigError(location, message))
-    except (ValueError, OverflowError) as error:  # PyYAML's scanner, at an escape such as "\\UFFFFFFFF"
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # PyYAML's scanner, at an escape such as "\\UFFFFFFFF"
         errors.append(ConfigError(place(1, 0), f"this is not YAML: {error}"))
     return None
 
@@ -146,8 +176,8 @@ def read_text(text: str, place: Callable[[int, int], Place], errors: list[Config
 def parse_yaml(text: str | bytes, most: int = MAX_BYTES) -> Any:
     """The plain value of a YAML text that somebody else wrote, by the rules of a config.
 
-    Raises InputError, the reason as a part of a sentence: it is too long, not UTF-8, not YAML, too deeply nested, or
-    has tags or anchors.
+    Raises InputError, the reason as a part of a sentence: it is too long, not UTF-8, not YAML, too
+    deeply nested, or has tags or anchors.
     """
     if len(text) > most:
         raise InputError(f"it has {len(text):,} bytes, and at most {most:,} are read")
@@ -157,19 +187,24 @@ def parse_yaml(text: str | bytes, most: int = MAX_BYTES) -> Any:
     except UnicodeDecodeError as error:
         raise InputError(str(error)) from None
     errors: list[ConfigError] = []
-    root = read_text(text.removeprefix("\ufeff"), lambda line, column: Place.in_file("it", line, column), errors)
+    root = read_text(
+        text.removeprefix("\ufeff"), lambda line, column: Place.in_file("it", line, column), errors
+    )
     if errors:
         raise InputError(str(errors[0]))
     return None if root is None else root.plain
 
 
 class _Composer:
-    """Builds nodes from PyYAML's events, with a stack of its own: deep nesting cannot exhaust Python's recursion."""
+    """Builds nodes from PyYAML's events, with a stack of its own: deep nesting cannot exhaust
+    Python's recursion."""
 
     def __init__(self, place: Callable[[int, int], Place], errors: list[ConfigError]) -> None:
         self.place = place
         self.errors = errors
-        self.open: list[tuple[Node, list[tuple[str | None, Place]]]] = []  # open collections, each with its pending key
+        self.open: list[
+            tuple[Node, list[tuple[str | None, Place]]]
+        ] = []  # open collections, each with its pending key
         self.root: Node | None = None
         self.aliases_refused = False
 
@@ -180,11 +215,17 @@ class _Composer:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self.report(at, "a second document starts here: a config is one document; take the `---` away")
+                    self.report(
+                        at,
+                        "a second document starts here: a config is one document; take the `---` "
+                        "away",
+                    )
                     return self.root
             elif isinstance(event, yaml.NodeEvent):
                 if len(self.open) >= MAX_DEPTH:
-                    self.report(at, f"nested more than {MAX_DEPTH} deep: no key of a config needs that")
+                    self.report(
+                        at, f"nested more than {MAX_DEPTH} deep: no key of a config needs that"
+                    )
                     return None
                 self.add(event, at)
             elif isinstance(event, yaml.CollectionEndEvent):
@@ -221,14 +262,24 @@ class _Composer:
         if event.anchor is not None:  # an anchor or an alias: PyYAML stores the name of either here
             if not self.aliases_refused:
                 self.aliases_refused = True
-                self.report(at, "anchors (&name) and aliases (*name) are refused: write the value out where it is used")
+                self.report(
+                    at,
+                    "anchors (&name) and aliases (*name) are refused: write the value out where it "
+                    "is used",
+                )
             return True
         if getattr(event, "tag", None) is not None:
             tag = shorten(event.tag.replace("tag:yaml.org,2002:", "!!"))
-            self.report(at, f"tags such as {tag} are refused: leave it out, the key decides the type")
+            self.report(
+                at, f"tags such as {tag} are refused: leave it out, the key decides the type"
+            )
             return True
-        if isinstance(event, yaml.ScalarEvent) and any("\ud800" <= c <= "\udfff" for c in event.value):
-            self.report(at, "an escape such as \\ud800 stands for no character: write the character itself")
+        if isinstance(event, yaml.ScalarEvent) and any(
+            "\ud800" <= c <= "\udfff" for c in event.value
+        ):
+            self.report(
+                at, "an escape such as \\ud800 stands for no character: write the character itself"
+            )
             return True
         if isinstance(event, yaml.ScalarEvent) and "\0" in event.value:
             self.report(at, "the character U+0000 is in no name and no path: take the escape out")
@@ -241,20 +292,27 @@ class _Composer:
             return None
         name = node.value
         if not isinstance(name, str):
-            self.report(node.at, f"a key is a name; found {describe(name)}: put quotes around it, or take it out")
+            self.report(
+                node.at,
+                f"a key is a name; found {describe(name)}: put quotes around it, or take it out",
+            )
         elif name == "<<" and event.implicit[0]:
             self.report(node.at, "merge keys (<<) are refused: write the keys out")
         elif name in parent.value:
             first = parent.value[name]
             first.broken = True  # it is unclear which of the two is meant
-            self.report(node.at, f"the key {name} is given twice, first at {first.key_at}: take one of them away")
+            self.report(
+                node.at,
+                f"the key {name} is given twice, first at {first.key_at}: take one of them away",
+            )
         else:
             return name
         return None
 
 
 def apply_overrides(root: Node, overrides: Sequence[str], errors: list[ConfigError]) -> list[str]:
-    """Applies overrides `key.path=value` to the file's nodes, in order: the last one wins. Values are YAML.
+    """Applies overrides `key.path=value` to the file's nodes, in order: the last one wins. Values
+    are YAML.
 
     Returns a line for people per override: its value, and what it replaced.
     """
@@ -264,7 +322,10 @@ def apply_overrides(root: Node, overrides: Sequence[str], errors: list[ConfigErr
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys) or path.startswith("-"):
-            message = "an override reads section.key=value, without dashes in front: for example train.steps=50"
+            message = (
+                "an override reads section.key=value, without dashes in front: for example "
+                "train.steps=50"
+            )
             errors.append(ConfigError(place, message))
             continue
         count = len(errors)
@@ -288,18 +349,25 @@ def _read_value(text: str, place: Place, errors: list[ConfigError]) -> Node:
 
 
 def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> Node | None:
-    """Sets the node under `keys`, creating sections on the way; returns the node it replaces, or None."""
+    """Sets the node under `keys`, creating sections on the way; returns the node it replaces, or
+    None."""
     parent = root
     for depth, key in enumerate(keys[:-1], start=1):
         child = parent.value.get(key)
         if child is None or child.value is None:
-            # A file without a layout means all processes in dp_shard; overriding another axis must not change that.
-            keys_there = {"dp_shard": Node(-1, node.at, node.at)} if keys[:depth] == ["layout"] else {}
+            # A file without a layout means all processes in dp_shard; overriding another axis must
+            # not change that.
+            keys_there = (
+                {"dp_shard": Node(-1, node.at, node.at)} if keys[:depth] == ["layout"] else {}
+            )
             child = parent.value[key] = Node(keys_there, node.at, node.at)
         if not isinstance(child.value, dict):
             if not child.broken:
                 name = ".".join(keys[:depth])
-                message = f"{name} is {describe(child.value)} at {child.at} and has no keys: override {name} itself"
+                message = (
+                    f"{name} is {describe(child.value)} at {child.at} and has no keys: override "
+                    f"{name} itself"
+                )
                 errors.append(ConfigError(node.at, message))
             return None
         parent = child
@@ -312,8 +380,16 @@ def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> 
 
 
 def write(value: Any) -> str:
-    """YAML that `read_text` and YAML 1.1 readers read as the same value. Lists are written on one line."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    """YAML that `read_text` and YAML 1.1 readers read as the same value. Lists are written on one
+    line."""
+    return yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=False,
+        width=120,
+    )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -327,5 +403,8 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 for _kind in (list, tuple):
     _Dumper.add_representer(
-        _kind, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+        _kind,
+        lambda dumper, items: dumper.represent_sequence(
+            "tag:yaml.org,2002:seq", items, flow_style=True
+        ),
     )

@@ -1,4 +1,5 @@
-"""Data: the samples that each step trains on, the same in every layout. Imports no torch until a name is used."""
+"""Data: the samples that each step trains on, the same in every layout. Imports no torch until a
+name is used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,17 @@ if TYPE_CHECKING:
     from meshtrain.data.tokens import Document, write
 
 __all__ = (
-    "IGNORE", "Batch", "Document", "EvalBatches", "OpenData", "Samples", "open_data", "prepare_data", "train_batches",
+    "IGNORE",
+    "Batch",
+    "Document",
+    "EvalBatches",
+    "OpenData",
+    "Samples",
+    "open_data",
+    "prepare_data",
+    "train_batches",
     "write",
-)  # fmt: skip
+)
 
 _MODULES = {
     "batch": ("IGNORE", "Batch", "Samples"),

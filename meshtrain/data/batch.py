@@ -12,13 +12,25 @@ from torch import Tensor
 from meshtrain.attention import AttentionContext, cumulative_lengths
 from meshtrain.errors import InputError
 
-IGNORE = -100  # the target of a position that carries no loss; torch's own default of `ignore_index`
+# the target of a position that carries no loss; torch's own default of `ignore_index`
+IGNORE = -100
 
 Item = tuple[tuple[Tensor | None, ...], Tensor]
 Input = Tensor | AttentionContext | None
 
-LANGUAGE = ("tokens", "positions", "documents")  # a language model's inputs, in order; a classifier takes images
-SEQUENCE_DIM = {"tokens": 1, "positions": 1, "documents": 1, "targets": 1}  # sequence dim of each named tensor
+# a language model's inputs, in order; a classifier takes images
+LANGUAGE = (
+    "tokens",
+    "positions",
+    "documents",
+)
+# sequence dim of each named tensor
+SEQUENCE_DIM = {
+    "tokens": 1,
+    "positions": 1,
+    "documents": 1,
+    "targets": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -26,9 +38,11 @@ class Batch:
     """One microbatch: `model(*inputs)` gives logits for `targets`.
 
     Attributes:
-        tensors: the model's inputs by name, in order. For a language model tokens and positions, (b, s) int64, and
-            documents: (b, s) int64, None, or an AttentionContext. For a classifier images, (b, c, h, w) float32.
-        targets: (b, s) or (b,) int64; IGNORE where there is no loss. All targets of a padding row are IGNORE.
+        tensors: the model's inputs by name, in order. For a language model tokens and positions,
+            (b, s) int64, and documents: (b, s) int64, None, or an AttentionContext. For a
+            classifier images, (b, c, h, w) float32.
+        targets: (b, s) or (b,) int64; IGNORE where there is no loss. All targets of a padding row
+            are IGNORE.
     """
 
     tensors: Mapping[str, Input]
@@ -36,9 +50,12 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Sequence[Input], targets: Tensor) -> "Batch":
-        """Names inputs given in the model's order: a language model's if targets are (b, s), else a classifier's."""
+        """Names inputs given in the model's order: a language model's if targets are (b, s), else a
+        classifier's."""
         names = LANGUAGE if targets.ndim == 2 else ("images",)
-        return cls({names[i] if i < len(names) else f"input_{i}": x for i, x in enumerate(inputs)}, targets)
+        return cls(
+            {names[i] if i < len(names) else f"input_{i}": x for i, x in enumerate(inputs)}, targets
+        )
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -54,42 +71,66 @@ class Batch:
         return Batch(tensors, function(self.targets))
 
     def along_sequence(self, function: Callable[[Tensor, int], Tensor]) -> "Batch":
-        """The batch with `function(tensor, sequence dim)` applied to each tensor that has a sequence dim."""
+        """The batch with `function(tensor, sequence dim)` applied to each tensor that has a
+        sequence dim."""
         length = self.targets.shape[-1]
 
         def changed(name: str, x: Input) -> Any:
-            # An additional input of a user's data set that has the targets' shape has their sequence dim, too.
-            is_text = self.targets.ndim == 2 and isinstance(x, Tensor) and x.shape == self.targets.shape
+            # An additional input of a user's data set that has the targets' shape has their
+            # sequence dim, too.
+            is_text = (
+                self.targets.ndim == 2 and isinstance(x, Tensor) and x.shape == self.targets.shape
+            )
             dim = SEQUENCE_DIM.get(name, 1 if is_text else None)
-            lies_along = isinstance(x, Tensor) and dim is not None and dim < x.ndim and x.shape[dim] == length
+            lies_along = (
+                isinstance(x, Tensor)
+                and dim is not None
+                and dim < x.ndim
+                and x.shape[dim] == length
+            )
             return function(x, dim) if lies_along else x  # type: ignore[arg-type]
 
-        return Batch({name: changed(name, x) for name, x in self.tensors.items()}, changed("targets", self.targets))
+        return Batch(
+            {name: changed(name, x) for name, x in self.tensors.items()},
+            changed("targets", self.targets),
+        )
 
     def shortened(self, length: int) -> "Batch":
         """The batch with each sample cut to its first `length` tokens."""
-        return self.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim])).contiguous())
+        return self.along_sequence(
+            lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim])).contiguous()
+        )
 
     def with_context(self) -> "Batch":
-        """The batch with an `AttentionContext` in place of documents, for a model that takes one."""
+        """The batch with an `AttentionContext` in place of documents, for a model that takes
+        one."""
         documents = self.tensors.get("documents")
         if "documents" not in self.tensors or isinstance(documents, AttentionContext):
             return self
         lengths = None
         if documents is not None:
             lengths = cumulative_lengths(documents)
-            lengths = lengths.pin_memory() if lengths is not None and documents.is_pinned() else lengths
-        return Batch({**self.tensors, "documents": AttentionContext(documents, lengths)}, self.targets)
+            lengths = (
+                lengths.pin_memory() if lengths is not None and documents.is_pinned() else lengths
+            )
+        return Batch(
+            {**self.tensors, "documents": AttentionContext(documents, lengths)}, self.targets
+        )
 
-    def to(self, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True) -> "Batch":
-        """The batch on a device, floating-point inputs (images) in the model's compute dtype. `first` and `last`:
-        whether this rank uses the first input and the targets; unused ones stay where they are."""
+    def to(
+        self, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True
+    ) -> "Batch":
+        """The batch on a device, floating-point inputs (images) in the model's compute dtype.
+        `first` and `last`: whether this rank uses the first input and the targets; unused ones stay
+        where they are."""
 
         def moved(x: Any) -> Any:
             typed = not isinstance(x, Tensor) or x.is_floating_point()
             return x if x is None else x.to(device, dtype if typed else None, non_blocking=True)
 
-        tensors = {name: moved(x) if i or first else x for i, (name, x) in enumerate(self.tensors.items())}
+        tensors = {
+            name: moved(x) if i or first else x for i, (name, x) in enumerate(self.tensors.items())
+        }
         return Batch(tensors, moved(self.targets) if last else self.targets)
 
     def pin_memory(self) -> "Batch":
@@ -123,7 +164,8 @@ class Packed(Protocol):
 
 
 class Samples(ABC):
-    """A data set: `len(samples)`, and a sample by (index, epoch), the same wherever and whenever it is read."""
+    """A data set: `len(samples)`, and a sample by (index, epoch), the same wherever and whenever it
+    is read."""
 
     name: str  # data set and split, for messages
 
@@ -132,7 +174,8 @@ class Samples(ABC):
 
     @abstractmethod
     def item(self, index: int, epoch: int) -> Item:
-        """Sample `index` of epoch `epoch`: (inputs, target), shaped as in `Batch` without the batch dim."""
+        """Sample `index` of epoch `epoch`: (inputs, target), shaped as in `Batch` without the batch
+        dim."""
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
         """The microbatch of these (epoch, index) pairs; items from `valid` on are padding.
@@ -142,24 +185,33 @@ class Samples(ABC):
             RuntimeError: reading a sample failed; names the sample.
         """
         rows = [self._row(index, epoch) for epoch, index in items]
-        shapes = [[None if x is None else tuple(x.shape) for x in (*inputs, target)] for inputs, target in rows]
+        shapes = [
+            [None if x is None else tuple(x.shape) for x in (*inputs, target)]
+            for inputs, target in rows
+        ]
         if other := next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None):
             raise InputError(
-                f"{self.name}: the inputs and the target of sample {items[0][1]} have the shapes {shapes[0]}, and of "
-                f"sample {items[other][1]} {shapes[other]}: samples of a microbatch are of one shape (pad a text at "
+                f"{self.name}: the inputs and the target of sample {items[0][1]} have the shapes "
+                f"{shapes[0]}, and of "
+                f"sample {items[other][1]} {shapes[other]}: samples of a microbatch are of one "
+                "shape (pad a text at "
                 f"its end, with targets of {IGNORE})"
             )
-        inputs = tuple(_stack(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))
+        inputs = tuple(
+            _stack(column) for column in zip(*(inputs for inputs, _ in rows), strict=True)
+        )
         targets = torch.stack([target for _, target in rows])
         targets[valid:] = IGNORE
         return Batch.of(inputs, targets)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
-        """Lengths of the document parts in these samples, in any order; None: not known without reading them."""
+        """Lengths of the document parts in these samples, in any order; None: not known without
+        reading them."""
         return None
 
     def loss_targets(self) -> "dict[str, LossTargets]":
-        """By source, how many targets of its samples have a loss; {}: not known without reading every sample."""
+        """By source, how many targets of its samples have a loss; {}: not known without reading
+        every sample."""
         return {}
 
     def _row(self, index: int, epoch: int) -> Item:
@@ -169,7 +221,8 @@ class Samples(ABC):
             raise
         except Exception as error:
             raise RuntimeError(
-                f"sample {index} (epoch {epoch}) of {self.name} could not be read: {type(error).__name__}: {error}"
+                f"sample {index} (epoch {epoch}) of {self.name} could not be read: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 

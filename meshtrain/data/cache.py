@@ -1,7 +1,9 @@
-"""The cache of prepared corpora: each is made once per host, by the first process to come, while the others wait.
+"""The cache of prepared corpora: each is made once per host, by the first process to come, while
+the others wait.
 
-The processes of a host synchronize through a file lock (flock) rather than a collective, which would time out. The
-kernel releases the lock of a process that dies, so that the next one takes over.
+The processes of a host synchronize through a file lock (flock) rather than a collective, which
+would time out. The kernel releases the lock of a process that dies, so that the next one takes
+over.
 """
 
 import errno
@@ -24,24 +26,34 @@ from meshtrain.job.storage import open_guarded, read_guarded
 Say = Callable[[str], None]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_POLL_S, _LONGEST_POLL_S = 0.1, 5.0  # first and longest polling interval; backing off spares a file server
+# first and longest polling interval; backing off spares a file server
+_POLL_S, _LONGEST_POLL_S = (
+    0.1,
+    5.0,
+)
 _SAY_EVERY_S = 10.0
-_ABANDONED_S = 3600.0  # another host's temporary folder counts as abandoned if it was not written to for so long
+# another host's temporary folder counts as abandoned if it was not written to for so long
+_ABANDONED_S = 3600.0
 
 
 def cache_folder(path: str | None) -> Path:
-    """Where prepared corpora are kept: `data.cache`, else meshtrain/ in $XDG_CACHE_HOME or ~/.cache."""
+    """Where prepared corpora are kept: `data.cache`, else meshtrain/ in $XDG_CACHE_HOME or
+    ~/.cache."""
     if path is not None:
         return Path(path).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshtrain"
 
 
-def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait: bool = True) -> Path:
-    """Calls `prepare` in one process of this host if `folder` does not exist yet. If another process is preparing it,
-    waits for that process, or returns at once if `wait` is false. Returns `folder`.
+def prepare_once(
+    folder: Path, prepare: Callable[[], object], say: Say, *, wait: bool = True
+) -> Path:
+    """Calls `prepare` in one process of this host if `folder` does not exist yet. If another
+    process is preparing it, waits for that process, or returns at once if `wait` is false. Returns
+    `folder`.
 
-    `prepare` creates it by a rename, whole or not at all; its exceptions propagate, and the next process tries again.
-    `say` gets a line every 10 s while another process prepares. Raises InputError: the cache cannot be used.
+    `prepare` creates it by a rename, whole or not at all; its exceptions propagate, and the next
+    process tries again. `say` gets a line every 10 s while another process prepares. Raises
+    InputError: the cache cannot be used.
     """
     if folder.is_dir():
         return folder
@@ -50,7 +62,8 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait:
         path, lock = _open_lock(folder)
     except OSError as error:
         raise InputError(
-            f"the cache {folder.parent} cannot be written ({error.filename}: {error.strerror}): prepared data goes "
+            f"the cache {folder.parent} cannot be written ({error.filename}: {error.strerror}): "
+            "prepared data goes "
             "there; name a folder on a disk of this host in data.cache"
         ) from error
     try:
@@ -59,9 +72,11 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait:
             try:
                 prepare()
             except OSError as error:
-                if not folder.is_dir():  # if it is, another host was first: some shared file systems lock per host
+                # if it is, another host was first: some shared file systems lock per host
+                if not folder.is_dir():
                     if error.errno in NO_ROOM:
-                        error.filename = error.filename or str(folder)  # a failed write does not name its file
+                        # a failed write does not name its file
+                        error.filename = error.filename or str(folder)
                     raise
     finally:
         os.close(lock)
@@ -69,8 +84,8 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait:
 
 
 def _open_lock(folder: Path) -> tuple[Path, int]:
-    """The lock of a folder, and its descriptor. Each user has a lock of his own: nobody can write to another's. Two
-    users may then prepare the same at once, and the first to rename it wins."""
+    """The lock of a folder, and its descriptor. Each user has a lock of his own: nobody can write
+    to another's. Two users may then prepare the same at once, and the first to rename it wins."""
     common = folder.parent / f".{folder.name}.lock"
     own = folder.parent / f".{folder.name}.{os.geteuid()}.lock"
     try:
@@ -80,7 +95,8 @@ def _open_lock(folder: Path) -> tuple[Path, int]:
 
 
 def _lock_unless_there(path: Path, lock: int, folder: Path, say: Say, wait: bool) -> bool:
-    """Waits for the lock or the folder, if `wait`. True: this process holds the lock and has to prepare the folder."""
+    """Waits for the lock or the folder, if `wait`. True: this process holds the lock and has to
+    prepare the folder."""
     last_message, pause = time.monotonic(), _POLL_S
     written = 0.0  # when the other process last wrote
     while not folder.is_dir():
@@ -116,10 +132,12 @@ def _try_lock(path: Path, lock: int) -> bool:
 
 
 def _sign(lock: int) -> None:
-    """Writes into the lock who holds it, for those who wait. A full disk has no room for that: then nobody is named."""
+    """Writes into the lock who holds it, for those who wait. A full disk has no room for that: then
+    nobody is named."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
     with suppress(OSError):
-        if os.fstat(lock).st_nlink > 1:  # a file of this user's that somebody has given the lock's name, too
+        # a file of this user's that somebody has given the lock's name, too
+        if os.fstat(lock).st_nlink > 1:
             return
         os.truncate(lock, 0)
         os.pwrite(lock, json.dumps(holder).encode(), 0)
@@ -129,7 +147,9 @@ def _holder(path: Path) -> str:
     try:
         holder = parse_json(read_guarded(path, 1000))
         seconds = time.time() - holder["since"]
-        return f"process {holder['pid']} on {holder['host']} has been preparing it for {seconds:.0f} s"
+        return (
+            f"process {holder['pid']} on {holder['host']} has been preparing it for {seconds:.0f} s"
+        )
     except (OSError, ValueError, KeyError, TypeError):  # the holder has not written its name yet
         return "another process begins to prepare it"
 
@@ -145,15 +165,18 @@ def _last_written(folder: Path) -> float:
 
 
 def _clean(folder: Path) -> None:
-    """Removes temporary folders that dead processes left for this folder. The caller holds this user's lock, so no
-    process of this user and host is preparing it; one of another user, or of another host, where a shared file system
-    locks per host, may be."""
+    """Removes temporary folders that dead processes left for this folder. The caller holds this
+    user's lock, so no process of this user and host is preparing it; one of another user, or of
+    another host, where a shared file system locks per host, may be."""
     prefix = temporary_prefix(folder)
     for leftover in folder.parent.glob(f"{prefix}*.tmp"):
         with suppress(OSError):  # it has just become the folder, or is another user's
             own = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")
             own = own and leftover.lstat().st_uid == os.geteuid()
-            newest = max((path.lstat().st_mtime for path in leftover.glob("*")), default=leftover.lstat().st_mtime)
+            newest = max(
+                (path.lstat().st_mtime for path in leftover.glob("*")),
+                default=leftover.lstat().st_mtime,
+            )
             if own or time.time() - newest > _ABANDONED_S:
                 shutil.rmtree(leftover)
 
@@ -176,5 +199,8 @@ class Progress:
             now = time.monotonic()
             if now - self._last_message >= _SAY_EVERY_S:
                 self._last_message = now
-                done = f"{self._documents:,} documents, {self._tokens:,} tokens in {now - self._start:.0f} s"
+                done = (
+                    f"{self._documents:,} documents, {self._tokens:,} tokens in "
+                    f"{now - self._start:.0f} s"
+                )
                 self._say(f"preparing {self._name}: {done}")

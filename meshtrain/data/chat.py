@@ -1,7 +1,9 @@
-"""Instruction data: conversations become text through the tokenizer's chat template, as in transformers.
+"""Instruction data: conversations become text through the tokenizer's chat template, as in
+transformers.
 
-A template is a Jinja program. It runs in Jinja's sandbox, which gives it access to its variables and nothing else.
-What messages spell is text: if a user writes the characters of a control token, they do not become that token.
+A template is a Jinja program. It runs in Jinja's sandbox, which gives it access to its variables
+and nothing else. What messages spell is text: if a user writes the characters of a control token,
+they do not become that token.
 """
 
 import hashlib
@@ -17,7 +19,15 @@ from typing import Any, Literal, NamedTuple
 from meshtrain.data.template_limits import joined, limit_powers, limits
 from meshtrain.errors import InputError
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
 
 LossOn = Literal["all", "last"]
@@ -25,13 +35,18 @@ Span = tuple[int, int]  # the first character, and the one behind the last
 
 
 def tokenizer_config(tokenizer: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tokenizer_config.json beside a tokenizer.json, and the special tokens that it names: `bos_token` -> `<s>`.
-    Both are empty if there is none. Raises InputError: it cannot be read as such."""
+    """The tokenizer_config.json beside a tokenizer.json, and the special tokens that it names:
+    `bos_token` -> `<s>`. Both are empty if there is none. Raises InputError: it cannot be read as
+    such."""
     file = tokenizer.with_name(CONFIG)
     try:
         config = json.loads(file.read_text("utf-8-sig")) if file.is_file() else {}
         values = ((name, config.get(name)) for name in _SPECIAL)
-        tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in values if value}
+        tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in values
+            if value
+        }
         if not all(isinstance(token, str) for token in tokens.values()):
             raise TypeError("a special token is no text")
         return config, tokens
@@ -40,7 +55,9 @@ def tokenizer_config(tokenizer: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _unreadable(tokenizer: Path, error: Exception) -> InputError:
-    return InputError(f"{tokenizer.with_name(CONFIG)} or {JINJA} cannot be read as a tokenizer's ({error!r})")
+    return InputError(
+        f"{tokenizer.with_name(CONFIG)} or {JINJA} cannot be read as a tokenizer's ({error!r})"
+    )
 
 
 class Conversation(NamedTuple):
@@ -62,14 +79,17 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer: Path, control: Sequence[str] = ()) -> "ChatTemplate | None":
-        """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer.json, or None.
+        """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer.json,
+        or None.
 
         Raises InputError: one of the files cannot be read as such.
         """
         config, tokens = tokenizer_config(tokenizer)
         jinja = tokenizer.with_name(JINJA)
         try:
-            template = jinja.read_text("utf-8-sig") if jinja.is_file() else config.get("chat_template")
+            template = (
+                jinja.read_text("utf-8-sig") if jinja.is_file() else config.get("chat_template")
+            )
             if isinstance(template, list):  # several named templates
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -81,7 +101,9 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.text, sorted(self.tokens.items()))).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.text, sorted(self.tokens.items()))).encode()).hexdigest()[
+            :16
+        ]
 
     @cached_property
     def _compiled(self) -> Any:
@@ -90,7 +112,8 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """{% generation %}, with which transformers marks the assistant's text; here it has no effect."""
+            """{% generation %}, with which transformers marks the assistant's text; here it has no
+            effect."""
 
             tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
@@ -109,7 +132,11 @@ class ChatTemplate:
             sort_keys: bool = False,
         ) -> str:
             return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+                value,
+                ensure_ascii=ensure_ascii,
+                indent=indent,
+                separators=separators,
+                sort_keys=sort_keys,
             )
 
         environment = ImmutableSandboxedEnvironment(
@@ -124,23 +151,35 @@ class ChatTemplate:
         return Spelling(self.control)
 
     def render(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
-        """The text of a conversation; `prompt` adds the header of the assistant's next turn. `strftime_now` is not
-        defined: a corpus does not depend on the day. Raises InputError: the template refuses the conversation."""
+        """The text of a conversation; `prompt` adds the header of the assistant's next turn.
+        `strftime_now` is not defined: a corpus does not depend on the day. Raises InputError: the
+        template refuses the conversation."""
         try:
             with limits():
                 pieces = self._compiled.generate(
-                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
+                    messages=messages,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=prompt,
+                    **self.tokens,
                 )
                 return joined(pieces)
-        except Exception as error:  # a template may raise anything for messages that it does not expect
+        except (
+            Exception
+        ) as error:  # a template may raise anything for messages that it does not expect
             raise InputError(f"the template of {self.origin} refuses it: {error}") from None
 
-    def conversation(self, messages: Any, tools: Any = None, loss_on: LossOn = "all") -> Conversation:
-        """The text of a conversation, and which turns of the assistant are learned: all of them, or the last, but none
-        with `train: false`. Raises InputError: `messages` is malformed, no turn is the assistant's, or the template
-        does not write a learned turn, or what is before it, as it does in the whole conversation."""
+    def conversation(
+        self, messages: Any, tools: Any = None, loss_on: LossOn = "all"
+    ) -> Conversation:
+        """The text of a conversation, and which turns of the assistant are learned: all of them, or
+        the last, but none with `train: false`. Raises InputError: `messages` is malformed, no turn
+        is the assistant's, or the template does not write a learned turn, or what is before it, as
+        it does in the whole conversation."""
         learned = _learned_turns(messages, loss_on)
-        messages = [{key: value for key, value in turn.items() if key != "train"} for turn in messages]
+        messages = [
+            {key: value for key, value in turn.items() if key != "train"} for turn in messages
+        ]
         try:
             messages, tools, marks = self._marked(messages, tools)
         except RecursionError:
@@ -153,22 +192,30 @@ class ChatTemplate:
             span = self._turn(written, turn, text, loss_on)
             spans.append(span)
             if plain:
-                # An answer may begin as the generation prompt ends: there a control token is the prompt's.
+                # An answer may begin as the generation prompt ends: there a control token is the
+                # prompt's.
                 prompt = len(written(turn))
-                plain = [(first, last) for first, last in plain if not (prompt <= first and last <= span[0])]
+                plain = [
+                    (first, last)
+                    for first, last in plain
+                    if not (prompt <= first and last <= span[0])
+                ]
         return Conversation(text, spans, plain)
 
     def _turn(self, written: "_Written", turn: int, text: str, loss_on: LossOn) -> Span:
-        """The span of a turn of the assistant: from behind the generation prompt to the end of the turn."""
+        """The span of a turn of the assistant: from behind the generation prompt to the end of the
+        turn."""
         before, through = written(turn, prompt=True), written(turn + 1)
         if not text.startswith(through):
             remedy = (
-                "data.loss_on: last learns the last answer only, and `train: false` leaves a message out of the loss"
+                "data.loss_on: last learns the last answer only, and `train: false` leaves a "
+                "message out of the loss"
             )
             if loss_on == "last":
                 remedy = "end the conversation with its last answer"
             raise InputError(
-                f"the template of {self.origin} writes message {turn} in another way when others follow "
+                f"the template of {self.origin} writes message {turn} in another way when others "
+                "follow "
                 f"({_difference(through, text, 'them')}): {remedy}"
             )
         if through.startswith(before):
@@ -178,16 +225,20 @@ class ChatTemplate:
         history = written(turn)
         if begin < len(history):
             raise InputError(
-                f"the template of {self.origin} writes what is before message {turn} in another way when it follows "
+                f"the template of {self.origin} writes what is before message {turn} in another "
+                "way when it follows "
                 f"({_difference(before, through, 'it')}), so that what this answers is undefined"
             )
         if loss_on == "last":
-            # As DeepSeek-R1's, whose prompt ends with <think>: the answer begins where the two part. By another answer
-            # as well, since this one may begin with the same characters as the rest of the prompt.
+            # As DeepSeek-R1's, whose prompt ends with <think>: the answer begins where the two
+            # part. By another answer as well, since this one may begin with the same characters as
+            # the rest of the prompt.
             return min(begin, _common(before, written.with_content(turn, "0"))), len(through)
         raise InputError(
-            f"the generation prompt of the template of {self.origin} ends with {before[begin:]!r:.60}, and message "
-            f"{turn} has {through[begin : begin + 40]!r} there: data.loss_on: last begins the loss where the two part; "
+            f"the generation prompt of the template of {self.origin} ends with "
+            f"{before[begin:]!r:.60}, and message "
+            f"{turn} has {through[begin : begin + 40]!r} there: data.loss_on: last begins the loss "
+            "where the two part; "
             f"or give a {JINJA} whose generation prompt is as its answers begin"
         )
 
@@ -208,7 +259,8 @@ class ChatTemplate:
 
         marked = [marks.put(part, tokens) for part, tokens in zip(parts, spelled, strict=True)]
         if not is_same(marked):
-            # The template looks for one of them in a message, as for </think>: there it is a word of its format.
+            # The template looks for one of them in a message, as for </think>: there it is a word
+            # of its format.
             marked = parts
             for i, tokens in enumerate(spelled):
                 for token in sorted(tokens):
@@ -227,12 +279,16 @@ class _Written:
     marks: "_Marks"
 
     def __call__(self, count: int, *, prompt: bool = False) -> str:
-        return self.marks.resolve(self.template.render(self.messages[:count], self.tools, prompt=prompt))[0]
+        return self.marks.resolve(
+            self.template.render(self.messages[:count], self.tools, prompt=prompt)
+        )[0]
 
     def with_content(self, turn: int, content: str) -> str:
         """The first messages through `turn`, which says something else."""
         other = {**self.messages[turn], "content": content}
-        return self.marks.resolve(self.template.render([*self.messages[:turn], other], self.tools))[0]
+        return self.marks.resolve(self.template.render([*self.messages[:turn], other], self.tools))[
+            0
+        ]
 
 
 class Spelling:
@@ -245,15 +301,18 @@ class Spelling:
 
 
 def _any_of(tokens: Sequence[str], depth: int) -> str:
-    """A regular expression for any of these tokens, of which a longer one is before a shorter one. Their first `depth`
-    characters are looked at one by one: some tokenizers have thousands of tokens, most of which begin alike."""
+    """A regular expression for any of these tokens, of which a longer one is before a shorter one.
+    Their first `depth` characters are looked at one by one: some tokenizers have thousands of
+    tokens, most of which begin alike."""
     rests: dict[str, list[str]] = {}
     for token in tokens:
         rests.setdefault(token[:1], []).append(token[1:])
     if depth == 0 or len(tokens) == 1:
         return "|".join(map(re.escape, tokens))
     is_token = rests.pop("", None) is not None  # the shortest, and so the last choice
-    choices = [f"{re.escape(first)}(?:{_any_of(behind, depth - 1)})" for first, behind in rests.items()]
+    choices = [
+        f"{re.escape(first)}(?:{_any_of(behind, depth - 1)})" for first, behind in rests.items()
+    ]
     return "|".join([*choices, ""] if is_token else choices)
 
 
@@ -303,7 +362,8 @@ class _Marks:
 
 
 def _learned_turns(messages: Any, loss_on: LossOn) -> list[int]:
-    """The assistant's turns that carry a loss. Raises InputError: malformed messages, or none is the assistant's."""
+    """The assistant's turns that carry a loss. Raises InputError: malformed messages, or none is
+    the assistant's."""
     if not isinstance(messages, list) or not all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in messages
     ):
@@ -315,7 +375,8 @@ def _learned_turns(messages: Any, loss_on: LossOn) -> list[int]:
             raise InputError(f"`train` of message {i} is {train!r:.40}: expected true or false")
         if train and not is_answer:
             raise InputError(
-                f"message {i} has `train: true` and the role {turn['role']!r:.40}: only the assistant's are learned"
+                f"message {i} has `train: true` and the role {turn['role']!r:.40}: only the "
+                "assistant's are learned"
             )
         answers += [i] if is_answer else []
     if not answers:
@@ -330,7 +391,11 @@ def _common(*texts: str) -> int:
 
 
 def _difference(without: str, followed: str, by: str) -> str:
-    """Where two texts part, with the words before: the second is that of more messages, called `by`."""
+    """Where two texts part, with the words before: the second is that of more messages, called
+    `by`."""
     at = _common(without, followed)
     before = without[max(0, at - 20) : at]
-    return f"after {before!r}: {without[at : at + 30]!r} without {by}, and {followed[at : at + 30]!r} with {by}"
+    return (
+        f"after {before!r}: {without[at : at + 30]!r} without {by}, and {followed[at : at + 30]!r} "
+        f"with {by}"
+    )

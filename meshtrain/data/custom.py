@@ -1,7 +1,8 @@
 """A user's own data set: a Python file that exports `dataset(config, split)`.
 
-The function returns any object with `len()` and `[index]` whose items are pairs (inputs, target), or None if it has no
-such split ("train" or "validation"). `config` is the `data` section. docs/data.md has an example.
+The function returns any object with `len()` and `[index]` whose items are pairs (inputs, target),
+or None if it has no such split ("train" or "validation"). `config` is the `data` section.
+docs/data.md has an example.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 class CustomSamples(Samples):
     """A user's map-style data set.
 
-    An item's inputs are a tensor or a tuple of tensors, its target a tensor or a number. An item whose target has one
-    dim is text, with the inputs tokens, positions and documents, (s,) each; tokens alone are given positions. A data
-    set whose items differ between epochs (augmentation) has a method `item(index, epoch)`, used instead of `[index]`.
+    An item's inputs are a tensor or a tuple of tensors, its target a tensor or a number. An item
+    whose target has one dim is text, with the inputs tokens, positions and documents, (s,) each;
+    tokens alone are given positions. A data set whose items differ between epochs (augmentation)
+    has a method `item(index, epoch)`, used instead of `[index]`.
     """
 
-    def __init__(self, name: str, dataset: Any, n_outputs: int | None, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, name: str, dataset: Any, n_outputs: int | None, vocab_size: int | None = None
+    ) -> None:
         self.name, self.n_outputs, self.vocab_size = name, n_outputs, vocab_size
         self._dataset = dataset
         self._by_epoch = hasattr(dataset, "item")
@@ -37,7 +41,10 @@ class CustomSamples(Samples):
     def item(self, index: int, epoch: int) -> Item:
         item = self._dataset.item(index, epoch) if self._by_epoch else self._dataset[index]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise InputError(f"{self.name}: item {index} is {type(item).__name__}, expected a pair (inputs, target)")
+            raise InputError(
+                f"{self.name}: item {index} is {type(item).__name__}, expected a pair (inputs, "
+                "target)"
+            )
         inputs = tuple(item[0]) if isinstance(item[0], (tuple, list)) else (item[0],)
         inputs = tuple(None if x is None else torch.as_tensor(x) for x in inputs)
         target = torch.as_tensor(item[1])
@@ -57,8 +64,10 @@ class CustomSamples(Samples):
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0, 0])
             raise InputError(
-                f"{self.name}: the target {int(batch.targets[wrong][0])} of sample {items[row][1]} is outside of the "
-                f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or {IGNORE} for no loss"
+                f"{self.name}: the target {int(batch.targets[wrong][0])} of sample {items[row][1]} "
+                "is outside of the "
+                f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or "
+                f"{IGNORE} for no loss"
             )
         tokens = batch.tensors.get("tokens")
         if self.vocab_size is not None and isinstance(tokens, torch.Tensor):
@@ -71,35 +80,52 @@ class CustomSamples(Samples):
 
 def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str | None:
     if target.is_floating_point() and not bool((target == target.round()).all()):
-        return f"its target holds {float(target[target != target.round()][0])}: expected whole numbers"
+        return (
+            f"its target holds {float(target[target != target.round()][0])}: expected whole numbers"
+        )
     if target.ndim == 1 and any(x is not None and x.ndim == 0 for x in inputs):
-        return f"its inputs are {len(inputs)} numbers: expected a tensor of tokens, and not a list of them"
+        return (
+            f"its inputs are {len(inputs)} numbers: expected a tensor of tokens, and not a list of "
+            "them"
+        )
     return None
 
 
 def open_custom(
     config: "Data", n_outputs: int | None, vocab_size: int | None = None
 ) -> tuple[CustomSamples, Samples | None]:
-    """The training and validation sets of the file `data.source`. Raises InputError: it does not provide them."""
+    """The training and validation sets of the file `data.source`. Raises InputError: it does not
+    provide them."""
     make = getattr(locate.users_file("data.source", config.source), "dataset", None)
     if not callable(make):
-        raise InputError(f"{config.source} exports no function `dataset(config, split)`: see docs/data.md")
+        raise InputError(
+            f"{config.source} exports no function `dataset(config, split)`: see docs/data.md"
+        )
     samples: dict[str, CustomSamples | None] = {}
     for split in ("train", "validation"):
         try:
             dataset = make(config, split)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             raise InputError(
-                f"{config.source}: dataset(config, {split!r}) cannot be used: {locate.raised(error)}"
+                f"{config.source}: dataset(config, {split!r}) cannot be used: "
+                f"{locate.raised(error)}"
             ) from error
-        if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        if dataset is not None and not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
             raise InputError(
-                f"{config.source}: dataset(config, {split!r}) gave {type(dataset).__name__}; expected an object with "
+                f"{config.source}: dataset(config, {split!r}) gave {type(dataset).__name__}; "
+                "expected an object with "
                 "len() and [index], or None"
             )
         name = f"{config.source} ({split})"
-        samples[split] = None if dataset is None else CustomSamples(name, dataset, n_outputs, vocab_size)
+        samples[split] = (
+            None if dataset is None else CustomSamples(name, dataset, n_outputs, vocab_size)
+        )
     train = samples["train"]
     if train is None or len(train) == 0:
-        raise InputError(f"{config.source}: dataset(config, 'train') has no samples: there is nothing to train on")
+        raise InputError(
+            f"{config.source}: dataset(config, 'train') has no samples: there is nothing to train "
+            "on"
+        )
     return train, samples["validation"]

@@ -30,14 +30,16 @@ class Files(NamedTuple):
 
 
 def data_path(config: "Data", meaning: str) -> Path:
-    """`data.path` as a Path. Raises InputError if it is not set; `meaning` says what it should name."""
+    """`data.path` as a Path. Raises InputError if it is not set; `meaning` says what it should
+    name."""
     if config.path is None:
         raise InputError(f"data.source {config.source} needs data.path: {meaning}")
     return Path(config.path)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files in a folder, at any depth. Links to folders are followed, but no folder is visited twice: loops end."""
+    """The files in a folder, at any depth. Links to folders are followed, but no folder is visited
+    twice: loops end."""
     visited: set[tuple[int, int]] = set()
     starts = [folder]
     for start in starts:  # grows by the links found on the way
@@ -55,10 +57,11 @@ def files_below(folder: Path) -> Iterator[Path]:
 def sampled_digest(files: Files, seed: str = "") -> str:
     """16 hex digits over the sizes of files and samples of their concatenated bytes.
 
-    The bytes are cut into 64 equal parts and 64 KiB of each are read: the beginning of the first, the end of the last,
-    and in every other part a place drawn by `seed`. Damage to a contiguous 1/32 of the bytes is always found, to a
-    shorter run of the share x with a probability of about 64 x, and to a share x of scattered blocks with
-    1 - (1 - x)^64 (99 % at 7 %). Up to 4 MiB everything is read. Hosts with the same `seed` read the same places.
+    The bytes are cut into 64 equal parts and 64 KiB of each are read: the beginning of the first,
+    the end of the last, and in every other part a place drawn by `seed`. Damage to a contiguous
+    1/32 of the bytes is always found, to a shorter run of the share x with a probability of about
+    64 x, and to a share x of scattered blocks with 1 - (1 - x)^64 (99 % at 7 %). Up to 4 MiB
+    everything is read. Hosts with the same `seed` read the same places.
     """
     ends = list(accumulate(files.sizes))
     digest = hashlib.sha256(repr(list(files.sizes)).encode())

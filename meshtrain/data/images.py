@@ -1,4 +1,5 @@
-"""Image classification data: scikit-learn's digits, MNIST's original files, and a folder with one folder per class.
+"""Image classification data: scikit-learn's digits, MNIST's original files, and a folder with one
+folder per class.
 
 Augmentation is drawn from (seed, epoch, sample), so every layout sees the same images.
 """
@@ -25,17 +26,21 @@ from meshtrain.errors import InputError
 if TYPE_CHECKING:
     from meshtrain.config import Data
 
-_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def _generator(seed: int, epoch: int, sample: int) -> random.Random:
-    return random.Random(f"{seed} {epoch} {sample}")  # a string is hashed with SHA-512, the same everywhere
+    # a string is hashed with SHA-512, the same everywhere
+    return random.Random(f"{seed} {epoch} {sample}")
 
 
 @dataclass(frozen=True)
 class ArrayImages(Samples):
-    """Greyscale images in memory. Augmentation shifts them by up to an eighth of their size and never mirrors them."""
+    """Greyscale images in memory. Augmentation shifts them by up to an eighth of their size and
+    never mirrors them."""
 
     channels: ClassVar = 1
     name: str
@@ -63,7 +68,9 @@ class ArrayImages(Samples):
                 pixels[row] = _shift(pixels[row], _generator(self.augment_seed, epoch, index))
         images = torch.from_numpy(pixels).to(torch.float32).unsqueeze(1).div_(self.white)
         if images.shape[2:] != (self.image_size, self.image_size):
-            images = F.interpolate(images, size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
+            images = F.interpolate(
+                images, size=(self.image_size, self.image_size), mode="bilinear", antialias=True
+            )
         targets = torch.from_numpy(self.labels[indices])
         targets[valid:] = IGNORE
         return Batch({"images": (images - self.mean) / self.std}, targets)
@@ -78,7 +85,8 @@ def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FolderImages(Samples):
-    """Colour images in files: the centre square of each; augmented, a random square, mirrored half of the time."""
+    """Colour images in files: the centre square of each; augmented, a random square, mirrored half
+    of the time."""
 
     channels: ClassVar = 3
     name: str
@@ -92,24 +100,33 @@ class FolderImages(Samples):
         return len(self.files)
 
     def item(self, index: int, epoch: int) -> Item:
-        """An image, (3, image_size, image_size) float32, normalised with ImageNet's statistics, and its class."""
+        """An image, (3, image_size, image_size) float32, normalised with ImageNet's statistics, and
+        its class."""
         from PIL import Image
 
         path = self.root / self.files[index]
-        draw = _generator(self.augment_seed, epoch, index) if self.augment_seed is not None else None
+        draw = (
+            _generator(self.augment_seed, epoch, index) if self.augment_seed is not None else None
+        )
         try:
             with Image.open(path) as file:
                 box, mirrored = _square(*file.size, draw)
                 size = (self.image_size, self.image_size)
                 image = np.asarray(file.convert("RGB").resize(size, Image.Resampling.BILINEAR, box))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise InputError(f"{path} cannot be read as an image ({error}): mend or remove it") from error
-        scaled = (np.asarray(image[:, ::-1] if mirrored else image, np.float32) / 255 - _IMAGENET_MEAN) / _IMAGENET_STD
+            raise InputError(
+                f"{path} cannot be read as an image ({error}): mend or remove it"
+            ) from error
+        scaled = (
+            np.asarray(image[:, ::-1] if mirrored else image, np.float32) / 255 - _IMAGENET_MEAN
+        ) / _IMAGENET_STD
         pixels = np.ascontiguousarray(scaled.transpose(2, 0, 1), np.float32)
         return (torch.from_numpy(pixels),), torch.tensor(self.labels[index])
 
 
-def _square(width: int, height: int, draw: random.Random | None) -> tuple[tuple[float, float, float, float], bool]:
+def _square(
+    width: int, height: int, draw: random.Random | None
+) -> tuple[tuple[float, float, float, float], bool]:
     """The crop box of an image, (left, top, right, bottom), and whether to mirror it."""
     side = float(min(width, height))
     if draw is None:
@@ -124,7 +141,8 @@ class ImageSource(NamedTuple):
     """An opened source of images, without augmentation."""
 
     train: "ArrayImages | FolderImages"
-    validation: "ArrayImages | FolderImages"  # the same samples as `train` if a share of them is to be held out
+    # the same samples as `train` if a share of them is to be held out
+    validation: "ArrayImages | FolderImages"
     classes: int
     fingerprint: str
     files: Mapping[str, Files] = {}  # keyed by a name for people
@@ -140,7 +158,8 @@ def _open_digits(config: "Data") -> ImageSource:
         ) from error
     if isinstance(config.validation, str):
         raise InputError(
-            f"data.validation is the path {config.validation}: with data.source digits it is a share, such as 0.2"
+            f"data.validation is the path {config.validation}: with data.source digits it is a "
+            "share, such as 0.2"
         )
     digits = load_digits()
     pixels, labels = digits.images.astype(np.uint8), digits.target.astype(np.int64)
@@ -149,12 +168,15 @@ def _open_digits(config: "Data") -> ImageSource:
 
 
 def _open_mnist(config: "Data") -> ImageSource:
-    """MNIST's original files in a folder, plain or .gz; a validation path is the folder with the t10k files."""
+    """MNIST's original files in a folder, plain or .gz; a validation path is the folder with the
+    t10k files."""
     folder = data_path(config, "the folder with MNIST's own files")
     train = _read_mnist(folder.expanduser(), "train", config.image_size)
     if not isinstance(config.validation, str):
         return _array_source(train, train)
-    return _array_source(train, _read_mnist(Path(config.validation).expanduser(), "t10k", config.image_size))
+    return _array_source(
+        train, _read_mnist(Path(config.validation).expanduser(), "t10k", config.image_size)
+    )
 
 
 def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
@@ -162,57 +184,89 @@ def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
     labels = _read_idx(folder, f"{stem}-labels-idx1-ubyte", 1)
     if len(pixels) != len(labels):
         raise InputError(
-            f"{folder}: {stem} has {len(pixels):,} images and {len(labels):,} labels; the files do not belong together"
+            f"{folder}: {stem} has {len(pixels):,} images and {len(labels):,} labels; the files do "
+            "not belong together"
         )
     if pixels.shape[1] != pixels.shape[2]:
-        raise InputError(f"{folder}: the images of {stem} are {pixels.shape[1]} x {pixels.shape[2]}: expected squares")
+        raise InputError(
+            f"{folder}: the images of {stem} are {pixels.shape[1]} x {pixels.shape[2]}: expected "
+            "squares"
+        )
     size = image_size or pixels.shape[1]
-    return ArrayImages(f"{folder} {stem}", pixels, labels.astype(np.int64), 255, 0.1307, 0.3081, size)
+    return ArrayImages(
+        f"{folder} {stem}", pixels, labels.astype(np.int64), 255, 0.1307, 0.3081, size
+    )
 
 
 def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
-    """Reads an idx file of bytes: two zero bytes, type (8), number of dims, each dim as big-endian int32, data."""
+    """Reads an idx file of bytes: two zero bytes, type (8), number of dims, each dim as big-endian
+    int32, data."""
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
     if not path.is_file():
-        raise InputError(f"there is neither {plain} nor {packed}: put MNIST's files into that folder (data.path)")
+        raise InputError(
+            f"there is neither {plain} nor {packed}: put MNIST's files into that folder (data.path)"
+        )
     try:
         raw = path.read_bytes() if path is plain else gzip.decompress(path.read_bytes())
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} is truncated or damaged ({error}); fetch it again") from error
     if len(raw) < 4 + 4 * dims or raw[:4] != bytes([0, 0, 8, dims]):
-        raise InputError(f"{path} is not an idx file of bytes in {dims} dims: it begins with {raw[:4].hex(' ')}")
+        raise InputError(
+            f"{path} is not an idx file of bytes in {dims} dims: it begins with {raw[:4].hex(' ')}"
+        )
     shape = struct.unpack(f">{dims}i", raw[4 : 4 + 4 * dims])
     expected = 4 + 4 * dims + int(np.prod(shape, dtype=np.int64))
     if len(raw) != expected:
-        raise InputError(f"{path} is truncated or damaged: it has {len(raw):,} bytes of data, expected {expected:,}")
+        raise InputError(
+            f"{path} is truncated or damaged: it has {len(raw):,} bytes of data, expected "
+            f"{expected:,}"
+        )
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
 
 
 def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
     sets = [train] if other is train else [train, other]
-    fingerprint = " ".join(hashlib.sha256(x.pixels.tobytes() + x.labels.tobytes()).hexdigest() for x in sets)
-    return ImageSource(train, other, max(int(x.labels.max(initial=-1)) for x in sets) + 1, fingerprint)
+    fingerprint = " ".join(
+        hashlib.sha256(x.pixels.tobytes() + x.labels.tobytes()).hexdigest() for x in sets
+    )
+    return ImageSource(
+        train, other, max(int(x.labels.max(initial=-1)) for x in sets) + 1, fingerprint
+    )
 
 
 def _open_folder(config: "Data") -> ImageSource:
-    """Images as folder/class/file, classes sorted by name; a validation path is a folder of the same form."""
-    path, validation = data_path(config, "a folder with one folder of images per class"), config.validation
+    """Images as folder/class/file, classes sorted by name; a validation path is a folder of the
+    same form."""
+    path, validation = (
+        data_path(config, "a folder with one folder of images per class"),
+        config.validation,
+    )
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise InputError("data.source images needs the package Pillow: pip install 'meshtrain[images]'") from error
+        raise InputError(
+            "data.source images needs the package Pillow: pip install 'meshtrain[images]'"
+        ) from error
     if config.image_size is None:
-        raise InputError("data.source images needs data.image_size: the images are resized to that many pixels squared")
+        raise InputError(
+            "data.source images needs data.image_size: the images are resized to that many pixels "
+            "squared"
+        )
     train, classes = _list_images(path.expanduser(), config.image_size)
     other, files = train, {"images": _with_sizes(train)}
     if isinstance(validation, str):
         other, its_classes = _list_images(Path(validation).expanduser(), config.image_size)
         if its_classes != classes:
-            raise InputError(f"{validation} has the classes {', '.join(its_classes)}; {path} has {', '.join(classes)}")
+            raise InputError(
+                f"{validation} has the classes {', '.join(its_classes)}; {path} has "
+                f"{', '.join(classes)}"
+            )
         files["images (validation)"] = _with_sizes(other)
     listings = (list(zip(listing.names, listing.sizes, strict=True)) for listing in files.values())
-    fingerprint = " ".join(hashlib.sha256(repr(listing).encode()).hexdigest() for listing in listings)
+    fingerprint = " ".join(
+        hashlib.sha256(repr(listing).encode()).hexdigest() for listing in listings
+    )
     return ImageSource(train, other, len(classes), fingerprint, files)
 
 
@@ -220,20 +274,29 @@ SOURCES = {"digits": _open_digits, "mnist": _open_mnist, "images": _open_folder}
 
 
 def _with_sizes(images: FolderImages) -> Files:
-    sizes = array("q", ((images.root / file).stat().st_size for file in images.files))  # there may be millions
+    # there may be millions
+    sizes = array("q", ((images.root / file).stat().st_size for file in images.files))
     return Files(images.root, images.files, sizes)
 
 
 def _list_images(root: Path, image_size: int) -> tuple[FolderImages, list[str]]:
     if not root.is_dir():
-        raise InputError(f"there is no folder {root}: data.source images expects folder/class/file (data.path)")
-    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        raise InputError(
+            f"there is no folder {root}: data.source images expects folder/class/file (data.path)"
+        )
+    classes = sorted(
+        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
     if not classes:
-        raise InputError(f"{root} has no folders in it: data.source images expects folder/class/file (data.path)")
+        raise InputError(
+            f"{root} has no folders in it: data.source images expects folder/class/file (data.path)"
+        )
     files, labels = [], []
     for label, name in enumerate(classes):
         images = sorted(
-            str(file.relative_to(root)) for file in files_below(root / name) if file.suffix.lower() in _SUFFIXES
+            str(file.relative_to(root))
+            for file in files_below(root / name)
+            if file.suffix.lower() in _SUFFIXES
         )
         if not images:
             raise InputError(f"{root / name} has no images in it ({' '.join(sorted(_SUFFIXES))})")

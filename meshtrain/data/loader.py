@@ -1,6 +1,7 @@
 """Prefetching: the microbatches of one rank, through torch's DataLoader.
 
-The main process decides with `order.py` which samples a microbatch has; worker processes only read them.
+The main process decides with `order.py` which samples a microbatch has; worker processes only read
+them.
 """
 
 import os
@@ -25,13 +26,16 @@ class Reading(TypedDict, total=False):
     """How batches are read; no option but `prepare` changes their contents."""
 
     workers: int  # worker processes that read ahead; 0, the default, reads in this process
-    prefetch: int  # microbatches that each worker reads ahead (2); raised until all workers together hold a step
+    # microbatches that each worker reads ahead (2); raised until all workers together hold a step
+    prefetch: int
     pin_memory: bool  # return tensors in pinned memory, if there is a GPU
-    # Turns a batch into the model's input: `Batch.with_context`, or the rank's part by `ContextParallel.shard`.
+    # Turns a batch into the model's input: `Batch.with_context`, or the rank's part by
+    # `ContextParallel.shard`.
     prepare: Callable[[Batch], Batch]
 
 
-# The samples of one microbatch, each (epoch, sample), and how many of them are real: the rest are copies as padding.
+# The samples of one microbatch, each (epoch, sample), and how many of them are real: the rest are
+# copies as padding.
 Slots = tuple[list[tuple[int, int]], int]
 
 
@@ -51,19 +55,21 @@ def train_batches(
 ) -> Iterator[list[Batch]]:
     """The microbatches of one data rank, a list for each step of range(first_step, steps).
 
-    Every rank gets lists of the same length, and every microbatch has `micro_size` rows; rows beyond a rank's share of
-    the global batch are copies of some sample with all targets IGNORE.
+    Every rank gets lists of the same length, and every microbatch has `micro_size` rows; rows
+    beyond a rank's share of the global batch are copies of some sample with all targets IGNORE.
 
     Args:
         first_step, steps: the first step (counted from 0) and the step to end before.
         global_size: samples per step, or how they change (see `BatchSizes`).
         rank, ranks: this rank's index among the data ranks, and their number.
         mixture: decides which source each sample comes from, for a data set of several sources.
-        lengths: token counts to which samples are cut, [first step, tokens] each; empty: they are not cut.
+        lengths: token counts to which samples are cut, [first step, tokens] each; empty: they are
+            not cut.
 
     Raises:
         InputError: the data cannot be trained on, whichever process read it.
-        RuntimeError: a sample could not be read; names the sample, with the traceback of the process that read it.
+        RuntimeError: a sample could not be read; names the sample, with the traceback of the
+            process that read it.
     """
     sizes = BatchSizes.of(global_size)
     order = SampleOrder(seed, sizes, len(dataset), mixture)
@@ -74,10 +80,13 @@ def train_batches(
             own_share = share(len(positions), ranks, rank)
             own = order.items(positions[own_share.start : own_share.stop])
             filler = own[0] if own else order.items(positions[:1])[0]
-            yield from _fill(own, filler, microbatches(len(positions), micro_size, ranks), micro_size)
+            yield from _fill(
+                own, filler, microbatches(len(positions), micro_size, ranks), micro_size
+            )
 
     prepare = reading.pop("prepare", Batch.batch)
-    reading["prepare"] = lambda batch: prepare(batch.shortened(length) if lengths else batch)  # `length`: see below
+    # `length`: see below
+    reading["prepare"] = lambda batch: prepare(batch.shortened(length) if lengths else batch)
     together = microbatches(sizes.largest, micro_size, ranks)
     batches = iter(_Loader(dataset, slots(), persistent=False, together=together, **reading))
     for step in range(first_step, steps):
@@ -86,13 +95,23 @@ def train_batches(
 
 
 class EvalBatches:
-    """One data rank's share of a data set, in the data set's order; over all ranks, each sample comes once.
+    """One data rank's share of a data set, in the data set's order; over all ranks, each sample
+    comes once.
 
-    Can be iterated repeatedly, and keeps its worker processes in between. The number of batches, its `len`, is the same
-    on every rank; all targets of the padding rows of the last batches are IGNORE.
+    Can be iterated repeatedly, and keeps its worker processes in between. The number of batches,
+    its `len`, is the same on every rank; all targets of the padding rows of the last batches are
+    IGNORE.
     """
 
-    def __init__(self, dataset: Samples, *, micro_size: int, rank: int, ranks: int, **reading: Unpack[Reading]) -> None:
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        micro_size: int,
+        rank: int,
+        ranks: int,
+        **reading: Unpack[Reading],
+    ) -> None:
         self.samples = len(dataset)  # over all ranks
         own, count = share(self.samples, ranks, rank), microbatches(self.samples, micro_size, ranks)
         self._slots = list(_fill([(0, sample) for sample in own], (0, 0), count, micro_size))
@@ -105,15 +124,18 @@ class EvalBatches:
         return iter(self._loader)
 
 
-def _fill(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, micro_size: int) -> Iterator[Slots]:
+def _fill(
+    own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, micro_size: int
+) -> Iterator[Slots]:
     for start in range(0, count * micro_size, micro_size):
         items = list(own[start : start + micro_size])
         yield items + [filler] * (micro_size - len(items)), len(items)
 
 
 class _Failure(NamedTuple):
-    """An error returned by a worker as a value: torch would wrap an InputError in a page of traceback, and an error
-    raised out of the DataLoader's iterator keeps the iterator alive, whose workers then take 5 s to end."""
+    """An error returned by a worker as a value: torch would wrap an InputError in a page of
+    traceback, and an error raised out of the DataLoader's iterator keeps the iterator alive, whose
+    workers then take 5 s to end."""
 
     message: str
     traceback: str | None  # None: an InputError, which needs no traceback
@@ -125,7 +147,8 @@ class _Failure(NamedTuple):
 
 
 class _Reader(torch.utils.data.Dataset):
-    """Adapts a data set to torch's DataLoader, which passes the indices of a whole microbatch at once."""
+    """Adapts a data set to torch's DataLoader, which passes the indices of a whole microbatch at
+    once."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -141,15 +164,28 @@ class _Reader(torch.utils.data.Dataset):
 
 class _Loader:
     def __init__(
-        self, dataset: Samples, slots: Iterable[Slots], *, persistent: bool, together: int = 1, workers: int = 0,
-        prefetch: int = 2, pin_memory: bool = False, prepare: Callable[[Batch], Batch] = Batch.batch,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Samples,
+        slots: Iterable[Slots],
+        *,
+        persistent: bool,
+        together: int = 1,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        prepare: Callable[[Batch], Batch] = Batch.batch,
+    ) -> None:
         """`together`: microbatches per step; a step takes all of them before it begins."""
         self._prepare, self._pins = prepare, pin_memory and torch.cuda.is_available()
         prefetch = max(prefetch, -(-together // max(workers, 1)))
-        # fork: a user's data set comes from a module loaded by path, which cannot be pickled for other start methods;
-        # and a forked worker starts at once, while a fresh Python would first import torch for seconds.
-        ahead = {"prefetch_factor": prefetch, "multiprocessing_context": "fork", "worker_init_fn": _start_worker}
+        # fork: a user's data set comes from a module loaded by path, which cannot be pickled for
+        # other start methods; and a forked worker starts at once, while a fresh Python would first
+        # import torch for seconds.
+        ahead = {
+            "prefetch_factor": prefetch,
+            "multiprocessing_context": "fork",
+            "worker_init_fn": _start_worker,
+        }
         self._loader: DataLoader = DataLoader(
             _Reader(dataset),
             batch_sampler=slots,  # type: ignore[arg-type]  # torch passes its items to __getitems__ unchanged
@@ -157,7 +193,8 @@ class _Loader:
             num_workers=workers,
             persistent_workers=persistent and workers > 0,
             pin_memory=self._pins,
-            # torch draws a seed for its workers; the run's own random numbers must not depend on how data is read.
+            # torch draws a seed for its workers; the run's own random numbers must not depend on
+            # how data is read.
             generator=torch.Generator().manual_seed(0),
             **(ahead if workers else {}),  # type: ignore[arg-type]
         )
@@ -173,14 +210,16 @@ class _Loader:
                 if isinstance(read, _Failure):
                     raise read.error()
                 batch = self._prepare(read.batch())
-                yield batch.pin_memory() if self._pins else batch  # `prepare` may have made new tensors
+                # `prepare` may have made new tensors
+                yield (batch.pin_memory() if self._pins else batch)
         finally:
             del batches  # ends the workers now, not when the traceback is freed
 
 
 def _start_worker(_: int) -> None:
-    """Ctrl-C, torchrun and SLURM signal whole process groups. A run that is asked to stop still needs its workers to
-    finish the step, so they obey SIGTERM only from their own parent, as torch's DataLoader sends it."""
+    """Ctrl-C, torchrun and SLURM signal whole process groups. A run that is asked to stop still
+    needs its workers to finish the step, so they obey SIGTERM only from their own parent, as
+    torch's DataLoader sends it."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -1,9 +1,10 @@
 """Megatron-LM's indexed data sets: PREFIX.bin and PREFIX.idx, read in place.
 
-The .bin holds tokens only. The .idx, little-endian: the nine bytes MMIDIDX\\0\\0, the version (uint64, 1), the code of
-the token type (uint8), the numbers of sequences S and of document bounds D (uint64 each), the lengths of the sequences
-(int32 x S), their offsets in the .bin in bytes (int64 x S), and the sequence at which each document begins, closed by S
-(int64 x D); multimodal files add modes (int8 x S). Source: megatron/core/datasets/indexed_dataset.py.
+The .bin holds tokens only. The .idx, little-endian: the nine bytes MMIDIDX\\0\\0, the version
+(uint64, 1), the code of the token type (uint8), the numbers of sequences S and of document bounds D
+(uint64 each), the lengths of the sequences (int32 x S), their offsets in the .bin in bytes (int64 x
+S), and the sequence at which each document begins, closed by S (int64 x D); multimodal files add
+modes (int8 x S). Source: megatron/core/datasets/indexed_dataset.py.
 """
 
 import hashlib
@@ -20,7 +21,16 @@ from meshtrain.data.tokens import PIECE, Corpus, MappedArray, Piece, check_size,
 from meshtrain.errors import InputError, plural
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_DTYPES = {
+    1: "uint8",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    6: "float64",
+    7: "float32",
+    8: "uint16",
+}
 _HEADER = struct.Struct("<9sQBQQ")
 _REMEDY = "copy the pair again, or write it anew with Megatron's preprocess_data.py"
 _HASHED_BYTES = 1 << 20  # hashed at either end of the .bin; the .idx is hashed whole
@@ -28,16 +38,20 @@ _HASHED_BYTES = 1 << 20  # hashed at either end of the .bin; the .idx is hashed 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronCorpus(Corpus):
-    """Documents of several sequences each, anywhere in the file; `offsets` are those of sequences, in bytes."""
+    """Documents of several sequences each, anywhere in the file; `offsets` are those of sequences,
+    in bytes."""
 
     lengths: MappedArray  # (S,) lengths of the sequences, in tokens
-    bounds: MappedArray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound is S
+    # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound is S
+    bounds: MappedArray
 
     def piece(self, first: int, stop: int) -> Piece:
         bounds = self.bounds.array[first : stop + 1]
         inside = slice(int(bounds[0]), int(bounds[-1]))
         starts = self.offsets.array[inside] // self.tokens.dtype.itemsize
-        return Piece(slice(first, stop), starts, self.lengths.array[inside].astype(np.int64), np.diff(bounds))
+        return Piece(
+            slice(first, stop), starts, self.lengths.array[inside].astype(np.int64), np.diff(bounds)
+        )
 
     def begins(self, documents: np.ndarray) -> np.ndarray:
         return self._begins(documents) if self._sorted is None else self._sorted[documents]
@@ -52,27 +66,35 @@ class MegatronCorpus(Corpus):
 
     def _begins(self, documents: np.ndarray) -> np.ndarray:
         sequences = self.bounds.array[documents]  # for an empty document, the sequence after it
-        starts = self.offsets.array[np.minimum(sequences, self.offsets.count - 1)] // self.tokens.dtype.itemsize
+        starts = (
+            self.offsets.array[np.minimum(sequences, self.offsets.count - 1)]
+            // self.tokens.dtype.itemsize
+        )
         return np.where(sequences < self.offsets.count, starts, self.tokens.count)
 
     @cached_property
     def _sorted(self) -> np.ndarray | None:
-        """Where documents begin, sorted; None: documents are stored in the order of their numbers and no sequence is
-        empty, as Megatron writes them."""
+        """Where documents begin, sorted; None: documents are stored in the order of their numbers
+        and no sequence is empty, as Megatron writes them."""
         last, in_order = np.array([-1]), True
         for piece in self.pieces():
             begins = self._begins(np.arange(piece.documents.start, piece.documents.stop))
-            in_order &= bool((np.diff(begins, prepend=last) >= 0).all() and (piece.lengths > 0).all())
+            in_order &= bool(
+                (np.diff(begins, prepend=last) >= 0).all() and (piece.lengths > 0).all()
+            )
             last = begins[-1:]
         if in_order:
             return None
         sequences = np.flatnonzero(self.lengths.array)
-        starts = np.append(self.offsets.array[sequences] // self.tokens.dtype.itemsize, self.tokens.count)
+        starts = np.append(
+            self.offsets.array[sequences] // self.tokens.dtype.itemsize, self.tokens.count
+        )
         return np.sort(starts[np.searchsorted(sequences, self.bounds.array[: self.documents])])
 
 
 def open_megatron(prefix: str) -> Corpus:
-    """Opens PREFIX.bin and PREFIX.idx; tokens stay in the file. Raises InputError: no such pair, or a damaged one."""
+    """Opens PREFIX.bin and PREFIX.idx; tokens stay in the file. Raises InputError: no such pair, or
+    a damaged one."""
     data, index = (Path(file).expanduser() for file in locate.data_files("megatron", prefix))
     dtype, sequences, bounds, start = _read_header(index)
     lengths = MappedArray(index, "int32", sequences, start)
@@ -80,22 +102,36 @@ def open_megatron(prefix: str) -> Corpus:
     documents = MappedArray(index, "int64", bounds, start + 12 * sequences)
     size, end = np.dtype(dtype).itemsize, 0
     for first in range(0, sequences, PIECE):
-        tokens, places = (part.array[first : first + PIECE].astype(np.int64) for part in (lengths, offsets))
+        tokens, places = (
+            part.array[first : first + PIECE].astype(np.int64) for part in (lengths, offsets)
+        )
         if (tokens < 0).any() or (places < 0).any() or (places % size).any():
             raise InputError(f"{index} is damaged: it holds negative lengths or places; {_REMEDY}")
         end = max(end, int((places + tokens * size).max()))
     check_size(data, end, _REMEDY)
     if end == 0:
         raise InputError(f"{data} holds no tokens: there is nothing to train on")
-    rise = (np.diff(documents.array[first : first + PIECE + 1]) for first in range(0, bounds, PIECE))
-    if bounds == 0 or documents.array[0] != 0 or documents.array[-1] > sequences or any((up < 0).any() for up in rise):
-        raise InputError(f"{index} is damaged: expected document bounds that rise from 0 to {sequences}; {_REMEDY}")
+    rise = (
+        np.diff(documents.array[first : first + PIECE + 1]) for first in range(0, bounds, PIECE)
+    )
+    if (
+        bounds == 0
+        or documents.array[0] != 0
+        or documents.array[-1] > sequences
+        or any((up < 0).any() for up in rise)
+    ):
+        raise InputError(
+            f"{index} is damaged: expected document bounds that rise from 0 to {sequences}; "
+            f"{_REMEDY}"
+        )
     # Megatron-LM asserts the same: old versions merged files without the bounds of the second one.
     left_over = sequences - int(documents.array[-1])
     if left_over:
         raise InputError(
-            f"{index}: its documents leave out the last {plural(left_over, 'sequence')} of {sequences:,}, as old tools "
-            "that merge data sets write it, or a writer without end_document; Megatron-LM refuses such a file, too: "
+            f"{index}: its documents leave out the last {plural(left_over, 'sequence')} of "
+            f"{sequences:,}, as old tools "
+            "that merge data sets write it, or a writer without end_document; Megatron-LM refuses "
+            "such a file, too: "
             "merge or write it anew"
         )
     return MegatronCorpus(
@@ -111,23 +147,31 @@ def open_megatron(prefix: str) -> Corpus:
 
 
 def _read_header(index: Path) -> tuple[str, int, int, int]:
-    """The token type, the numbers of sequences and of document bounds, and where the lengths begin."""
+    """The token type, the numbers of sequences and of document bounds, and where the lengths
+    begin."""
     try:
         with open(index, "rb") as file:
             raw = file.read(_HEADER.size)
     except OSError as error:
         raise InputError(
-            f"{index} cannot be read ({error.strerror}): with data.source megatron, data.path is the prefix of a .bin "
+            f"{index} cannot be read ({error.strerror}): with data.source megatron, data.path is "
+            "the prefix of a .bin "
             "and an .idx file"
         ) from error
     if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
-        raise InputError(f"{index} is not a Megatron index: expected it to begin with {_MAGIC!r}, found {raw[:9]!r}")
+        raise InputError(
+            f"{index} is not a Megatron index: expected it to begin with {_MAGIC!r}, found "
+            f"{raw[:9]!r}"
+        )
     _, version, code, sequences, bounds = _HEADER.unpack(raw)
     if version != 1:
-        raise InputError(f"{index} has version {version}: this reads version 1, Megatron-LM's only one so far")
+        raise InputError(
+            f"{index} has version {version}: this reads version 1, Megatron-LM's only one so far"
+        )
     if code not in _DTYPES or _DTYPES[code].startswith("float"):
         raise InputError(
-            f"{index} holds tokens of type {_DTYPES.get(code, 'unknown')} (code {code}): expected a whole number, "
+            f"{index} holds tokens of type {_DTYPES.get(code, 'unknown')} (code {code}): expected "
+            "a whole number, "
             "code 1, 2, 3, 4, 5 or 8"
         )
     expected = _HEADER.size + 12 * sequences + 8 * bounds
@@ -137,7 +181,8 @@ def _read_header(index: Path) -> tuple[str, int, int, int]:
 
 
 def _fingerprint(index: Path, data: Path, size: int) -> str:
-    """SHA-256 of the whole .idx and both ends of the .bin, so that a corpus of terabytes need not be read in full."""
+    """SHA-256 of the whole .idx and both ends of the .bin, so that a corpus of terabytes need not
+    be read in full."""
     digest = hashlib.sha256(f"megatron {size}".encode())
     for block in read_blocks(index):
         digest.update(block)

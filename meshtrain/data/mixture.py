@@ -51,25 +51,40 @@ class MixedSamples(Samples):
         return {name: of_part for name, (of_part,) in zip(self.names, parts, strict=True)}
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
-        lengths = [self.parts[source].document_lengths([own]) for source, own in map(self._place, indices)]
+        lengths = [
+            self.parts[source].document_lengths([own]) for source, own in map(self._place, indices)
+        ]
         known = [of_sample for of_sample in lengths if of_sample is not None]
-        return np.concatenate(known) if known else None  # either all sources mask documents, or none does
+        # either all sources mask documents, or none does
+        return np.concatenate(known) if known else None
 
 
-def mixture_of(config: "Data", samples: Samples, sizes: BatchSizes, steps: int | None = None) -> Mixture | None:
+def mixture_of(
+    config: "Data", samples: Samples, sizes: BatchSizes, steps: int | None = None
+) -> Mixture | None:
     """The mixture of a run's sources; None if the run has only one.
 
-    Raises InputError: `steps` steps (None: do not check) would go through a source more often than its `epochs` allows.
+    Raises InputError: `steps` steps (None: do not check) would go through a source more often than
+    its `epochs` allows.
     """
     if not isinstance(samples, MixedSamples):
         return None
-    changes = [(sizes.before(step), weights) for step, weights in changes_of([own.weight for own in config.sources])]
+    changes = [
+        (sizes.before(step), weights)
+        for step, weights in changes_of([own.weight for own in config.sources])
+    ]
     mixture = Mixture(samples.names, [len(part) for part in samples.parts], changes)
     taken = mixture.taken(sizes.before(steps or 0))
     for own, size, count in zip(config.sources, mixture.sizes, taken, strict=True):
         if own.epochs is not None and count > own.epochs * size:
-            takes = f"the run takes {count:,} samples of {own.name}, which has {size:,}: {count / size:.3g} passes"
-            lower = f"lower its weight, train.steps or batch.global_size, or raise epochs to {-(-count // size)}"
+            takes = (
+                f"the run takes {count:,} samples of {own.name}, which has {size:,}: "
+                f"{count / size:.3g} passes"
+            )
+            lower = (
+                "lower its weight, train.steps or batch.global_size, or raise epochs to "
+                f"{-(-count // size)}"
+            )
             raise InputError(f"data.sources: {takes}, and its epochs is {own.epochs}; {lower}")
     return mixture
 
@@ -77,7 +92,9 @@ def mixture_of(config: "Data", samples: Samples, sizes: BatchSizes, steps: int |
 def sample_order(config: "Config", train: Samples, steps: int | None = None) -> SampleOrder:
     """Which samples the steps of a run take. Raises InputError: see `mixture_of`."""
     sizes = config.batch.sizes
-    return SampleOrder(config.train.seed, sizes, len(train), mixture_of(config.data, train, sizes, steps))
+    return SampleOrder(
+        config.train.seed, sizes, len(train), mixture_of(config.data, train, sizes, steps)
+    )
 
 
 def about_mixture(config: "Config", train: Samples, steps: int) -> list[str]:
@@ -88,6 +105,7 @@ def about_mixture(config: "Config", train: Samples, steps: int) -> list[str]:
     taken = mixture.taken(config.batch.sizes.before(steps))
     total = max(sum(taken), 1)
     return [
-        f"mixture: {100 * count / total:.4g} % {own.name}, {plural(count, 'sample')}, {count / size:.3g} passes"
+        f"mixture: {100 * count / total:.4g} % {own.name}, {plural(count, 'sample')}, "
+        f"{count / size:.3g} passes"
         for own, size, count in zip(config.data.sources, mixture.sizes, taken, strict=True)
     ]

@@ -1,4 +1,5 @@
-"""`order.items` for many positions at once: the same values, computed by numpy in a hundredth of the time."""
+"""`order.items` for many positions at once: the same values, computed by numpy in a hundredth of
+the time."""
 
 from dataclasses import dataclass
 

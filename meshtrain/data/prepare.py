@@ -1,8 +1,10 @@
-"""Preparation of text: processes of one or several hosts tokenize shards, which are merged into a run's token files.
+"""Preparation of text: processes of one or several hosts tokenize shards, which are merged into a
+run's token files.
 
-Every process takes one unlocked shard after the other, then waits for those of the other processes; the first to find
-all shards done merges them. A killed process loses at most the shard it was working on, which another process redoes.
-The token files depend on the texts and the tokenizer alone, not on who tokenized what. Imports no torch.
+Every process takes one unlocked shard after the other, then waits for those of the other processes;
+the first to find all shards done merges them. A killed process loses at most the shard it was
+working on, which another process redoes. The token files depend on the texts and the tokenizer
+alone, not on who tokenized what. Imports no torch.
 """
 
 import os
@@ -48,7 +50,8 @@ class Preparation:
     tokenizer: Tokenizer
     folder: Path
     loss_on: LossOn = "all"
-    earlier: Path | None = None  # where an older version of meshtrain would have put a corpus of these files
+    # where an older version of meshtrain would have put a corpus of these files
+    earlier: Path | None = None
 
     @cached_property
     def shards(self) -> list[list[text.Piece]]:
@@ -61,18 +64,26 @@ class Preparation:
 
     def missing(self) -> list[int]:
         """The shards that nobody has finished."""
-        absent = [shard for shard in range(len(self.shards)) if not self._shard_folder(shard).is_dir()]
-        return [] if self.folder.is_dir() else absent  # check the folder last: shards are removed once it exists
+        absent = [
+            shard for shard in range(len(self.shards)) if not self._shard_folder(shard).is_dir()
+        ]
+        # check the folder last: shards are removed once it exists
+        return [] if self.folder.is_dir() else absent
 
     def run(self, say: Say, host: int = 0, hosts: int = 1) -> bool:
-        """Prepares the corpus in this process, or host `host`'s share of it, and waits for this host's other processes.
+        """Prepares the corpus in this process, or host `host`'s share of it, and waits for this
+        host's other processes.
 
-        Returns whether the token files exist: the last of several hosts makes them. Finished shards stay if this fails.
-        Raises InputError: a text is malformed; OSError: writing to the disk failed.
+        Returns whether the token files exist: the last of several hosts makes them. Finished shards
+        stay if this fails. Raises InputError: a text is malformed; OSError: writing to the disk
+        failed.
         """
         self.take_earlier(say)
         if self.missing():
-            say(f"preparing {self.source.name}: {plural(len(self.source.files), 'file')} into {self.folder}")
+            say(
+                f"preparing {self.source.name}: {plural(len(self.source.files), 'file')} into "
+                f"{self.folder}"
+            )
             self.take_shards(say, host, hosts, wait=False)
             self.take_shards(say, host, hosts, wait=True)
             if self.missing():
@@ -82,7 +93,8 @@ class Preparation:
         return True
 
     def take_earlier(self, say: Say) -> None:
-        """Takes the folder of an older version of meshtrain, if it holds what would be made today."""
+        """Takes the folder of an older version of meshtrain, if it holds what would be made
+        today."""
         earlier = self.earlier
         if earlier is None or self.folder.is_dir() or not earlier.is_dir():
             return
@@ -90,7 +102,9 @@ class Preparation:
             say(f"taking {earlier}, which an older meshtrain prepared, as {self.folder}")
             prepare_once(self.folder, partial(_link, earlier, self.folder), say)
 
-    def take_shards(self, say: Say, host: int, hosts: int, *, wait: bool, note: Say | None = None) -> None:
+    def take_shards(
+        self, say: Say, host: int, hosts: int, *, wait: bool, note: Say | None = None
+    ) -> None:
         """Tokenizes the shards of a host's share one by one.
 
         Args:
@@ -101,11 +115,14 @@ class Preparation:
         before = self.tokenizer.spelled
         progress = Progress(self.source.name, say)
         for shard in range(host, len(self.shards), hosts):
-            prepare_once(self._shard_folder(shard), partial(self._tokenize, shard, progress), say, wait=wait)
+            prepare_once(
+                self._shard_folder(shard), partial(self._tokenize, shard, progress), say, wait=wait
+            )
         spelled = self.tokenizer.spelled
         if spelled is not None and before is None:
             (note or say)(
-                f"text of {self.source.name} spells control tokens, such as {spelled}: it is tokenized as characters; "
+                f"text of {self.source.name} spells control tokens, such as {spelled}: it is "
+                "tokenized as characters; "
                 "a conversation whose turns shall have these tokens is given as `messages`"
             )
 
@@ -113,8 +130,11 @@ class Preparation:
         return self.folder if len(self.shards) == 1 else self.parts / f"{shard:05d}"
 
     def _tokenize(self, shard: int, progress: Progress) -> None:
-        if not self.folder.is_dir():  # while this process waited for the lock, another may have merged the shards
-            documents = text.documents(self.source, self.shards[shard], self.tokenizer, self.loss_on)
+        # while this process waited for the lock, another may have merged the shards
+        if not self.folder.is_dir():
+            documents = text.documents(
+                self.source, self.shards[shard], self.tokenizer, self.loss_on
+            )
             self._write(self._shard_folder(shard), progress.count(documents))
 
     def _merge(self, say: Say) -> None:
@@ -125,32 +145,47 @@ class Preparation:
 
     def _write(self, folder: Path, documents: Iterable[Document]) -> None:
         names = {"tokenizer": self.tokenizer.identity, "source": self.source.name}
-        write(folder, documents, vocab_size=self.tokenizer.vocab_size, empty=folder != self.folder, **names)
+        write(
+            folder,
+            documents,
+            vocab_size=self.tokenizer.vocab_size,
+            empty=folder != self.folder,
+            **names,
+        )
 
 
 def loss_share(folder: Path) -> str | None:
-    """Which share of the tokens of a prepared folder has a loss, as a line; None: all of them. Raises InputError: it is
-    none, or damaged."""
+    """Which share of the tokens of a prepared folder has a loss, as a line; None: all of them.
+    Raises InputError: it is none, or damaged."""
     corpus = open_tokens(folder)
     if corpus.loss is None:
         return None
     of_all, with_loss = corpus.tokens.count, int(np.count_nonzero(corpus.loss.array))
     line = f"{with_loss:,} of {of_all:,} tokens have a loss ({100 * with_loss / of_all:.3g} %)"
-    return line if with_loss else f"{line}: a run refuses such training data, of which nothing would be learned"
+    return (
+        line
+        if with_loss
+        else f"{line}: a run refuses such training data, of which nothing would be learned"
+    )
 
 
 def preparations(config: "Data") -> Iterator[Preparation]:
-    """Preparations of the training data, and of the validation set if it is a path. Raises InputError: invalid data."""
+    """Preparations of the training data, and of the validation set if it is a path. Raises
+    InputError: invalid data."""
     if config.sources:
         for own in config.each_source():
             if own.source in TEXT:
                 yield from preparations(own)
         return
     if config.source not in TEXT:
-        raise InputError(f"data.source {config.source} is read as it is: {any_of(list(TEXT))} are prepared")
+        raise InputError(
+            f"data.source {config.source} is read as it is: {any_of(list(TEXT))} are prepared"
+        )
     tokenizer = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
     library = config.source == "python-stdlib"
-    paths = [(config.source, Path() if library else data_path(config, "a file, or a folder of files"))]
+    paths = [
+        (config.source, Path() if library else data_path(config, "a file, or a folder of files"))
+    ]
     if isinstance(config.validation, str):
         paths.append(("text" if library else config.source, Path(config.validation)))
     for kind, path in paths:
@@ -163,8 +198,9 @@ def preparations(config: "Data") -> Iterator[Preparation]:
 
 
 def _is_of_today(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether a corpus that an older version of meshtrain prepared has the ids and losses that this one would make: the
-    ends of its documents are today's, and no other control token is in it, as its text would have spelled them."""
+    """Whether a corpus that an older version of meshtrain prepared has the ids and losses that this
+    one would make: the ends of its documents are today's, and no other control token is in it, as
+    its text would have spelled them."""
     try:
         corpus = open_tokens(folder)
     except InputError:
@@ -175,12 +211,17 @@ def _is_of_today(folder: Path, tokenizer: Tokenizer) -> bool:
     if (tokens[corpus.offsets.array[1:] - 1] != tokenizer.end).any():
         return False
     parts = (tokens[first : first + _PART] for first in range(0, len(tokens), _PART))
-    return sum(int(np.count_nonzero(tokenizer.controls(part))) for part in parts) == corpus.documents
+    return (
+        sum(int(np.count_nonzero(tokenizer.controls(part))) for part in parts) == corpus.documents
+    )
 
 
 def _link(earlier: Path, folder: Path) -> None:
-    """Makes `folder` of the files of another one, which keeps them, without taking more of the disk where it can."""
-    temporary = folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
+    """Makes `folder` of the files of another one, which keeps them, without taking more of the disk
+    where it can."""
+    temporary = (
+        folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
+    )
     temporary.mkdir()
     try:
         for file in earlier.iterdir():

@@ -1,9 +1,11 @@
-"""How one sequence is split over the `cp` ranks: which positions each rank has, and which of them other ranks need.
+"""How one sequence is split over the `cp` ranks: which positions each rank has, and which of them
+other ranks need.
 
-A sequence is cut into 2c chunks of equal length, and rank i of c has chunks i and 2c - 1 - i ("zigzag": Megatron's dual
-chunk swap), so that under a causal mask every rank has the same number of query-key pairs. If groups of u neighbours in
-a zigzag over r u ranks join their parts, the result is a zigzag over r ranks. Sequences need not divide: they are
-padded at the end, where causality keeps the padding out of every real token.
+A sequence is cut into 2c chunks of equal length, and rank i of c has chunks i and 2c - 1 - i
+("zigzag": Megatron's dual chunk swap), so that under a causal mask every rank has the same number
+of query-key pairs. If groups of u neighbours in a zigzag over r u ranks join their parts, the
+result is a zigzag over r ranks. Sequences need not divide: they are padded at the end, where
+causality keeps the padding out of every real token.
 """
 
 import math
@@ -11,7 +13,8 @@ from collections.abc import Sequence
 
 
 def padded_length(length: int, parts: int, tp: int = 1) -> int:
-    """The smallest length >= `length` that divides evenly over `parts` ranks of `cp`, in two chunks each.
+    """The smallest length >= `length` that divides evenly over `parts` ranks of `cp`, in two chunks
+    each.
 
     `tp`: ranks over which `sequence_parallel` splits each rank's part further; 1 without it.
     """
@@ -27,7 +30,8 @@ def chunks_of(length: int, parts: int, index: int, tp: int = 1) -> tuple[range, 
 
 
 def owner(position: int, length: int, parts: int, tp: int = 1) -> tuple[int, int]:
-    """The owner of a position: (index of the `cp` rank, the position's place among those of that rank)."""
+    """The owner of a position: (index of the `cp` rank, the position's place among those of that
+    rank)."""
     m = padded_length(length, parts, tp) // (2 * parts)
     chunk, place = divmod(position, m)
     return (chunk, place) if chunk < parts else (2 * parts - 1 - chunk, m + place)
@@ -36,19 +40,22 @@ def owner(position: int, length: int, parts: int, tp: int = 1) -> tuple[int, int
 def sees_chunk(first: Sequence[int], chunk: int, reader: int, x: int) -> bool:
     """Whether some query of rank `reader` attends to a position of chunk `x`.
 
-    `first`: for each chunk, the first position that any of its queries attends to, in any row. `chunk`: chunk length.
+    `first`: for each chunk, the first position that any of its queries attends to, in any row.
+    `chunk`: chunk length.
     """
     return any(x <= y and first[y] < (x + 1) * chunk for y in (reader, len(first) - 1 - reader))
 
 
 def head_ranges(heads: int, kv_heads: int, parts: int, index: int) -> tuple[range, range]:
-    """The query heads of rank `index` out of `parts` ranks, and the key/value heads that these use."""
+    """The query heads of rank `index` out of `parts` ranks, and the key/value heads that these
+    use."""
     own = range(index * heads // parts, (index + 1) * heads // parts)
     return own, range(own[0] * kv_heads // heads, own[-1] * kv_heads // heads + 1)
 
 
 def kv_heads_of(heads: int, kv_heads: int, parts: int, index: int) -> tuple[int, ...]:
-    """The rank's key/value head that each of its query heads uses; () if equal runs of query heads share one each."""
+    """The rank's key/value head that each of its query heads uses; () if equal runs of query heads
+    share one each."""
     own, kv = head_ranges(heads, kv_heads, parts, index)
     looks = [head * kv_heads // heads - kv.start for head in own]
     even = len(own) % len(kv) == 0 and looks == [n * len(kv) // len(own) for n in range(len(own))]

@@ -21,10 +21,12 @@ class Split(NamedTuple):
 
 
 def held_out_mask(share: float, count: int) -> np.ndarray:
-    """Which of `count` documents or samples are held out, (count,) bool: those whose hash falls below `share`.
+    """Which of `count` documents or samples are held out, (count,) bool: those whose hash falls
+    below `share`.
 
-    The hash depends on the position alone (SplitMix64): appending documents moves no other. If `share` is above 0 and
-    `count` above 1, at least one is held out and at least one is kept. Raises InputError: not 0 <= `share` < 1.
+    The hash depends on the position alone (SplitMix64): appending documents moves no other. If
+    `share` is above 0 and `count` above 1, at least one is held out and at least one is kept.
+    Raises InputError: not 0 <= `share` < 1.
     """
     _check_share(share)
     mask, limit = np.empty(count, bool), np.uint64(int(share * 2**53) << 11)
@@ -44,12 +46,14 @@ def held_out_mask(share: float, count: int) -> np.ndarray:
 def _check_share(share: float) -> None:
     if not 0 <= share < 1:
         raise InputError(
-            f"data.validation is {share}: expected a path, or a share of the documents or samples (0 or more, below 1)"
+            f"data.validation is {share}: expected a path, or a share of the documents or samples "
+            "(0 or more, below 1)"
         )
 
 
 def split_by_hash(corpus: Corpus, share: float) -> Split:
-    """Holds out documents by a hash of their number; a single document is split near its end instead."""
+    """Holds out documents by a hash of their number; a single document is split near its end
+    instead."""
     held_out = held_out_mask(share, corpus.documents)
     return _split(corpus, share, held_out, "chosen by a hash of the document's number")
 
@@ -58,7 +62,12 @@ def split_at_end(corpus: Corpus, share: float) -> Split:
     """Holds out the last documents, as is usual for token files made elsewhere."""
     _check_share(share)
     last = min(max(1, round(share * corpus.documents)), corpus.documents - 1) if share > 0 else 0
-    return _split(corpus, share, np.repeat([False, True], [corpus.documents - last, last]), "the last of the file")
+    return _split(
+        corpus,
+        share,
+        np.repeat([False, True], [corpus.documents - last, last]),
+        "the last of the file",
+    )
 
 
 def all_documents(corpus: Corpus) -> Stream:
@@ -70,14 +79,19 @@ def _split(corpus: Corpus, share: float, held_out: np.ndarray, selection: str) -
         stream = all_documents(corpus)
         end = len(stream) - max(1, round(share * len(stream)))
         selection = "the end of the only document, as there is no second one to hold out"
-        return Split(stream.slice(0, end), stream.slice(end, len(stream)), np.array([True]), selection)
+        return Split(
+            stream.slice(0, end), stream.slice(end, len(stream)), np.array([True]), selection
+        )
     if not held_out.any():
         return Split(all_documents(corpus), None, held_out, "")
     return Split(Stream.of(corpus, ~held_out), Stream.of(corpus, held_out), held_out, selection)
 
 
-def split_samples(train: Samples, other: Samples, share: float) -> tuple[Samples, Samples | None, str]:
-    """The samples of `train` that are not held out, the held-out samples of `other`, and how those were chosen."""
+def split_samples(
+    train: Samples, other: Samples, share: float
+) -> tuple[Samples, Samples | None, str]:
+    """The samples of `train` that are not held out, the held-out samples of `other`, and how those
+    were chosen."""
     mask, selection = held_out_mask(share, len(train)), "chosen by a hash of the sample's number"
     if not mask.any():
         return train, None, selection
@@ -86,7 +100,8 @@ def split_samples(train: Samples, other: Samples, share: float) -> tuple[Samples
 
 
 def bytes_per_target(corpus: Corpus, selected: np.ndarray) -> float | None:
-    """Bytes of text per target in the selected documents, (D,) bool; None where the file does not say."""
+    """Bytes of text per target in the selected documents, (D,) bool; None where the file does not
+    say."""
     targets = Stream.of(corpus, selected).targets()
     if corpus.text_bytes is None or targets == 0:
         return None

@@ -26,13 +26,29 @@ from meshtrain.job.parsing import parse_json
 
 # Folders of the standard library to skip: tests, tables, optional parts, and build outputs.
 _PASSED_OVER = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "distutils"}
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "tkinter",
+        "turtledemo",
+        "distutils",
+    }
     | {"encodings", "pydoc_data", "__phello__", "__pycache__"}
 )
-_BATCH_CHARACTERS = 1 << 20  # characters tokenized at once: several short texts, or a part of a long one
-_MOST_WHOLE = 1 << 26  # characters within which a tokenizer must find a cut: it takes some 150 bytes for each
+# characters tokenized at once: several short texts, or a part of a long one
+_BATCH_CHARACTERS = 1 << 20
+# characters within which a tokenizer must find a cut: it takes some 150 bytes for each
+_MOST_WHOLE = 1 << 26
 _MOST_LINE = 1 << 28  # bytes of a line of JSONL, which is in memory about three times
-_LEAST_SHARD, _SHARDS = 1 << 24, 2048  # minimum bytes of a shard, and the approximate maximum number of shards
+# minimum bytes of a shard, and the approximate maximum number of shards
+_LEAST_SHARD, _SHARDS = (
+    1 << 24,
+    2048,
+)
 _ROWS = 64  # rows of a Parquet file that are in memory at once
 _PACKED = (".jsonl.gz", ".jsonl.zst")
 
@@ -45,7 +61,8 @@ class Text(NamedTuple):
     loss: bool = True  # whether its tokens carry a loss
     ends: bool = True  # whether it ends its document
     begins: bool = True  # whether it begins its document
-    record: dict[str, Any] | None = None  # an object with `messages`, a conversation, instead of chunks
+    # an object with `messages`, a conversation, instead of chunks
+    record: dict[str, Any] | None = None
 
 
 class Piece(NamedTuple):
@@ -57,7 +74,8 @@ class Piece(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a file, counted from byte `begin`; the lines before that are counted only when this is printed."""
+    """A line of a file, counted from byte `begin`; the lines before that are counted only when this
+    is printed."""
 
     path: Path
     begin: int
@@ -71,7 +89,8 @@ class Line(NamedTuple):
         return f"{self.path}:{before + self.number}"
 
 
-Part = tuple[str, int, Text]  # a string to tokenize at once, the number of characters before it, and its Text
+# a string to tokenize at once, the number of characters before it, and its Text
+Part = tuple[str, int, Text]
 
 
 class TextSource(NamedTuple):
@@ -91,7 +110,8 @@ class TextSource(NamedTuple):
         return self._key(tokenizer, *marks)
 
     def earlier_key(self, tokenizer: Tokenizer) -> str:
-        """The key by which older versions of meshtrain, which knew no `marks` of tokenizers, named these files."""
+        """The key by which older versions of meshtrain, which knew no `marks` of tokenizers, named
+        these files."""
         return self._key(tokenizer)
 
     def _key(self, tokenizer: Tokenizer, *marks: object) -> str:
@@ -118,11 +138,14 @@ class TextSource(NamedTuple):
 
 
 def python_stdlib() -> TextSource:
-    """The .py files of the running Python's standard library, each a document: some 8 MB on every machine."""
+    """The .py files of the running Python's standard library, each a document: some 8 MB on every
+    machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(_modules(root))
     if not files:
-        raise InputError(f"data.source python-stdlib: there are no .py files in {root}; use `text` with a path")
+        raise InputError(
+            f"data.source python-stdlib: there are no .py files in {root}; use `text` with a path"
+        )
     version = ".".join(map(str, sys.version_info[:3]))
     return TextSource(f"python-stdlib {version}", "python-stdlib", files, _read_module)
 
@@ -131,44 +154,56 @@ def _modules(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
             yield path
-        elif path.is_dir() and path.name not in _PASSED_OVER and not path.name.startswith("config-"):
+        elif (
+            path.is_dir() and path.name not in _PASSED_OVER and not path.name.startswith("config-")
+        ):
             yield from _modules(path)
 
 
 def _read_module(piece: Piece) -> Iterator[Text]:
-    with suppress(UnicodeDecodeError):  # a few old modules declare another encoding; they are left out
+    # a few old modules declare another encoding; they are left out
+    with suppress(UnicodeDecodeError):
         yield Text([piece.path.read_text("utf-8-sig")], piece.path)
 
 
 def text_files(path: Path) -> TextSource:
-    """A file, or a folder's .txt and .md files at any depth, sorted; each is a document. Raises InputError: no file."""
+    """A file, or a folder's .txt and .md files at any depth, sorted; each is a document. Raises
+    InputError: no file."""
     return TextSource(str(path), "text", _files(path, (".txt", ".md"), "text"), _read_text)
 
 
 def jsonl_files(path: Path, field: str = "text") -> TextSource:
     """A file, or a folder's .jsonl files at any depth, sorted; each line is a document.
 
-    A line is an object with `field`, with `prompt` (without loss) and `completion`, or with `messages`, of which the
-    assistant's carry a loss. .jsonl.gz or .jsonl.zst files are read only where there is no .jsonl file, since they may
-    hold the same lines. Raises InputError: no file, or both compressed kinds.
+    A line is an object with `field`, with `prompt` (without loss) and `completion`, or with
+    `messages`, of which the assistant's carry a loss. .jsonl.gz or .jsonl.zst files are read only
+    where there is no .jsonl file, since they may hold the same lines. Raises InputError: no file,
+    or both compressed kinds.
     """
     files = _files(path, (".jsonl", *_PACKED), "jsonl")
     packed = [[file for file in files if file.name.lower().endswith(ending)] for ending in _PACKED]
     plain = [file for file in files if file not in chain(*packed)]
     if not plain and all(packed):
         same = f"{any_of(_PACKED, 'and')} files, which may be the same lines"
-        raise InputError(f"data.source jsonl: {path} has {same}: leave one kind in the folder (data.path)")
+        raise InputError(
+            f"data.source jsonl: {path} has {same}: leave one kind in the folder (data.path)"
+        )
     if any(file.suffix.lower() == ".zst" for file in plain or files):
         _require_pyarrow(path)
-    return TextSource(str(path), f"jsonl {field}", plain or files, partial(_read_jsonl, field=field), (".jsonl",))
+    return TextSource(
+        str(path), f"jsonl {field}", plain or files, partial(_read_jsonl, field=field), (".jsonl",)
+    )
 
 
 def parquet_files(path: Path, field: str = "text") -> TextSource:
-    """A file, or a folder's .parquet files at any depth, sorted; each row is a document: the column `field`, or
-    `prompt` (without loss) and `completion`. Raises InputError: no file, or pyarrow is not installed."""
+    """A file, or a folder's .parquet files at any depth, sorted; each row is a document: the column
+    `field`, or `prompt` (without loss) and `completion`. Raises InputError: no file, or pyarrow is
+    not installed."""
     _require_pyarrow(path)
     files = _files(path, (".parquet",), "parquet")
-    return TextSource(str(path), f"parquet {field}", files, partial(_read_parquet, field=field), (".parquet",))
+    return TextSource(
+        str(path), f"parquet {field}", files, partial(_read_parquet, field=field), (".parquet",)
+    )
 
 
 def _require_pyarrow(path: Path) -> None:
@@ -182,14 +217,22 @@ def _files(path: Path, endings: tuple[str, ...], source: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"data.source {source}: there is no file or folder {path} (data.path)")
-    files = sorted(file for file in files_below(path) if file.name[1:].lower().endswith(endings) and file.is_file())
+    files = sorted(
+        file
+        for file in files_below(path)
+        if file.name[1:].lower().endswith(endings) and file.is_file()
+    )
     if not files:
-        raise InputError(f"data.source {source}: there are no {any_of(endings)} files in {path} (data.path)")
+        raise InputError(
+            f"data.source {source}: there are no {any_of(endings)} files in {path} (data.path)"
+        )
     return files
 
 
 def _read_text(piece: Piece) -> Iterator[Text]:
-    is_empty = piece.end == 0 or (piece.end == len(codecs.BOM_UTF8) and piece.path.read_bytes() == codecs.BOM_UTF8)
+    is_empty = piece.end == 0 or (
+        piece.end == len(codecs.BOM_UTF8) and piece.path.read_bytes() == codecs.BOM_UTF8
+    )
     if not is_empty:
         yield Text(_decode(piece.path), piece.path)
 
@@ -199,12 +242,14 @@ def _decode(path: Path) -> Iterator[str]:
     with open(path, "rb") as file:
         while True:
             raw = file.read(_BATCH_CHARACTERS)
-            before = read - len(decoder.getstate()[0])  # a character may begin in one block and end in the next
+            # a character may begin in one block and end in the next
+            before = read - len(decoder.getstate()[0])
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 raise InputError(
-                    f"{path} is not UTF-8 text: byte {before + error.start:,} is 0x{error.object[error.start]:02x} "
+                    f"{path} is not UTF-8 text: byte {before + error.start:,} is "
+                    f"0x{error.object[error.start]:02x} "
                     f"({error.reason}); convert the file, for example with iconv"
                 ) from None
             if not raw:
@@ -231,14 +276,18 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
                 del line  # may be long, and so may `text`: hold only one of them
                 record = parse_json(text, most=_MOST_LINE, unique=True)
             except ValueError as error:
-                raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line{form}") from None
+                raise InputError(
+                    f"{source}: not JSON in UTF-8 ({error}); expected one object a line{form}"
+                ) from None
             del text
             if isinstance(record, list) and form:
                 raise InputError(f"{source}: expected one object a line{form}")
             if _is_sharegpt(record, field):
                 raise InputError(
-                    f"{source}: this is the form of ShareGPT (`from`, `value`): write `messages`, with `role` (user "
-                    "for human, assistant for gpt, or system) in place of `from`, and `content` in place of `value`"
+                    f"{source}: this is the form of ShareGPT (`from`, `value`): write `messages`, "
+                    "with `role` (user "
+                    "for human, assistant for gpt, or system) in place of `from`, and `content` in "
+                    "place of `value`"
                 )
             if isinstance(record, dict) and "messages" in record and field not in record:
                 yield Text((), source, record=record)
@@ -247,17 +296,21 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
 
 
 def _form_of_file(beginning: bytes) -> str:
-    """What a file is if its first line, which begins so, is no object; "" if that is not to be seen."""
+    """What a file is if its first line, which begins so, is no object; "" if that is not to be
+    seen."""
     text = beginning.removeprefix(codecs.BOM_UTF8).strip()
     if text.startswith(b"["):
-        return ": the file is one JSON array; write each of its objects as a line (jq -c '.[]' FILE)"
+        return (
+            ": the file is one JSON array; write each of its objects as a line (jq -c '.[]' FILE)"
+        )
     if text == b"{":
         return ": the file's objects go over several lines; write each as one line (jq -c . FILE)"
     return ""
 
 
 def _is_sharegpt(record: Any, field: str) -> bool:
-    """Whether it is a conversation of another form than `messages` with `role` and `content`, and nothing else."""
+    """Whether it is a conversation of another form than `messages` with `role` and `content`, and
+    nothing else."""
     if not isinstance(record, dict) or {field, "prompt", "completion"} & set(record):
         return False
     turns = record.get("messages", record.get("conversations"))
@@ -269,8 +322,8 @@ def _is_sharegpt(record: Any, field: str) -> bool:
 def _lines(path: Path, begin: int) -> Iterator[bytes]:
     """The lines of a file, decompressed, from the byte before `begin` on; yields b"" at the end.
 
-    Raises InputError: damaged content, or a line that has more than `_MOST_LINE` bytes: a small compressed file may
-    hold one that is larger than the memory.
+    Raises InputError: damaged content, or a line that has more than `_MOST_LINE` bytes: a small
+    compressed file may hold one that is larger than the memory.
     """
     file: Any
     if path.suffix.lower() == ".zst":
@@ -285,14 +338,20 @@ def _lines(path: Path, begin: int) -> Iterator[bytes]:
         for number in count():
             try:
                 line = [file.readline(_MOST_LINE + 1)]
-            except (EOFError, OSError, ValueError, zlib.error) as error:  # pyarrow raises OSError and ValueError
+            except (
+                EOFError,
+                OSError,
+                ValueError,
+                zlib.error,
+            ) as error:  # pyarrow raises OSError and ValueError
                 if isinstance(error, OSError) and error.errno:  # a disk error, not damaged content
                     raise
                 damage = f"truncated or damaged after line {number:,} ({error})"
                 raise InputError(f"{path} is {damage}; fetch it again") from None
             if len(line[0]) > _MOST_LINE:
                 raise InputError(
-                    f"{path}: the line after the first {plural(number, 'line')} that were read has more than "
+                    f"{path}: the line after the first {plural(number, 'line')} that were read has "
+                    "more than "
                     f"{_MOST_LINE:,} bytes: write each document as a line of its own"
                 )
             yield line.pop()  # may be long: no reference stays here
@@ -310,29 +369,42 @@ def _read_parquet(piece: Piece, field: str) -> Iterator[Text]:
         columns = [field] if field in names else ["prompt", "completion"]
         if not set(columns) <= set(names):
             expected = f"the column `{field}`, or `prompt` and `completion`"
-            raise InputError(f"{path}: expected {expected}; found {', '.join(names)} (data.text_field)")
+            raise InputError(
+                f"{path}: expected {expected}; found {', '.join(names)} (data.text_field)"
+            )
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
             first = about.column(0)
-            offset = min(first.data_page_offset, first.dictionary_page_offset or first.data_page_offset)
+            offset = min(
+                first.data_page_offset, first.dictionary_page_offset or first.data_page_offset
+            )
             number, row = row, row + about.num_rows
             if piece.begin <= offset < piece.end:
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False):
+                for batch in file.iter_batches(
+                    _ROWS, row_groups=[group], columns=columns, use_threads=False
+                ):
                     for record in batch.to_pylist():
                         number += 1
                         yield from _from_object(record, f"{path}, row {number:,}", field)
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
-        raise InputError(f"{path} is no Parquet file, or damaged ({error}); fetch it again") from None
+        raise InputError(
+            f"{path} is no Parquet file, or damaged ({error}); fetch it again"
+        ) from None
 
 
 def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
     keys = set(record) & {field, "prompt", "completion"} if isinstance(record, dict) else set()
     if keys not in ({field}, {"prompt", "completion"}):
-        instead = f"the keys {', '.join(map(repr, record))}" if isinstance(record, dict) else f"{record!r:.40}"
+        instead = (
+            f"the keys {', '.join(map(repr, record))}"
+            if isinstance(record, dict)
+            else f"{record!r:.40}"
+        )
         raise InputError(
-            f"{source}: expected an object with the key `{field}`, or with `prompt` and `completion`; found {instead}"
+            f"{source}: expected an object with the key `{field}`, or with `prompt` and "
+            f"`completion`; found {instead}"
         )
     for key in keys:
         if not isinstance(record[key], str):
@@ -341,7 +413,9 @@ def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
             for part in _slices(record[key]):
                 part.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"{source}: holds half of a surrogate pair, which is no character ({error})") from None
+            raise InputError(
+                f"{source}: holds half of a surrogate pair, which is no character ({error})"
+            ) from None
     prompt, text = record.get("prompt", ""), record[field if field in keys else "completion"]
     if prompt:
         yield Text(_slices(prompt), source, loss=False, ends=False)
@@ -350,14 +424,17 @@ def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
 
 
 def _slices(text: str) -> Iterator[str]:
-    return (text[start : start + _BATCH_CHARACTERS] for start in range(0, len(text), _BATCH_CHARACTERS))
+    return (
+        text[start : start + _BATCH_CHARACTERS] for start in range(0, len(text), _BATCH_CHARACTERS)
+    )
 
 
 def documents(
     source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer, loss_on: LossOn = "all"
 ) -> Iterator[Document]:
-    """The documents of a shard as tokens, each ended by the tokenizer's end-of-document token, without empty documents.
-    A token that begins each is no target with a loss. `loss_on`: which answers of a conversation carry a loss.
+    """The documents of a shard as tokens, each ended by the tokenizer's end-of-document token,
+    without empty documents. A token that begins each is no target with a loss. `loss_on`: which
+    answers of a conversation carry a loss.
 
     Holds no more of a long document in memory than the tokenizer needs to find a place to cut it.
     Raises InputError: a file is malformed; names the file and the place in it.
@@ -380,10 +457,13 @@ def documents(
     yield from _encode(waiting, tokenizer)
 
 
-def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer, loss_on: LossOn) -> Document:
+def _conversation(
+    record: dict[str, Any], source: object, tokenizer: Tokenizer, loss_on: LossOn
+) -> Document:
     if tokenizer.chat is None:
         raise InputError(
-            f"{source}: `messages` need a chat template: data.tokenizer has to be a tokenizer.json with a "
+            f"{source}: `messages` need a chat template: data.tokenizer has to be a tokenizer.json "
+            "with a "
             "tokenizer_config.json (`chat_template`) or a chat_template.jinja beside it"
         )
     try:
@@ -396,7 +476,8 @@ def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer, 
     # Templates write some of these tokens themselves: none stands there twice.
     if not _is_ended(ids, tokenizer):
         ids = np.append(ids, ids.dtype.type(tokenizer.end))
-        loss = np.append(loss, loss[-1] if len(loss) else np.uint8(0))  # as the last token of the text
+        # as the last token of the text
+        loss = np.append(loss, loss[-1] if len(loss) else np.uint8(0))
     if tokenizer.begin is not None:
         if ids[0] != tokenizer.begin:
             ids, loss = np.insert(ids, 0, tokenizer.begin), np.insert(loss, 0, 0)
@@ -421,7 +502,8 @@ def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
                 rest, start = rest[end:], start + end
             elif len(rest) > _MOST_WHOLE:
                 raise InputError(
-                    f"{text.source} has {len(rest):,} characters and more in which data.tokenizer finds no place to "
+                    f"{text.source} has {len(rest):,} characters and more in which data.tokenizer "
+                    "finds no place to "
                     "cut them: give shorter documents, for instance as lines of JSONL"
                 )
     yield rest, start, text

@@ -12,11 +12,23 @@ from meshtrain.data.chat import CONFIG, ChatTemplate, Span, Spelling, tokenizer_
 from meshtrain.data.tokens import smallest_dtype
 from meshtrain.errors import InputError, join_some
 
-_LOOK, _AROUND = 4096, 256  # characters searched for a cut, and characters compared on each side of a candidate
+# characters searched for a cut, and characters compared on each side of a candidate
+_LOOK, _AROUND = (
+    4096,
+    256,
+)
 END_NAMES = (  # ends of documents, where neither data.end_token nor tokenizer_config.json names one
-    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "<|im_end|>", "<|eot_id|>",
-    "[EOS]", "[SEP]",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|endofdocument|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "[EOS]",
+    "[SEP]",
+)
 _CUT = "\ue000cut\ue000"  # an added token of one's own, which no text has
 
 
@@ -28,20 +40,28 @@ class Tokenizer(Protocol):
     begin: int | None  # the id that begins a document; None: a document begins with its text
     end: int  # the id that ends a document
     stops: frozenset[int]  # ids after which a generated text is over
-    chat: ChatTemplate | None  # how the tokenizer formats conversations; None: it has no chat template
+    # how the tokenizer formats conversations; None: it has no chat template
+    chat: ChatTemplate | None
     about: str | None  # which tokens begin and end a document, for people; None: always the same
-    spelled: str | None  # a control token that documents so far have spelled, and that is text in them; None: none has
-    marks: tuple[object, ...]  # what, besides `identity`, makes other ids than older versions of meshtrain did
+    spelled: (
+        str | None
+        # a control token that documents so far have spelled, and that is text in them; None: none
+        # has
+    )
+    # what, besides `identity`, makes other ids than older versions of meshtrain did
+    marks: tuple[object, ...]
 
     def problem(self, text: str, start: int) -> str | None:
-        """Why `text`, from character `start` of a document on, cannot be encoded, as the end of a sentence; or None."""
+        """Why `text`, from character `start` of a document on, cannot be encoded, as the end of a
+        sentence; or None."""
 
     def cut(self, text: str) -> int:
-        """The last place to cut `text` so that the ids of the two sides are those of the whole; 0: there is none."""
+        """The last place to cut `text` so that the ids of the two sides are those of the whole; 0:
+        there is none."""
 
     def encode(self, text: str, *, plain: bool = False) -> list[int]:
-        """The ids of a text without a begin and an end. Where it spells a control token, it has that token; `plain`: it
-        has the characters, as in documents."""
+        """The ids of a text without a begin and an end. Where it spells a control token, it has
+        that token; `plain`: it has the characters, as in documents."""
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """The plain ids of each text, in the dtype of a token file."""
@@ -49,8 +69,8 @@ class Tokenizer(Protocol):
     def encode_spans(
         self, text: str, spans: Sequence[Span], plain: Sequence[Span] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text, (n,), and a mask, (n,): 1 for ids of characters in one of these spans, or 0. Control
-        tokens that the text spells are tokens, but not in the spans `plain`."""
+        """The ids of a text, (n,), and a mask, (n,): 1 for ids of characters in one of these spans,
+        or 0. Control tokens that the text spells are tokens, but not in the spans `plain`."""
 
     def controls(self, ids: np.ndarray) -> np.ndarray:
         """Which ids are those of control tokens, (n,) bool."""
@@ -58,35 +78,44 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def open_tokenizer(name: str, begin_token: str | None = None, end_token: str | None = None) -> Tokenizer:
-    """Opens `bytes` or the path of a tokenizer.json. Raises InputError: neither, `tokenizers` is not installed, or it
-    has no such token.
+def open_tokenizer(
+    name: str, begin_token: str | None = None, end_token: str | None = None
+) -> Tokenizer:
+    """Opens `bytes` or the path of a tokenizer.json. Raises InputError: neither, `tokenizers` is
+    not installed, or it has no such token.
 
     Args:
-        begin_token: `auto` (what tokenizer_config.json names as `bos_token`) or the token that begins a document.
-        end_token: the token that ends a document; None: what tokenizer_config.json names as `eos_token`, or the first
-            of `END_NAMES` that there is.
+        begin_token: `auto` (what tokenizer_config.json names as `bos_token`) or the token that
+            begins a document.
+        end_token: the token that ends a document; None: what tokenizer_config.json names as
+            `eos_token`, or the first of `END_NAMES` that there is.
     """
     if name != "bytes":
         return FileTokenizer(Path(name).expanduser(), begin_token, end_token)
     for key, value in (("begin_token", begin_token), ("end_token", end_token)):
         if value is not None:
-            raise InputError(f"data.{key} is {value!r}, and the tokenizer `bytes` has no such tokens: leave it out")
+            raise InputError(
+                f"data.{key} is {value!r}, and the tokenizer `bytes` has no such tokens: leave it "
+                "out"
+            )
     return ByteTokenizer()
 
 
 def end_name(ids: Mapping[str, int], eos: str | None, end_token: str | None = None) -> str | None:
-    """Which of a tokenizer's tokens ends a document. `eos`: what tokenizer_config.json names; `end_token`: the key."""
+    """Which of a tokenizer's tokens ends a document. `eos`: what tokenizer_config.json names;
+    `end_token`: the key."""
     candidates = (eos, *END_NAMES) if end_token is None else (end_token,)
     return next((name for name in candidates if name in ids), None)
 
 
 def refuse_controls(tokenizer: Tokenizer, ids: np.ndarray) -> None:
-    """Raises InputError, the reason as the end of a sentence: control tokens are among the ids of plain text."""
+    """Raises InputError, the reason as the end of a sentence: control tokens are among the ids of
+    plain text."""
     if (is_control := tokenizer.controls(ids)).any():
         token = tokenizer.decode(ids[is_control][:1].tolist())
         raise InputError(
-            f"spells the control token {token}, which this data.tokenizer does not tell from text: take it out of the "
+            f"spells the control token {token}, which this data.tokenizer does not tell from text: "
+            "take it out of the "
             "text, or use a tokenizer whose `added_tokens` have it as `special`"
         )
 
@@ -109,7 +138,8 @@ class ByteTokenizer:
         if index < 0:
             return None
         return (
-            f"holds the character U+0000 at {start + index:,}, and the byte 0 ends a document with the tokenizer "
+            f"holds the character U+0000 at {start + index:,}, and the byte 0 ends a document with "
+            "the tokenizer "
             "`bytes`: is it text at all? Otherwise remove the character, or use a tokenizer.json"
         )
 
@@ -131,20 +161,27 @@ class ByteTokenizer:
         return ids == self.end
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ends of documents become blank lines; ids above 255 and bytes that are not valid UTF-8 become U+FFFD."""
-        parts = (b"\n\n" if token == self.end else bytes([token]) if token < 256 else b"\xff" for token in ids)
+        """Ends of documents become blank lines; ids above 255 and bytes that are not valid UTF-8
+        become U+FFFD."""
+        parts = (
+            b"\n\n" if token == self.end else bytes([token]) if token < 256 else b"\xff"
+            for token in ids
+        )
         return b"".join(parts).decode("utf-8", "replace")
 
 
 class FileTokenizer:
     """A tokenizer.json, read by Hugging Face's `tokenizers`."""
 
-    def __init__(self, path: Path, begin_token: str | None = None, end_token: str | None = None) -> None:
+    def __init__(
+        self, path: Path, begin_token: str | None = None, end_token: str | None = None
+    ) -> None:
         try:
             content = path.read_bytes()
         except OSError as error:
             raise InputError(
-                f"the tokenizer {path} cannot be read ({error.strerror}): data.tokenizer is `bytes`, or the path of a "
+                f"the tokenizer {path} cannot be read ({error.strerror}): data.tokenizer is "
+                "`bytes`, or the path of a "
                 "Hugging Face tokenizer.json"
             ) from error
         try:
@@ -160,8 +197,11 @@ class FileTokenizer:
             raise InputError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Nothing is added to a text here; all that the file's own would do is to leave blanks out of the offsets.
-        self._tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        # Nothing is added to a text here; all that the file's own would do is to leave blanks out
+        # of the offsets.
+        self._tokenizer.post_processor = TemplateProcessing(
+            single="$A", pair="$A $B", special_tokens=[]
+        )
         self._path = path
 
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -186,8 +226,11 @@ class FileTokenizer:
         self._control_ids = frozenset(control.values())
         self._spelling = Spelling(tuple(control)).pattern
         self.spelled: str | None = None
-        # Text may have the token of what is unknown, but not, as GPT-2's is the same, the one that ends a document.
-        unknown = {ids[name] for name in (named.get("unk_token", ""), "<unk>", "[UNK]") if name in ids}
+        # Text may have the token of what is unknown, but not, as GPT-2's is the same, the one that
+        # ends a document.
+        unknown = {
+            ids[name] for name in (named.get("unk_token", ""), "<unk>", "[UNK]") if name in ids
+        }
         self._controls = np.zeros(self.vocab_size, bool)
         self._controls[sorted(self._control_ids - (unknown - {self.begin, self.end}))] = True
 
@@ -200,24 +243,33 @@ class FileTokenizer:
             marks.append("control tokens in text are text")
         self.marks = tuple(marks)
 
-    def _begin_name(self, ids: Mapping[str, int], named: Mapping[str, str], begin_token: str | None) -> str | None:
+    def _begin_name(
+        self, ids: Mapping[str, int], named: Mapping[str, str], begin_token: str | None
+    ) -> str | None:
         if begin_token != "auto":
-            return None if begin_token is None else self._known("data.begin_token", begin_token, ids)
+            return (
+                None if begin_token is None else self._known("data.begin_token", begin_token, ids)
+            )
         if "bos_token" not in named:
             raise InputError(
-                f"data.begin_token is auto, and no {CONFIG} beside {self._path} names a `bos_token`: name the token "
+                f"data.begin_token is auto, and no {CONFIG} beside {self._path} names a "
+                "`bos_token`: name the token "
                 "that begins a document, or leave the key out"
             )
         return self._known(f"the `bos_token` of {CONFIG}", named["bos_token"], ids)
 
-    def _end_name(self, ids: Mapping[str, int], named: Mapping[str, str], end_token: str | None) -> str:
+    def _end_name(
+        self, ids: Mapping[str, int], named: Mapping[str, str], end_token: str | None
+    ) -> str:
         if end_token is not None:
             return self._known("data.end_token", end_token, ids)
         end = end_name(ids, named.get("eos_token"))
         if end is None:
             raise InputError(
-                f"{self._path} has no token to end a document with: no {CONFIG} beside it names an `eos_token` that it "
-                f"has, and {', '.join(END_NAMES)} are not among its {len(ids):,} tokens; name one of them in "
+                f"{self._path} has no token to end a document with: no {CONFIG} beside it names an "
+                "`eos_token` that it "
+                f"has, and {', '.join(END_NAMES)} are not among its {len(ids):,} tokens; name one "
+                "of them in "
                 "data.end_token"
             )
         return end
@@ -225,7 +277,11 @@ class FileTokenizer:
     def _known(self, key: str, name: str, ids: Mapping[str, int]) -> str:
         if name not in ids:
             added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-            tokens = f"whose added tokens are {join_some(added)}" if added else f"which has {len(ids):,} tokens"
+            tokens = (
+                f"whose added tokens are {join_some(added)}"
+                if added
+                else f"which has {len(ids):,} tokens"
+            )
             raise InputError(f"{key} is {name!r}, which is no token of {self._path}, {tokens}")
         return name
 
@@ -233,18 +289,25 @@ class FileTokenizer:
         return None
 
     def cut(self, text: str) -> int:
-        """Cuts between two words of the pre-tokenizer whose ids do not depend on the text beyond the cut.
+        """Cuts between two words of the pre-tokenizer whose ids do not depend on the text beyond
+        the cut.
 
-        Merges never cross a word boundary, and the pre-tokenizer looks at only a few characters around one.
+        Merges never cross a word boundary, and the pre-tokenizer looks at only a few characters
+        around one.
         """
         base = max(0, len(text) - _LOOK)
         (tail,) = self._encode([text[base:]], plain=True)
         for i in range(len(tail.ids) - 1, 0, -1):
             end = base + tail.offsets[i - 1][1]
-            if tail.word_ids[i] == tail.word_ids[i - 1] or not _AROUND <= end <= len(text) - _AROUND:
+            if (
+                tail.word_ids[i] == tail.word_ids[i - 1]
+                or not _AROUND <= end <= len(text) - _AROUND
+            ):
                 continue
             sides = text[end - _AROUND : end], text[end : end + _AROUND]
-            whole, left, right = (encoding.ids for encoding in self._encode(["".join(sides), *sides], plain=True))
+            whole, left, right = (
+                encoding.ids for encoding in self._encode(["".join(sides), *sides], plain=True)
+            )
             if whole == left + right:
                 return end
         return 0
@@ -265,12 +328,16 @@ class FileTokenizer:
         starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         loss = np.zeros(len(ids), np.uint8)
         for first, last in spans:
-            # A token across the beginning is learned for the answer's part of it. An empty one belongs to what follows.
+            # A token across the beginning is learned for the answer's part of it. An empty one
+            # belongs to what follows.
             loss[((starts >= first) | (ends > first)) & (starts < last)] = 1
         return np.array(ids, self._dtype), loss
 
-    def _encode_partly_plain(self, text: str, plain: Sequence[Span]) -> tuple[list[int], list[Span]]:
-        """The ids and offsets of a text that spells control tokens in the spans `plain`, where they are characters."""
+    def _encode_partly_plain(
+        self, text: str, plain: Sequence[Span]
+    ) -> tuple[list[int], list[Span]]:
+        """The ids and offsets of a text that spells control tokens in the spans `plain`, where they
+        are characters."""
         (encoding,) = self._encode([text], plain=False)
         if not plain:
             return encoding.ids, encoding.offsets
@@ -278,7 +345,9 @@ class FileTokenizer:
         offsets: list[Span] = []
         place = 0
         for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token not in self._control_ids or any(first < end and begin < last for begin, end in plain):
+            if token not in self._control_ids or any(
+                first < end and begin < last for begin, end in plain
+            ):
                 continue
             self._add_plain(text, place, first, ids, offsets)
             ids.append(token)
@@ -287,15 +356,20 @@ class FileTokenizer:
         self._add_plain(text, place, len(text), ids, offsets)
         return ids, offsets
 
-    def _add_plain(self, text: str, first: int, last: int, ids: list[int], offsets: list[Span]) -> None:
-        """Adds the plain ids of text[first:last], which is the whole text's beginning or follows an added token."""
+    def _add_plain(
+        self, text: str, first: int, last: int, ids: list[int], offsets: list[Span]
+    ) -> None:
+        """Adds the plain ids of text[first:last], which is the whole text's beginning or follows an
+        added token."""
         if first == last:
             return
         lead = _CUT if first else ""
         try:
             encoding = self._cutting.encode(lead + text[first:last], add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
-            raise InputError(f"the tokenizer {self._path} cannot encode the text: {error}") from error
+            raise InputError(
+                f"the tokenizer {self._path} cannot encode the text: {error}"
+            ) from error
         skip, shift = bool(lead), first - len(lead)
         refuse_controls(self, np.array(encoding.ids[skip:], np.int64))
         ids += encoding.ids[skip:]
@@ -303,7 +377,8 @@ class FileTokenizer:
 
     @cached_property
     def _cutting(self) -> Any:
-        """A tokenizer of plain text with a token of one's own: what follows it is encoded as behind any added token."""
+        """A tokenizer of plain text with a token of one's own: what follows it is encoded as behind
+        any added token."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Implementation
 
@@ -317,11 +392,14 @@ class FileTokenizer:
             self._tokenizer.encode_special_tokens = plain
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
-            raise InputError(f"the tokenizer {self._path} cannot encode the text: {error}") from error
+            raise InputError(
+                f"the tokenizer {self._path} cannot encode the text: {error}"
+            ) from error
 
     def controls(self, ids: np.ndarray) -> np.ndarray:
         return self._controls[ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        ids = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be padded
+        # a model's vocabulary may be padded
+        ids = [token for token in ids if token < self.vocab_size]
         return self._tokenizer.decode(ids, skip_special_tokens=False)

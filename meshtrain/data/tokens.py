@@ -1,13 +1,16 @@
-"""Token files: the prepared form of a corpus, a folder of flat files that are memory-mapped and read in place.
+"""Token files: the prepared form of a corpus, a folder of flat files that are memory-mapped and
+read in place.
 
-    tokens.bin      every token of every document, one after the other (uint8, uint16 or uint32, little-endian)
-    documents.bin   int64, number of documents + 1: document d is tokens documents[d] to documents[d + 1]
-    bytes.bin       int64 per document: bytes of the text behind its predicted tokens (absent where that is unknown)
-    loss.bin        uint8 per token: 0 where the token, as a target, carries no loss (absent if all tokens carry one)
-    checksums.json  the CRC-32 of every 4 MiB of each file above (older versions of meshtrain wrote none)
-    header.json     describes the other files; written last
+    tokens.bin      every token of every document, one after the other (uint8, uint16 or uint32,
+    little-endian) documents.bin   int64, number of documents + 1: document d is tokens documents[d]
+    to documents[d + 1] bytes.bin       int64 per document: bytes of the text behind its predicted
+    tokens (absent where that is unknown) loss.bin        uint8 per token: 0 where the token, as a
+    target, carries no loss (absent if all tokens carry one) checksums.json  the CRC-32 of every 4
+    MiB of each file above (older versions of meshtrain wrote none) header.json     describes the
+    other files; written last
 
-A folder appears whole or not at all: it is written under a temporary name, synced to disk, and renamed.
+A folder appears whole or not at all: it is written under a temporary name, synced to disk, and
+renamed.
 """
 
 import hashlib
@@ -36,7 +39,8 @@ FORMAT = 1
 BLOCK = 4 << 20  # bytes under one checksum
 CHECKSUMS = "checksums.json"
 _DTYPES = ("uint8", "uint16", "uint32")
-_FIRST_LOOK_BYTES = 4 << 20  # bytes of the token file in which `Corpus.check_ids` looks for wrong ids
+# bytes of the token file in which `Corpus.check_ids` looks for wrong ids
+_FIRST_LOOK_BYTES = 4 << 20
 _PART = 1 << 20  # values read or written at once
 PIECE = 1 << 16  # documents whose offsets are read at once
 _ONE = np.uint8(1)
@@ -47,7 +51,8 @@ class Document(NamedTuple):
     """One document, or a part of one, to be written to a token file."""
 
     ids: np.ndarray  # (n,) token ids, the end-of-document token included
-    loss: np.ndarray | None = None  # (n,) 0 where the token, as a target, carries no loss; None: all tokens carry one
+    # (n,) 0 where the token, as a target, carries no loss; None: all tokens carry one
+    loss: np.ndarray | None = None
     text_bytes: int | None = None  # bytes of the text behind the tokens with a loss
     ends: bool = True  # False: the next part continues this document
 
@@ -63,16 +68,24 @@ class Header:
     largest_id: int
     text_bytes: int | None
     loss_mask: bool
-    fingerprint: str  # SHA-256 of tokens, losses and offsets: the same on every host for the same corpus and tokenizer
+    # SHA-256 of tokens, losses and offsets: the same on every host for the same corpus and
+    # tokenizer
+    fingerprint: str
     tokenizer: str
     source: str
 
 
 class MappedArray:
-    """A one-dimensional array in a file, memory-mapped on first use in each process. Pickled without its data."""
+    """A one-dimensional array in a file, memory-mapped on first use in each process. Pickled
+    without its data."""
 
     def __init__(self, path: Path, dtype: str, count: int, offset: int = 0) -> None:
-        self.path, self.dtype, self.count, self.offset = path, np.dtype(dtype).newbyteorder("<"), count, offset
+        self.path, self.dtype, self.count, self.offset = (
+            path,
+            np.dtype(dtype).newbyteorder("<"),
+            count,
+            offset,
+        )
         self._array: np.ndarray | None = None
 
     @property
@@ -80,7 +93,9 @@ class MappedArray:
         if self._array is None:
             self._array = np.empty(0, self.dtype)  # an empty file cannot be mapped
             if self.count:  # a plain array: slicing a np.memmap costs more
-                self._array = np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)))
+                self._array = np.asarray(
+                    np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
+                )
         return self._array
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,15 +113,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A token file and the offsets of its D documents, which are read piece by piece from a mapped file that all ranks
-    of a host share: memory does not grow with the number of documents."""
+    """A token file and the offsets of its D documents, which are read piece by piece from a mapped
+    file that all ranks of a host share: memory does not grow with the number of documents."""
 
     name: str
     tokens: MappedArray
     loss: MappedArray | None = None  # 0 where a token, as a target, carries no loss
     documents: int
     offsets: MappedArray  # (D + 1,) document d is tokens offsets[d] to offsets[d + 1]
-    text_bytes: MappedArray | None = None  # (D,) bytes of the text behind each document's tokens with a loss
+    # (D,) bytes of the text behind each document's tokens with a loss
+    text_bytes: MappedArray | None = None
     largest_id: int | None = None  # None: the file does not say
     tokenizer: str | None = None  # identity of the tokenizer; None: the file does not say
     fingerprint: str
@@ -119,18 +135,22 @@ class Corpus:
     def piece(self, first: int, stop: int) -> Piece:
         """The documents [first, stop)."""
         offsets = self.offsets.array[first : stop + 1]
-        return Piece(slice(first, stop), offsets[:-1], np.diff(offsets), np.ones(stop - first, np.int64))
+        return Piece(
+            slice(first, stop), offsets[:-1], np.diff(offsets), np.ones(stop - first, np.int64)
+        )
 
     def begins(self, documents: np.ndarray) -> np.ndarray:
         """Where documents begin in the file, in tokens; `documents` are numbers in file order."""
         return self.offsets.array[documents]
 
     def first_from(self, places: np.ndarray) -> np.ndarray:
-        """The number, in file order, of the first document that begins at or after each of these tokens."""
+        """The number, in file order, of the first document that begins at or after each of these
+        tokens."""
         return np.searchsorted(self.offsets.array, places)
 
     def check_ids(self, n_outputs: int | None) -> None:
-        """Raises InputError if the header or the beginning of the file shows an id outside the vocabulary."""
+        """Raises InputError if the header or the beginning of the file shows an id outside the
+        vocabulary."""
         if n_outputs is not None and self.largest_id is not None and self.largest_id >= n_outputs:
             raise outside_vocabulary(self.name, self.largest_id, n_outputs, None)
         first = self.tokens.array[: _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize]
@@ -139,23 +159,29 @@ class Corpus:
                 raise outside_vocabulary(self.name, token, n_outputs, self.largest_id)
 
     def limit(self, n_outputs: int | None) -> float:
-        """Exclusive upper bound of the ids of an undamaged file: the vocabulary size, or less if the header says so."""
+        """Exclusive upper bound of the ids of an undamaged file: the vocabulary size, or less if
+        the header says so."""
         limit = math.inf if self.largest_id is None else self.largest_id + 1
         return limit if n_outputs is None else min(limit, n_outputs)
 
 
-def outside_vocabulary(source: str, token: int, n_outputs: int | None, largest_id: int | None) -> InputError:
+def outside_vocabulary(
+    source: str, token: int, n_outputs: int | None, largest_id: int | None
+) -> InputError:
     if largest_id is not None and token > largest_id:
         return InputError(
-            f"{source} holds the token id {token}, and its header says that {largest_id} is the largest: the file is "
+            f"{source} holds the token id {token}, and its header says that {largest_id} is the "
+            "largest: the file is "
             "damaged; copy or prepare it anew"
         )
     if token < 0:
         return InputError(
-            f"{source} holds the token id {token}: expected ids from 0 on; is the file what it should be?"
+            f"{source} holds the token id {token}: expected ids from 0 on; is the file what it "
+            "should be?"
         )
     return InputError(
-        f"{source} holds the token id {token}, but model.vocab_size is {n_outputs}: set it to at least {token + 1}, or "
+        f"{source} holds the token id {token}, but model.vocab_size is {n_outputs}: set it to at "
+        f"least {token + 1}, or "
         "use the tokenizer that the model was made for"
     )
 
@@ -165,13 +191,21 @@ def smallest_dtype(vocab_size: int) -> str:
 
 
 def write(
-    folder: Path, documents: Iterable[Document], *, vocab_size: int, tokenizer: str, source: str, empty: bool = False
+    folder: Path,
+    documents: Iterable[Document],
+    *,
+    vocab_size: int,
+    tokenizer: str,
+    source: str,
+    empty: bool = False,
 ) -> Header:
-    """Writes a folder of token files, whole or not at all. Holds no more in memory than one `Document` at a time.
+    """Writes a folder of token files, whole or not at all. Holds no more in memory than one
+    `Document` at a time.
 
     Args:
         vocab_size: ids lie in [0, vocab_size); determines how many bytes a token takes.
-        tokenizer, source: the tokenizer's identity (`bytes`: the byte tokenizer), and the source's name for messages.
+        tokenizer, source: the tokenizer's identity (`bytes`: the byte tokenizer), and the source's
+            name for messages.
         empty: whether zero tokens are allowed.
 
     Raises:
@@ -179,7 +213,9 @@ def write(
         ValueError: the last document is not ended.
         OSError: the folder exists, or the write failed. Nothing is left behind.
     """
-    temporary = folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
+    temporary = (
+        folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir()
     try:
@@ -196,7 +232,8 @@ def write(
 
 
 def temporary_prefix(folder: Path) -> str:
-    """Prefix of the names of temporary folders that will be renamed to `folder`; host and pid follow."""
+    """Prefix of the names of temporary folders that will be renamed to `folder`; host and pid
+    follow."""
     return f".{folder.name}."
 
 
@@ -210,9 +247,12 @@ class _BlockFile:
 
     def write(self, data: memoryview | bytes) -> memoryview | bytes:
         self._file.write(data)
-        for start in range(-(self._size % BLOCK), len(data), BLOCK):  # each block that overlaps the data
+        # each block that overlaps the data
+        for start in range(-(self._size % BLOCK), len(data), BLOCK):
             part = data[max(start, 0) : start + BLOCK]
-            self.crc32[len(self.crc32) - (start < 0) :] = [zlib.crc32(part, self.crc32[-1] if start < 0 else 0)]
+            self.crc32[len(self.crc32) - (start < 0) :] = [
+                zlib.crc32(part, self.crc32[-1] if start < 0 else 0)
+            ]
         self._size += len(data)
         return data
 
@@ -221,7 +261,9 @@ class _BlockFile:
         os.fsync(self._file.fileno())
 
 
-def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, tokenizer: str, source: str) -> Header:
+def _write_files(
+    folder: Path, documents: Iterable[Document], vocab_size: int, tokenizer: str, source: str
+) -> Header:
     dtype = np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
     number = written = tokens_seen = size_seen = all_bytes = 0
     largest, masked, sized = -1, False, True
@@ -229,17 +271,22 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
     digest = hashlib.sha256(dtype.name.encode())
     with ExitStack() as stack:
         names = ("tokens.bin", "loss.bin", "documents.bin", "bytes.bin")
-        tokens, losses, offsets, sizes = files = [_BlockFile(folder / name, stack) for name in names]
+        tokens, losses, offsets, sizes = files = [
+            _BlockFile(folder / name, stack) for name in names
+        ]
         offsets.write(_INT64.pack(0))
         for ids, loss, size, ends in documents:
             if len(ids):
                 low, high = int(ids.min()), int(ids.max())
                 if low < 0 or high >= vocab_size:
                     raise InputError(
-                        f"document {number} of {source} holds the token id {high if low >= 0 else low}; "
+                        f"document {number} of {source} holds the token id "
+                        f"{high if low >= 0 else low}; "
                         f"expected 0 to {vocab_size - 1}, as {tokenizer} has {vocab_size} ids"
                     )
-                losses_so_far.append(np.broadcast_to(_ONE, len(ids)) if loss is None else np.asarray(loss, np.uint8))
+                losses_so_far.append(
+                    np.broadcast_to(_ONE, len(ids)) if loss is None else np.asarray(loss, np.uint8)
+                )
                 masked |= loss is not None and not losses_so_far[-1].all()
                 largest = max(largest, high)
                 digest.update(tokens.write(np.ascontiguousarray(ids, dtype).data.cast("B")))
@@ -249,7 +296,9 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
             if ends and losses_so_far:
                 for part in losses_so_far:
                     for start in range(0, len(part), _PART):
-                        digest.update(losses.write(np.ascontiguousarray(part[start : start + _PART]).data))
+                        digest.update(
+                            losses.write(np.ascontiguousarray(part[start : start + _PART]).data)
+                        )
                 offsets.write(_INT64.pack(tokens_seen))
                 sizes.write(_INT64.pack(size_seen))
                 written, all_bytes = written + 1, all_bytes + size_seen
@@ -268,7 +317,16 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
     crc32 = {file.path.name: [f"{crc:08x}" for crc in file.crc32] for file in files}
     write_whole(folder / CHECKSUMS, json.dumps({"block": BLOCK, "crc32": crc32}) + "\n")
     bytes_known = all_bytes if sized else None
-    fields = (tokens_seen, written, largest, bytes_known, masked, digest.hexdigest(), tokenizer, source)
+    fields = (
+        tokens_seen,
+        written,
+        largest,
+        bytes_known,
+        masked,
+        digest.hexdigest(),
+        tokenizer,
+        source,
+    )
     header = Header(FORMAT, dtype.name, *fields)
     write_whole(folder / "header.json", json.dumps(asdict(header), indent=1) + "\n")
     return header
@@ -280,14 +338,22 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 
 
 def read_documents(folder: Path) -> Iterator[Document]:
-    """The documents of a folder in parts, as `write` takes them. Files are read, not mapped, since they may be larger
-    than the process's memory. Raises InputError: not a prepared folder, or a damaged one."""
+    """The documents of a folder in parts, as `write` takes them. Files are read, not mapped, since
+    they may be larger than the process's memory. Raises InputError: not a prepared folder, or a
+    damaged one."""
     header = _read_header(folder)
     dtype, start = np.dtype(header.dtype).newbyteorder("<"), 0
     with ExitStack() as stack:
-        tokens, offsets = (stack.enter_context(open(folder / name, "rb")) for name in ("tokens.bin", "documents.bin"))
+        tokens, offsets = (
+            stack.enter_context(open(folder / name, "rb"))
+            for name in ("tokens.bin", "documents.bin")
+        )
         losses = stack.enter_context(open(folder / "loss.bin", "rb")) if header.loss_mask else None
-        sizes = stack.enter_context(open(folder / "bytes.bin", "rb")) if header.text_bytes is not None else None
+        sizes = (
+            stack.enter_context(open(folder / "bytes.bin", "rb"))
+            if header.text_bytes is not None
+            else None
+        )
         offsets.seek(_INT64.size)
         for _ in range(header.documents):
             (end,) = _INT64.unpack(offsets.read(_INT64.size))
@@ -301,8 +367,9 @@ def read_documents(folder: Path) -> Iterator[Document]:
 
 
 def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]:
-    """Reads a whole prepared folder. Returns its problems and whether it has checksums; without them only sizes,
-    offsets and the range of ids are checked. Raises InputError: it is not a prepared folder."""
+    """Reads a whole prepared folder. Returns its problems and whether it has checksums; without
+    them only sizes, offsets and the range of ids are checked. Raises InputError: it is not a
+    prepared folder."""
     if not (folder / "header.json").is_file():
         _read_header(folder)
     sums = folder / CHECKSUMS
@@ -312,7 +379,9 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
         return [str(error)], True
     try:
         crc32 = parse_json(sums.read_bytes(), most=1 << 30)["crc32"] if sums.is_file() else None
-        blocks = {part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names}
+        blocks = {
+            part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names
+        }
     except (ValueError, KeyError, TypeError) as error:
         return [f"{sums} is damaged ({error!r})"], True
     problems = []
@@ -324,30 +393,48 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
             elif path == corpus.tokens.path:
                 largest = int(np.frombuffer(block, corpus.tokens.dtype).max())
                 if largest >= corpus.limit(n_outputs):
-                    problems.append(f"{place}: {outside_vocabulary('it', largest, n_outputs, corpus.largest_id)}")
+                    problems.append(
+                        f"{place}: "
+                        f"{outside_vocabulary('it', largest, n_outputs, corpus.largest_id)}"
+                    )
     return problems, crc32 is not None
 
 
 def open_tokens(folder: Path) -> Corpus:
-    """Opens a prepared folder; reads the header and offsets only. Raises InputError: not one, too new, or damaged."""
+    """Opens a prepared folder; reads the header and offsets only. Raises InputError: not one, too
+    new, or damaged."""
     header = _read_header(folder)
     if header.tokens < 1:
-        raise InputError(f"{folder} is damaged: by its header it holds no tokens; prepare the folder again")
+        raise InputError(
+            f"{folder} is damaged: by its header it holds no tokens; prepare the folder again"
+        )
     tokens = MappedArray(folder / "tokens.bin", header.dtype, header.tokens)
     offsets = MappedArray(folder / "documents.bin", "int64", header.documents + 1)
-    sizes = MappedArray(folder / "bytes.bin", "int64", header.documents) if header.text_bytes is not None else None
+    sizes = (
+        MappedArray(folder / "bytes.bin", "int64", header.documents)
+        if header.text_bytes is not None
+        else None
+    )
     loss = MappedArray(folder / "loss.bin", "uint8", header.tokens) if header.loss_mask else None
     parts = [part for part in (tokens, offsets, sizes, loss) if part is not None]
     files = tuple(Files.of(part.path, part.count * part.dtype.itemsize) for part in parts)
     for part, (_, _, (size,)) in zip(parts, files, strict=True):
         check_size(part.path, size, "prepare the folder again")
-    about = {name: getattr(header, name) for name in ("documents", "largest_id", "tokenizer", "fingerprint")}
+    about = {
+        name: getattr(header, name)
+        for name in ("documents", "largest_id", "tokenizer", "fingerprint")
+    }
     about |= {"name": str(folder), "files": files}
     corpus = Corpus(tokens=tokens, offsets=offsets, text_bytes=sizes, loss=loss, **about)
     first, last = offsets.array[[0, -1]]
-    if first != 0 or last != header.tokens or any((piece.lengths < 0).any() for piece in corpus.pieces()):
+    if (
+        first != 0
+        or last != header.tokens
+        or any((piece.lengths < 0).any() for piece in corpus.pieces())
+    ):
         raise InputError(
-            f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; prepare the folder again"
+            f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; "
+            "prepare the folder again"
         )
     return corpus
 
@@ -357,10 +444,14 @@ def check_size(path: Path, expected: int, remedy: str) -> None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise InputError(f"there is no file {path}: expected one of {expected:,} bytes; {remedy}") from None
+        raise InputError(
+            f"there is no file {path}: expected one of {expected:,} bytes; {remedy}"
+        ) from None
     if size != expected:
         problem = "is truncated" if size < expected else "is too long"
-        raise InputError(f"{path} {problem}: it has {size:,} bytes, expected {expected:,}; {remedy}")
+        raise InputError(
+            f"{path} {problem}: it has {size:,} bytes, expected {expected:,}; {remedy}"
+        )
 
 
 def _read_header(folder: Path) -> Header:
@@ -368,7 +459,9 @@ def _read_header(folder: Path) -> Header:
     try:
         header = parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{folder} is not a folder of prepared tokens: there is no {path}") from None
+        raise InputError(
+            f"{folder} is not a folder of prepared tokens: there is no {path}"
+        ) from None
     except InputError as error:
         raise InputError(f"{path} is not JSON ({error}); prepare the folder again") from None
     version = header.get("format") if isinstance(header, dict) else None
@@ -376,12 +469,17 @@ def _read_header(folder: Path) -> Header:
         raise InputError(f"{path} is not a header of prepared tokens: it has no `format`")
     if version > FORMAT:
         raise InputError(
-            f"{path} has format {version}, and this meshtrain reads up to {FORMAT}: use a newer meshtrain, or prepare "
+            f"{path} has format {version}, and this meshtrain reads up to {FORMAT}: use a newer "
+            "meshtrain, or prepare "
             "the folder again"
         )
-    wrong = [field.name for field in fields(Header) if not _fits(field.type, header.get(field.name))]
+    wrong = [
+        field.name for field in fields(Header) if not _fits(field.type, header.get(field.name))
+    ]
     if wrong or header["dtype"] not in _DTYPES or header["tokens"] < 0:
-        raise InputError(f"{path} is damaged (wrong or missing: {', '.join(wrong) or 'dtype or tokens'})")
+        raise InputError(
+            f"{path} is damaged (wrong or missing: {', '.join(wrong) or 'dtype or tokens'})"
+        )
     return Header(**{field.name: header[field.name] for field in fields(Header)})
 
 

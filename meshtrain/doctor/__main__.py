@@ -12,7 +12,9 @@ from meshtrain.job.storage import print_error
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="meshtrain.doctor", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="meshtrain.doctor", description=__doc__, allow_abbrev=False
+    )
     add_arguments(parser)
     try:
         return run(parser.parse_intermixed_args())

@@ -1,4 +1,5 @@
-"""Bandwidth: what is timed on the groups of a layout, and its workers (bandwidth_worker.py), one per rank."""
+"""Bandwidth: what is timed on the groups of a layout, and its workers (bandwidth_worker.py), one
+per rank."""
 
 import contextlib
 import json
@@ -52,7 +53,8 @@ def axes_to_time(layout: Layout) -> list[str]:
 
 
 def pairs_in_rounds(count: int, most: int = MOST_ROUNDS) -> list[list[tuple[int, int]]]:
-    """Rounds in which each has one partner (the circle method of a round-robin tournament); all pairs if few."""
+    """Rounds in which each has one partner (the circle method of a round-robin tournament); all
+    pairs if few."""
     even = count + count % 2
     circle, rounds = list(range(even)), []
     for _ in range(min(max(even - 1, 0), most)):
@@ -63,19 +65,26 @@ def pairs_in_rounds(count: int, most: int = MOST_ROUNDS) -> list[list[tuple[int,
 
 
 def choose_size(seconds: float, sizes: Sequence[int]) -> int:
-    """The largest size whose repetitions fit BUDGET_S, extrapolated from the `seconds` for `SMALL` bytes."""
+    """The largest size whose repetitions fit BUDGET_S, extrapolated from the `seconds` for `SMALL`
+    bytes."""
     fitting = [size for size in sizes if seconds * size / SMALL * REPETITIONS <= BUDGET_S]
     return max(fitting, default=SMALL)
 
 
 def wire_bytes(collective: str, ranks: int, size: int) -> float:
-    """The least bytes that a rank sends, as nccl-tests counts ("bus bandwidth"); `size`: bytes of the whole tensor."""
-    return size * {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(collective, (ranks - 1) / ranks)
+    """The least bytes that a rank sends, as nccl-tests counts ("bus bandwidth"); `size`: bytes of
+    the whole tensor."""
+    return size * {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(
+        collective, (ranks - 1) / ranks
+    )
 
 
 def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
-    """Merges all ranks' numbers: for each collective, the slowest rank's. Invalid or missing results count as stuck."""
-    stuck = {str(rank): "nothing came of it" for rank in range(layout.world_size) if rank not in results}
+    """Merges all ranks' numbers: for each collective, the slowest rank's. Invalid or missing
+    results count as stuck."""
+    stuck = {
+        str(rank): "nothing came of it" for rank in range(layout.world_size) if rank not in results
+    }
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     links: list[Link] = []
     compute: dict[str, float] = {}
@@ -92,24 +101,35 @@ def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
             transport |= set(map(str, result["transport"][:16]))
             left_out = tuple(map(str, result["left_out"]))  # the same on all ranks
             for timing in result["timings"]:
-                row = {name: float(timing[name]) for name in ("latency", "size", "seconds", "spread")}
+                row = {
+                    name: float(timing[name]) for name in ("latency", "size", "seconds", "spread")
+                }
                 by_name.setdefault((str(timing["axes"]), str(timing["what"])), []).append(row)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             stuck[str(rank)] = f"its numbers make no sense ({error!r})"
-    timings = tuple(_slowest(layout, axes, collective, rows) for (axes, collective), rows in by_name.items())
+    timings = tuple(
+        _slowest(layout, axes, collective, rows) for (axes, collective), rows in by_name.items()
+    )
     backend, ways = " ".join(sorted(backends)), tuple(sorted(transport))
     return Timings(backend, timings, tuple(links), compute, stuck, "", left_out, ways)
 
 
-def _slowest(layout: Layout, axes: str, collective: str, rows: Sequence[Mapping[str, float]]) -> Timing:
+def _slowest(
+    layout: Layout, axes: str, collective: str, rows: Sequence[Mapping[str, float]]
+) -> Timing:
     names = layout.axes if axes == WORLD else (axes,)
     ranks = layout.size(*names)
     slowest = max(rows, key=lambda row: row["seconds"] / row["size"])
     size = int(slowest["size"])
     crosses = any(layout.crosses_hosts(group) for group in layout.groups(*names))
-    latency, spread = max(row["latency"] for row in rows), statistics.median(row["spread"] for row in rows)
+    latency, spread = (
+        max(row["latency"] for row in rows),
+        statistics.median(row["spread"] for row in rows),
+    )
     bandwidth = wire_bytes(collective, ranks, size) / max(slowest["seconds"], 1e-9)
-    return Timing(axes, collective, ranks, crosses, latency, size, slowest["seconds"], spread, bandwidth)
+    return Timing(
+        axes, collective, ranks, crosses, latency, size, slowest["seconds"], spread, bandwidth
+    )
 
 
 class _Worker:
@@ -118,14 +138,23 @@ class _Worker:
         self._started = time.monotonic()
         self._connected: float | None = None  # when all had met
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        task = {"spec": asdict(spec), "rank": rank, "local_rank": local_rank, "address": address, "serves": serves}
+        task = {
+            "spec": asdict(spec),
+            "rank": rank,
+            "local_rank": local_rank,
+            "address": address,
+            "serves": serves,
+        }
         task["parent"] = os.getpid()
         command = [sys.executable, "-m", "meshtrain.doctor.bandwidth_worker", json.dumps(task)]
         files: Any = {"stdin": subprocess.DEVNULL, "stdout": self._out, "stderr": self._err}
-        self.process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **files)
+        self.process = subprocess.Popen(
+            command, env={"OMP_NUM_THREADS": "1", **os.environ}, **files
+        )
 
     def _messages(self) -> dict[str, Any]:
-        """The last message of each kind: "at" is what the worker is doing, "result" what it has measured."""
+        """The last message of each kind: "at" is what the worker is doing, "result" what it has
+        measured."""
         messages: dict[str, Any] = {"at": "starting"}
         for line in _lines(self._out):
             if line.startswith('{"'):
@@ -151,7 +180,11 @@ class _Worker:
         if "result" in messages:
             return dict(messages["result"])
         if late:
-            return {"stuck": f"not done with {messages['at']} after {time.monotonic() - self._started:.0f} s"}
+            return {
+                "stuck": (
+                    f"not done with {messages['at']} after {time.monotonic() - self._started:.0f} s"
+                )
+            }
         lines = [line for line in _lines(self._err) if line and not line.startswith(" ")]
         if not lines:  # of several ranks that are refused one says why
             refused = self.process.returncode == INPUT_STATUS
@@ -166,13 +199,21 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 
 def run_workers(spec: Spec, ranks: Sequence[int], address: str, serves: bool) -> dict[int, Any]:
-    """Runs this node's workers to their end, or up to the spec's time limit; rank -> its measurements, or "stuck".
-    `address` is the leader's, as this node reaches it; if `serves`, the first worker serves the store there."""
-    workers = [_Worker(spec, rank, local, address, serves and local == 0) for local, rank in enumerate(ranks)]
+    """Runs this node's workers to their end, or up to the spec's time limit; rank -> its
+    measurements, or "stuck". `address` is the leader's, as this node reaches it; if `serves`, the
+    first worker serves the store there."""
+    workers = [
+        _Worker(spec, rank, local, address, serves and local == 0)
+        for local, rank in enumerate(ranks)
+    ]
     deadline = never = math.inf
     try:
-        while any(worker.running(spec.seconds) for worker in workers) and time.monotonic() < deadline:
-            if deadline == never and any(worker.process.poll() not in (None, 0) for worker in workers):
+        while (
+            any(worker.running(spec.seconds) for worker in workers) and time.monotonic() < deadline
+        ):
+            if deadline == never and any(
+                worker.process.poll() not in (None, 0) for worker in workers
+            ):
                 deadline = time.monotonic() + PATIENCE_S
             time.sleep(0.05)
     finally:

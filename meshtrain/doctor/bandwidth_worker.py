@@ -1,6 +1,8 @@
-"""A worker: one rank that times the collectives of a layout: `python -m meshtrain.doctor.bandwidth_worker TASK`.
+"""A worker: one rank that times the collectives of a layout: `python -m
+meshtrain.doctor.bandwidth_worker TASK`.
 
-It prints JSON lines: `{"at": ...}` before each part, so that the doctor knows how far it got, then `{"result": ...}`.
+It prints JSON lines: `{"at": ...}` before each part, so that the doctor knows how far it got, then
+`{"result": ...}`.
 """
 
 import json
@@ -36,8 +38,13 @@ def main(task: dict[str, Any]) -> None:
     log = tempfile.TemporaryFile()  # noqa: SIM115  # an unnamed file for NCCL's log
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{log.fileno()}"}
     at("meeting")
-    numbers, endpoint = (task["rank"], len(spec.hosts), task["local_rank"]), (task["address"], spec.port)
-    job = join(Environment("torchrun", *numbers, socket.gethostname(), endpoint, task["serves"]), START_S)
+    numbers, endpoint = (
+        (task["rank"], len(spec.hosts), task["local_rank"]),
+        (task["address"], spec.port),
+    )
+    job = join(
+        Environment("torchrun", *numbers, socket.gethostname(), endpoint, task["serves"]), START_S
+    )
     with job_exit(job):
         at("connecting")
         until = time.monotonic() + bandwidth.SHARE * spec.seconds
@@ -53,7 +60,8 @@ def at(activity: str) -> None:
 
 
 def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
-    """Times all collectives, in the same order on all ranks; none begins after `until` (of `time.monotonic`)."""
+    """Times all collectives, in the same order on all ranks; none begins after `until` (of
+    `time.monotonic`)."""
     at("a computation of its own")
     n = MATRIX[job.device.type]
     matrix = torch.ones(n, n, device=job.device)
@@ -69,7 +77,13 @@ def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
                 left_out.append(f"{collective} over {axis}")
             else:
                 timings.append(_time(job, mesh, axis, collective, LARGER[backend]))
-    return {"backend": backend, "compute": compute, "links": links, "timings": timings, "left_out": left_out}
+    return {
+        "backend": backend,
+        "compute": compute,
+        "links": links,
+        "timings": timings,
+        "left_out": left_out,
+    }
 
 
 def _clocked(job: Job, do: Callable[[], object]) -> float:
@@ -82,9 +96,12 @@ def _clocked(job: Job, do: Callable[[], object]) -> float:
 
 
 def _links(job: Job, mesh: Mesh, backend: str) -> list[dict[str, Any]]:
-    """Bandwidth between the first ranks of pairs of hosts; the lower rank of each pair reports it."""
+    """Bandwidth between the first ranks of pairs of hosts; the lower rank of each pair reports
+    it."""
     layout = mesh.layout
-    firsts = [next(r for r in range(layout.world_size) if layout.host(r) == host) for host in layout.hosts]
+    firsts = [
+        next(r for r in range(layout.world_size) if layout.host(r) == host) for host in layout.hosts
+    ]
     links = []
     for pairs in bandwidth.pairs_in_rounds(len(firsts)):
         at(f"sending between hosts, {len(pairs)} pairs at a time")
@@ -108,13 +125,18 @@ def _link(job: Job, source: int, target: int, size: int) -> list[dict[str, Any]]
     return [{"source": source, "target": target, "bandwidth": size / seconds}] if first else []
 
 
-def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Times a collective on this rank's group: latency with a few bytes, bandwidth with the largest size that fits."""
+def _time(
+    job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ...]
+) -> dict[str, Any]:
+    """Times a collective on this rank's group: latency with a few bytes, bandwidth with the largest
+    size that fits."""
     at(f"{collective} over {axis}")
     group = mesh.world if axis == WORLD else mesh.group(axis)
     ranks = dist.get_world_size(group)
     latency = statistics.median(_repeat(job, group, collective, ranks, 4 * ranks))
-    small = torch.tensor([statistics.median(_repeat(job, group, collective, ranks, SMALL, 2))], device=job.device)
+    small = torch.tensor(
+        [statistics.median(_repeat(job, group, collective, ranks, SMALL, 2))], device=job.device
+    )
     dist.all_reduce(small, dist.ReduceOp.MAX, group=group)  # all ranks choose the same size
     size = bandwidth.choose_size(small.item(), sizes)
     times = _repeat(job, group, collective, ranks, size)
@@ -124,7 +146,12 @@ def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ..
 
 
 def _repeat(
-    job: Job, group: dist.ProcessGroup | None, collective: str, ranks: int, size: int, times: int = REPETITIONS
+    job: Job,
+    group: dist.ProcessGroup | None,
+    collective: str,
+    ranks: int,
+    size: int,
+    times: int = REPETITIONS,
 ) -> list[float]:
     """Seconds of each of several calls, without the first; `size`: bytes of the whole tensor."""
     part = max(size // 4 // ranks, 1)

@@ -1,4 +1,5 @@
-"""The facts of a host, before it has met the others: from Linux, torch and nvidia-smi, and from its config."""
+"""The facts of a host, before it has met the others: from Linux, torch and nvidia-smi, and from its
+config."""
 
 import array
 import fcntl
@@ -25,18 +26,44 @@ from meshtrain.job.sockets import resolve
 from meshtrain.metrics.nvidia_smi import query, throttle_reasons
 
 SLOW_S = 2.0  # a name resolution that takes longer slows every start
-PACKAGES = ("meshtrain", "numpy", "einops", "safetensors", "pyyaml", "triton", "tokenizers", "transformers")
+PACKAGES = (
+    "meshtrain",
+    "numpy",
+    "einops",
+    "safetensors",
+    "pyyaml",
+    "triton",
+    "tokenizers",
+    "transformers",
+)
 VARIABLES = (
-    "NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "UCC_",
-    "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "MASTER_ADDR",
-)  # fmt: skip
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "UCX_",
+    "FI_",
+    "PYTORCH_",
+    "CUDA_",
+    "CUBLAS_",
+    "OMP_",
+    "MKL_",
+    "UCC_",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "MASTER_ADDR",
+)
 QUERY = ("index", "name", "uuid", "memory.total", "memory.used", "driver_version")
 SIOCGIFCONF = 0x8912  # <linux/sockios.h>
 IFREQ = 40  # bytes of `struct ifreq` on 64-bit Linux
 
 
-def collect(place: Place, config: str | None, overrides: Sequence[str], variables: Mapping[str, str]) -> Host:
-    """The facts of this host alone: those that need the other hosts (route, port, ranks) are still missing."""
+def collect(
+    place: Place, config: str | None, overrides: Sequence[str], variables: Mapping[str, str]
+) -> Host:
+    """The facts of this host alone: those that need the other hosts (route, port, ranks) are still
+    missing."""
     import torch  # here, because it takes two seconds
 
     name = socket.gethostname()
@@ -53,7 +80,9 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         resolves=resolves,
         slow_names=slow,
         interfaces=interfaces(),
-        variables={name: variables[name] for name in sorted(variables) if name.startswith(VARIABLES)},
+        variables={
+            name: variables[name] for name in sorted(variables) if name.startswith(VARIABLES)
+        },
         nccl_conf=nccl_conf,
         versions=_versions(gpus),
         code=locate.code(),
@@ -62,7 +91,9 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         gpus_seen=gpus_seen,
         ports=rdma,
         verbs=verbs() or not rdma,
-        net_plugin=nccl.net_plugin(nccl_conf | dict(variables), nccl.library_cache()) if gpus_seen else "",
+        net_plugin=nccl.net_plugin(nccl_conf | dict(variables), nccl.library_cache())
+        if gpus_seen
+        else "",
         cores=cores,
         load=os.getloadavg()[0],
         memory_gib=memory,
@@ -89,7 +120,8 @@ def look_up(names: set[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...
 
 
 def processes_of(option: str, gpus: int, cores: int) -> int:
-    """The number of processes by torchrun's --nproc-per-node: a number, `gpu`, `cpu`, or `auto` (GPUs if any)."""
+    """The number of processes by torchrun's --nproc-per-node: a number, `gpu`, `cpu`, or `auto`
+    (GPUs if any)."""
     if option == "gpu" or (option == "auto" and gpus):
         return gpus
     return cores if option in ("cpu", "auto") else int(option)
@@ -103,7 +135,11 @@ def _config_facts(name: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     except InputError as error:
         return {"config_error": str(error)}
     lines = tuple(line for line in config.to_yaml().splitlines() if not line.startswith("#"))
-    return {"config": lines, "layout": config.layout, "paths": tuple(map(probe, named_paths(config)))}
+    return {
+        "config": lines,
+        "layout": config.layout,
+        "paths": tuple(map(probe, named_paths(config))),
+    }
 
 
 def _versions(gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -117,8 +153,12 @@ def _gpus() -> tuple[Gpu, ...]:
     """Empty if nvidia-smi is missing or does not answer, which shows as a mismatch of numbers."""
     gpus = []
     for index, name, uuid, total, used, driver, reasons in query(QUERY):
-        total_gib, used_gib = (float(mib) / 1024 if mib.replace(".", "").isdecimal() else 0.0 for mib in (total, used))
-        gpus.append(Gpu(int(index), name, uuid, total_gib, used_gib, driver, throttle_reasons(reasons)))
+        total_gib, used_gib = (
+            float(mib) / 1024 if mib.replace(".", "").isdecimal() else 0.0 for mib in (total, used)
+        )
+        gpus.append(
+            Gpu(int(index), name, uuid, total_gib, used_gib, driver, throttle_reasons(reasons))
+        )
     return tuple(gpus)
 
 
@@ -126,7 +166,9 @@ def interfaces() -> tuple[Interface, ...]:
     addresses: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     buffer = array.array("B", bytes(IFREQ * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        reply = fcntl.ioctl(any_socket, SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
+        reply = fcntl.ioctl(
+            any_socket, SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+        )
     for start in range(0, struct.unpack("iL", reply)[0], IFREQ):
         data = buffer[start : start + IFREQ].tobytes()
         name = data[:16].partition(b"\0")[0].decode().partition(":")[0]
@@ -149,7 +191,11 @@ def ports(cards: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
     rows = []
     for port in sorted(cards.glob("*/ports/*")):
         driver = port.parents[1] / "device" / "driver"
-        name, rate = f"{port.parts[-3]}:{port.name}", float(text(port / "rate").partition(" ")[0] or 0)  # 400 Gb/sec
+        # 400 Gb/sec
+        name, rate = (
+            f"{port.parts[-3]}:{port.name}",
+            float(text(port / "rate").partition(" ")[0] or 0),
+        )
         roce_v2 = any("v2" in text(gid) for gid in (port / "gid_attrs" / "types").glob("*"))
         driver_name = driver.resolve().name if driver.exists() else ""
         active = "ACTIVE" in text(port / "state")
@@ -158,5 +204,6 @@ def ports(cards: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
 
 
 def verbs(devices: Path = Path("/dev/infiniband")) -> bool:
-    """Whether this process has the device files of RDMA cards: a container may see cards that it cannot open."""
+    """Whether this process has the device files of RDMA cards: a container may see cards that it
+    cannot open."""
     return any(devices.glob("uverbs*"))

@@ -40,14 +40,22 @@ def named_paths(config: Config) -> list[PathFacts]:
         "model.weights": model.weights,
         "pipeline.schedule": schedule if schedule.endswith(".csv") else None,
     }
-    writes = {"train.output": train.output, "checkpoint.path": config.checkpoint.path, "train.export": train.export}
+    writes = {
+        "train.output": train.output,
+        "checkpoint.path": config.checkpoint.path,
+        "train.export": train.export,
+    }
     paths += [(key, path, False) for key, path in reads.items() if path]
     paths += [(key, path, True) for key, path in writes.items() if path]
-    return [PathFacts(key, str(Path(path).expanduser().absolute()), written) for key, path, written in paths]
+    return [
+        PathFacts(key, str(Path(path).expanduser().absolute()), written)
+        for key, path, written in paths
+    ]
 
 
 def probe(facts: PathFacts) -> PathFacts:
-    """Checks a path on this host; where the job writes, leaves a small file for the other hosts to see."""
+    """Checks a path on this host; where the job writes, leaves a small file for the other hosts to
+    see."""
     try:
         return call_with_timeout(PROBE_S, _probe_writing if facts.writes else _probe_reading, facts)
     except TimeoutError:
@@ -64,18 +72,26 @@ def _probe_reading(facts: PathFacts) -> PathFacts:
         return replace(facts, seen=above, problem="is not there", filesystem=filesystem(above))
     size, largest = path.stat().st_size, path
     if path.is_dir():
-        files = sorted((file.name, file.stat().st_size) for file in os.scandir(path) if file.is_file())[:MOST_NAMES]
-        size, digest = sum(size for _, size in files), hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+        files = sorted(
+            (file.name, file.stat().st_size) for file in os.scandir(path) if file.is_file()
+        )[:MOST_NAMES]
+        size, digest = (
+            sum(size for _, size in files),
+            hashlib.sha256(repr(files).encode()).hexdigest()[:16],
+        )
         largest = path / max(files, key=lambda file: file[1], default=("", 0))[0]
     else:
         digest = sampled_digest(Files.of(path, size))
     speed = _speed(largest) if largest.is_file() else None
     kind = filesystem(facts.path)
-    return replace(facts, seen=facts.path, size=size, digest=digest, mib_per_s=speed, filesystem=kind)
+    return replace(
+        facts, seen=facts.path, size=size, digest=digest, mib_per_s=speed, filesystem=kind
+    )
 
 
 def _speed(path: Path) -> float | None:
-    """Read speed in MiB/s from the disk or server, not from the page cache; None for a file too small to tell."""
+    """Read speed in MiB/s from the disk or server, not from the page cache; None for a file too
+    small to tell."""
     if path.stat().st_size < CHUNK:
         return None
     read, start = 0, time.monotonic()
@@ -87,13 +103,15 @@ def _speed(path: Path) -> float | None:
 
 
 def _probe_writing(facts: PathFacts) -> PathFacts:
-    """Writes where the job's folder would be created: into it, or into its nearest existing parent."""
+    """Writes where the job's folder would be created: into it, or into its nearest existing
+    parent."""
     path = Path(facts.path)
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     file = folder / (TOKEN + uuid.uuid4().hex)
     try:
         with file.open("wb", buffering=0) as scratch:
-            scratch.write(os.urandom(CHUNK))  # some file systems compress or deduplicate uniform data
+            # some file systems compress or deduplicate uniform data
+            scratch.write(os.urandom(CHUNK))
             os.fsync(scratch.fileno())
         speed = _speed(file)  # of reading back what was written, as a restart reads its checkpoint
     except OSError:
@@ -101,11 +119,16 @@ def _probe_writing(facts: PathFacts) -> PathFacts:
         raise
     file.write_text("meshtrain doctor was here, and removes this when it is done\n")
     free, kind = free_gib(str(folder)), filesystem(str(folder))
-    return replace(facts, seen=str(folder), mib_per_s=speed, token=file.name, filesystem=kind, free_gib=free)
+    return replace(
+        facts, seen=str(folder), mib_per_s=speed, token=file.name, filesystem=kind, free_gib=free
+    )
 
 
-def visible(own: Sequence[PathFacts], others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The other hosts' small files that this host sees in its own folders, and the keys where it could not look."""
+def visible(
+    own: Sequence[PathFacts], others: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The other hosts' small files that this host sees in its own folders, and the keys where it
+    could not look."""
     # The names come from the network: only valid names of such files are looked up.
     names = [name for name in others if name.startswith(TOKEN) and "/" not in name]
 

@@ -1,4 +1,5 @@
-"""A finding: what is wrong, where, and how to fix it; the rules' sentences are in rules/findings.toml. No I/O."""
+"""A finding: what is wrong, where, and how to fix it; the rules' sentences are in
+rules/findings.toml. No I/O."""
 
 import statistics
 import tomllib
@@ -11,20 +12,28 @@ from meshtrain.errors import group_values, join_some
 
 SEVERITIES = ("error", "warning", "note")
 MOST_NAMES = 8
-SENTENCES = tomllib.loads(Path(__file__).with_name("rules").joinpath("findings.toml").read_text(encoding="utf-8"))
+SENTENCES = tomllib.loads(
+    Path(__file__).with_name("rules").joinpath("findings.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    severity: str  # "error": the job would not start or be wrong; "warning": it may be slow or surprising; "note"
+    # "error": the job would not start or be wrong; "warning": it may be slow or surprising; "note"
+    severity: str
     id: str  # one per kind of problem
     what: str
-    where: tuple[str, ...] = ()  # hosts (or ranks, or links) that it concerns; empty for the job as a whole
+    where: tuple[
+        str, ...
+    ] = ()  # hosts (or ranks, or links) that it concerns; empty for the job as a whole
     fix: str = ""
 
 
-def finding(sentence: str, places: str | Iterable[str] = (), severity: str = "", /, **words: Any) -> Finding:
-    """The finding for a sentence (its id, or id/case), filled in with `words`, and with `name`, `names` of `places`."""
+def finding(
+    sentence: str, places: str | Iterable[str] = (), severity: str = "", /, **words: Any
+) -> Finding:
+    """The finding for a sentence (its id, or id/case), filled in with `words`, and with `name`,
+    `names` of `places`."""
     row, places = SENTENCES[sentence], (places,) if isinstance(places, str) else tuple(places)
     words = {"name": places[0] if places else "", "names": names_text(places)} | words
     text, fix = (row.get(part, "").format(**words) for part in ("what", "fix"))
@@ -48,7 +57,9 @@ def group_by_value(names: Sequence[str], values: Sequence[str]) -> dict[str, lis
 
 def groups_text(groups: Mapping[str, Sequence[str]]) -> str:
     """`2 on mth1, mth2; 3 on mth3`."""
-    return "; ".join(f"{value or '(none)'} on {names_text(names)}" for value, names in groups.items())
+    return "; ".join(
+        f"{value or '(none)'} on {names_text(names)}" for value, names in groups.items()
+    )
 
 
 def minority(groups: Mapping[str, Sequence[str]]) -> list[str]:

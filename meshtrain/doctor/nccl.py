@@ -1,8 +1,10 @@
-"""What NCCL and gloo use on a host: interfaces, plugins, settings, which of these are slow, and what NCCL's log says.
+"""What NCCL and gloo use on a host: interfaces, plugins, settings, which of these are slow, and
+what NCCL's log says.
 
-See https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html. NCCL_SOCKET_IFNAME (socket.cc,
-`ncclFindInterfaces`) is a list of prefixes; a leading `=` means whole names, `^` all others. GLOO_SOCKET_IFNAME
-is a list of whole names; without it gloo takes the address of the host's own name.
+See https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html. NCCL_SOCKET_IFNAME
+(socket.cc, `ncclFindInterfaces`) is a list of prefixes; a leading `=` means whole names, `^` all
+others. GLOO_SOCKET_IFNAME is a list of whole names; without it gloo takes the address of the host's
+own name.
 """
 
 import ipaddress
@@ -21,11 +23,17 @@ CONF = Path("/etc/nccl.conf")
 LDCONFIG_S = 5.0
 CACHED = re.compile(r"^\t(\S+) \(.*\) => (/.*)$", re.MULTILINE)  # a line of `ldconfig -p`
 
-ROW = re.compile(r"NCCL INFO (?:(NET/\w+ : Using .+?)(?:; OOB .*)?|Channel .* via (.+?)(?: comm .*)?)$", re.MULTILINE)
+ROW = re.compile(
+    r"NCCL INFO (?:(NET/\w+ : Using .+?)(?:; OOB .*)?|Channel .* via (.+?)(?: comm .*)?)$",
+    re.MULTILINE,
+)
 
-# Setting, pattern of the values that slow a job down, what the host must have for that to matter, the effect.
+# Setting, pattern of the values that slow a job down, what the host must have for that to matter,
+# the effect.
 NUMBER_ONE, ANY_NUMBER, NEVER = r"\s*\+?0*1(?!\d)", r"\s*[+-]?0*[1-9]", r"LOC$|0+(?!\d)"
-NO_SHARED_MEMORY = "processes of a host do not share memory: GPUs that cannot copy directly talk by the network"
+NO_SHARED_MEMORY = (
+    "processes of a host do not share memory: GPUs that cannot copy directly talk by the network"
+)
 SLOW_SETTINGS = (
     ("NCCL_P2P_DISABLE", NUMBER_ONE, "", "GPUs of a host do not copy to each other directly"),
     ("NCCL_P2P_LEVEL", NEVER, "", "GPUs of a host do not copy to each other directly"),
@@ -36,7 +44,8 @@ SLOW_SETTINGS = (
     ("CUDA_LAUNCH_BLOCKING", ANY_NUMBER, "", "every kernel is waited for"),
 )  # fmt: skip
 
-# NCCL's order without a setting: InfiniBand's interfaces first, then any other real ones (None), then the rest.
+# NCCL's order without a setting: InfiniBand's interfaces first, then any other real ones (None),
+# then the rest.
 _LAST = ("docker", "lo", "virbr")
 _ORDER: tuple[tuple[str, ...] | None, ...] = (("ib",), None, *((name,) for name in _LAST))
 
@@ -55,10 +64,14 @@ def slow_settings(host: Host) -> dict[str, str]:
 
 
 def transports(log: str) -> list[str]:
-    """The transports in NCCL's log, each once: `NET/IB : Using [0]mlx5_0:1/IB`, `via NET/IB/GDRDMA`."""
+    """The transports in NCCL's log, each once: `NET/IB : Using [0]mlx5_0:1/IB`, `via
+    NET/IB/GDRDMA`."""
     rows = ROW.findall(log)
     networks = {re.sub(r":[.:%\w]*<\d+>", "", network) for network, _ in rows if network}
-    return [*sorted(networks), *sorted({"via " + re.sub(r"/\d+", "", way) for _, way in rows if way})]
+    return [
+        *sorted(networks),
+        *sorted({"via " + re.sub(r"/\d+", "", way) for _, way in rows if way}),
+    ]
 
 
 def plugins_asked(settings: Mapping[str, str]) -> list[str]:
@@ -68,13 +81,15 @@ def plugins_asked(settings: Mapping[str, str]) -> list[str]:
 
 
 def network_of_plugin(settings: Mapping[str, str]) -> str:
-    """The network that NCCL_NET requires, if it is not built into NCCL, which then fails if no plugin provides it."""
+    """The network that NCCL_NET requires, if it is not built into NCCL, which then fails if no
+    plugin provides it."""
     name = settings.get("NCCL_NET", "")
     return "" if name.lower() in ("", "ib", "socket") else name
 
 
 def settings_of_files(variables: Mapping[str, str], host_file: Path = CONF) -> dict[str, str]:
-    """Settings that NCCL reads from files for variables that are not set: the user's file first, then the host's."""
+    """Settings that NCCL reads from files for variables that are not set: the user's file first,
+    then the host's."""
     user_file = variables.get("NCCL_CONF_FILE")
     settings: dict[str, str] = {}
     for file in (Path(user_file) if user_file else _home() / ".nccl.conf", host_file):
@@ -85,7 +100,8 @@ def settings_of_files(variables: Mapping[str, str], host_file: Path = CONF) -> d
         for line in lines:
             name, sign, value = line.partition("=")
             if sign and not line.startswith("#") and name not in variables:
-                settings.setdefault(name, value)  # with its spaces, which NCCL does not strip, either
+                # with its spaces, which NCCL does not strip, either
+                settings.setdefault(name, value)
     return settings
 
 
@@ -97,74 +113,115 @@ def _home() -> Path:
 
 
 def net_plugin(variables: Mapping[str, str], cached: Mapping[str, str]) -> str:
-    """The file of the network plugin that NCCL will load, or ""; `cached`: the `library_cache`. NCCL_NET_PLUGIN is a
-    list of files, or of the suffixes after libnccl-net- in their names."""
-    names = [name for plugin in plugins_asked(variables) for name in (plugin, f"libnccl-net-{plugin}.so")]
+    """The file of the network plugin that NCCL will load, or ""; `cached`: the `library_cache`.
+    NCCL_NET_PLUGIN is a list of files, or of the suffixes after libnccl-net- in their names."""
+    names = [
+        name for plugin in plugins_asked(variables) for name in (plugin, f"libnccl-net-{plugin}.so")
+    ]
     if "NCCL_NET_PLUGIN" not in variables:
         names = ["libnccl-net.so"]
     folders = [folder for folder in variables.get("LD_LIBRARY_PATH", "").split(":") if folder]
     for name in names:
-        files = [name] if "/" in name else [*(os.path.join(folder, name) for folder in folders), cached.get(name, "")]
-        if file := next((file for file in files if os.path.exists(file) or file in cached.values()), ""):
+        files = (
+            [name]
+            if "/" in name
+            else [*(os.path.join(folder, name) for folder in folders), cached.get(name, "")]
+        )
+        if file := next(
+            (file for file in files if os.path.exists(file) or file in cached.values()), ""
+        ):
             return file
     return ""
 
 
 def library_cache() -> dict[str, str]:
-    """The libraries that the dynamic loader knows: name -> file. Empty if `ldconfig` does not tell."""
+    """The libraries that the dynamic loader knows: name -> file. Empty if `ldconfig` does not
+    tell."""
     path = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
     with suppress(OSError, subprocess.SubprocessError):
         quiet = subprocess.DEVNULL
-        text = subprocess.check_output(["ldconfig", "-p"], env=path, text=True, timeout=LDCONFIG_S, stderr=quiet)
-        return dict(reversed(CACHED.findall(text)))  # of several files with one name, the first counts
+        text = subprocess.check_output(
+            ["ldconfig", "-p"], env=path, text=True, timeout=LDCONFIG_S, stderr=quiet
+        )
+        # of several files with one name, the first counts
+        return dict(reversed(CACHED.findall(text)))
     return {}
 
 
 def nccl_interfaces(interfaces: Sequence[Interface], setting: str | None) -> list[Interface]:
-    """The interfaces that NCCL's sockets use, in order; empty if NCCL_SOCKET_IFNAME matches none."""
+    """The interfaces that NCCL's sockets use, in order; empty if NCCL_SOCKET_IFNAME matches
+    none."""
 
     def fits(interface: Interface, names: Sequence[str], whole: bool = False) -> bool:
-        return any(interface.name == name or (not whole and interface.name.startswith(name)) for name in names)
+        return any(
+            interface.name == name or (not whole and interface.name.startswith(name))
+            for name in names
+        )
 
     usable = [interface for interface in interfaces if interface.addresses]
     if setting:
         others = setting.startswith("^")
         rest = setting.removeprefix("^")
         names = [part.partition(":")[0] for part in rest.removeprefix("=").split(",") if part]
-        return [interface for interface in usable if fits(interface, names, rest.startswith("=")) != others]
+        return [
+            interface
+            for interface in usable
+            if fits(interface, names, rest.startswith("=")) != others
+        ]
     for prefixes in _ORDER:
-        chosen = [interface for interface in usable if fits(interface, prefixes or _LAST) != (prefixes is None)]
+        chosen = [
+            interface
+            for interface in usable
+            if fits(interface, prefixes or _LAST) != (prefixes is None)
+        ]
         if chosen:
             return chosen
     return []
 
 
-def gloo_interfaces(interfaces: Sequence[Interface], setting: str | None, own: Sequence[str]) -> list[Interface]:
-    """The interfaces that gloo uses; `own`: the addresses of the host's own name. Empty if none fits."""
+def gloo_interfaces(
+    interfaces: Sequence[Interface], setting: str | None, own: Sequence[str]
+) -> list[Interface]:
+    """The interfaces that gloo uses; `own`: the addresses of the host's own name. Empty if none
+    fits."""
     if setting:
-        return [interface for interface in interfaces if interface.name in setting.split(",") and interface.addresses]
+        return [
+            interface
+            for interface in interfaces
+            if interface.name in setting.split(",") and interface.addresses
+        ]
     for address in own:  # gloo takes the first one to which it can bind
         if interface := interface_of(interfaces, address):
             return [interface]
-    return [interface for interface in interfaces if interface.name == "lo"]  # with a warning that few people read
+    # with a warning that few people read
+    return [interface for interface in interfaces if interface.name == "lo"]
 
 
 def interface_of(interfaces: Sequence[Interface], address: str) -> Interface | None:
     """The interface that has this address; all of 127.0.0.0/8 belongs to the loopback interface."""
     with_address = (interface for interface in interfaces if address in interface.addresses)
-    loopback = (interface for interface in interfaces if interface.name == "lo" and is_loopback(address))
+    loopback = (
+        interface for interface in interfaces if interface.name == "lo" and is_loopback(address)
+    )
     return next(with_address, None) or next(loopback, None)
 
 
 def addresses_of(interfaces: Sequence[Interface]) -> list[str]:
     """Addresses that other hosts can try: no loopback or link-local ones, IPv4 first."""
-    addresses = [ipaddress.ip_address(address) for interface in interfaces for address in interface.addresses]
-    wide = [str(address) for address in addresses if not address.is_loopback and not address.is_link_local]
+    addresses = [
+        ipaddress.ip_address(address) for interface in interfaces for address in interface.addresses
+    ]
+    wide = [
+        str(address)
+        for address in addresses
+        if not address.is_loopback and not address.is_link_local
+    ]
     return sorted(wide, key=lambda address: ":" in address)
 
 
 def communicates_by(host: Host) -> tuple[str, str | None, list[Interface]]:
-    """For the host's communication library: the variable that selects its interfaces, its value, the interfaces."""
+    """For the host's communication library: the variable that selects its interfaces, its value,
+    the interfaces."""
     if host.gpus_seen:
         setting = host.settings.get("NCCL_SOCKET_IFNAME")
         return "NCCL_SOCKET_IFNAME", setting, nccl_interfaces(host.interfaces, setting)

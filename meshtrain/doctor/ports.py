@@ -1,5 +1,5 @@
-"""Ports: whether random ports are open between the hosts, as torchrun, gloo and NCCL need for their connections, and
-which process listens on a port of this host, or is connected to it."""
+"""Ports: whether random ports are open between the hosts, as torchrun, gloo and NCCL need for their
+connections, and which process listens on a port of this host, or is connected to it."""
 
 import contextlib
 import json
@@ -24,7 +24,8 @@ LISTENING = "0A"  # a state in /proc/net/tcp
 
 
 class PortProbe:
-    """A random open port for other hosts to try; it answers each connection with this node's name and the time."""
+    """A random open port for other hosts to try; it answers each connection with this node's name
+    and the time."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.time) -> None:
         self._socket = listen(0)
@@ -40,7 +41,9 @@ class PortProbe:
             except OSError:  # closed
                 return
             with connection, contextlib.suppress(OSError):
-                connection.sendall(json.dumps({"node": self._name, "time": self._clock()}).encode() + b"\n")
+                connection.sendall(
+                    json.dumps({"node": self._name, "time": self._clock()}).encode() + b"\n"
+                )
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closed already
@@ -50,7 +53,8 @@ class PortProbe:
 
 
 def peers_to_check(node: int, nodes: int) -> list[int]:
-    """The nodes that a node tries: all others, or of many, those at power-of-two distances (O(n log n) in all)."""
+    """The nodes that a node tries: all others, or of many, those at power-of-two distances (O(n log
+    n) in all)."""
     if nodes <= ALL_PAIRS:
         return [other for other in range(nodes) if other != node]
     distances = (2**i for i in range(nodes.bit_length()) if 2**i < nodes)
@@ -58,7 +62,8 @@ def peers_to_check(node: int, nodes: int) -> list[int]:
 
 
 def check_ports(source: int, targets: Sequence[tuple[int, str, int, str]]) -> tuple[PortCheck, ...]:
-    """Tries each target (node, address, port, the name that its probe must answer), many at once."""
+    """Tries each target (node, address, port, the name that its probe must answer), many at
+    once."""
 
     def check(target: tuple[int, str, int, str]) -> PortCheck:
         node, address, port, name = target
@@ -73,7 +78,8 @@ def check_ports(source: int, targets: Sequence[tuple[int, str, int, str]]) -> tu
 
 
 def clock_offset(address: str, port: int, clock: Callable[[], float]) -> tuple[float, float] | None:
-    """Seconds by which this host's clock is ahead of a probe's, and the error bound of that (as NTP, RFC 5905)."""
+    """Seconds by which this host's clock is ahead of a probe's, and the error bound of that (as
+    NTP, RFC 5905)."""
     best: tuple[float, float] | None = None
     for _ in range(4):
         before, started = clock(), time.monotonic()
@@ -112,14 +118,19 @@ def owner_of_port(port: int) -> str:
             with contextlib.suppress(OSError):  # another user's, or gone
                 if os.readlink(link) == f"socket:[{inode}]":
                     words = (link.parents[1] / "cmdline").read_bytes().split(b"\0")
-                    return f"process {link.parts[2]} ({b' '.join(words).decode(errors='replace').strip()[:80]})"
+                    return (
+                        f"process {link.parts[2]} "
+                        f"({b' '.join(words).decode(errors='replace').strip()[:80]})"
+                    )
     return "another process, of another user"
 
 
 def peers_of_port(port: int) -> set[tuple[str, str]]:
     """The peers of connections to a port of this host, including those closed a moment ago."""
     peers = set()
-    for address, _, number in (row[2].partition(":") for row in _tcp_rows(port) if row[3] != LISTENING):
+    for address, _, number in (
+        row[2].partition(":") for row in _tcp_rows(port) if row[3] != LISTENING
+    ):
         words = bytes.fromhex(address)  # of four bytes each, in little-endian order
         data = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
         family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
@@ -129,5 +140,10 @@ def peers_of_port(port: int) -> set[tuple[str, str]]:
 
 def _tcp_rows(port: int) -> list[list[str]]:
     tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for table in tables
+        if table.exists()
+        for line in table.read_text().splitlines()[1:]
+    ]
     return [row for row in rows if int(row[1].rpartition(":")[2], 16) == port]

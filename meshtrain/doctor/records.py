@@ -1,4 +1,5 @@
-"""Records that the nodes exchange, as frozen dataclasses; to JSON and back, checked, as they come from a network."""
+"""Records that the nodes exchange, as frozen dataclasses; to JSON and back, checked, as they come
+from a network."""
 
 import types
 from collections import Counter
@@ -17,7 +18,8 @@ class RecordError(ValueError):
 class Place:
     """Where, and as which node, a node meets the others, from its command line or its launcher."""
 
-    launcher: str  # "torchrun's options", "torchrun" (this is one of its workers), "srun" or "local"
+    # "torchrun's options", "torchrun" (this is one of its workers), "srun" or "local"
+    launcher: str
     backend: str  # of torchrun's rendezvous: "c10d" or "static"
     address: str
     port: int
@@ -26,8 +28,11 @@ class Place:
     most: int
     node_rank: int | None = None  # None where the backend assigns it
     processes: str = "1"  # of this node: a number, "gpu", "cpu" or "auto"
-    serves: bool | None = None  # whether this node serves the endpoint; None: decided as torchrun does
-    ranks: tuple[int, ...] = ()  # of this node's processes, if the launcher has already assigned them
+    # whether this node serves the endpoint; None: decided as torchrun does
+    serves: bool | None = None
+    ranks: tuple[
+        int, ...
+    ] = ()  # of this node's processes, if the launcher has already assigned them
     expected: tuple[str, ...] = ()  # names of the nodes, if the launcher knows them
 
     @classmethod
@@ -41,7 +46,11 @@ class Place:
 
     @property
     def endpoint(self) -> str:
-        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+        return (
+            f"[{self.address}]:{self.port}"
+            if ":" in self.address
+            else f"{self.address}:{self.port}"
+        )
 
     @property
     def nodes(self) -> str:
@@ -56,7 +65,8 @@ class Interface:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as reported by nvidia-smi; `throttled`: why its clocks are throttled, empty if they are not."""
+    """A GPU as reported by nvidia-smi; `throttled`: why its clocks are throttled, empty if they are
+    not."""
 
     index: int
     name: str
@@ -109,12 +119,14 @@ class Host:
     place: Place
     processes: int  # how many the node was told to start
     ranks: tuple[int, ...] = ()
-    resolves: dict[str, tuple[str, ...]] | None = None  # its own name and the endpoint's -> their addresses here
+    # its own name and the endpoint's -> their addresses here
+    resolves: dict[str, tuple[str, ...]] | None = None
     slow_names: tuple[str, ...] = ()  # names whose resolution took seconds
     interfaces: tuple[Interface, ...] = ()
     route: str = ""  # its own address on the route to the endpoint, or from there to the others
     variables: dict[str, str] | None = None  # those that change how a job communicates or computes
-    nccl_conf: dict[str, str] | None = None  # settings that NCCL reads from its files for variables not set
+    # settings that NCCL reads from its files for variables not set
+    nccl_conf: dict[str, str] | None = None
     versions: dict[str, str] | None = None
     code: dict[str, str] | None = None  # file -> digest
     config: tuple[str, ...] = ()  # resolved, line by line
@@ -149,7 +161,9 @@ class Host:
     def rdma_name(self) -> str:
         """`InfiniBand`, `RoCE`, or both; empty if it has neither."""
         names = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}
-        return " and ".join(name for layer, name in names.items() if any(port.layer == layer for port in self.rdma))
+        return " and ".join(
+            name for layer, name in names.items() if any(port.layer == layer for port in self.rdma)
+        )
 
     @property
     def efa(self) -> bool:
@@ -163,7 +177,8 @@ class Host:
 
 @dataclass(frozen=True)
 class PeerEntry:
-    """What the others need to know about a host: its probe's port and answer, addresses to try, files to look for."""
+    """What the others need to know about a host: its probe's port and answer, addresses to try,
+    files to look for."""
 
     number: int  # of the node's keys on the board
     host: str
@@ -176,7 +191,8 @@ class PeerEntry:
 
 @dataclass(frozen=True)
 class PortCheck:
-    """A try of another host's random port; `how`: "open", "refused", "silent", "unreachable", or who answered."""
+    """A try of another host's random port; `how`: "open", "refused", "silent", "unreachable", or
+    who answered."""
 
     source: int
     target: int
@@ -190,10 +206,12 @@ class PeerChecks:
     """What a node finds when it checks the others: its second message to the leader."""
 
     reach: tuple[PortCheck, ...] = ()
-    names: dict[str, tuple[str, ...]] | None = None  # of the other hosts -> addresses, as this host resolves them
+    # of the other hosts -> addresses, as this host resolves them
+    names: dict[str, tuple[str, ...]] | None = None
     tokens: tuple[str, ...] = ()  # the other hosts' files that this host sees
     blind: tuple[str, ...] = ()  # config keys of the folders in which it could not look
-    clock: tuple[float, float] | None = None  # seconds by which it is ahead of the leader's, and the error
+    # seconds by which it is ahead of the leader's, and the error
+    clock: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +226,8 @@ class UnknownPeer:
 class JoinFailure:
     how: str  # "unresolved", "refused", "silent", "unreachable", "stranger", "taken" or "left"
     detail: str = ""  # the error's text, who is there, or which process has the port
-    alive: bool | None = None  # whether the endpoint's host answered on another port; None: not tried
+    # whether the endpoint's host answered on another port; None: not tried
+    alive: bool | None = None
     addresses: tuple[str, ...] = ()  # to which the endpoint's name resolves
     seconds: float = 0.0
 
@@ -225,7 +244,8 @@ class Timing:
     size: int
     seconds: float
     spread: float  # ratio of the slowest repetition to the median one
-    bandwidth: float  # bytes per second on the wire of each rank ("bus bandwidth", as nccl-tests counts it)
+    # bytes per second on the wire of each rank ("bus bandwidth", as nccl-tests counts it)
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -243,10 +263,13 @@ class Timings:
     timings: tuple[Timing, ...] = ()
     links: tuple[Link, ...] = ()
     compute: dict[str, float] | None = None  # rank -> seconds of the same small computation on each
-    stuck: dict[str, str] | None = None  # rank -> what it was doing when time ran out, or how it failed
+    # rank -> what it was doing when time ran out, or how it failed
+    stuck: dict[str, str] | None = None
     skipped: str = ""  # why nothing was measured
     left_out: tuple[str, ...] = ()  # collectives for which there was no time
-    transport: tuple[str, ...] = ()  # from NCCL's log: "NET/IB : Using ..." and "via P2P/CUMEM", each once
+    transport: tuple[
+        str, ...
+    ] = ()  # from NCCL's log: "NET/IB : Using ..." and "via P2P/CUMEM", each once
 
 
 @dataclass(frozen=True)
@@ -254,11 +277,16 @@ class ClusterFacts:
     """All facts to judge; the first host serves the endpoint."""
 
     hosts: tuple[Host, ...]
-    attempt: JoinFailure | None = None  # how this node failed to join; `hosts` is then this node alone
+    # how this node failed to join; `hosts` is then this node alone
+    attempt: JoinFailure | None = None
     strangers: tuple[UnknownPeer, ...] = ()
     waited: float = 0.0  # seconds until the last node came, or until the wait was given up
-    clocks: tuple[tuple[float, float] | None, ...] = ()  # seconds ahead of the first host's, and the error
-    visits: tuple[PeerChecks | None, ...] = ()  # in the order of `hosts`; None if a node fell silent
+    clocks: tuple[
+        tuple[float, float] | None, ...
+    ] = ()  # seconds ahead of the first host's, and the error
+    visits: tuple[
+        PeerChecks | None, ...
+    ] = ()  # in the order of `hosts`; None if a node fell silent
     silent: tuple[str, ...] = ()  # hosts that came and then reported nothing
     timings: Timings | None = None
 
@@ -282,7 +310,8 @@ to_json = asdict  # a record as values that `json` can write
 
 
 def from_json(cls: type[T], value: Any, path: str = "") -> T:
-    """The record, or tuple of records, from the output of `to_json`. Raises RecordError: names an invalid field."""
+    """The record, or tuple of records, from the output of `to_json`. Raises RecordError: names an
+    invalid field."""
     try:
         return _read(cls, value, path or cls.__name__)
     except OverflowError as error:  # an integer too large for a float
@@ -296,16 +325,23 @@ def _read(kind: Any, value: Any, path: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
-            return tuple(_read(*item, f"{path}[{i}]") for i, item in enumerate(zip(kinds, value, strict=True)))
+            return tuple(
+                _read(*item, f"{path}[{i}]")
+                for i, item in enumerate(zip(kinds, value, strict=True))
+            )
     elif origin is dict and isinstance(value, Mapping):
         return {str(name): _read(inner[1], item, f"{path}.{name}") for name, item in value.items()}
     elif hasattr(kind, "__dataclass_fields__") and isinstance(value, Mapping):
         hints = get_type_hints(kind)
         if wrong := set(hints) ^ set(map(str, value)):
-            raise RecordError(f"{path}: has not the fields of {kind.__name__}: {', '.join(sorted(wrong))}"[:400])
+            raise RecordError(
+                f"{path}: has not the fields of {kind.__name__}: {', '.join(sorted(wrong))}"[:400]
+            )
         return kind(**{name: _read(hints[name], value[name], f"{path}.{name}") for name in hints})
     elif origin is None and isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
         return value
     elif kind is float and type(value) is int:
         return float(value)
-    raise RecordError(f"{path}: expected {getattr(kind, '__name__', kind)}, found {repr(value)[:40]}")
+    raise RecordError(
+        f"{path}: expected {getattr(kind, '__name__', kind)}, found {repr(value)[:40]}"
+    )

@@ -1,7 +1,8 @@
 """The rendezvous of the doctors: torch's TCPStore on the endpoint as a notice board for JSON.
 
-The node that serves the endpoint leads: it counts the nodes, each of which sets its facts under its own key, even if
-its id, count or rank differ. Each wait and each call of the store has a time limit, and values from it are checked.
+The node that serves the endpoint leads: it counts the nodes, each of which sets its facts under its
+own key, even if its id, count or rank differ. Each wait and each call of the store has a time
+limit, and values from it are checked.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from meshtrain.job.storage import print_error
 
 VERSION = 2
 PREFIX = "meshtrain/doctor/"
-HANDSHAKE_S = 5.0  # for the peer that accepted the connection to prove to be a store, and a doctor's
+# for the peer that accepted the connection to prove to be a store, and a doctor's
+HANDSHAKE_S = 5.0
 CALL_S = 5.0  # for one call of the store
 QUIET_S = 3.0  # to wait for more nodes after one came that does not fit in
 PROGRESS_S = 10.0  # between lines about missing nodes
@@ -86,7 +88,8 @@ class Board:
         return bool(self.call("check", [self._prefix + key]))
 
     def read(self, key: str, deadline: float) -> Any:
-        """Waits for a value. Raises TimeoutError: not set by `deadline` (`time.monotonic`); RecordError: not JSON."""
+        """Waits for a value. Raises TimeoutError: not set by `deadline` (`time.monotonic`);
+        RecordError: not JSON."""
         pause = 0.01
         while not self.has(key):
             if time.monotonic() > deadline:
@@ -119,7 +122,10 @@ class Leader:
                 last = now
             peers |= peers_of_port(self._place.port)
             names = join_some([host.host for host in self._hosts.values()], 8)
-            text = f"{len(self._hosts)} of {self._place.nodes} nodes are at {self._place.endpoint}: {names}"
+            text = (
+                f"{len(self._hosts)} of {self._place.nodes} nodes are at {self._place.endpoint}: "
+                f"{names}"
+            )
             progress = _progress(progress, text)
             time.sleep(POLL_S)
         self.board.set("closed", True)
@@ -128,9 +134,14 @@ class Leader:
         if self._place.backend == "static":
             others.sort(key=lambda item: item[1].place.node_rank or 0)
         self._hosts, end = dict([first, *others]), 0
-        for number, host in self._hosts.items():  # ranks as the launcher has assigned them, or as torchrun would
+        for (
+            number,
+            host,
+        ) in self._hosts.items():  # ranks as the launcher has assigned them, or as torchrun would
             end += host.processes
-            self._hosts[number] = replace(host, ranks=host.place.ranks or tuple(range(end - host.processes, end)))
+            self._hosts[number] = replace(
+                host, ranks=host.place.ranks or tuple(range(end - host.processes, end))
+            )
         self.numbers = list(self._hosts)
         strangers = (*self._strangers.values(), *self._unknown_peers(peers))[:MOST_UNKNOWN]
         return ClusterFacts(tuple(self._hosts.values()), None, strangers, waited)
@@ -138,7 +149,11 @@ class Leader:
     def _welcome(self) -> bool:
         came = False
         for number in range(1, min(self.board.add("nodes", 0), MOST_NODES) + 1):
-            if number in self._hosts or number in self._strangers or not self.board.has(f"facts/{number}"):
+            if (
+                number in self._hosts
+                or number in self._strangers
+                or not self.board.has(f"facts/{number}")
+            ):
                 continue
             try:
                 self._hosts[number] = from_json(Host, self.board.read(f"facts/{number}", 0.0))
@@ -148,7 +163,8 @@ class Leader:
         return came
 
     def _unknown_peers(self, peers: set[tuple[str, str]]) -> list[records.UnknownPeer]:
-        """Peers connected to the port that are no doctors, found in the kernel's table and by foreign keys."""
+        """Peers connected to the port that are no doctors, found in the kernel's table and by
+        foreign keys."""
         if self._place.launcher == "torchrun":
             return []  # the store is torchrun's own
         doctors = {*self._hosts[0].addresses, *(host.route for host in self._hosts.values())}
@@ -158,7 +174,8 @@ class Leader:
         return [records.UnknownPeer(address, identity) for address in unknown or ["?"] * foreign]
 
     def _complete(self, last: float) -> bool:
-        """Whether no more nodes are waited for: all have come, or enough of them, of which some do not fit in."""
+        """Whether no more nodes are waited for: all have come, or enough of them, of which some do
+        not fit in."""
         mine, places = self._place, [host.place for host in self._hosts.values()]
         if len(places) >= max(place.most for place in places):
             return True
@@ -167,13 +184,16 @@ class Leader:
         return odd and enough and time.monotonic() - last > QUIET_S
 
     def gather(self, phase: str, kind: type[T], own: T, seconds: float) -> list[T | None]:
-        """The value that each node gives, this one's first; None for a node that gives no valid value in time."""
+        """The value that each node gives, this one's first; None for a node that gives no valid
+        value in time."""
         deadline, answers = time.monotonic() + seconds, list[T | None]([own])
         for number in self.numbers[1:]:
             answers.append(None)
             try:
                 if number not in self._silent:
-                    answers[-1] = from_json(kind, self.board.read(f"{phase}/{number}", deadline), phase)
+                    answers[-1] = from_json(
+                        kind, self.board.read(f"{phase}/{number}", deadline), phase
+                    )
             except (TimeoutError, RecordError):
                 self._silent.add(number)
         return answers
@@ -187,7 +207,8 @@ class Leader:
 
 
 class Member:
-    """A node that came to the endpoint; `leader_address` is the leader's, as this node reaches it."""
+    """A node that came to the endpoint; `leader_address` is the leader's, as this node reaches
+    it."""
 
     def __init__(self, board: Board, number: int, leader_address: str) -> None:
         self._board, self.number, self.leader_address = board, number, leader_address
@@ -204,13 +225,16 @@ class Member:
 
 
 def serves(place: Place, host: str, addresses: Sequence[str]) -> bool:
-    """Whether this node would serve the endpoint: as it was told, or because the endpoint is this host. Node rank 0
-    connects to an endpoint elsewhere, as torch's store would: the node there may have been given rank 0, too."""
+    """Whether this node would serve the endpoint: as it was told, or because the endpoint is this
+    host. Node rank 0 connects to an endpoint elsewhere, as torch's store would: the node there may
+    have been given rank 0, too."""
     if place.serves is not None and not (place.by_options and place.node_rank == 0):
         return place.serves
     if place.address in ("localhost", host):
         return True
-    return any(address in addresses or is_loopback(address) for address in sockets.resolve(place.address))
+    return any(
+        address in addresses or is_loopback(address) for address in sockets.resolve(place.address)
+    )
 
 
 def _board(place: Place, address: str, master: bool) -> Board:
@@ -224,19 +248,25 @@ def open_rendezvous(host: Host) -> Leader:
     """Serves the endpoint. Raises JoinError: the port is taken, or may not be used."""
     place = host.place
     try:
-        agents = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        agents = (
+            place.launcher == "torchrun"
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )
         if not agents:
             sockets.listen(place.port).close()
         board = _board(place, place.address if agents else "localhost", not agents)
     except (OSError, RuntimeError) as error:  # torch's DistError is a RuntimeError
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        raise JoinError("taken", owner_of_port(place.port) if taken else str(error).partition("\n")[0]) from error
+        raise JoinError(
+            "taken", owner_of_port(place.port) if taken else str(error).partition("\n")[0]
+        ) from error
     board.set("leader", {"version": VERSION, "host": host.host})
     return Leader(board, host)
 
 
 def join_rendezvous(host: Host, seconds: float) -> Member:
-    """Joins at the endpoint with this host's facts. Raises JoinError: not within `seconds`, or no doctor is there."""
+    """Joins at the endpoint with this host's facts. Raises JoinError: not within `seconds`, or no
+    doctor is there."""
     place = host.place
     start = progress = time.monotonic()
     deadline, strangers = start + seconds, 0
@@ -254,7 +284,9 @@ def join_rendezvous(host: Host, seconds: float) -> Member:
                 tried = time.monotonic() - start
                 error.failure = replace(failure, alive=alive, addresses=addresses, seconds=tried)
                 raise
-        progress = _progress(progress, f"no doctor at {place.endpoint} yet: {failure.how} {failure.detail}")
+        progress = _progress(
+            progress, f"no doctor at {place.endpoint} yet: {failure.how} {failure.detail}"
+        )
         time.sleep(0.25)
 
 
@@ -274,7 +306,9 @@ def _join(host: Host, addresses: Sequence[str], seconds: float) -> Member:
             connection.sendall(STORE_PING)
             answer = connection.recv(len(STORE_PING))
         except TimeoutError as error:
-            raise JoinError("stranger", "something that accepts connections and says nothing") from error
+            raise JoinError(
+                "stranger", "something that accepts connections and says nothing"
+            ) from error
         except OSError:
             answer = b""
     if answer != STORE_PING[-4:]:

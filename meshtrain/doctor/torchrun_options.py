@@ -1,6 +1,8 @@
-"""torchrun's options, or a launcher's variables, as the place where a node meets the others. No I/O.
+"""torchrun's options, or a launcher's variables, as the place where a node meets the others. No
+I/O.
 
-All of torchrun's options are known by name. Like torchrun, it reads defaults from PET_NNODES and so on (Kubeflow).
+All of torchrun's options are known by name. Like torchrun, it reads defaults from PET_NNODES and so
+on (Kubeflow).
 """
 
 import argparse
@@ -22,7 +24,10 @@ OPTIONS = {
     "--rdzv-backend": ("NAME", "c10d or static"),
     "--rdzv-endpoint": ("HOST:PORT", "HOST[:PORT] where the nodes meet"),
     "--rdzv-id": ("ID", "the job's id, the same on all nodes"),
-    "--rdzv-conf": ("K=V,...", "is_host=1 if this node serves the endpoint and cannot find that out itself"),
+    "--rdzv-conf": (
+        "K=V,...",
+        "is_host=1 if this node serves the endpoint and cannot find that out itself",
+    ),
     "--node-rank": ("I", "index of this node (static)"),
     "--master-addr": ("HOST", "host of node 0 (static)"),
     "--master-port": ("PORT", "port on node 0 (static)"),
@@ -30,16 +35,32 @@ OPTIONS = {
 }
 # torchrun's other options, which have no effect here: with a value, and without.
 PASSED_OVER = (
-    "--max-restarts", "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "-r",
-    "--redirects", "-t", "--tee", "--local-ranks-filter", "--logs-specs", "--numa-binding", "--signals-to-handle",
-    "--shutdown-timeout", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
-)  # fmt: skip
+    "--max-restarts",
+    "--monitor-interval",
+    "--start-method",
+    "--event-log-handler",
+    "--role",
+    "--log-dir",
+    "-r",
+    "--redirects",
+    "-t",
+    "--tee",
+    "--local-ranks-filter",
+    "--logs-specs",
+    "--numa-binding",
+    "--signals-to-handle",
+    "--shutdown-timeout",
+    "--duplicate-stdout-filters",
+    "--duplicate-stderr-filters",
+)
 FLAGS_PASSED_OVER = ("--no-python", "--run-path", "--virtual-local-rank")
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     """Adds torchrun's options under their own names, with dashes or underscores."""
-    group = parser.add_argument_group("torchrun's options", "as on the node's torchrun command line")
+    group = parser.add_argument_group(
+        "torchrun's options", "as on the node's torchrun command line"
+    )
 
     def option(name: str, about: str = argparse.SUPPRESS, **more: Any) -> None:
         other = "--" + name.removeprefix("--").replace("-", "_")
@@ -49,7 +70,9 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     for name, (metavar, about) in OPTIONS.items():
         option(name, about, metavar=metavar)
     group.add_argument("--standalone", action="store_true", help="a job of this node alone")
-    group.add_argument("-m", "--module", action="store_true", help="a module's name precedes the config")
+    group.add_argument(
+        "-m", "--module", action="store_true", help="a module's name precedes the config"
+    )
     for name in PASSED_OVER:
         option(name)
     for name in FLAGS_PASSED_OVER:
@@ -57,8 +80,9 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Place:
-    """The place of the node that was started with these options; they override a launcher's variables in the
-    environment. Raises InputError: torchrun would not understand an option's value."""
+    """The place of the node that was started with these options; they override a launcher's
+    variables in the environment. Raises InputError: torchrun would not understand an option's
+    value."""
     options: dict[str, str | None] = {}
     for name in (option[2:].replace("-", "_") for option in OPTIONS if option != "--local-addr"):
         value = getattr(arguments, name)
@@ -74,62 +98,103 @@ def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> P
     fewest, most = read_nodes(options["nnodes"] or "1")
     processes = options["nproc_per_node"] or "1"
     if not re.fullmatch(r"[1-9]\d*|gpu|cpu|auto", processes):
-        raise InputError(f"--nproc-per-node {processes}: expected a number of processes, gpu, cpu or auto")
+        raise InputError(
+            f"--nproc-per-node {processes}: expected a number of processes, gpu, cpu or auto"
+        )
     backend = options["rdzv_backend"] or "static"
     if most == 1 and not options["rdzv_endpoint"] and backend == "static":
         return Place.alone(processes, backend)
     if backend not in ("c10d", "static"):
         raise InputError(
-            f"--rdzv-backend {backend}: the doctor meets by c10d or static; run it with --rdzv-backend c10d and an "
+            f"--rdzv-backend {backend}: the doctor meets by c10d or static; run it with "
+            "--rdzv-backend c10d and an "
             "endpoint on one of the nodes to check everything else"
         )
     return _of_options(options, backend, fewest, most, processes)
 
 
-def _of_options(options: Mapping[str, str | None], backend: str, fewest: int, most: int, processes: str) -> Place:
-    conf = dict(part.partition("=")[::2] for part in (options["rdzv_conf"] or "").split(",") if part)
+def _of_options(
+    options: Mapping[str, str | None], backend: str, fewest: int, most: int, processes: str
+) -> Place:
+    conf = dict(
+        part.partition("=")[::2] for part in (options["rdzv_conf"] or "").split(",") if part
+    )
     id_ = options["rdzv_id"] or "none"
     if backend == "static":
         node = _count(options["node_rank"] or conf.get("rank", "0"), "--node-rank")
         if not 0 <= node < most:
-            raise InputError(f"--node-rank {node} with --nnodes {most}: node ranks go from 0 to {most - 1}")
+            raise InputError(
+                f"--node-rank {node} with --nnodes {most}: node ranks go from 0 to {most - 1}"
+            )
         master = f"{options['master_addr'] or '127.0.0.1'}:{options['master_port'] or STATIC_PORT}"
         address, port = read_endpoint(options["rdzv_endpoint"] or master, STATIC_PORT)
-        return Place("torchrun's options", backend, address, port, id_, most, most, node, processes, node == 0)
+        return Place(
+            "torchrun's options",
+            backend,
+            address,
+            port,
+            id_,
+            most,
+            most,
+            node,
+            processes,
+            node == 0,
+        )
     if not options["rdzv_endpoint"]:
-        raise InputError("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on all nodes")
+        raise InputError(
+            "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on all nodes"
+        )
     address, port = read_endpoint(options["rdzv_endpoint"], C10D_PORT)
     is_host = conf.get("is_host")
     if is_host is not None and is_host.lower() not in (*YES, *NO):
         raise InputError(f"--rdzv-conf is_host={is_host}: expected 1 or 0")
     serves = None if is_host is None else is_host.lower() in YES
-    return Place("torchrun's options", backend, address, port, id_, fewest, most, None, processes, serves)
+    return Place(
+        "torchrun's options", backend, address, port, id_, fewest, most, None, processes, serves
+    )
 
 
 def _of_torchrun(environment: Environment, variables: Mapping[str, str]) -> Place:
-    """The place of a torchrun worker: all nodes have met, and the doctors use torchrun's own store."""
+    """The place of a torchrun worker: all nodes have met, and the doctors use torchrun's own
+    store."""
     defaults = {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    nodes, node, processes = (_count(variables.get(name, default), name) for name, default in defaults.items())
+    nodes, node, processes = (
+        _count(variables.get(name, default), name) for name, default in defaults.items()
+    )
     address, port = environment.master or ("localhost", 0)
-    first, id_ = environment.rank - environment.local_rank, variables.get("TORCHELASTIC_RUN_ID", "none")
+    first, id_ = (
+        environment.rank - environment.local_rank,
+        variables.get("TORCHELASTIC_RUN_ID", "none"),
+    )
     serves, ranks = environment.rank == 0, tuple(range(first, first + processes))
-    return Place("torchrun", "c10d", address, port, id_, nodes, nodes, node, str(processes), serves, ranks)
+    return Place(
+        "torchrun", "c10d", address, port, id_, nodes, nodes, node, str(processes), serves, ranks
+    )
 
 
 def _of_srun(environment: Environment, variables: Mapping[str, str]) -> Place:
-    """The place of one task of a job step. As in training, the first node of the list serves the endpoint."""
+    """The place of one task of a job step. As in training, the first node of the list serves the
+    endpoint."""
     names = slurm_nodes(variables)
     name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in variables else "SLURM_NNODES"
     nodes = _count(variables.get(name, str(len(names) or 1)), name)
-    per_node = _tasks(variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "1")))
+    per_node = _tasks(
+        variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "1"))
+    )
     node = _count(variables.get("SLURM_NODEID", "0"), "SLURM_NODEID")
     tasks = per_node[min(node, len(per_node) - 1)]
     first = environment.rank - environment.local_rank
-    task_ids = variables.get("SLURM_GTIDS", "")  # this node's ranks, which --distribution=cyclic interleaves
+    # this node's ranks, which --distribution=cyclic interleaves
+    task_ids = variables.get("SLURM_GTIDS", "")
     ranks = tuple(map(int, task_ids.split(","))) if task_ids else tuple(range(first, first + tasks))
     address, port = environment.master or ("localhost", 0)
-    id_, serves = variables.get("SLURM_JOB_ID", "none"), environment.hosts_store or environment.master is None
-    return Place("srun", "static", address, port, id_, nodes, nodes, node, str(tasks), serves, ranks, names)
+    id_, serves = (
+        variables.get("SLURM_JOB_ID", "none"),
+        environment.hosts_store or environment.master is None,
+    )
+    return Place(
+        "srun", "static", address, port, id_, nodes, nodes, node, str(tasks), serves, ranks, names
+    )
 
 
 def speaks_for_node(variables: Mapping[str, str], place: Place) -> bool:
@@ -150,13 +215,17 @@ def read_endpoint(text: str, port: int) -> tuple[str, int]:
     """`host`, `host:29500`, `[::1]:29500` -> address and port. Raises InputError."""
     match = re.fullmatch(r"(?:\[([\da-fA-F:.]+)\]|([^:\s/]+))(?::(\d+))?", text)
     if match is None or not 0 <= int(match[3] or port) < 65536:
-        raise InputError(f"the endpoint {text!r} is none: expected HOST:PORT, for instance node1:29500")
+        raise InputError(
+            f"the endpoint {text!r} is none: expected HOST:PORT, for instance node1:29500"
+        )
     return match[1] or match[2], int(match[3] or port)
 
 
 def _tasks(text: str) -> Sequence[int]:
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        raise InputError(f"SLURM_TASKS_PER_NODE={text} is not of SLURM's form, for instance 4(x2),2")
+        raise InputError(
+            f"SLURM_TASKS_PER_NODE={text} is not of SLURM's form, for instance 4(x2),2"
+        )
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
 

@@ -18,15 +18,21 @@ WIDEST = 110  # columns
 NARROWEST = 40
 NOTHING = "no failure found"
 SILENT_END = (
-    "If the job did end too early, it was killed without a word: look at its exit status (137 is SIGKILL, 138 SIGUSR1, "
-    "143 SIGTERM), at what the scheduler says (sacct -j JOB, kubectl describe pod) and at dmesg of its hosts."
+    "If the job did end too early, it was killed without a word: look at its exit status (137 is "
+    "SIGKILL, 138 SIGUSR1, "
+    "143 SIGTERM), at what the scheduler says (sacct -j JOB, kubectl describe pod) and at dmesg of "
+    "its hosts."
 )
 ROOTLESS = "only what followed a failure; its root is not in these logs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="logs (also .gz), a run's folder, or - for stdin")
-    parser.add_argument("--json", action="store_true", help="print the causes as a JSON list, most likely first")
+    parser.add_argument(
+        "logs", nargs="+", metavar="LOG", help="logs (also .gz), a run's folder, or - for stdin"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the causes as a JSON list, most likely first"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([cause.to_json() for cause in causes], indent=1))
     else:
-        print(explanation(causes, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)), end="")
+        print(
+            explanation(causes, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)), end=""
+        )
     return 1 if causes else 0
 
 
@@ -43,7 +51,11 @@ def explanation(causes: Sequence[Cause], width: int = WIDEST) -> str:
     if not causes:
         return "\n".join([NOTHING, *textwrap.wrap(SILENT_END, width)]) + "\n"
     shown = [cause for cause in causes if cause.role != "consequence"] or [causes[0]]
-    lines = [line for number, cause in enumerate(shown, 1) for line in [*_block(number, cause, width), ""]]
+    lines = [
+        line
+        for number, cause in enumerate(shown, 1)
+        for line in [*_block(number, cause, width), ""]
+    ]
     followed = [cause for cause in causes if cause not in shown]
     if followed:
         lines.append("What followed from it:")
@@ -62,7 +74,9 @@ def _block(number: int, cause: Cause, width: int) -> list[str]:
         of = f", of {names(list(matches.ranks))}" if matches.ranks else ""
         lines += _paragraph("", f"... {matches.count} lines in all{of}", width)
     lines += _paragraph("fix", cause.fix, width)
-    return lines + [line for option in cause.options for line in _paragraph("", f"- {option}", width)]
+    return lines + [
+        line for option in cause.options for line in _paragraph("", f"- {option}", width)
+    ]
 
 
 def _in_short(cause: Cause, width: int) -> list[str]:
@@ -72,6 +86,8 @@ def _in_short(cause: Cause, width: int) -> list[str]:
 
 
 def _paragraph(title: str, text: str, width: int) -> list[str]:
-    paragraph = textwrap.TextWrapper(max(width, NARROWEST), f"   {title.ljust(6)} ", subsequent_indent=" " * 10)
+    paragraph = textwrap.TextWrapper(
+        max(width, NARROWEST), f"   {title.ljust(6)} ", subsequent_indent=" " * 10
+    )
     paragraph.break_long_words = paragraph.break_on_hyphens = False
     return paragraph.wrap(text)

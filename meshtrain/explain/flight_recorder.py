@@ -1,4 +1,5 @@
-"""Flight recorders in a failure's folder: which collectives some ranks of a group have entered and others have not."""
+"""Flight recorders in a failure's folder: which collectives some ranks of a group have entered and
+others have not."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,9 +17,14 @@ Group = tuple[int, ...]  # its ranks
 
 
 def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
-    """For each collective that only some ranks of a group have entered, one file that shows it and a line for rules."""
-    for folder in dict.fromkeys(os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT):
-        begun: dict[Group, dict[int, int]] = {}  # group -> rank -> how many collectives it has entered
+    """For each collective that only some ranks of a group have entered, one file that shows it and
+    a line for rules."""
+    for folder in dict.fromkeys(
+        os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT
+    ):
+        begun: dict[
+            Group, dict[int, int]
+        ] = {}  # group -> rank -> how many collectives it has entered
         names: dict[tuple[Group, int], str] = {}
         files: dict[int, Path] = {}
         for path in sorted(Path(folder).glob(RECORDERS)):
@@ -42,11 +48,16 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(ranges(numbers))}"
 
 
-def _read(path: Path, begun: dict[Group, dict[int, int]], names: dict[tuple[Group, int], str]) -> int:
+def _read(
+    path: Path, begun: dict[Group, dict[int, int]], names: dict[tuple[Group, int], str]
+) -> int:
     """Adds what one rank has recorded; returns the rank."""
     recorder: dict[str, Any] = parse_json(read_limited(path, MOST_BYTES), most=MOST_BYTES)
     rank = int(recorder["rank"])
-    groups = {name: (str(over), tuple(map(int, ranks))) for name, (over, ranks) in recorder["groups"].items()}
+    groups = {
+        name: (str(over), tuple(map(int, ranks)))
+        for name, (over, ranks) in recorder["groups"].items()
+    }
     for _, ranks in groups.values():
         begun.setdefault(ranks, {}).update({rank: 0} if recorder["whole"] else {})
     for entry in recorder["entries"]:

@@ -1,4 +1,5 @@
-"""The log reader: takes logs of any size, with progress bars, colours, garbage, gzipped, with many ranks in one file.
+"""The log reader: takes logs of any size, with progress bars, colours, garbage, gzipped, with many
+ranks in one file.
 
 It yields blocks of whole lines, so that a block with nothing of interest can be skipped at once.
 """
@@ -25,26 +26,40 @@ NAMES = re.compile(r"(?:stdout|stderr|slurm-\d+|log)(?:\W|$)", re.IGNORECASE)
 
 # Colours, cursor movements and window titles; and control characters.
 CONTROL = re.compile(
-    rb"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])|[\x00-\x08\x0e-\x1f\x7f]"
+    rb"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])"
+    rb"|[\x00-\x08\x0e-\x1f\x7f]"
 )
 
-# What launchers and collectors put before a line: torchrun's and torch's rank, srun -l, kubectl, containerd.
+# What launchers and collectors put before a line: torchrun's and torch's rank, srun -l, kubectl,
+# containerd.
 PREFIX = re.compile(
     r"\s*(?:\[(?P<role>[A-Za-z_]{0,20}?)(?P<number>\d{1,7})(?:\|\d{1,7})?\]:|(?P<task>\d{1,7}): "
     r"|\[pod/[^\]\s]{1,200}\]|\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr) [FP]) ?"
 )
-INSIDE = re.compile(r"(?:\[|\d\) )Rank (\d{1,7})\]|^rank (\d{1,7}) on host |\bThis was rank (\d{1,7}) on host ")
+INSIDE = re.compile(
+    r"(?:\[|\d\) )Rank (\d{1,7})\]|^rank (\d{1,7}) on host |\bThis was rank (\d{1,7}) on host "
+)
 IN_NAME = re.compile(
     r"(?:rank|task|worker)[_.-]?(\d{1,7})"
     r"|(?:^|/)(\d{1,7})\.(?:out|err|log)$|\d(?<!-\d\d)[_.-](\d{1,7})\.(?:out|err|log)$"
 )
-LOCAL = re.compile(r"/attempt_(?P<attempt>\d{1,6})/(?P<number>\d{1,7})/std(?:out|err)\.log$")  # torchrun's
+# torchrun's
+LOCAL = re.compile(r"/attempt_(?P<attempt>\d{1,6})/(?P<number>\d{1,7})/std(?:out|err)\.log$")
 NODE = re.compile(r"(?:^|/)node[_.-]?(\d{1,7})/")
 
 TIMES = (
-    re.compile(r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[T _](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:[.,]\d{1,9})?)"),
-    re.compile(r"\[?[IWEF](?P<month>\d{1,2})(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"),
-    re.compile(r"\b(?P<name>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2}) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"),
+    re.compile(
+        r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[T "
+        r"_](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:[.,]\d{1,9})?)"
+    ),
+    re.compile(
+        r"\[?[IWEF](?P<month>\d{1,2})(?P<day>\d\d) "
+        r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"
+    ),
+    re.compile(
+        r"\b(?P<name>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2}) "
+        r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"
+    ),
 )
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
@@ -54,12 +69,15 @@ class Log:
     """A file to read."""
 
     path: str
-    rank: str | None = None  # its writer, from its path: `rank 3`, `local rank 3`, `local rank 3 of node 1`
-    process: str | None = None  # its folder, if the path has only a local rank; its lines may have the global one
+    # its writer, from its path: `rank 3`, `local rank 3`, `local rank 3 of node 1`
+    rank: str | None = None
+    # its folder, if the path has only a local rank; its lines may have the global one
+    process: str | None = None
     attempt: int = 0  # torchrun's, from its path
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Blocks of whole lines, each with the number of its first line. Raises InputError: it cannot be read."""
+        """Blocks of whole lines, each with the number of its first line. Raises InputError: it
+        cannot be read."""
         if self.path == "-":
             with open(0, "rb", closefd=False) as stream:
                 yield from _blocks(stream)
@@ -95,8 +113,8 @@ def _read(stream: io.BufferedIOBase) -> bytes:
 
 
 def pieces(line: bytes) -> Iterator[str]:
-    """The texts to search in a line: each state of a progress bar, and overlapping pieces of a long line. A job's own
-    diagnosis is one piece: it is JSON, which may name thousands of ranks."""
+    """The texts to search in a line: each state of a progress bar, and overlapping pieces of a long
+    line. A job's own diagnosis is one piece: it is JSON, which may name thousands of ranks."""
     for part in line.split(b"\r"):
         if not part:
             continue
@@ -109,7 +127,8 @@ def pieces(line: bytes) -> Iterator[str]:
 
 
 def without_prefix(text: str) -> tuple[str, str | None]:
-    """A line without the prefixes of launchers, and its writer: `rank 3`, `local rank 3`, or None."""
+    """A line without the prefixes of launchers, and its writer: `rank 3`, `local rank 3`, or
+    None."""
     rank = None
     for _ in range(4):
         prefix = PREFIX.match(text)
@@ -127,7 +146,8 @@ def without_prefix(text: str) -> tuple[str, str | None]:
 
 
 def time_of(text: str) -> float | None:
-    """When a line was written, if there is a time near its beginning: in seconds that order the lines of one year."""
+    """When a line was written, if there is a time near its beginning: in seconds that order the
+    lines of one year."""
     for form in TIMES:
         match = form.search(text[:120])
         if match is not None:
@@ -136,12 +156,15 @@ def time_of(text: str) -> float | None:
                 continue
             month = MONTHS.index(name) if name else int(match["month"]) - 1
             days = month * 31 + int(match["day"])  # a month of 31 days keeps the order
-            return ((days * 24 + int(match["h"])) * 60 + int(match["m"])) * 60 + float(match["s"].replace(",", "."))
+            return ((days * 24 + int(match["h"])) * 60 + int(match["m"])) * 60 + float(
+                match["s"].replace(",", ".")
+            )
     return None
 
 
 def logs_of(paths: list[str]) -> list[Log]:
-    """The logs among files and folders: of a folder, all logs below it. Raises InputError: there is no such file."""
+    """The logs among files and folders: of a folder, all logs below it. Raises InputError: there is
+    no such file."""
     files: dict[str, None] = {}
     for path in paths:
         if os.path.isdir(path):
@@ -149,18 +172,27 @@ def logs_of(paths: list[str]) -> list[Log]:
         elif path == "-" or os.path.exists(path):
             files[path] = None
         else:
-            raise InputError(f"there is no log {path}: give files, the folder of a run, or - for standard input")
+            raise InputError(
+                f"there is no log {path}: give files, the folder of a run, or - for standard input"
+            )
     return [_log(path) for path in files]
 
 
 def _in_folder(folder: str) -> list[str]:
     files = []
     for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
-        if os.path.basename(root) == "failures":  # the last one only: the run has recovered from earlier ones
-            folders[:] = sorted(folders, key=lambda name: os.path.getmtime(os.path.join(root, name)))[-1:]
+        folders[:] = sorted(
+            name for name in folders if name != "checkpoints" and not name.startswith(".")
+        )
+        # the last one only: the run has recovered from earlier ones
+        if os.path.basename(root) == "failures":
+            folders[:] = sorted(
+                folders, key=lambda name: os.path.getmtime(os.path.join(root, name))
+            )[-1:]
         logs = [
-            name for name in sorted(names) if (name.endswith(ENDINGS) or NAMES.match(name)) and name != "layout.txt"
+            name
+            for name in sorted(names)
+            if (name.endswith(ENDINGS) or NAMES.match(name)) and name != "layout.txt"
         ]
         files += [str(Path(root, name)) for name in logs if Path(root, name).is_file()]
     return files
@@ -169,7 +201,12 @@ def _in_folder(folder: str) -> list[str]:
 def _log(path: str) -> Log:
     local, by_name = LOCAL.search(path), IN_NAME.search(path)
     if local is not None:
-        nodes = NODE.findall(path[: local.start() + 1])  # the last one: a folder above may be called node7, too
-        rank = f"local rank {int(local['number'])}" + (f" of node {int(nodes[-1])}" if nodes else "")
+        # the last one: a folder above may be called node7, too
+        nodes = NODE.findall(path[: local.start() + 1])
+        rank = f"local rank {int(local['number'])}" + (
+            f" of node {int(nodes[-1])}" if nodes else ""
+        )
         return Log(path, rank, os.path.dirname(path), int(local["attempt"]))
-    return Log(path, None if by_name is None else f"rank {int(next(filter(None, by_name.groups())))}")
+    return Log(
+        path, None if by_name is None else f"rank {int(next(filter(None, by_name.groups())))}"
+    )

@@ -1,7 +1,8 @@
 """The rules by which a failure is recognized: data, read from a YAML file and checked strictly.
 
-A pattern is searched for within one line, ignoring case. As a log may be large and hostile, patterns have no unbounded
-`.*`, and each has a literal text that every matching line contains, which is searched for first.
+A pattern is searched for within one line, ignoring case. As a log may be large and hostile,
+patterns have no unbounded `.*`, and each has a literal text that every matching line contains,
+which is searched for first.
 """
 
 import re
@@ -28,7 +29,8 @@ SHORTEST = 4  # characters of a pattern's literal text: shorter ones are in ever
 
 @dataclass(frozen=True)
 class Pattern:
-    """A regular expression, and lower-case literals of which every line that it matches contains at least one."""
+    """A regular expression, and lower-case literals of which every line that it matches contains at
+    least one."""
 
     regex: re.Pattern[str]
     literals: tuple[str, ...]
@@ -36,23 +38,33 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of failure. `role`: root ends jobs; suspect is a warning that explains a failure but does not end a job
-    alone; consequence follows when something else has failed; noise looks like a failure and is none."""
+    """One kind of failure. `role`: root ends jobs; suspect is a warning that explains a failure but
+    does not end a job alone; consequence follows when something else has failed; noise looks like a
+    failure and is none."""
 
     id: str
     match: tuple[Pattern, ...]
     role: str
     cause: str
     fix: str
-    certainty: str = "likely"  # how surely the line tells the cause, to choose between several roots
-    follows: tuple[str, ...] = ()  # rules that explain this one: if one of them matches, this is a consequence
+    # how surely the line tells the cause, to choose between several roots
+    certainty: str = "likely"
+    follows: tuple[
+        str, ...
+    ] = ()  # rules that explain this one: if one of them matches, this is a consequence
     only_with: tuple[str, ...] = ()  # it counts only if one of these matches, too
-    kind: str | None = None  # the kind of a job's own diagnosis (`kind` in its line MESHTRAIN_FAILURE) that it is about
+    kind: str | None = (
+        # the kind of a job's own diagnosis (`kind` in its line MESHTRAIN_FAILURE) that it is about
+        None
+    )
     options: str | None = None  # which of the config's options help: a name in `causes.OPTIONS`
-    waits: bool = False  # ranks that report this waited for others, so those that report nothing are to blame
+    # ranks that report this waited for others, so those that report nothing are to blame
+    waits: bool = False
     closed: bool = False  # the same for a connection that another rank has closed
-    outside: bool = False  # the job was ended from outside: if ranks had waited in vain before, that is the reason
-    in_traceback: bool = False  # applied only to the last line of a traceback that matches no other rule
+    # the job was ended from outside: if ranks had waited in vain before, that is the reason
+    outside: bool = False
+    # applied only to the last line of a traceback that matches no other rule
+    in_traceback: bool = False
     examples: tuple[str, ...] = ()  # lines that it matches
     never: tuple[str, ...] = ()  # similar lines that it must not match
 
@@ -61,29 +73,39 @@ class Rule:
         return any(literal in lower for pattern in self.match for literal in pattern.literals)
 
     def search(self, text: str, lower: str) -> re.Match[str] | None:
-        """The match of the first of its patterns found in the line `text`; `lower` is the same line in lower case."""
+        """The match of the first of its patterns found in the line `text`; `lower` is the same line
+        in lower case."""
         for pattern in self.match:
-            if any(literal in lower for literal in pattern.literals) and (result := pattern.regex.search(text)):
+            if any(literal in lower for literal in pattern.literals) and (
+                result := pattern.regex.search(text)
+            ):
                 return result
         return None
 
 
 def load_rules(path: Path = OWN) -> tuple[Rule, ...]:
-    """The rules of a file, in its order. Raises InputError: the file cannot be read, or a rule is wrong."""
+    """The rules of a file, in its order. Raises InputError: the file cannot be read, or a rule is
+    wrong."""
     try:
-        entries = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        entries = yaml.load(
+            path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path}: the rules cannot be read: {error}") from error
     if not isinstance(entries, list):
         raise InputError(f"{path}: expected a list of rules, found {type(entries).__name__}")
-    rules = tuple(_rule(entry, f"{path.name}, rule {number}") for number, entry in enumerate(entries, 1))
+    rules = tuple(
+        _rule(entry, f"{path.name}, rule {number}") for number, entry in enumerate(entries, 1)
+    )
     known = [rule.id for rule in rules]
     for rule in rules:
         if known.count(rule.id) > 1:
             raise InputError(f"{path.name}: the id {rule.id} stands there twice")
         for name in (*rule.follows, *rule.only_with):
             if name not in known or name == rule.id:
-                raise InputError(f"{path.name}, {rule.id}: there is no other rule {name} to follow or to go with")
+                raise InputError(
+                    f"{path.name}, {rule.id}: there is no other rule {name} to follow or to go with"
+                )
     return rules
 
 
@@ -94,26 +116,39 @@ def _rule(entry: Any, place: str) -> Rule:
     unknown = set(entry) - {*LISTS, *TEXTS, *FLAGS}
     missing = [key for key in NEEDED if not entry.get(key)]
     if unknown or missing:
-        raise InputError(f"{place}: unknown keys {sorted(map(str, unknown))}, missing keys {missing}")
+        raise InputError(
+            f"{place}: unknown keys {sorted(map(str, unknown))}, missing keys {missing}"
+        )
     values: dict[str, Any] = {}
     for key, value in entry.items():
         if key in LISTS:
             value = [value] if isinstance(value, str) else value
-            if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-                raise InputError(f"{place}: {key} should be a text or a list of texts and is {value!r}")
+            if not isinstance(value, list) or not all(
+                isinstance(item, str) and item for item in value
+            ):
+                raise InputError(
+                    f"{place}: {key} should be a text or a list of texts and is {value!r}"
+                )
             values[key] = tuple(value)
         elif not isinstance(value, bool if key in FLAGS else str):
-            raise InputError(f"{place}: {key} should be {'true or false' if key in FLAGS else 'a text'}, not {value!r}")
+            raise InputError(
+                f"{place}: {key} should be {'true or false' if key in FLAGS else 'a text'}, not "
+                f"{value!r}"
+            )
         else:
             values[key] = " ".join(value.split()) if isinstance(value, str) else value
     for key, names in (("role", ROLES), ("certainty", CERTAINTIES)):
         if values.get(key, names[0]) not in names:
-            raise InputError(f"{place}: {key} should be one of {', '.join(names)}, not {values[key]!r}")
+            raise InputError(
+                f"{place}: {key} should be one of {', '.join(names)}, not {values[key]!r}"
+            )
     anywhere = not values.get("in_traceback", False)
     values["match"] = tuple(_pattern(text, place, anywhere) for text in values["match"])
     for name in re.findall(r"\{(\w+)\}", values["cause"] + values["fix"]):
         if any(name not in pattern.regex.groupindex for pattern in values["match"]):
-            raise InputError(f"{place}: the text has {{{name}}}, and not every pattern has a group of that name")
+            raise InputError(
+                f"{place}: the text has {{{name}}}, and not every pattern has a group of that name"
+            )
     return Rule(**values)
 
 
@@ -126,19 +161,22 @@ def _pattern(text: str, place: str, anywhere: bool) -> Pattern:
     plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", text)  # without escapes and character classes
     if re.search(r"\.[*+]|\.\{\d*,\}|\)(?:[*+]|\{)", plain):
         raise InputError(
-            f"{place}: {text!r} repeats `.` or a group without a bound, which may take forever on a long line: "
+            f"{place}: {text!r} repeats `.` or a group without a bound, which may take forever on "
+            "a long line: "
             "write .{0,80}, or a class such as [^,]+"
         )
     literals = literals_of(text) if anywhere else ("",)
     if not literals:
         raise InputError(
-            f"{place}: {text!r} has an alternative without {SHORTEST} plain characters in a row to look for"
+            f"{place}: {text!r} has an alternative without {SHORTEST} plain characters in a row to "
+            "look for"
         )
     return Pattern(regex, literals)
 
 
 def literals_of(text: str) -> tuple[str, ...]:
-    """For each alternative of a regular expression, the longest literal in every match; empty if one has none."""
+    """For each alternative of a regular expression, the longest literal in every match; empty if
+    one has none."""
     if text.startswith("(?-i:") and text.endswith(")"):  # a whole pattern that is case-sensitive
         text = text[5:-1]
     alternatives: list[list[str]] = [[""]]  # runs of literal characters outside groups
@@ -150,7 +188,9 @@ def literals_of(text: str) -> tuple[str, ...]:
             alternatives.append([""])
         elif depth > 0:
             runs.append("")
-        elif token in ("?", "*") or (token.startswith("{") and len(token) > 1):  # the token before it is optional
+        elif token in ("?", "*") or (
+            token.startswith("{") and len(token) > 1
+        ):  # the token before it is optional
             runs[-1] = runs[-1][:-1]
             runs.append("")
         elif token.startswith("\\") and not token[1].isalnum():

@@ -1,6 +1,8 @@
-"""Searches logs for lines that match rules; for each rule, keeps the first lines, their number, and their ranks.
+"""Searches logs for lines that match rules; for each rule, keeps the first lines, their number, and
+their ranks.
 
-A lost job of meshtrain reports the reason in one line of JSON. All other lines are matched against the rules.
+A lost job of meshtrain reports the reason in one line of JSON. All other lines are matched against
+the rules.
 """
 
 import math
@@ -22,19 +24,27 @@ TRACEBACK = "Traceback (most recent call last)"
 STARTED = re.compile(r": \d+ process(?:es)? = .{1,300}, met at ")
 SUMMARY_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)")
 SUMMARY_END = re.compile(r"^(?:-{20,}|={20,}|\[\d+\]:$|Root Cause)")
-CONTEXT = (FAILURE_MARK, TRACEBACK, "(local_rank: ", ", met at ")  # lines that match no rule but matter
+# lines that match no rule but matter
+CONTEXT = (
+    FAILURE_MARK,
+    TRACEBACK,
+    "(local_rank: ",
+    ", met at ",
+)
 CONTEXT_BYTES = tuple(text.lower().encode() for text in CONTEXT)
 WORKED = re.compile(rb"\b(?:step|iteration|iter|epoch)\b\s{0,4}[:=]?\s{0,4}\[?\d")
 C1 = re.compile("[\x80-\x9f]")  # control characters that some terminals obey
 BLAMED = re.compile(
-    r"^(?:rank \d{1,7} on host [^:]{1,200} stops, because )?(rank \d{1,7}) on host [^:]{1,200} failed: "
+    r"^(?:rank \d{1,7} on host [^:]{1,200} stops, because )?(rank \d{1,7}) on host [^:]{1,200} "
+    r"failed: "
     r"(\S[\s\S]{0,4000})$"
 )
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line that matches a rule. `time` orders it among others of the same year; None if unknown."""
+    """A line that matches a rule. `time` orders it among others of the same year; None if
+    unknown."""
 
     file: str
     line: int
@@ -55,23 +65,31 @@ def key_of(time: float | None, order: tuple[int, int]) -> tuple[float, tuple[int
 
 @dataclass
 class Matches:
-    """The matches of one rule: the first lines, their number, the ranks that wrote them, the values of their groups."""
+    """The matches of one rule: the first lines, their number, the ranks that wrote them, the values
+    of their groups."""
 
     rule: Rule
-    by_kind: bool = False  # from the job's own diagnosis; readable lines that repeat it are then left out
+    # from the job's own diagnosis; readable lines that repeat it are then left out
+    by_kind: bool = False
     evidence: list[Evidence] = field(default_factory=list)
     count: int = 0
     ranks: dict[str, None] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)
-    work: dict[str, dict[str, int]] = field(default_factory=dict)  # process group -> rank -> collectives enqueued
+    # process group -> rank -> collectives enqueued
+    work: dict[str, dict[str, int]] = field(default_factory=dict)
     attempt: int = 0  # the last start of the job that has a match
     _last: tuple[int, int] = (0, 0)
 
     def count_line(
-        self, order: tuple[int, int], rank: str | None, groups: Mapping[str, str | None], attempt: int
+        self,
+        order: tuple[int, int],
+        rank: str | None,
+        groups: Mapping[str, str | None],
+        attempt: int,
     ) -> bool:
         """Counts a line that matches; returns whether it was not counted before."""
-        if order == self._last:  # again in the next piece of a long line, or the next state of a progress bar
+        # again in the next piece of a long line, or the next state of a progress bar
+        if order == self._last:
             return False
         self._last = order
         self.count += 1
@@ -81,21 +99,29 @@ class Matches:
         if rank is not None and len(self.ranks) < KEPT_RANKS:
             self.ranks[rank] = None
         enqueued, group = groups.get("enqueued"), groups.get("pg")
-        if enqueued is not None and group is not None and rank is not None and len(self.work) < KEPT_LINES * 100:
+        if (
+            enqueued is not None
+            and group is not None
+            and rank is not None
+            and len(self.work) < KEPT_LINES * 100
+        ):
             ranks = self.work.setdefault(group.strip(), {})
             if len(ranks) < KEPT_RANKS:
                 ranks[rank] = int(enqueued)
         return True
 
     def keeps(self, time: float | None, order: tuple[int, int], attempt: int) -> bool:
-        """Whether a line is among the first, which are evidence: of millions the others are only counted."""
+        """Whether a line is among the first, which are evidence: of millions the others are only
+        counted."""
         if attempt < self.attempt:
             return False
         return len(self.evidence) < KEPT_LINES or key_of(time, order) < self.evidence[-1].key
 
     def keep(self, evidence: Evidence, groups: Mapping[str, str | None]) -> None:
         if not self.evidence or evidence.key < self.evidence[0].key:
-            self.groups = {name: value.strip() for name, value in groups.items() if value is not None}
+            self.groups = {
+                name: value.strip() for name, value in groups.items() if value is not None
+            }
         self.evidence = sorted([*self.evidence, evidence], key=lambda line: line.key)[:KEPT_LINES]
 
 
@@ -103,14 +129,21 @@ def _shown(text: str, start: int) -> str:
     """The part of a line around a match, as it is printed."""
     line = " ".join(C1.sub("", text).split())
     start = max(0, min(start - LONGEST_SHOWN // 2, len(line) - LONGEST_SHOWN))
-    return "..." * (start > 0) + line[start : start + LONGEST_SHOWN] + "..." * (len(line) > start + LONGEST_SHOWN)
+    return (
+        "..." * (start > 0)
+        + line[start : start + LONGEST_SHOWN]
+        + "..." * (len(line) > start + LONGEST_SHOWN)
+    )
 
 
 def _rules_by_literal(rules: Rules) -> dict[bytes, list[int]]:
-    """Literal -> the numbers of the rules whose lines have it; without those that apply to ends of tracebacks only."""
+    """Literal -> the numbers of the rules whose lines have it; without those that apply to ends of
+    tracebacks only."""
     numbers: dict[bytes, list[int]] = {}
     for number, rule in enumerate(rules):
-        literals = {literal.encode(): None for pattern in rule.match for literal in pattern.literals}
+        literals = {
+            literal.encode(): None for pattern in rule.match for literal in pattern.literals
+        }
         for literal in () if rule.in_traceback else literals:
             numbers.setdefault(literal, []).append(number)
     return numbers
@@ -128,11 +161,13 @@ class Search:
         self._ranks: dict[str, None] = {}  # named by some line or file
         self._processes: dict[str, Log] = {}  # known only by a local rank
         self._identified: set[str] = set()  # those of them whose lines have their global rank
-        self._headlines: set[str] = set()  # of failures that ranks reported of others, and repeat as a line of JSON
+        # of failures that ranks reported of others, and repeat as a line of JSON
+        self._headlines: set[str] = set()
         self._files = 0
 
     def read(self, log: Log, alone: bool) -> None:
-        """Reads a log. `alone`: it is the only one, so starts of the job are told apart in it. Raises InputError."""
+        """Reads a log. `alone`: it is the only one, so starts of the job are told apart in it.
+        Raises InputError."""
         self._files += 1
         position = _Position(log, self._files, alone)
         if log.process is not None:
@@ -143,7 +178,11 @@ class Search:
             lower = block.lower()
             self.worked = self.worked or WORKED.search(lower) is not None
             by_line = self._rules_by_line(lower)
-            if not by_line and not position.tracebacks and not any(word in lower for word in CONTEXT_BYTES):
+            if (
+                not by_line
+                and not position.tracebacks
+                and not any(word in lower for word in CONTEXT_BYTES)
+            ):
                 position.time = None
                 continue
             for number, line in enumerate(block.split(b"\n")):
@@ -153,10 +192,11 @@ class Search:
                     self._line(position, text, rules)
 
     def _rules_by_line(self, lower: bytes) -> dict[int, list[Rule]]:
-        """The rules of which a line has a literal, by the line's number in a block, which is given in lower case.
+        """The rules of which a line has a literal, by the line's number in a block, which is given
+        in lower case.
 
-        Each literal is looked for in the whole block at once: to look for all of them in each line of a hundred
-        megabytes that match would take minutes.
+        Each literal is looked for in the whole block at once: to look for all of them in each line
+        of a hundred megabytes that match would take minutes.
         """
         places: list[tuple[int, int]] = []  # (offset of a literal, number of a rule)
         for literal, numbers in self._by_literal.items():
@@ -170,19 +210,27 @@ class Search:
         for at, number in sorted(places):
             line, counted = line + lower.count(b"\n", counted, at), at
             by_line.setdefault(line, set()).add(number)
-        return {line: [self.rules[number] for number in sorted(numbers)] for line, numbers in by_line.items()}
+        return {
+            line: [self.rules[number] for number in sorted(numbers)]
+            for line, numbers in by_line.items()
+        }
 
     @property
     def ranks(self) -> list[str]:
-        """Ranks named by lines or files, and of torchrun's last start the local ranks without a global one."""
+        """Ranks named by lines or files, and of torchrun's last start the local ranks without a
+        global one."""
         last = max((log.attempt for log in self._processes.values()), default=0)
-        nameless = [log for process, log in self._processes.items() if process not in self._identified]
+        nameless = [
+            log for process, log in self._processes.items() if process not in self._identified
+        ]
         return list(self._ranks | {str(log.rank): None for log in nameless if log.attempt == last})
 
     def read_text(self, file: str, text: str) -> bool:
         """Matches a line that is in no log; returns whether a rule matches."""
         self._files += 1
-        return self._match_blamed(_Position(Log(file), self._files, False), text, self.rules, None, True)
+        return self._match_blamed(
+            _Position(Log(file), self._files, False), text, self.rules, None, True
+        )
 
     def _line(self, position: "_Position", text: str, rules: Rules) -> None:
         position.time = time_of(text) or position.time
@@ -206,7 +254,8 @@ class Search:
         self._match_blamed(position, text, self.rules if last else candidates, rank, last)
 
     def _failure(self, position: "_Position", line: str) -> None:
-        """Reads the line of JSON: its kind belongs to a rule, or it is an exception whose text rules match."""
+        """Reads the line of JSON: its kind belongs to a rule, or it is an exception whose text
+        rules match."""
         try:
             failure = parse_json(line)
             kind, text = failure["kind"], str(failure["text"])[:LONGEST]
@@ -223,8 +272,11 @@ class Search:
         elif text.partition("\n")[0] not in self._headlines:
             self._match_blamed(position, text, self.rules, first, True)
 
-    def _match_blamed(self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool) -> bool:
-        """Matches rules against a line. A report of how another rank failed counts as a line of that rank."""
+    def _match_blamed(
+        self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool
+    ) -> bool:
+        """Matches rules against a line. A report of how another rank failed counts as a line of
+        that rank."""
         blamed = BLAMED.search(text)
         if blamed is None:
             return self._match(position, text, rules, rank, last)
@@ -234,18 +286,33 @@ class Search:
         self._match(position, text[: blamed.start(2)], rules, rank, False)
         return self._match(position, blamed[2], self.rules, blamed[1], True)
 
-    def _match(self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool) -> bool:
-        """Rules for the last line of a traceback are tried only on such a line, and only if no other rule matches."""
+    def _match(
+        self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool
+    ) -> bool:
+        """Rules for the last line of a traceback are tried only on such a line, and only if no
+        other rule matches."""
         lower, known = text.lower(), False
         for ending in (False, True) if last else (False,):
             for rule in self.rules if ending else rules:
-                if rule.in_traceback == ending and not (ending and known) and (match := rule.search(text, lower)):
+                if (
+                    rule.in_traceback == ending
+                    and not (ending and known)
+                    and (match := rule.search(text, lower))
+                ):
                     known = True
                     self._add(rule, match, position, text, rank)
         return known
 
-    def _add(self, rule: Rule, match: re.Match[str] | None, position: "_Position", text: str, rank: str | None) -> None:
-        """`match`: the rule's match in the text; None: the job's own diagnosis is of the rule's kind."""
+    def _add(
+        self,
+        rule: Rule,
+        match: re.Match[str] | None,
+        position: "_Position",
+        text: str,
+        rank: str | None,
+    ) -> None:
+        """`match`: the rule's match in the text; None: the job's own diagnosis is of the rule's
+        kind."""
         by_kind = match is None
         matches = self.matches.setdefault(rule.id, Matches(rule))
         if by_kind and not matches.by_kind:
@@ -253,7 +320,9 @@ class Search:
         elif matches.by_kind and not by_kind:
             return
         order = (position.order, position.line)
-        if not matches.count_line(order, rank, {} if match is None else match.groupdict(), position.attempt):
+        if not matches.count_line(
+            order, rank, {} if match is None else match.groupdict(), position.attempt
+        ):
             return
         if matches.keeps(position.time, order, position.attempt):
             shown = _shown(text, 0 if match is None else match.start())
@@ -287,7 +356,8 @@ class _Position:
         return self._summary is not None or any(word in text for word in CONTEXT)
 
     def notes(self, text: str) -> bool:
-        """Whether the line only updates the position: a start of the job, or the rank in torchrun's summary."""
+        """Whether the line only updates the position: a start of the job, or the rank in torchrun's
+        summary."""
         if self.alone and STARTED.search(text):
             self.attempt += 1
             return True
@@ -299,7 +369,8 @@ class _Position:
         return False
 
     def ends_traceback(self, rank: str | None, text: str) -> bool:
-        """Whether the line is the last of a traceback: the first line of that rank that is not indented."""
+        """Whether the line is the last of a traceback: the first line of that rank that is not
+        indented."""
         if TRACEBACK in text:
             if len(self.tracebacks) < KEPT_RANKS:
                 self.tracebacks[rank] = None

@@ -1,4 +1,5 @@
-"""What a layout will cost before it runs: memory and time of a step, and the layout that is best."""
+"""What a layout will cost before it runs: memory and time of a step, and the layout that is
+best."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,8 @@
 """The work of each block of a model on a rank, counted in a traced step of one microbatch.
 
-Of blocks that are alike only one is traced. All counts are affine in the number of samples of a microbatch, so traces
-with one and two samples determine them for any number. Blocks are traced uncompiled.
+Of blocks that are alike only one is traced. All counts are affine in the number of samples of a
+microbatch, so traces with one and two samples determine them for any number. Blocks are traced
+uncompiled.
 """
 
 from collections import defaultdict
@@ -30,17 +31,33 @@ from meshtrain.parallel.linear.weight_grad import WeightGradQueue, add_or_comput
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
 
-SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")  # axes over which blocks send; FSDP and DDP are counted apart
-FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")  # operators that launch no kernel
-WEIGHT_GRAD = "weight gradient"  # phase that zero-bubble schedules defer; see parallel/linear/weight_grad.py
+# axes over which blocks send; FSDP and DDP are counted apart
+SENT_OVER = (
+    "tp",
+    "cp",
+    "cp_heads",
+    "cp_ring",
+    "ep",
+)
+# operators that launch no kernel
+FREE = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "detach",
+)
+# phase that zero-bubble schedules defer; see parallel/linear/weight_grad.py
+WEIGHT_GRAD = "weight gradient"
 Pairs = dict[int, tuple[Work, Work]]  # block -> its work for one sample and for two
-# Cache: `_key` -> the pairs or the error that tracing raised, and samples - 1 -> works of all blocks.
+# Cache: `_key` -> the pairs or the error that tracing raised, and samples - 1 -> works of all
+# blocks.
 _known: dict[tuple[Any, ...], tuple[Pairs | InputError, dict[int, tuple[Work, ...]]]] = {}
 
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
-    """Work of each block, in model order, for one microbatch; blocks that are alike share one object. Raises
-    InputError: the model refuses the layout, or cannot be traced."""
+    """Work of each block, in model order, for one microbatch; blocks that are alike share one
+    object. Raises InputError: the model refuses the layout, or cannot be traced."""
     key = _key(config, layout)
     if key not in _known:
         _known[key] = _counted(config, layout), {}
@@ -57,24 +74,38 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
 def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
     """Fills the cache of `works_of` for many configs, in the processes of a pool."""
     placed = [(config, config.resolved) for config in configs if config.resolved is not None]
-    unknown = [(key, case) for key, case in {_key(*case): case for case in placed}.items() if key not in _known]
+    unknown = [
+        (key, case)
+        for key, case in {_key(*case): case for case in placed}.items()
+        if key not in _known
+    ]
     for key, case in unknown[:1]:  # in this process, so that forked ones have its imports
         _known[key] = _counted(*case), {}
     if pool is not None and unknown[1:]:
         counted = pool.map(_counted, *zip(*(case for _, case in unknown[1:]), strict=True))
-        _known.update({key: (pairs, {}) for (key, _), pairs in zip(unknown[1:], counted, strict=True)})
+        _known.update(
+            {key: (pairs, {}) for (key, _), pairs in zip(unknown[1:], counted, strict=True)}
+        )
 
 
 def _splits(config: Config, layout: Layout) -> bool:
     """Whether the schedule computes weight gradients apart from input gradients."""
     section, ranks = config.pipeline, layout.size("pp")
-    return ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
+    return (
+        ranks > 1
+        and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
+    )
 
 
 def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
     """All that the works depend on, except for the number of samples."""
     parallel, train = config.parallel, config.train
-    key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
+    key: tuple[Any, ...] = (
+        config.model.name,
+        repr(config.model.keys),
+        config.data.seq_len,
+        config.data.mask_documents,
+    )
     key += (layout.size("cp"), layout.size("tp"), layout.experts, layout.context_heads)
     key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
     key += (train.precision, train.linear_precision, train.freeze, train.lora)
@@ -84,17 +115,29 @@ def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
 
 def _counted(config: Config, layout: Layout) -> Pairs | InputError:
     """Work of each block that is not like an earlier one, traced on as few ranks as possible."""
-    skipped, splits, cp, tp = repeated(alike(config)), _splits(config, layout), layout.size("cp"), layout.size("tp")
+    skipped, splits, cp, tp = (
+        repeated(alike(config)),
+        _splits(config, layout),
+        layout.size("cp"),
+        layout.size("tp"),
+    )
     layout = layout.resized({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
     config = replace(config, layout=layout.sizes, resolved=layout)
     config = replace(config, parallel=replace(config.parallel, compile=False))
     of_samples = [
-        replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
+        replace(
+            config,
+            batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")),
+        )
         for n in (1, 2)
     ]
     try:
         # Without FSDP, whose gathers and copies are no work of the blocks.
-        with untraced_errors(), fake_world(layout, 0, "cuda") as mesh, patch.object(Mesh, "uses_fsdp", False):
+        with (
+            untraced_errors(),
+            fake_world(layout, 0, "cuda") as mesh,
+            patch.object(Mesh, "uses_fsdp", False),
+        ):
             step = CountedStep(of_samples[0], mesh, META, skipped)
             if splits:
                 use_products(step.model, queue=WeightGradQueue())  # as the pipeline does
@@ -114,12 +157,17 @@ def _times(products: Sequence[Product]) -> dict[Product, float]:
 def _extended(first: Any, two: Any, samples: int) -> Any:
     """Extrapolates from the values for one sample and for two to `1 + samples` samples."""
     if isinstance(first, Work | Pass | Product | Send):
-        fields = {name: _extended(value, getattr(two, name), samples) for name, value in vars(first).items()}
+        fields = {
+            name: _extended(value, getattr(two, name), samples)
+            for name, value in vars(first).items()
+        }
         return type(first)(**fields)
-    if isinstance(first, tuple) and len(first) != len(two):  # the loss has one product per chunk of tokens
+    # the loss has one product per chunk of tokens
+    if isinstance(first, tuple) and len(first) != len(two):
         first, second = (_times(products) for products in (first, two))
         times = {
-            product: _extended(first.get(product, 0), second.get(product, 0), samples) for product in first | second
+            product: _extended(first.get(product, 0), second.get(product, 0), samples)
+            for product in first | second
         }
         return tuple(replace(product, times=n) for product, n in times.items())
     if isinstance(first, tuple):
@@ -146,7 +194,8 @@ class CountedStep(TracedStep):
     """A step whose operators are counted by block and by pass."""
 
     def works(self, configs: Sequence[Config]) -> list[tuple[Work, ...]]:
-        """Works of all blocks, for one microbatch of each config. What runs outside of blocks counts with the last."""
+        """Works of all blocks, for one microbatch of each config. What runs outside of blocks
+        counts with the last."""
         blocks = list(blocks_of(self.model))
         names = {block: name for name, block in self.model.named_modules() if block in set(blocks)}
         self.last = names[blocks[-1]]
@@ -164,7 +213,11 @@ class CountedStep(TracedStep):
         with watched(self.live), patch.object(weight_grads, "add_or_compute", self._add_or_compute):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            for config in (configs[0], *configs):  # the first step creates lasting state and is not counted
+            # the first step creates lasting state and is not counted
+            for config in (
+                configs[0],
+                *configs,
+            ):
                 batch = prepared_batch(config, self.mesh)
                 routed = batch.targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
                 self.live.rows = routed // self.mesh.size("tp")
@@ -228,7 +281,9 @@ class CountedStep(TracedStep):
         if block:
             sizes, total = self.bytes[block], self.live.total
             if self._pass() != "forward":
-                sizes["backward"] = max(sizes.get("backward", 0.0), total - sizes.setdefault("start", total))
+                sizes["backward"] = max(
+                    sizes.get("backward", 0.0), total - sizes.setdefault("start", total)
+                )
             else:
                 sizes["peak"] = max(sizes["peak"], total)
 
@@ -237,7 +292,8 @@ def _before_fsdp(parameter: nn.Parameter) -> tuple[str, int, int, bool]:
     """A row of `Work.rows` for a parameter."""
     local, mesh = to_local(parameter.detach()), getattr(parameter, "device_mesh", None)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {}
-    if "ep" in sizes or "efsdp" in sizes:  # experts: sharded along the dim that divides best, so not padded
+    # experts: sharded along the dim that divides best, so not padded
+    if "ep" in sizes or "efsdp" in sizes:
         return "efsdp", local.numel() * sizes.get("efsdp", 1), 1, parameter.requires_grad
     rows = len(local) if local.ndim else 1
     shards = sizes.get("dp_shard", 1) * sizes.get("fsdp", 1)
@@ -249,22 +305,26 @@ def _nbytes(tree: Any) -> float:
 
 
 def _attention_flops(name: str, args: Any) -> float:
-    """FLOPs over all pairs of tokens, without causality, by convention; a backward has five products for the forward's
-    two, as it computes the scores again."""
+    """FLOPs over all pairs of tokens, without causality, by convention; a backward has five
+    products for the forward's two, as it computes the scores again."""
     backward = "backward" in name
     q, k, v = args[backward : 3 + backward]
     keys = k.shape[2 if "dot_product" in name else 1]
-    return 2 * q.numel() // q.shape[-1] * keys * (q.shape[-1] + v.shape[-1]) * (2.5 if backward else 1)
+    return (
+        2 * q.numel() // q.shape[-1] * keys * (q.shape[-1] + v.shape[-1]) * (2.5 if backward else 1)
+    )
 
 
 def _product(name: str, args: Any, out: Any) -> Product | None:
-    """The matrix product that an operator computes, if any; a convolution multiplies a vector at each position."""
+    """The matrix product that an operator computes, if any; a convolution multiplies a vector at
+    each position."""
     name = name.removesuffix("_")
     if name in ("aten::convolution", "aten::convolution_backward"):
         backward = name.endswith("backward")
         x, weight, transposed = args[backward], args[1 + backward], args[6 + backward]
         places = x if transposed else args[0] if backward else out
-        times = sum(args[-1][:2]) if backward else 1  # for the gradients of the input and of the weight
+        # for the gradients of the input and of the weight
+        times = sum(args[-1][:2]) if backward else 1
         return Product(places.numel() // places.shape[1], weight.shape[0], weight[0].numel(), times)
     a, b = args[1:3] if name in ("aten::addmm", "aten::baddbmm") else (*args, None, None)[:2]
     if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
@@ -273,7 +333,8 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
         return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0])
     if name in ("aten::linear", "aten::matmul"):
         return Product(a.numel() // a.shape[-1], b.numel() // a.shape[-1], a.shape[-1])
-    if name.startswith("meshtrain::grouped") and b.dim() == 2:  # weight gradient: each expert sums over its rows
+    # weight gradient: each expert sums over its rows
+    if name.startswith("meshtrain::grouped") and b.dim() == 2:
         return Product(a.shape[1], b.shape[1], a.shape[0])
     if name.startswith("meshtrain::grouped"):
         width = b.shape[-1] if b.shape[-2] == a.shape[1] else b.shape[-2]

@@ -20,7 +20,9 @@ from meshtrain.metrics.logger import read
 
 WARM_UP = 3  # first steps, which do not count: caches fill, blocks are compiled
 PHASES = ("forward", "backward", "communication", "update", "step")
-COLUMNS = {"update": "time_optimizer_s", "step": "step_time_s"} | {name: f"time_{name}_s" for name in PHASES[:3]}
+COLUMNS = {"update": "time_optimizer_s", "step": "step_time_s"} | {
+    name: f"time_{name}_s" for name in PHASES[:3]
+}
 ERROR = 0.05  # standard error of the logarithm of a measured phase
 SMALL = 0.02  # share of a step that is added to both sides, so that tiny phases carry no weight
 PRIORS = {  # fitted constant -> standard error of the logarithm of the file's value
@@ -31,7 +33,12 @@ PRIORS = {  # fitted constant -> standard error of the logarithm of the file's v
     "within_host": 0.6,
     "between_hosts": 0.6,
 }
-SHARES = ("stream", "matmul", "attention")  # constants that are shares of a data sheet's rate: at most 1
+# constants that are shares of a data sheet's rate: at most 1
+SHARES = (
+    "stream",
+    "matmul",
+    "attention",
+)
 
 Foresee = Callable[[Hardware], StepTime]  # predicts one run
 
@@ -62,7 +69,10 @@ class MeasuredRun:
             raise InputError(f"{folder} is not the folder of a run: {error}") from error
         steps = [row for row in rows[WARM_UP:] if row.get("step_time_s")]
         if not steps:
-            raise InputError(f"{folder}/metrics.jsonl has {len(rows)} steps, of which {WARM_UP} do not count: run more")
+            raise InputError(
+                f"{folder}/metrics.jsonl has {len(rows)} steps, of which {WARM_UP} do not count: "
+                "run more"
+            )
         placed = _hosts(table)
         config = Config.load(str(folder / "config.yaml"), world_size=sum(placed.values()))
         assert config.resolved is not None
@@ -74,7 +84,11 @@ class MeasuredRun:
             {name: median(row[column] for row in steps) for name, column in COLUMNS.items()},
             max([last["memory_gib"], *fullest]) if reserved else None,
             last["memory_gib"] / reserved if reserved else None,
-            {name.removeprefix("sent_bytes_"): n for name, n in last.items() if name.startswith("sent_bytes_")},
+            {
+                name.removeprefix("sent_bytes_"): n
+                for name, n in last.items()
+                if name.startswith("sent_bytes_")
+            },
         )
 
     def foresee(self, hardware: Hardware) -> StepTime:
@@ -104,13 +118,17 @@ class Comparison:
 
     def describe(self) -> str:
         both, off = (self.predicted, self.measured), ""
-        numbers = ["-" if x is None else f"{x:,.0f}" if self.unit == "B" else f"{x:.4g}" for x in both]
+        numbers = [
+            "-" if x is None else f"{x:,.0f}" if self.unit == "B" else f"{x:.4g}" for x in both
+        ]
         if self.predicted is not None and self.measured:
             off = f"{100 * (self.predicted / self.measured - 1):+.1f} %"
         return f"{self.name:24}{numbers[0]:>18}{numbers[1]:>18} {self.unit:3}  {off}".rstrip()
 
 
-def against(run: MeasuredRun, hardware: Hardware, memory: float | None, sent: Mapping[str, float]) -> list[Comparison]:
+def against(
+    run: MeasuredRun, hardware: Hardware, memory: float | None, sent: Mapping[str, float]
+) -> list[Comparison]:
     """Predicted and measured values of a run.
 
     Args:
@@ -119,14 +137,23 @@ def against(run: MeasuredRun, hardware: Hardware, memory: float | None, sent: Ma
     """
     step = run.foresee(hardware)
     foreseen, sent = phases(step), {**sent, **step.sent}
-    rows = [Comparison(name, "s", foreseen[name], run.seconds[name]) for name in ("step", *PHASES[:-1])]
+    rows = [
+        Comparison(name, "s", foreseen[name], run.seconds[name]) for name in ("step", *PHASES[:-1])
+    ]
     rows.append(Comparison("memory", "GiB", memory, run.memory))
     axes = [*run.sent, *(axis for axis in sent if axis not in run.sent)]
-    return [*rows, *(Comparison(f"sent over {axis}", "B", sent.get(axis), run.sent.get(axis, 0.0)) for axis in axes)]
+    return [
+        *rows,
+        *(
+            Comparison(f"sent over {axis}", "B", sent.get(axis), run.sent.get(axis, 0.0))
+            for axis in axes
+        ),
+    ]
 
 
 def calibrate(paths: Sequence[str], hardware: Hardware) -> Hardware:
-    """The hardware that best fits runs (folders) and reports of `meshtrain doctor --json` (files)."""
+    """The hardware that best fits runs (folders) and reports of `meshtrain doctor --json`
+    (files)."""
     runs = [MeasuredRun.load(Path(path)) for path in paths if not Path(path).is_file()]
     reports = [Path(path) for path in paths if Path(path).is_file()]
     for report in reports:
@@ -150,10 +177,15 @@ def as_yaml(hardware: Hardware) -> str:
 
 
 def scaled(hardware: Hardware, constant: str, factor: float) -> Hardware:
-    """The hardware with one constant of `PRIORS` slower by a factor; for a link both its latency and its bandwidth."""
+    """The hardware with one constant of `PRIORS` slower by a factor; for a link both its latency
+    and its bandwidth."""
     if constant in ("within_host", "between_hosts"):
         link: Link = getattr(hardware, constant)
-        slower = Link(bandwidth=link.bandwidth / factor, latency=link.latency * factor, message=link.message * factor)
+        slower = Link(
+            bandwidth=link.bandwidth / factor,
+            latency=link.latency * factor,
+            message=link.message * factor,
+        )
         return replace(hardware, **{constant: slower})  # type: ignore[arg-type]
     now = getattr(hardware.compute, constant)
     value = min(1.0, now / factor) if constant in SHARES else now * factor
@@ -161,23 +193,32 @@ def scaled(hardware: Hardware, constant: str, factor: float) -> Hardware:
 
 
 def misfit(runs: Iterable[tuple[Foresee, Mapping[str, float]]], hardware: Hardware) -> float:
-    """Sum over runs and phases of the squared logarithm of predicted / measured, in units of `ERROR`."""
+    """Sum over runs and phases of the squared logarithm of predicted / measured, in units of
+    `ERROR`."""
     total = 0.0
     for foresee, measured in runs:
         small, foreseen = SMALL * measured["step"], phases(foresee(hardware))
-        total += sum((math.log((foreseen[n] + small) / (measured[n] + small)) / ERROR) ** 2 for n in PHASES)
+        total += sum(
+            (math.log((foreseen[n] + small) / (measured[n] + small)) / ERROR) ** 2 for n in PHASES
+        )
     return total
 
 
-def fit(runs: Sequence[tuple[Foresee, Mapping[str, float]]], hardware: Hardware, fixed: Iterable[str] = ()) -> Hardware:
-    """Fits one factor per constant to the measured phases of runs; a constant that runs do not show stays close to the
-    file's value (a maximum a posteriori fit with `PRIORS`).
+def fit(
+    runs: Sequence[tuple[Foresee, Mapping[str, float]]],
+    hardware: Hardware,
+    fixed: Iterable[str] = (),
+) -> Hardware:
+    """Fits one factor per constant to the measured phases of runs; a constant that runs do not show
+    stays close to the file's value (a maximum a posteriori fit with `PRIORS`).
 
     Args:
-        runs: for each run its prediction as a function of hardware, and the measured seconds of its phases.
+        runs: for each run its prediction as a function of hardware, and the measured seconds of its
+            phases.
         fixed: constants that keep their values.
     """
-    moved = dict.fromkeys((name for name in PRIORS if name not in fixed), 0.0)  # constant -> logarithm of its factor
+    # constant -> logarithm of its factor
+    moved = dict.fromkeys((name for name in PRIORS if name not in fixed), 0.0)
 
     def built(logs: Mapping[str, float]) -> Hardware:
         moved_hardware = hardware
@@ -186,10 +227,13 @@ def fit(runs: Sequence[tuple[Foresee, Mapping[str, float]]], hardware: Hardware,
         return moved_hardware
 
     def cost(logs: Mapping[str, float]) -> float:
-        return misfit(runs, built(logs)) + sum((log / PRIORS[name]) ** 2 for name, log in logs.items())
+        return misfit(runs, built(logs)) + sum(
+            (log / PRIORS[name]) ** 2 for name, log in logs.items()
+        )
 
     best, width = cost(moved), 1.0
-    while runs and width > 0.005:  # coordinate search: there are few constants, and the misfit is not smooth
+    # coordinate search: there are few constants, and the misfit is not smooth
+    while runs and width > 0.005:
         before = best
         for name in moved:
             for log in (moved[name] - width, moved[name] + width):
@@ -199,13 +243,15 @@ def fit(runs: Sequence[tuple[Foresee, Mapping[str, float]]], hardware: Hardware,
         if best == before:
             width /= 2
     fitted = built(moved)
-    worst = [abs(math.log(foresee(fitted).seconds / measured["step"])) for foresee, measured in runs]
+    worst = [
+        abs(math.log(foresee(fitted).seconds / measured["step"])) for foresee, measured in runs
+    ]
     return replace(fitted, error=min(0.5, max([0.02, *worst]))) if runs else fitted
 
 
 def with_links(hardware: Hardware, report: Path) -> Hardware:
-    """The hardware with links as measured by `meshtrain doctor --json`; links that it did not see stay as they are.
-    Raises InputError: not such a report."""
+    """The hardware with links as measured by `meshtrain doctor --json`; links that it did not see
+    stay as they are. Raises InputError: not such a report."""
     try:
         cluster = parse_json(report.read_bytes())["seen"]
         timings, pairs = cluster["timings"]["timings"], cluster["timings"]["links"]
@@ -218,11 +264,19 @@ def with_links(hardware: Hardware, report: Path) -> Hardware:
     inside, outside = hardware.within_host, hardware.between_hosts
     near = [row for row in timings if not row["crosses"] and row["ranks"] > 1]
     if near:
-        latency = median(row["latency"] / rounds.get(row["what"], 1) / (row["ranks"] - 1) for row in near)
-        inside = replace(inside, bandwidth=median(row["bandwidth"] for row in near) / 1e9, latency=latency)
+        latency = median(
+            row["latency"] / rounds.get(row["what"], 1) / (row["ranks"] - 1) for row in near
+        )
+        inside = replace(
+            inside, bandwidth=median(row["bandwidth"] for row in near) / 1e9, latency=latency
+        )
     hops = math.ceil(math.log2(max(2, len(cluster["hosts"]))))
     far = [row["latency"] / rounds.get(row["what"], 1) / hops for row in timings if row["crosses"]]
-    between = [pair["bandwidth"] / 1e9 for pair in pairs if host_of[pair["source"]] != host_of[pair["target"]]]
+    between = [
+        pair["bandwidth"] / 1e9
+        for pair in pairs
+        if host_of[pair["source"]] != host_of[pair["target"]]
+    ]
     outside = replace(
         outside,
         latency=median(far) if far else outside.latency,

@@ -1,4 +1,5 @@
-"""Seconds of a collective: rings over a group, as fast as their slowest link, which is the one between hosts."""
+"""Seconds of a collective: rings over a group, as fast as their slowest link, which is the one
+between hosts."""
 
 import math
 from bisect import bisect_left
@@ -7,7 +8,13 @@ from dataclasses import dataclass
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.layout import Layout
 
-STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # rounds of n - 1 messages
+# rounds of n - 1 messages
+STEPS = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+    "all_to_all": 1,
+}
 
 
 _groups: dict[tuple[object, ...], "Group"] = {}
@@ -22,13 +29,16 @@ class Group:
 
     @classmethod
     def of(cls, layout: Layout, axis: str) -> "Group":
-        """The group of rank 0 over an axis, found in time O(log size). A layout without hosts has all ranks on one."""
+        """The group of rank 0 over an axis, found in time O(log size). A layout without hosts has
+        all ranks on one."""
         # The host with the fewest ranks would limit a ring; hosts are mostly alike.
         first = layout.runs[0].count if layout.runs else layout.world_size
         key = layout.axes, layout.shape, layout.experts, layout.context_heads, first, axis
         if key not in _groups:
             ranks = layout.size(axis)
-            on_host = bisect_left(range(ranks), first, key=lambda i: layout.rank_of_copy(0, **{axis: i}))
+            on_host = bisect_left(
+                range(ranks), first, key=lambda i: layout.rank_of_copy(0, **{axis: i})
+            )
             _groups[key] = cls(ranks, on_host)
         return _groups[key]
 
@@ -40,8 +50,9 @@ class Group:
 def seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float:
     """Seconds of a collective in which each rank sends `nbytes` (as `CommBytes` counts them).
 
-    A ring leaves each host once. Every rank has a network interface of its own, so a group has as many rings as ranks
-    on a host. Latency: n - 1 steps within a host, and between hosts a tree, which NCCL uses for small messages.
+    A ring leaves each host once. Every rank has a network interface of its own, so a group has as
+    many rings as ranks on a host. Latency: n - 1 steps within a host, and between hosts a tree,
+    which NCCL uses for small messages.
     """
     if group.ranks == 1:
         return 0.0
@@ -50,8 +61,14 @@ def seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float
     if kind == "p2p":
         link = outside if group.crosses_hosts else inside
         return link.latency + link.message + nbytes / (link.bandwidth * 1e9)
-    bandwidth = min(inside.bandwidth, group.on_host * outside.bandwidth) if group.crosses_hosts else inside.bandwidth
+    bandwidth = (
+        min(inside.bandwidth, group.on_host * outside.bandwidth)
+        if group.crosses_hosts
+        else inside.bandwidth
+    )
     if kind == "all_to_all" and group.crosses_hosts:  # each rank sends by its own interface
-        bandwidth = min(inside.bandwidth, outside.bandwidth * (group.ranks - 1) / (group.ranks - group.on_host))
+        bandwidth = min(
+            inside.bandwidth, outside.bandwidth * (group.ranks - 1) / (group.ranks - group.on_host)
+        )
     steps = (group.on_host - 1) * inside.latency + math.ceil(math.log2(hosts)) * outside.latency
     return STEPS[kind] * steps + nbytes / (bandwidth * 1e9)

@@ -1,10 +1,12 @@
-"""Compiled blocks in a trace: inductor's graphs of their forward and backward, run on the meta device.
+"""Compiled blocks in a trace: inductor's graphs of their forward and backward, run on the meta
+device.
 
-Inductor's whole pipeline runs except for code generation: its decompositions, its passes, and its partitioner, which
-chooses what the forward saves for the backward by the same rules on all devices. Of a fused kernel only the results
-take memory, not its intermediate values. Results are taken to be: outputs and inputs of operators that inductor calls
-instead of generating, values smaller than their inputs (reductions), and outputs of the graph. An input that a kernel
-reads for the last time is freed before its result is allocated.
+Inductor's whole pipeline runs except for code generation: its decompositions, its passes, and its
+partitioner, which chooses what the forward saves for the backward by the same rules on all devices.
+Of a fused kernel only the results take memory, not its intermediate values. Results are taken to
+be: outputs and inputs of operators that inductor calls instead of generating, values smaller than
+their inputs (reductions), and outputs of the graph. An input that a kernel reads for the last time
+is freed before its result is allocated.
 """
 
 import operator
@@ -24,14 +26,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshtrain.foresight.live import LiveBytes, is_view
 from meshtrain.parallel.torch_private import without_dispatch_modes
 
-# Names of operators that inductor calls as they are, besides its own fallbacks; and prefixes of those that write into
-# an existing buffer.
-CALLED = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"}
+# Names of operators that inductor calls as they are, besides its own fallbacks; and prefixes of
+# those that write into an existing buffer.
+CALLED = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "convolution",
+    "convolution_backward",
+}
 WRITES = ("scatter", "index_put", "copy_")
 
 
 class Graph:
-    """A callable graph. It takes its arguments as a list and empties it, as inductor's compiled functions do."""
+    """A callable graph. It takes its arguments as a list and empties it, as inductor's compiled
+    functions do."""
 
     def __init__(self, module: fx.GraphModule, *_: Any, **unused: Any) -> None:
         self._boxed_call = True
@@ -43,19 +55,32 @@ class Graph:
             if node.op != "placeholder" and node not in self.computed and not _is_view(node):
                 self.results |= self.computed & set(map(_base_of, node.all_input_nodes))
         # Intermediate values of kernels, and their views, are never in memory.
-        self.unseen = {node for node in self.nodes if _base_of(node) in self.computed - self.results}
-        self.made = {node for node in self.nodes if node.op == "call_function" and _is_made(node)} - self.unseen
+        self.unseen = {
+            node for node in self.nodes if _base_of(node) in self.computed - self.results
+        }
+        self.made = {
+            node for node in self.nodes if node.op == "call_function" and _is_made(node)
+        } - self.unseen
         at = {node: i for i, node in enumerate(self.nodes)}
         until: dict[Any, int] = {}
-        self.ends: dict[int, list[Any]] = defaultdict(list)  # index of a node -> values that are freed after it
+        # index of a node -> values that are freed after it
+        self.ends: dict[int, list[Any]] = defaultdict(list)
         for node in reversed(self.nodes):
-            inner = [user for user in node.users if user in self.computed and user not in self.results]
-            until[node] = max([at[node], *(at[user] for user in node.users), *(until[user] for user in inner)])
+            inner = [
+                user for user in node.users if user in self.computed and user not in self.results
+            ]
+            until[node] = max(
+                [at[node], *(at[user] for user in node.users), *(until[user] for user in inner)]
+            )
             self.ends[until[node]].append(node)
 
     def __call__(self, arguments: list[Any]) -> Any:
-        live = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes)), None)
-        values: dict[Any, Any] = dict(zip(self.nodes, arguments, strict=False))  # placeholders come first
+        live = next(
+            (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes)),
+            None,
+        )
+        # placeholders come first
+        values: dict[Any, Any] = dict(zip(self.nodes, arguments, strict=False))
         arguments.clear()
         for i, node in enumerate(self.nodes):
             if node.op == "output":
@@ -66,7 +91,9 @@ class Graph:
                 with without_dispatch_modes():
                     values[node] = tree_map_only(Tensor, _like, node.meta["val"])
                 if node not in self.computed and live is not None:
-                    live.ran(node.target, [values[other] for other in node.all_input_nodes], values[node])
+                    live.ran(
+                        node.target, [values[other] for other in node.all_input_nodes], values[node]
+                    )
             elif node.op == "call_function" and node not in self.unseen:
                 with without_dispatch_modes() if node in self.computed else nullcontext():
                     values[node] = self._run(node, values)
@@ -96,14 +123,17 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _is_made(node: Any) -> bool:
-    """Whether a node returns new tensors of known shapes, so that they can be allocated without running it."""
+    """Whether a node returns new tensors of known shapes, so that they can be allocated without
+    running it."""
     target = node.target
     is_atens = isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
     return is_atens and not _is_view(node) and not target._schema.is_mutable and "val" in node.meta
 
 
 def _is_view(node: Any) -> bool:
-    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and is_view(node.target))
+    return node.target is operator.getitem or (
+        isinstance(node.target, OpOverload) and is_view(node.target)
+    )
 
 
 def _is_computed(node: Any) -> bool:
@@ -111,14 +141,22 @@ def _is_computed(node: Any) -> bool:
     from torch._inductor.lowering import fallbacks
 
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims") or _is_view(node):
+    if (
+        not isinstance(target, OpOverload)
+        or target.namespace not in ("aten", "prims")
+        or _is_view(node)
+    ):
         return False
     return target not in fallbacks and target._opname not in CALLED
 
 
 def _is_result(node: Any) -> bool:
     """Whether a kernel writes this value to memory whatever reads it."""
-    sizes = [other.meta["val"].numel() for other in node.all_input_nodes if isinstance(other.meta.get("val"), Tensor)]
+    sizes = [
+        other.meta["val"].numel()
+        for other in node.all_input_nodes
+        if isinstance(other.meta.get("val"), Tensor)
+    ]
     value = node.meta.get("val")
     is_smaller = isinstance(value, Tensor) and bool(sizes) and value.numel() < max(sizes)
     return is_smaller or node.target._opname.startswith(WRITES)
@@ -143,9 +181,10 @@ _sharing: list[None] = []  # one entry for each open `shared_graphs`
 
 @contextmanager
 def shared_graphs() -> Iterator[None]:
-    """Context in which traces reuse the graphs of earlier ones whose guards match. Exact only for traces that differ in
-    what no block sees: the number of layers, microbatches, pipeline ranks. Graphs are dropped at its end: their guards
-    would match unrelated traces, too, and dynamo limits their number."""
+    """Context in which traces reuse the graphs of earlier ones whose guards match. Exact only for
+    traces that differ in what no block sees: the number of layers, microbatches, pipeline ranks.
+    Graphs are dropped at its end: their guards would match unrelated traces, too, and dynamo limits
+    their number."""
     _sharing.append(None)
     try:
         yield
@@ -162,7 +201,8 @@ def compiled_by_graphs() -> Iterator[None]:
     import torch._functorch.config
     import torch._inductor.config
 
-    torch.overrides.get_overridable_functions()  # torch caches this list: fill it before functions are patched
+    # torch caches this list: fill it before functions are patched
+    torch.overrides.get_overridable_functions()
     compile_ = torch.compile
 
     def graphs(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -171,7 +211,9 @@ def compiled_by_graphs() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(shared_graphs())
         stack.enter_context(patch.object(torch, "compile", graphs))
-        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256))
+        stack.enter_context(
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256)
+        )
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         # It would fold a graph on the meta device into constants.
         stack.enter_context(torch._inductor.config.patch(joint_graph_constant_folding=False))

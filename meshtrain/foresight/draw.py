@@ -13,29 +13,54 @@ if TYPE_CHECKING:
     from meshtrain.foresight.prediction import Prediction
     from meshtrain.foresight.steptime import StepTime
 
-HOW_EXTENDED = "from traces with fewer blocks, microbatches and pipeline ranks, along straight lines"
+HOW_EXTENDED = (
+    "from traces with fewer blocks, microbatches and pipeline ranks, along straight lines"
+)
 WIDTH = 32  # characters of the longest bar
-COLOURS = ("#2f5fb3", "#e08a2c", "#3a9a62", "#b8433e", "#7d5ba6", "#8a6d4b", "#cf78ad", "#6f7685", "#aab03c", "#3aa5b8")
+COLOURS = (
+    "#2f5fb3",
+    "#e08a2c",
+    "#3a9a62",
+    "#b8433e",
+    "#7d5ba6",
+    "#8a6d4b",
+    "#cf78ad",
+    "#6f7685",
+    "#aab03c",
+    "#3aa5b8",
+)
 INK, QUIET = "#1c2333", "#7a8194"
 
 
-def memory_lines(resident: Mapping[str, float], parts: Mapping[str, float], title: str) -> list[str]:
+def memory_lines(
+    resident: Mapping[str, float], parts: Mapping[str, float], title: str
+) -> list[str]:
     """A row for each part of memory: bytes kept between steps, and bytes at the peak."""
     rows = [
-        [f"  {name}", *(bytes_text(sizes[name]) if sizes.get(name) else "" for sizes in (resident, parts))]
+        [
+            f"  {name}",
+            *(bytes_text(sizes[name]) if sizes.get(name) else "" for sizes in (resident, parts)),
+        ]
         for name in dict.fromkeys((*resident, *parts))
     ]
     return columns([[title, "kept", "at the peak"], *rows])
 
 
 def memory_of_ranks(prediction: "Prediction") -> list[str]:
-    """The fullest rank: parts of its memory, its peak, whether it fits, other ranks, and settings that save memory."""
+    """The fullest rank: parts of its memory, its peak, whether it fits, other ranks, and settings
+    that save memory."""
     memory, room = prediction.memory, prediction.hardware and prediction.hardware.device.room
-    of = "memory of a rank" if len(prediction.ranks) == 1 else f"memory of a rank, largest on pp {memory.pp}"
+    of = (
+        "memory of a rank"
+        if len(prediction.ranks) == 1
+        else f"memory of a rank, largest on pp {memory.pp}"
+    )
     lines = memory_lines(memory.resident, memory.parts, of)
     verdict = f"; {bytes_text(room)} available to tensors: {memory.verdict(room)}" if room else ""
     lines.append(f"  peak {bytes_text(memory.total)} in the {memory.moment}{verdict}")
-    others = [f"pp {rank.pp} {bytes_text(rank.total)}" for rank in prediction.ranks if rank is not memory]
+    others = [
+        f"pp {rank.pp} {bytes_text(rank.total)}" for rank in prediction.ranks if rank is not memory
+    ]
     lines += [f"  other ranks: {', '.join(others)}"] * bool(others)
     savings = [
         f"{knob} {bytes_text(less)}" + (f" ({longer:+.3g} s)" if longer is not None else "")
@@ -43,7 +68,10 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
     ]
     lines += [f"  would save: {'; '.join(savings)}"] * bool(savings)
     exact = "every operator of its step was counted" if memory.source == "traced" else HOW_EXTENDED
-    return [*lines, f"  {memory.source}: {exact}; blocks are {'' if memory.compiled else 'not '}compiled"]
+    return [
+        *lines,
+        f"  {memory.source}: {exact}; blocks are {'' if memory.compiled else 'not '}compiled",
+    ]
 
 
 def step_lines(step: "StepTime", unit: str = "tokens") -> list[str]:
@@ -59,11 +87,22 @@ def step_lines(step: "StepTime", unit: str = "tokens") -> list[str]:
     return [head, *columns(rows), f"  limit: {step.limit}"]
 
 
-def picture(title: str, memory: Mapping[str, float], room: float | None, step: "StepTime | None") -> "Figure":
-    """A bar of a rank's peak memory and one of a step, by part. `room`: bytes available to a rank."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and asks for a display
+def picture(
+    title: str, memory: Mapping[str, float], room: float | None, step: "StepTime | None"
+) -> "Figure":
+    """A bar of a rank's peak memory and one of a step, by part. `room`: bytes available to a
+    rank."""
+    # not pyplot, which keeps every figure and asks for a display
+    from matplotlib.figure import (
+        Figure,
+    )
 
-    figure = Figure(figsize=(9, 1.2 + 2.0 * (1 + (step is not None))), dpi=160, facecolor="white", layout="constrained")
+    figure = Figure(
+        figsize=(9, 1.2 + 2.0 * (1 + (step is not None))),
+        dpi=160,
+        facecolor="white",
+        layout="constrained",
+    )
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontweight="bold", fontsize=12)
     rows = figure.subplots(1 + (step is not None), 1, squeeze=False)[:, 0]
     if room is not None:
@@ -78,7 +117,15 @@ def picture(title: str, memory: Mapping[str, float], room: float | None, step: "
 def _bar(axes: "Axes", parts: Mapping[str, float], title: str, unit: str) -> None:
     start = 0.0
     for i, (name, size) in enumerate(parts.items()):
-        axes.barh(0, size, 0.8, start, color=COLOURS[i % len(COLOURS)], label=f"{name} {size:.3g}", edgecolor="white")
+        axes.barh(
+            0,
+            size,
+            0.8,
+            start,
+            color=COLOURS[i % len(COLOURS)],
+            label=f"{name} {size:.3g}",
+            edgecolor="white",
+        )
         start += size
     axes.set_title(title, loc="left", color=INK, fontsize=10)
     axes.set_xlabel(unit, color=QUIET)

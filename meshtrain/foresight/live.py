@@ -14,12 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtrain.parallel.collectives import implementations
 
-# Operators whose implementation reads values: on the meta device only their shape functions can run.
-WITHOUT_SHAPES = {f"meshtrain::{name}" for name in ("grouped", "grouped_input_grad", "grouped_weight_grad", "choose")}
+# Operators whose implementation reads values: on the meta device only their shape functions can
+# run.
+WITHOUT_SHAPES = {
+    f"meshtrain::{name}"
+    for name in ("grouped", "grouped_input_grad", "grouped_weight_grad", "choose")
+}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages alive on a device after every operator, each at its current size (FSDP resizes them)."""
+    """Adds up the storages alive on a device after every operator, each at its current size (FSDP
+    resizes them)."""
 
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
@@ -27,15 +32,21 @@ class LiveBytes(TorchDispatchMode):
         self.total = self.count = 0
         self.rows = 0  # token rows that this rank sends to experts
         self.part = "other"  # the part of memory to which new storages are attributed
-        self.phase = self.block = self.place = ""  # of the step, the model, and the block's position in its stage
-        self.peaks: dict[str, tuple[int, int, str]] = {}  # moment -> peak bytes, operator count then, description
+        # of the step, the model, and the block's position in its stage
+        self.phase = self.block = self.place = ""
+        self.peaks: dict[
+            str, tuple[int, int, str]
+        ] = {}  # moment -> peak bytes, operator count then, description
         self.watch: Callable[[Any, Any, Any], None] | None = None  # called with every operator
-        self.actions: dict[int, Callable[[], None]] = {}  # operator count -> what is called after that operator
+        self.actions: dict[
+            int, Callable[[], None]
+        ] = {}  # operator count -> what is called after that operator
         self._alive: dict[int, tuple[Any, int, str]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets the compiler compile under this mode, without watching the compiler's own operators."""
+        """Lets the compiler compile under this mode, without watching the compiler's own
+        operators."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,9 +69,11 @@ class LiveBytes(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.name().split(".")[0]
         if args and name == "meshtrain::message_sizes" and args[0].is_meta:
-            sizes = [max(1, self.rows // len(args[1]))] * len(args[1])  # no values: assume balanced experts
+            # no values: assume balanced experts
+            sizes = [max(1, self.rows // len(args[1]))] * len(args[1])
             return torch.tensor([sizes, sizes])
-        if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:  # torch 2.11 has no meta kernel for it
+        # torch 2.11 has no meta kernel for it
+        if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:
             return kwargs["out"]
         run = implementations.get(name) if name not in WITHOUT_SHAPES else None
         if run is None:
@@ -95,7 +108,9 @@ class LiveBytes(TorchDispatchMode):
         self.count += 1
         key = f"{self.phase} {self.place}"
         if key not in self.peaks or self.total > self.peaks[key][0]:
-            words = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
+            words = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(
+                self.block
+            )
             self.peaks[key] = self.total, self.count, words
         if self.count in self.actions:
             self.actions[self.count]()
@@ -108,7 +123,8 @@ class LiveBytes(TorchDispatchMode):
             self.look("gather")
 
     def parts(self, owners: Mapping[int, str]) -> dict[str, int]:
-        """part -> live bytes. `owners`: storage -> its part now, in place of the one that it was made for."""
+        """part -> live bytes. `owners`: storage -> its part now, in place of the one that it was
+        made for."""
         sums: Counter[str] = Counter()
         for key, (_, size, part) in self._alive.items():
             sums[owners.get(key, part)] += size
@@ -117,7 +133,8 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def watched(live: LiveBytes) -> Iterator[None]:
-    """Context in which `live` sees every operator and storage resize, also in code that disables dispatch modes."""
+    """Context in which `live` sees every operator and storage resize, also in code that disables
+    dispatch modes."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, size: int) -> Any:
@@ -128,7 +145,9 @@ def watched(live: LiveBytes) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
         for module in ("tp_linear", "grad_sync"):
-            stack.enter_context(patch(f"meshtrain.parallel.{module}.without_dispatch_modes", nullcontext))
+            stack.enter_context(
+                patch(f"meshtrain.parallel.{module}.without_dispatch_modes", nullcontext)
+            )
         stack.enter_context(live)
         yield
 

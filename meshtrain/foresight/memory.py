@@ -1,4 +1,5 @@
-"""Estimated memory of the fullest rank, by arithmetic over the work of its blocks: as precise as a search needs it."""
+"""Estimated memory of the fullest rank, by arithmetic over the work of its blocks: as precise as a
+search needs it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
 from meshtrain.pipeline.simulate import simulate
 
-_state_bytes_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)  # optimizer, size -> block -> bytes
+# optimizer, size -> block -> bytes
+_state_bytes_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
 TIGHT = 0.92  # share of a device's memory above which the verdict is "tight"
 
 
@@ -27,7 +29,8 @@ class RankMemory:
     moment: str
     pp: int = 0  # index of the rank on that axis
     compiled: bool = False  # whether the blocks are compiled
-    source: str = "traced"  # extended: from traces of fewer blocks, microbatches and stages; estimated: by arithmetic
+    # extended: from traces of fewer blocks, microbatches and stages; estimated: by arithmetic
+    source: str = "traced"
 
     @property
     def total(self) -> float:
@@ -36,7 +39,13 @@ class RankMemory:
 
     def verdict(self, room: float) -> str:
         """Whether the peak fits into `room` bytes."""
-        return "does not fit" if self.total > room else "tight" if self.total > TIGHT * room else "fits"
+        return (
+            "does not fit"
+            if self.total > room
+            else "tight"
+            if self.total > TIGHT * room
+            else "fits"
+        )
 
 
 def of(
@@ -46,7 +55,8 @@ def of(
     schedule: Schedule | None,
     bounds: Sequence[tuple[int, int]],
 ) -> RankMemory:
-    """Memory of the fullest rank of the pipeline. `bounds`: the range of blocks [first, end) of each stage."""
+    """Memory of the fullest rank of the pipeline. `bounds`: the range of blocks [first, end) of
+    each stage."""
     if schedule is None:
         return _of_rank(config, layout, works, 1)
     ranks = []
@@ -60,8 +70,14 @@ def of(
 def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: float) -> RankMemory:
     """`waiting`: largest number of forwards of all these blocks whose backward is still to come."""
     train, shards = config.train, layout.size("fsdp")
-    size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
-    (own, gathered), (trained, summed) = over_shards(works, layout), over_shards(works, layout, trained=True)
+    size, compute = (
+        (8 if train.precision == "float64" else 4),
+        (2 if "16" in train.precision else 4),
+    )
+    (own, gathered), (trained, summed) = (
+        over_shards(works, layout),
+        over_shards(works, layout, trained=True),
+    )
     resident: dict[str, float] = {"weights": sum(own) * size, "gradients": sum(trained) * size}
     copies = layout.size("dp_replicate") if config.parallel.shard_optimizer else 1
     key = repr(config.optimizer), size
@@ -82,7 +98,10 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
         resident["16-bit copies"] = parts["16-bit copies"] = sum(own) * compute
     before, peak, moment = 0.0, 0.0, ""
     for work in works:
-        for name, most in (("forward", work.peak_forward), ("backward", work.saved + work.peak_backward)):
+        for name, most in (
+            ("forward", work.peak_forward),
+            ("backward", work.saved + work.peak_backward),
+        ):
             if before + most >= peak:
                 peak, moment = before + most, f"{name} of {work.name}"
         before += work.saved
@@ -94,7 +113,10 @@ def _state_bytes(config: Config, block: str, size: int) -> float:
     """Bytes of optimizer state per element of a block's weights."""
     specs = state_specs(config.optimizer, ParameterSpec(f"{block}.weight", (64, 64), ())).values()
     return (
-        sum((size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1] for spec in specs)
+        sum(
+            (size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1]
+            for spec in specs
+        )
         / 4096
     )
 
@@ -108,8 +130,8 @@ def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedu
 
 
 def schedule_of(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    """A schedule. A named one, which may be long, has only the actions of one microbatch; one from a file has them all,
-    and the file's path as its name."""
+    """A schedule. A named one, which may be long, has only the actions of one microbatch; one from
+    a file has them all, and the file's path as its name."""
     if name.endswith(".csv"):
         loaded = load(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
         return replace(loaded, name=name)
@@ -117,8 +139,8 @@ def schedule_of(name: str, ranks: int, microbatches: int, stages_per_rank: int |
 
 
 def held_forwards(schedule: Schedule) -> tuple[float, ...]:
-    """The largest number of stage forwards that each rank holds at once. Simulated; for many microbatches extrapolated
-    from two simulations with fewer."""
+    """The largest number of stage forwards that each rank holds at once. Simulated; for many
+    microbatches extrapolated from two simulations with fewer."""
     if schedule.name not in NAMES:
         return simulate(schedule).peak_activations
     about, many = (schedule.name, schedule.ranks, schedule.stages_per_rank), schedule.microbatches
@@ -131,4 +153,6 @@ def held_forwards(schedule: Schedule) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def _simulated(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:
-    return simulate(build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)).peak_activations
+    return simulate(
+        build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+    ).peak_activations

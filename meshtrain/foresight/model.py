@@ -1,5 +1,5 @@
-"""What a trace needs of a model: a microbatch for it, which of its blocks are alike, and a copy of the model in which
-one block stands for all that are alike."""
+"""What a trace needs of a model: a microbatch for it, which of its blocks are alike, and a copy of
+the model in which one block stands for all that are alike."""
 
 import math
 from collections import Counter, defaultdict
@@ -22,7 +22,16 @@ from meshtrain.modeling.flops import why_not
 from meshtrain.parallel.tp_plan import shards_sequence
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_input, skip_blocks
 
-NUMBERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # names of a layer's index
+# names of a layer's index
+NUMBERS = (
+    "layer",
+    "layer_idx",
+    "layer_index",
+    "layer_id",
+    "layer_number",
+    "idx",
+    "index",
+)
 
 
 class UntracedError(InputError):
@@ -41,20 +50,25 @@ def untraced_errors() -> Iterator[None]:
 
 
 def without_sequence_parts(config: Config) -> Config | None:
-    """The config of a run that has turned sequence parallelism off, because the check of its model passes only without
-    it (`parallel.verify`). None: such a run does not do so, or does not have it on."""
+    """The config of a run that has turned sequence parallelism off, because the check of its model
+    passes only without it (`parallel.verify`). None: such a run does not do so, or does not have it
+    on."""
     spec, layout, parallel = spec_of(config), config.resolved, config.parallel
     assert layout is not None
-    is_default = parallel.sequence_parallel is None and shards_sequence(getattr(spec.module, "tp_plan", None) or {})
+    is_default = parallel.sequence_parallel is None and shards_sequence(
+        getattr(spec.module, "tp_plan", None) or {}
+    )
     if not is_default or not parallel.verify or layout.size("tp") == 1 or layout.size("ep") > 1:
         return None
     return replace(config, parallel=replace(parallel, sequence_parallel=False))
 
 
 def batch_of(config: Config) -> Batch:
-    """A microbatch before it is split over `cp`: of tokens, or for a classifier of images. Raises UntracedError: the
-    model's Config does not give the size of images."""
-    return _batch(spec_of(config), config.batch.micro_size, config.data.seq_len, config.data.mask_documents)
+    """A microbatch before it is split over `cp`: of tokens, or for a classifier of images. Raises
+    UntracedError: the model's Config does not give the size of images."""
+    return _batch(
+        spec_of(config), config.batch.micro_size, config.data.seq_len, config.data.mask_documents
+    )
 
 
 def _batch(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Batch:
@@ -66,15 +80,16 @@ def _batch(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Ba
     settings = spec.config
     if not hasattr(settings, "image_size") or not hasattr(settings, "in_channels"):
         raise UntracedError(
-            "a classifier's Config says by image_size and in_channels how large images are: not this one"
+            "a classifier's Config says by image_size and in_channels how large images are: not "
+            "this one"
         )
     shape = size, settings.in_channels, settings.image_size, settings.image_size
     return Batch.of((torch.zeros(shape),), torch.zeros(size, dtype=torch.int64))
 
 
 def kind_of(block: nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for blocks that compute alike: types of modules, their settings (such as a window, but not a
-    layer's index), and shapes of parameters and whether they are trained."""
+    """A key that is equal for blocks that compute alike: types of modules, their settings (such as
+    a window, but not a layer's index), and shapes of parameters and whether they are trained."""
     modules = list(block.modules())
     settings = [
         (name, repr(value))
@@ -91,7 +106,8 @@ class Blocks:
     """The blocks of a model.
 
     Attributes:
-        first: for each block the index of the first block that is like it, which stands for it in traces.
+        first: for each block the index of the first block that is like it, which stands for it in
+            traces.
         outputs: number of elements of each block's output for one sample; 0: not known.
     """
 
@@ -111,12 +127,14 @@ def repeated(first: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
-    """Finds the blocks that are alike, and confirms by a forward on the meta device, in which repeated blocks are the
-    identity, that inputs and outputs of alike blocks have the same shapes. Raises UntracedError: see `batch_of`."""
+    """Finds the blocks that are alike, and confirms by a forward on the meta device, in which
+    repeated blocks are the identity, that inputs and outputs of alike blocks have the same shapes.
+    Raises UntracedError: see `batch_of`."""
     blocks = blocks_of(spec.meta)
     users = Counter(parameter for block in blocks for parameter in block.parameters())
     kinds: list[Any] = []
-    trained = False  # whether anything before the block is trained, so that its input has a gradient
+    # whether anything before the block is trained, so that its input has a gradient
+    trained = False
     for i, block in enumerate(blocks):
         shares = any(users[parameter] > 1 for parameter in block.parameters())
         kinds.append(i if shares or block is blocks[-1] else (trained, kind_of(block)))
@@ -127,7 +145,9 @@ def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
             inputs, outputs = _passed_on(without(spec, repeated(first)).copy(), batch)
             if all(inputs[i] == inputs[j] == outputs[j] for i, j in enumerate(first) if i != j):
                 calls = [outputs[i][:1] for i in first]
-                return Blocks(first, tuple(sum(math.prod(x) for call in of for x, _ in call) for of in calls))
+                return Blocks(
+                    first, tuple(sum(math.prod(x) for call in of for x, _ in call) for of in calls)
+                )
     return Blocks(itself, (0,) * len(blocks))
 
 

@@ -1,4 +1,5 @@
-"""Prediction for a config on its hosts: memory of a rank and time of a step, computed when they are read."""
+"""Prediction for a config on its hosts: memory of a rank and time of a step, computed when they are
+read."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +28,9 @@ from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
 
 MOST_RANKS = 4  # up to which every pipeline rank is traced
-SAVINGS: dict[str, tuple[Any, ...]] = {  # each value takes less memory than the one before, and no less time
+SAVINGS: dict[
+    str, tuple[Any, ...]
+] = {  # each value takes less memory than the one before, and no less time
     "parallel.recompute": ("none", "selective", "full"),
     "parallel.regather": (False, True),
     "parallel.reshard_after_forward": (False, True),
@@ -47,18 +50,26 @@ def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 
 @lru_cache(maxsize=1024)
-def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple[int, ...] | None) -> StageSplit:
+def _split(
+    spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple[int, ...] | None
+) -> StageSplit:
     return split_blocks(block_costs(spec, seq_len), ranks, stages, blocks)
 
 
 class Prediction:
-    """Prediction for a config that was loaded for its hosts. Without hardware there is memory alone."""
+    """Prediction for a config that was loaded for its hosts. Without hardware there is memory
+    alone."""
 
     def __init__(
-        self, config: Config, hardware: Hardware | None = None, traced: bool = False, pool: Executor | None = None
+        self,
+        config: Config,
+        hardware: Hardware | None = None,
+        traced: bool = False,
+        pool: Executor | None = None,
     ) -> None:
-        """`traced`: memory by tracing the ranks' steps, else by arithmetic, which is fast enough for a search. `pool`:
-        processes for traces, forked from this one, which must not have used a GPU."""
+        """`traced`: memory by tracing the ranks' steps, else by arithmetic, which is fast enough
+        for a search. `pool`: processes for traces, forked from this one, which must not have used a
+        GPU."""
         assert config.resolved is not None
         self.traced, self.pool = traced, pool
         self.config, self.layout, self.hardware = config, config.resolved, hardware
@@ -87,7 +98,11 @@ class Prediction:
     def schedule(self) -> Schedule | None:
         """The pipeline's schedule."""
         section, ranks = self.config.pipeline, self.layout.size("pp")
-        return None if ranks == 1 else schedule_of(section.schedule, ranks, self.microbatches, section.stages_per_rank)
+        return (
+            None
+            if ranks == 1
+            else schedule_of(section.schedule, ranks, self.microbatches, section.stages_per_rank)
+        )
 
     @cached_property
     def bounds(self) -> Sequence[tuple[int, int]]:
@@ -95,7 +110,9 @@ class Prediction:
         schedule, seq_len = self.schedule, self.config.data.seq_len
         if schedule is None:
             return [(0, len(self.works))]
-        return _split(self.spec, seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split).bounds
+        return _split(
+            self.spec, seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split
+        ).bounds
 
     @cached_property
     def block_costs(self) -> list[steptime.BlockCost]:
@@ -126,14 +143,21 @@ class Prediction:
         parts = layout.size("cp") * (layout.size("tp") if is_split else 1)
         outputs = known_blocks(self.spec, config.data.seq_len, config.data.mask_documents).outputs
         size = {"float64": 8, "float32": 4}.get(config.train.precision, 2)
-        return config.batch.micro_size * max(outputs[end - 1] for _, end in self.bounds[:-1]) * size / parts
+        return (
+            config.batch.micro_size
+            * max(outputs[end - 1] for _, end in self.bounds[:-1])
+            * size
+            / parts
+        )
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
-        """Traced memory of each pipeline rank; of long pipelines of the first rank, the last, and the one between them
-        that holds most forwards."""
+        """Traced memory of each pipeline rank; of long pipelines of the first rank, the last, and
+        the one between them that holds most forwards."""
         ranks = self.layout.size("pp")
-        waiting = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
+        waiting = [
+            extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)
+        ]
         between = max(range(1, ranks - 1), key=waiting.__getitem__) if ranks > MOST_RANKS else 0
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
         alike(self.config)  # fill its cache before processes are forked
@@ -151,16 +175,26 @@ class Prediction:
 
     @cached_property
     def _savings(self) -> "dict[str, tuple[Prediction, Callable[[], RankMemory]]]":
-        """`key=value` -> the prediction with it, and a begun trace of the rank that is fullest without it."""
-        pp, savings, size = self.memory.pp if self.layout.size("pp") > 1 else 0, {}, self.config.batch.micro_size
-        halves = size > 1 and not (self.schedule is not None and self.schedule.name.endswith(".csv"))
+        """`key=value` -> the prediction with it, and a begun trace of the rank that is fullest
+        without it."""
+        pp, savings, size = (
+            self.memory.pp if self.layout.size("pp") > 1 else 0,
+            {},
+            self.config.batch.micro_size,
+        )
+        halves = size > 1 and not (
+            self.schedule is not None and self.schedule.name.endswith(".csv")
+        )
         knobs = {**usable_savings(self.layout), "batch.micro_size": (size, size // 2)[: 1 + halves]}
         for key, values in knobs.items():
             section, _, name = key.partition(".")
             for value in values[values.index(getattr(getattr(self.config, section), name)) + 1 :]:
                 changed: Any = {section: replace(getattr(self.config, section), **{name: value})}
                 config = replace(self.config, **changed)
-                savings[f"{key}={yaml_text(value)}"] = Prediction(config, self.hardware), self._begin(config, pp)
+                savings[f"{key}={yaml_text(value)}"] = (
+                    Prediction(config, self.hardware),
+                    self._begin(config, pp),
+                )
         return savings
 
     def trace(self) -> Callable[[], RankMemory]:
@@ -169,8 +203,8 @@ class Prediction:
 
     @cached_property
     def saves(self) -> dict[str, tuple[float, float | None]]:
-        """`key=value` -> bytes by which it lowers the peak of the fullest rank, and seconds by which it prolongs a
-        step; only settings that save memory."""
+        """`key=value` -> bytes by which it lowers the peak of the fullest rank, and seconds by
+        which it prolongs a step; only settings that save memory."""
         now, saved = self.memory, dict[str, tuple[float, float | None]]()
         for knob, (other, trace) in self._savings.items():
             longer = None if self.hardware is None else other.step.seconds - self.step.seconds
@@ -182,19 +216,30 @@ class Prediction:
     def step(self) -> steptime.StepTime:
         """Seconds of a step, by part."""
         is_text = "vocab_size" in self.config.model.keys
-        flops = self._forward_flops * 3 * self.config.batch.sizes.largest if is_text else 0  # unknown for images
+        # unknown for images
+        flops = self._forward_flops * 3 * self.config.batch.sizes.largest if is_text else 0
         return self._step(steptime.makespan, flops)
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound of the step's seconds, which leaves out the order of the pipeline's actions."""
-        return self.step.seconds if self.schedule is None else self._step(steptime.least_makespan).seconds
+        """A lower bound of the step's seconds, which leaves out the order of the pipeline's
+        actions."""
+        return (
+            self.step.seconds
+            if self.schedule is None
+            else self._step(steptime.least_makespan).seconds
+        )
 
     def _step(
         self, clock: Callable[[Schedule, steptime.StageCosts, float], float], flops: float = 0
     ) -> steptime.StepTime:
         assert self.hardware is not None
-        config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
+        config, layout, parallel, train = (
+            self.config,
+            self.layout,
+            self.config.parallel,
+            self.config.train,
+        )
         size = 8 if train.precision == "float64" else 4
         return steptime.of(
             self.works,
@@ -228,22 +273,34 @@ class Prediction:
         of_memory: dict[str, Any] = {**asdict(self.memory), "total": self.memory.total}
         if self.traced:
             of_memory["ranks"] = [
-                {"pp": rank.pp, "kept": rank.resident, "parts": rank.parts, "peak": rank.total, "when": rank.moment,
-                 "source": rank.source, "verdict": self.hardware and rank.verdict(self.hardware.device.room)}
+                {
+                    "pp": rank.pp,
+                    "kept": rank.resident,
+                    "parts": rank.parts,
+                    "peak": rank.total,
+                    "when": rank.moment,
+                    "source": rank.source,
+                    "verdict": self.hardware and rank.verdict(self.hardware.device.room),
+                }
                 for rank in self.ranks
-            ]  # fmt: skip
+            ]
         if self.hardware is None:
             return {"memory": of_memory}
         of_memory["verdict"] = self.memory.verdict(self.hardware.device.room)
         if self.traced:
             keys = ("bytes", "seconds")
-            of_memory["saves"] = {knob: dict(zip(keys, saved, strict=True)) for knob, saved in self.saves.items()}
+            of_memory["saves"] = {
+                knob: dict(zip(keys, saved, strict=True)) for knob, saved in self.saves.items()
+            }
         step = {**asdict(self.step), "limit": self.step.limit}
         return {"memory": of_memory, "step": step, "hardware": asdict(self.hardware)}
 
 
 def predict(
-    config: Config | str, overrides: Sequence[str] = (), hosts: Sequence[int] = (8,), hardware: str | None = None
+    config: Config | str,
+    overrides: Sequence[str] = (),
+    hosts: Sequence[int] = (8,),
+    hardware: str | None = None,
 ) -> Prediction:
     """Predicts memory and time of a step of a config on given hosts.
 
@@ -258,4 +315,6 @@ def predict(
         config = Config.load(config, list(overrides), world_size=sum(hosts))
     assert config.resolved is not None
     placed = replace(config, resolved=config.resolved.on_hosts(hosts))
-    return Prediction(placed, None if hardware is None else hardware_files.load(hardware), traced=True)
+    return Prediction(
+        placed, None if hardware is None else hardware_files.load(hardware), traced=True
+    )

@@ -1,7 +1,8 @@
-"""A run's warning before its first step that memory will be short, and its note after an out-of-memory error.
+"""A run's warning before its first step that memory will be short, and its note after an
+out-of-memory error.
 
-A process beside rank 0 predicts memory while the run reads its data and builds its model, because a trace needs process
-groups of its own. It sees no GPU, and the run goes on whatever happens to it.
+A process beside rank 0 predicts memory while the run reads its data and builds its model, because a
+trace needs process groups of its own. It sees no GPU, and the run goes on whatever happens to it.
 """
 
 import os
@@ -33,8 +34,8 @@ def device_gib(device: torch.device) -> float | None:
 
 
 class MemoryForecast:
-    """The predicted memory of a run, begun on rank 0. As a context around the run's steps it adds notes to an
-    out-of-memory error: predicted memory, its parts, and settings that save memory."""
+    """The predicted memory of a run, begun on rank 0. As a context around the run's steps it adds
+    notes to an out-of-memory error: predicted memory, its parts, and settings that save memory."""
 
     def __init__(self, folder: Path, device: torch.device, config: Config, rank: int) -> None:
         self.file, self.config = folder / FILE, config
@@ -43,7 +44,8 @@ class MemoryForecast:
         self._begin(config)
 
     def follow(self, model: nn.Module) -> None:
-        """Begins anew if the check of the parallelized model has turned sequence parallelism off: that takes memory."""
+        """Begins anew if the check of the parallelized model has turned sequence parallelism off:
+        that takes memory."""
         if self.process is None or shares_sequence(model) is not False:
             return
         if (config := without_sequence_parts(self.config)) is not None:
@@ -67,7 +69,8 @@ class MemoryForecast:
             )
 
     def note(self) -> list[str]:
-        """Lines for people if the run is about to run out of memory; none if it fits, or no prediction came in time."""
+        """Lines for people if the run is about to run out of memory; none if it fits, or no
+        prediction came in time."""
         if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE_S)
@@ -104,10 +107,14 @@ def main(source: str, file: str, world_size: str, gib: str) -> None:
     Path(source).unlink()
     prediction, room = Prediction(config, traced=True), Device(name="", memory_gib=float(gib)).room
     memory = prediction.memory
-    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(memory.parts.items(), key=lambda x: -x[1]))
+    parts = ", ".join(
+        f"{name} {bytes_text(size)}"
+        for name, size in sorted(memory.parts.items(), key=lambda x: -x[1])
+    )
     verdict = memory.verdict(room)
     lines = [
-        f"memory: {bytes_text(memory.total)} at the peak, {bytes_text(room)} available to tensors: {verdict}",
+        f"memory: {bytes_text(memory.total)} at the peak, {bytes_text(room)} available to tensors: "
+        f"{verdict}",
         f"  in the {memory.moment}: {parts}",
     ]
     if verdict != "fits":

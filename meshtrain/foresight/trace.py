@@ -1,7 +1,8 @@
-"""Peak memory of one rank, traced: the trainer's own step runs on the meta device under a fake process group.
+"""Peak memory of one rank, traced: the trainer's own step runs on the meta device under a fake
+process group.
 
-Every operator is watched and every live storage counted, so no part of the model is described a second time. Not seen:
-workspaces inside of kernels, and the allocator's fragmentation.
+Every operator is watched and every live storage counted, so no part of the model is described a
+second time. Not seen: workspaces inside of kernels, and the allocator's fragmentation.
 """
 
 import gc
@@ -78,7 +79,8 @@ class RankTrace:
     moment: str  # of the peak, for people
     sent: dict[str, int]  # axis -> sent in the traced step
     compiled: bool  # whether the blocks are compiled
-    moments: dict[str, dict[str, int]]  # phase of the step and place in the model -> `parts` at the peak of that moment
+    # phase of the step and place in the model -> `parts` at the peak of that moment
+    moments: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ class Chunks:
 
 @contextmanager
 def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
-    """A mesh of fake process groups, whose collectives do nothing, and torch patched so that FSDP, optimizers, fused
-    kernels and the compiler treat the meta device as `device_type`."""
+    """A mesh of fake process groups, whose collectives do nothing, and torch patched so that FSDP,
+    optimizers, fused kernels and the compiler treat the meta device as `device_type`."""
     torch_private.mend_attention_shapes()
     repeated = attention.wants_repeated
     fused: dict[str, Any] = {"scaled_dot_product_attention": _attention}
@@ -106,37 +108,66 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         fused["rms_norm"] = _rms_norm
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch warns of its own calls, and of views that are never written to
+        # torch warns of its own calls, and of views that are never written to
+        warnings.simplefilter("ignore")
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.WARNING)  # the compiler's
         for module in (_fsdp_collectives, _fsdp_state, _fsdp_param_group):
             stack.enter_context(patch.object(module, "_get_device_handle", lambda _: torch.cpu))
-        stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True))
+        stack.enter_context(
+            patch.object(
+                torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True
+            )
+        )
         stack.enter_context(patch.object(_fully_shard, "_get_device_from_mesh", lambda _: META))
         stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", Chunks))
-        stack.enter_context(patch.object(Layout, "groups", lambda layout, *axes: [layout.group(rank, *axes)]))
-        validate = patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
+        stack.enter_context(
+            patch.object(Layout, "groups", lambda layout, *axes: [layout.group(rank, *axes)])
+        )
+        validate = patch.object(
+            _fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None
+        )
         stack.enter_context(validate)
-        stack.enter_context(patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
+        stack.enter_context(
+            patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"])
+        )
         stack.enter_context(patch.object(torch_private, "traced_for", device_type))
-        stack.enter_context(patch("meshtrain.modeling.build.choose_compile", partial(_choose_compile, device_type)))
-        multiplies = patch.object(float8, "kernel_of", lambda _, dtype, kind: kind == "cuda" and dtype.itemsize == 2)
+        stack.enter_context(
+            patch("meshtrain.modeling.build.choose_compile", partial(_choose_compile, device_type))
+        )
+        multiplies = patch.object(
+            float8, "kernel_of", lambda _, dtype, kind: kind == "cuda" and dtype.itemsize == 2
+        )
         stack.enter_context(multiplies)
-        # Rounding to float8 is traced operator by operator: torch does not compile inside of a dispatch mode.
+        # Rounding to float8 is traced operator by operator: torch does not compile inside of a
+        # dispatch mode.
         stack.enter_context(patch.object(float8, "_compiled", lambda function: function))
         stack.enter_context(compiled_by_graphs())
-        # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one by one.
-        stack.enter_context(patch("meshtrain.parallel.parallelize.fuse_loss", lambda layer, _: fuse_loss(layer, False)))
-        stack.enter_context(patch("meshtrain.parallel.parallelize.undecided", lambda *_: []))  # a run's start checks it
-        stack.enter_context(patch("meshtrain.parallel.parallelize.allocate", lambda *_: None))  # stay on meta
-        wants = patch.object(attention, "wants_repeated", lambda _, *kind: repeated(device_type, *kind))
+        # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one by
+        # one.
+        stack.enter_context(
+            patch(
+                "meshtrain.parallel.parallelize.fuse_loss", lambda layer, _: fuse_loss(layer, False)
+            )
+        )
+        # a run's start checks it
+        stack.enter_context(patch("meshtrain.parallel.parallelize.undecided", lambda *_: []))
+        # stay on meta
+        stack.enter_context(patch("meshtrain.parallel.parallelize.allocate", lambda *_: None))
+        wants = patch.object(
+            attention, "wants_repeated", lambda _, *kind: repeated(device_type, *kind)
+        )
         stack.enter_context(wants)
         stack.enter_context(
-            patch("meshtrain.parallel.context.kernels.choose_kernel", partial(_block_kernel, device_type))
+            patch(
+                "meshtrain.parallel.context.kernels.choose_kernel",
+                partial(_block_kernel, device_type),
+            )
         )
         for name, kernel in fused.items():
             stack.enter_context(patch.object(F, name, kernel))
-        # torch would create every group of the world, and a joined mesh per parameter, each by visiting every rank.
+        # torch would create every group of the world, and a joined mesh per parameter, each by
+        # visiting every rank.
         new_group, joined = device_mesh.new_group, dict[tuple[int, ...], DeviceMesh]()
         concatenate = DeviceMesh._concatenate
 
@@ -147,40 +178,68 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
             return joined[key]
 
         stack.enter_context(
-            patch.object(device_mesh, "new_group", lambda ranks, **keys: rank in ranks and new_group(ranks, **keys))
+            patch.object(
+                device_mesh,
+                "new_group",
+                lambda ranks, **keys: rank in ranks and new_group(ranks, **keys),
+            )
         )
         stack.enter_context(patch.object(DeviceMesh, "_concatenate", join_once))
         # torch would compare the ranks one by one with those of equal meshes of the trace before.
-        stack.enter_context(patch.object(DeviceMesh, "__eq__", lambda mesh, other: hash(mesh) == hash(other)))
+        stack.enter_context(
+            patch.object(DeviceMesh, "__eq__", lambda mesh, other: hash(mesh) == hash(other))
+        )
         if layout.world_size > 1:
-            dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+            dist.init_process_group(
+                "fake", rank=rank, world_size=layout.world_size, store=FakeStore()
+            )
             stack.callback(dist.destroy_process_group)
         yield build_mesh(layout, device_type)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    """Calls the fused kernel that the traced device would run; for meta tensors torch chooses none. GPUs have none for
-    float64."""
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Calls the fused kernel that the traced device would run; for meta tensors torch chooses none.
+    GPUs have none for float64."""
     if not q.is_meta or (torch_private.traced_for == "cuda" and q.dtype == torch.float64):
         return _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     aten = torch.ops.aten
     if torch_private.traced_for == "cpu":
-        mask = attn_mask.to(q.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        mask = (
+            attn_mask.to(q.dtype)
+            if attn_mask is not None and attn_mask.dtype == torch.bool
+            else attn_mask
+        )
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
     if attn_mask is None and q.dtype.itemsize == 2:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, False, scale=scale
+        )[0]
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-def _choose_compile(device_type: str, setting: bool | str, _: torch.device, splits_backward: bool) -> CompileChoice:
+def _choose_compile(
+    device_type: str, setting: bool | str, _: torch.device, splits_backward: bool
+) -> CompileChoice:
     """The choice on a GPU where the compiler's requirements are installed."""
-    return CompileChoice(setting is True or (setting == "auto" and device_type == "cuda" and not splits_backward))
+    return CompileChoice(
+        setting is True or (setting == "auto" and device_type == "cuda" and not splits_backward)
+    )
 
 
-def _block_kernel(device_type: str, q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:
+def _block_kernel(
+    device_type: str, q: Tensor, v: Tensor, soft_cap: float | None, visible: str
+) -> kernels.Kernel:
     if soft_cap is not None or (device_type == "cuda" and q.dtype == torch.float64):
         return kernels.PRODUCTS
     if device_type == "cpu":
@@ -189,8 +248,9 @@ def _block_kernel(device_type: str, q: Tensor, v: Tensor, soft_cap: float | None
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The fused GPU kernel, which saves x and one number per row; on the meta device torch decomposes the norm and
-    saves two float32 tensors. LayerNorm's operators stand in for it: they read and write as much."""
+    """The fused GPU kernel, which saves x and one number per row; on the meta device torch
+    decomposes the norm and saves two float32 tensors. LayerNorm's operators stand in for it: they
+    read and write as much."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
@@ -208,7 +268,9 @@ class _RMSNorm(torch.autograd.Function):
         return dx, None, dweight
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     is_apart = weight is not None and weight.dtype != x.dtype  # decomposed on a GPU, too
     if is_apart or torch.compiler.is_compiling():
         return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
@@ -236,37 +298,53 @@ class _Phases(StepTimer):
 
 
 class _Trainer(Trainer):
-    def _agreed_fields(self) -> dict[str, int]:  # in a run the ranks agree on them, by communicating values
+    def _agreed_fields(
+        self,
+    ) -> dict[str, int]:  # in a run the ranks agree on them, by communicating values
         return {field: len(pair) for field, pair in sorted(self._terms.sums.items())}
 
 
 class TracedStep:
-    """One rank's model and trainer on a mesh, watched by `live`. `skipped`: blocks replaced by the identity."""
+    """One rank's model and trainer on a mesh, watched by `live`. `skipped`: blocks replaced by the
+    identity."""
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device, skipped: Sequence[int] = ()) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, device: torch.device, skipped: Sequence[int] = ()
+    ) -> None:
         self.mesh, self.live = mesh, LiveBytes(device.type)
-        config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
+        config = replace(
+            config, parallel=replace(config.parallel, verify=False, symmetric_memory=False)
+        )
         self.compiled = build.compile_choice(config, mesh.layout, device).compiles
         with _few_blocks(skipped):
             self.model = build.build_model(config, mesh, device)
         self.optimizer = Optimizer(self.model, config.optimizer, mesh, 1000)
         task = "language" if "vocab_size" in config.model.keys else "classification"
         timer = _Phases(self.live)
-        self.trainer = _Trainer(self.model, self.optimizer, config, mesh, device, task=task, timer=timer)
-        count = microbatches(config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES))
+        self.trainer = _Trainer(
+            self.model, self.optimizer, config, mesh, device, task=task, timer=timer
+        )
+        count = microbatches(
+            config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES)
+        )
         self.microbatches = [prepared_batch(config, mesh)] * count
         self.first_microbatches = (
-            self.microbatches if config.pipeline.schedule.endswith(".csv") else self.microbatches[:2]
+            self.microbatches
+            if config.pipeline.schedule.endswith(".csv")
+            else self.microbatches[:2]
         )
-        routed = self.microbatches[0].targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
+        routed = self.microbatches[0].targets.numel() * config.model.keys.get(
+            "num_experts_per_tok", 1
+        )
         self.live.rows = routed // mesh.size("tp")
         self._mark_blocks(alike(config))
         if isinstance(self.model, Pipeline) and device.type == "meta":
             self._tell_shapes(config)
 
     def trace(self) -> RankTrace:
-        """Traces three steps: the first, of few microbatches, creates lasting state (optimizer states, copies), the
-        second finds the peaks, and the third looks at the parts of memory at each peak."""
+        """Traces three steps: the first, of few microbatches, creates lasting state (optimizer
+        states, copies), the second finds the peaks, and the third looks at the parts of memory at
+        each peak."""
         live, moments = self.live, dict[str, dict[str, int]]()
 
         def look(moment: str) -> None:
@@ -276,10 +354,16 @@ class TracedStep:
         with watched(live):
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
-            for step, microbatches in enumerate((self.first_microbatches, self.microbatches, self.microbatches)):
-                gc.collect()  # reference cycles, the compiler's too, would hold memory until some later collection
+            for step, microbatches in enumerate(
+                (self.first_microbatches, self.microbatches, self.microbatches)
+            ):
+                # reference cycles, the compiler's too, would hold memory until some later
+                # collection
+                gc.collect()
                 if step == 2:
-                    live.actions = {count: partial(look, moment) for moment, (_, count, _) in live.peaks.items()}
+                    live.actions = {
+                        count: partial(look, moment) for moment, (_, count, _) in live.peaks.items()
+                    }
                 peaks, live.peaks, live.count = live.peaks, {}, 0
                 self.trainer.forward_backward(1, microbatches)
                 self.trainer.optimizer_step(1)
@@ -294,7 +378,8 @@ class TracedStep:
         return RankTrace(resident, moments[moment], peak, words, sent, self.compiled, moments)
 
     def owners(self) -> dict[int, str]:
-        """Storage -> its part of memory, for the long-lived tensors of this rank's model and optimizer."""
+        """Storage -> its part of memory, for the long-lived tensors of this rank's model and
+        optimizer."""
         owners: dict[int, str] = {}
 
         def own(part: str, *tensors: Tensor | None) -> None:
@@ -306,7 +391,11 @@ class TracedStep:
             for sync in gradient_syncs(module):
                 if isinstance(sync, ComputeCopies):
                     own("16-bit copies", *(copy.values for copy in sync._copies.values()))
-            unit = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            unit = (
+                module._get_fsdp_state()._fsdp_param_group
+                if isinstance(module, FSDPModule)
+                else None
+            )
             for p in unit.fsdp_params if unit is not None else ():
                 own("gathered weights", *p.all_gather_outputs, getattr(p, "_unsharded_param", None))
                 own(
@@ -322,11 +411,17 @@ class TracedStep:
         return owners
 
     def _mark_blocks(self, first: Sequence[int]) -> None:
-        """Attributes new storages to activations inside of a block's forward and backward, and to the model's ends
-        (embedding, logits, loss) outside."""
-        for i, stage in enumerate(self.model.stages() if isinstance(self.model, Pipeline) else [self.model]):
+        """Attributes new storages to activations inside of a block's forward and backward, and to
+        the model's ends (embedding, logits, loss) outside."""
+        for i, stage in enumerate(
+            self.model.stages() if isinstance(self.model, Pipeline) else [self.model]
+        ):
             names = {module: name for name, module in stage.named_modules()}
-            own = [(block, n) for block, n in zip(blocks_of(stage), first, strict=True) if _is_own(block)]
+            own = [
+                (block, n)
+                for block, n in zip(blocks_of(stage), first, strict=True)
+                if _is_own(block)
+            ]
             for (block, _), place in zip(own, _places([n for _, n in own]), strict=True):
                 block.forward = self.marks(names[block], block.forward, f"{i}: {place}")
 
@@ -351,25 +446,32 @@ class TracedStep:
         return run
 
     def _tell_shapes(self, config: Config) -> None:
-        """Gives the pipeline the shapes between stages, which a run exchanges before its first messages; found by a
-        forward with one block of each kind."""
-        options = replace(build.options_of(config, self.mesh.layout, META), recompute="none", compile=False)
+        """Gives the pipeline the shapes between stages, which a run exchanges before its first
+        messages; found by a forward with one block of each kind."""
+        options = replace(
+            build.options_of(config, self.mesh.layout, META), recompute="none", compile=False
+        )
         first, made = alike(config), list[TensorMeta]()
         with _few_blocks(repeated(first)):
             model = build.build_stage(config, self.mesh, META, options)
         for block in blocks_of(model):
-            block.register_forward_hook(lambda block, inputs, output: made.append(TensorMeta.of(output)))
+            block.register_forward_hook(
+                lambda block, inputs, output: made.append(TensorMeta.of(output))
+            )
         batch = self.microbatches[0].to(META, self.trainer.dtype)
         set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
         with torch.no_grad():
             model(*batch.inputs)
         key = shapes_of(self.microbatches[0].inputs)
-        for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
+        for stage, (_, end) in enumerate(
+            build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1
+        ):
             self.model._transfers._metas[key, stage] = made[first[end - 1]]  # type: ignore[union-attr,operator,assignment]
 
 
 def _few_blocks(skipped: Sequence[int]) -> AbstractContextManager[Any]:
-    """Context in which models are built without these blocks. Block costs are dummies, as the split is given."""
+    """Context in which models are built without these blocks. Block costs are dummies, as the split
+    is given."""
     if not skipped:
         return nullcontext()
     of_few: dict[str, Any] = {
@@ -384,8 +486,9 @@ def _is_own(block: nn.Module) -> bool:
 
 
 def _places(kinds: Sequence[int]) -> Iterator[str]:
-    """Yields each block's place in its stage: the first of its kind, the last, or in the middle. The words stay the
-    same when a stage has one more block of a kind, so that traces of both can be compared."""
+    """Yields each block's place in its stage: the first of its kind, the last, or in the middle.
+    The words stay the same when a stage has one more block of a kind, so that traces of both can be
+    compared."""
     names = list(dict.fromkeys(kinds))
     for i, kind in enumerate(kinds):
         place = "first" if kind not in kinds[:i] else "middle" if kind in kinds[i + 1 :] else "last"
@@ -399,7 +502,12 @@ def prepared_batch(config: Config, mesh: Mesh) -> Batch:
 
 
 def trace_rank(
-    config: Config, layout: Layout, rank: int, skipped: Sequence[int] = (), *, device_type: str = "cuda"
+    config: Config,
+    layout: Layout,
+    rank: int,
+    skipped: Sequence[int] = (),
+    *,
+    device_type: str = "cuda",
 ) -> RankTrace:
     """Traces a rank. `skipped`: blocks replaced by the identity. Raises UntracedError."""
     gc.freeze()  # the trace's collections need not visit objects that exist already

@@ -1,5 +1,6 @@
 """LoRA adapters in files: merged into the weights, or alone in peft's format
-(https://huggingface.co/docs/peft): `adapter_config.json`, and `adapter_model.safetensors` with prefixed names."""
+(https://huggingface.co/docs/peft): `adapter_config.json`, and `adapter_model.safetensors` with
+prefixed names."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ PREFIX = "base_model.model."  # prefix of names in peft's files
 
 
 def merged_source(source: WeightSource, lora: Any) -> WeightSource:
-    """The source with its adapters merged into the weights and removed. `lora`: the run's `train.lora`."""
+    """The source with its adapters merged into the weights and removed. `lora`: the run's
+    `train.lora`."""
     entries = {name: entry for name, entry in source.entries.items() if not is_adapter(name)}
     if len(entries) == len(source.entries):
         return source
@@ -34,28 +36,44 @@ def merged_source(source: WeightSource, lora: Any) -> WeightSource:
         if lora_a not in source.entries:
             return values
         every = slice(0, source.entries[lora_a].shape[0])
-        of_columns, of_rows = source.read(lora_a, (every, part[1])), source.read(lora_b, (part[0], every))
+        of_columns, of_rows = (
+            source.read(lora_a, (every, part[1])),
+            source.read(lora_b, (part[0], every)),
+        )
         return merged(values, of_columns, of_rows, alpha / rank)
 
     return replace(source, entries=entries, read=read)
 
 
 def adapter_source(source: WeightSource) -> WeightSource:
-    """The adapters alone, by their names in peft's files. Raises InputError: the source has no adapters."""
+    """The adapters alone, by their names in peft's files. Raises InputError: the source has no
+    adapters."""
     entries = {
         PREFIX + name: Entry(PREFIX + name, entry.dtype, entry.shape)
         for name, entry in source.entries.items()
         if is_adapter(name)
     }
     if not entries:
-        raise InputError(f"{source.path} has no adapter, as its run had no train.lora: export it without --adapter")
-    return replace(source, entries=entries, read=lambda name, part: source.read(name.removeprefix(PREFIX), part))
+        raise InputError(
+            f"{source.path} has no adapter, as its run had no train.lora: export it without "
+            "--adapter"
+        )
+    return replace(
+        source,
+        entries=entries,
+        read=lambda name, part: source.read(name.removeprefix(PREFIX), part),
+    )
 
 
 def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
-    """The text of adapter_config.json. `source`: the adapters. `base`: the weights that the run started from."""
+    """The text of adapter_config.json. `source`: the adapters. `base`: the weights that the run
+    started from."""
     rank, alpha = rank_and_alpha(lora)
-    layers = [name.removesuffix(f".{LORA_A}.weight").removeprefix(PREFIX) for name in source.entries if LORA_A in name]
+    layers = [
+        name.removesuffix(f".{LORA_A}.weight").removeprefix(PREFIX)
+        for name in source.entries
+        if LORA_A in name
+    ]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -72,21 +90,29 @@ def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
 
 
 def check_scale(source: WeightSource, lora: "Lora | None") -> None:
-    """Raises InputError: the adapters a run starts from were trained with another scale, alpha / rank."""
+    """Raises InputError: the adapters a run starts from were trained with another scale, alpha /
+    rank."""
     if lora is None or not any(map(is_adapter, source.entries)):
         return
     rank, alpha = rank_and_alpha(source.lora)
     if alpha / rank != (lora.alpha or lora.rank) / lora.rank:
         raise InputError(
-            f"the adapters in {source.path} were trained with train.lora.alpha {alpha:g} and rank {rank}, and here "
-            f"alpha is {lora.alpha or lora.rank:g}: give alpha: {alpha:g}, or start from an export of them"
+            f"the adapters in {source.path} were trained with train.lora.alpha {alpha:g} and rank "
+            f"{rank}, and here "
+            f"alpha is {lora.alpha or lora.rank:g}: give alpha: {alpha:g}, or start from an export "
+            "of them"
         )
 
 
 def rank_and_alpha(lora: Any) -> tuple[int, float]:
-    """The rank and alpha of a checkpoint's `train.lora`. Raises InputError: it is not a valid one."""
-    rank, alpha = (lora.get("rank"), lora.get("alpha")) if isinstance(lora, Mapping) else (None, None)
+    """The rank and alpha of a checkpoint's `train.lora`. Raises InputError: it is not a valid
+    one."""
+    rank, alpha = (
+        (lora.get("rank"), lora.get("alpha")) if isinstance(lora, Mapping) else (None, None)
+    )
     alpha = rank if alpha is None else alpha
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise InputError(f"the checkpoint has adapters, and its config no train.lora that they are of ({lora!r})")
+        raise InputError(
+            f"the checkpoint has adapters, and its config no train.lora that they are of ({lora!r})"
+        )
     return rank, alpha

@@ -1,4 +1,5 @@
-"""Writing a Hugging Face directory: written under a temporary name, and renamed when it is complete and on disk."""
+"""Writing a Hugging Face directory: written under a temporary name, and renamed when it is complete
+and on disk."""
 
 import json
 import shutil
@@ -26,21 +27,28 @@ FLOAT32 = ("*.e_score_correction_bias",)
 
 @contextmanager
 def as_input_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError into an InputError, if another path or other rights would help. A disk or a server that fails,
-    or is full, is no wrong input: the same command may finish the export later. Its error names the export."""
+    """Turns an OSError into an InputError, if another path or other rights would help. A disk or a
+    server that fails, or is full, is no wrong input: the same command may finish the export later.
+    Its error names the export."""
     try:
         yield
     except OSError as error:
         if error.errno in DISK_ERRORS:
             error.filename = error.filename or str(path)  # a failed write does not name its file
             raise
-        raise InputError(f"the export to {error.filename or path} failed: {error.strerror or error}") from error
+        raise InputError(
+            f"the export to {error.filename or path} failed: {error.strerror or error}"
+        ) from error
 
 
 def plan_export(
-    tensors: Iterable[Entry], dtype: torch.dtype, file_bytes: int = weights.FILE_BYTES, stored_as: Table | None = None
+    tensors: Iterable[Entry],
+    dtype: torch.dtype,
+    file_bytes: int = weights.FILE_BYTES,
+    stored_as: Table | None = None,
 ) -> tuple[dict[str, list[Entry]], dict[str, tuple[str, StoredTensor]]]:
-    """The files of an export of a model's tensors, and for each entry the model's tensor of which it is a part.
+    """The files of an export of a model's tensors, and for each entry the model's tensor of which
+    it is a part.
 
     Floating-point tensors become `dtype`. `stored_as`: see `stored_names`.
 
@@ -71,14 +79,16 @@ def small_files(
     data: Mapping[str, Any],
     source: Mapping[str, str],
 ) -> dict[str, str]:
-    """The texts of what an export has beside weights: config.json, generation_config.json, the tokenizer's files.
+    """The texts of what an export has beside weights: config.json, generation_config.json, the
+    tokenizer's files.
 
-    A text that the model writes has to end: its ends are those of the folder that the run started from, what ended
-    documents in training, and what tokenizer_config.json names. transformers 5 reads `dtype`, older versions
-    `torch_dtype`.
+    A text that the model writes has to end: its ends are those of the folder that the run started
+    from, what ended documents in training, and what tokenizer_config.json names. transformers 5
+    reads `dtype`, older versions `torch_dtype`.
 
     Args:
-        config: the contents of config.json, except for the dtype and the special tokens; None writes none.
+        config: the contents of config.json, except for the dtype and the special tokens; None
+            writes none.
         tokenizer: of `tokenizer_files`, if the run has a tokenizer.json.
         data: the run's section `data`.
         source: of `source_files`, if the run started from a Hugging Face directory.
@@ -86,7 +96,9 @@ def small_files(
     texts = _tokenizer_of(tokenizer, source, config)
     if config is None:
         return texts
-    before, generation = (_json_object(source.get(name)) for name in (weights.CONFIG, weights.GENERATION_CONFIG))
+    before, generation = (
+        _json_object(source.get(name)) for name in (weights.CONFIG, weights.GENERATION_CONFIG)
+    )
     named = special_tokens(texts)
     begin = token_ids(texts.get(weights.TOKENIZER)).get(data.get("begin_token", ""))
     if begin is not None:
@@ -101,8 +113,12 @@ def small_files(
     values += [ended if tokenizer else None, named.get("eos_token_id")]
     ends = [token for value in values for token in _known_ids(value, config)]
     if not ends:
-        ends = _known_ids(ended, config)  # of `bytes`, unless the weights have a vocabulary, and so ends, of their own
-    special: dict[str, Any] = {"bos_token_id": first("bos_token_id"), "eos_token_id": _one_or_all(ends)}
+        # of `bytes`, unless the weights have a vocabulary, and so ends, of their own
+        ends = _known_ids(ended, config)
+    special: dict[str, Any] = {
+        "bos_token_id": first("bos_token_id"),
+        "eos_token_id": _one_or_all(ends),
+    }
     if (pad := first("pad_token_id")) is not None:
         special["pad_token_id"] = pad
 
@@ -114,9 +130,13 @@ def small_files(
 
 
 def _generation_config(
-    source: Mapping[str, str], generation: Mapping[str, Any], special: Mapping[str, Any], ends: Sequence[int]
+    source: Mapping[str, str],
+    generation: Mapping[str, Any],
+    special: Mapping[str, Any],
+    ends: Sequence[int],
 ) -> str:
-    """The source's generation_config.json, whose ends, if any are missing there, are all of `ends`."""
+    """The source's generation_config.json, whose ends, if any are missing there, are all of
+    `ends`."""
     if not generation:
         return _json_text({key: token for key, token in special.items() if token is not None})
     if set(ends) <= set(_known_ids(generation.get("eos_token_id"), {})):
@@ -131,28 +151,36 @@ def _one_or_all(ids: Sequence[int]) -> int | list[int] | None:
 
 
 def _known_ids(value: Any, config: Mapping[str, Any]) -> list[int]:
-    """The ids of a key such as `eos_token_id`, without those that the model's vocabulary does not have."""
+    """The ids of a key such as `eos_token_id`, without those that the model's vocabulary does not
+    have."""
     most = config.get("vocab_size")
-    ids = [token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0]
+    ids = [
+        token
+        for token in (value if isinstance(value, list) else [value])
+        if type(token) is int and token >= 0
+    ]
     return [token for token in ids if not isinstance(most, int) or token < most]
 
 
 def _tokenizer_of(
     tokenizer: Mapping[str, str], source: Mapping[str, str], config: Mapping[str, Any] | None
 ) -> dict[str, str]:
-    """The run's tokenizer files; what it does not have comes from the source, if that is the same tokenizer, or if the
-    run has no tokenizer.json and the vocabulary is the source's."""
+    """The run's tokenizer files; what it does not have comes from the source, if that is the same
+    tokenizer, or if the run has no tokenizer.json and the vocabulary is the source's."""
     theirs = {name: text for name, text in source.items() if name in weights.TOKENIZER_FILES}
     if tokenizer:
         is_theirs = theirs.get(weights.TOKENIZER) == tokenizer[weights.TOKENIZER]
     else:
-        sizes = [of.get("vocab_size") for of in (_json_object(source.get(weights.CONFIG)), config or {})]
+        sizes = [
+            of.get("vocab_size") for of in (_json_object(source.get(weights.CONFIG)), config or {})
+        ]
         is_theirs = sizes[0] is not None and sizes[0] == sizes[1]
     return {**theirs, **tokenizer} if is_theirs else dict(tokenizer)
 
 
 def document_end(data: Mapping[str, Any], tokenizer: Mapping[str, str]) -> int | None:
-    """The id that ended documents in training, as the tokenizer's files or the section `data` say; None: unknown."""
+    """The id that ended documents in training, as the tokenizer's files or the section `data` say;
+    None: unknown."""
     if tokenizer:
         ids, named = token_ids(tokenizer.get(weights.TOKENIZER)), _named_tokens(tokenizer)
         name = end_name(ids, named.get("eos_token"), data.get("end_token"))
@@ -163,9 +191,14 @@ def document_end(data: Mapping[str, Any], tokenizer: Mapping[str, str]) -> int |
 
 
 def special_tokens(tokenizer: Mapping[str, str]) -> dict[str, int]:
-    """`bos_token_id` and `eos_token_id`, if tokenizer_config.json names these tokens and tokenizer.json has them."""
+    """`bos_token_id` and `eos_token_id`, if tokenizer_config.json names these tokens and
+    tokenizer.json has them."""
     ids, named = token_ids(tokenizer.get(weights.TOKENIZER)), _named_tokens(tokenizer)
-    return {f"{kind}_id": ids[named[kind]] for kind in ("bos_token", "eos_token") if named.get(kind) in ids}
+    return {
+        f"{kind}_id": ids[named[kind]]
+        for kind in ("bos_token", "eos_token")
+        if named.get(kind) in ids
+    }
 
 
 @lru_cache(2)  # it takes a second for a large vocabulary
@@ -187,7 +220,10 @@ def token_ids(tokenizer: str | None) -> dict[str, int]:
 def _named_tokens(tokenizer: Mapping[str, str]) -> dict[str, str]:
     """The special tokens that tokenizer_config.json names: `eos_token` -> `</s>`."""
     config = _json_object(tokenizer.get(weights.TOKENIZER_CONFIG))
-    values = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
+    values = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
     return {key: value for key, value in values.items() if isinstance(value, str)}
 
 
@@ -205,7 +241,8 @@ def _json_text(content: Mapping[str, Any]) -> str:
 
 
 def tokenizer_files(path: Path) -> dict[str, str]:
-    """A tokenizer.json, and what says its special tokens and how it writes conversations: texts by their names."""
+    """A tokenizer.json, and what says its special tokens and how it writes conversations: texts by
+    their names."""
     beside = (path.with_name(name) for name in (weights.TOKENIZER_CONFIG, weights.CHAT_TEMPLATE))
     # Without byte order marks, with which transformers reads none of them.
     texts = {file.name: file.read_bytes().decode("utf-8-sig") for file in beside if file.is_file()}
@@ -213,14 +250,16 @@ def tokenizer_files(path: Path) -> dict[str, str]:
 
 
 class ExportFolder:
-    """The target folder of an export. One process calls its methods; several may write files in `making`."""
+    """The target folder of an export. One process calls its methods; several may write files in
+    `making`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.target = Path(folder).expanduser().absolute()
         self.making = self.target.with_name(f".{self.target.name}.tmp")
 
     def make(self) -> None:
-        """Makes the folder to write in. Raises InputError: the target holds something that no export has written."""
+        """Makes the folder to write in. Raises InputError: the target holds something that no
+        export has written."""
         self._refuse()
         self.drop()  # left by a job that was ended while it wrote
         self.making.mkdir(parents=True)
@@ -234,13 +273,15 @@ class ExportFolder:
         files: Mapping[str, Sequence[Entry]],
         texts: Mapping[str, str],
     ) -> None:
-        """Writes small files of these texts by name, and the index; then renames the folder into place. An earlier
-        export is deleted last. Surrogates in a text are bytes that are no characters (PEP 383)."""
+        """Writes small files of these texts by name, and the index; then renames the folder into
+        place. An earlier export is deleted last. Surrogates in a text are bytes that are no
+        characters (PEP 383)."""
         index = {weights.INDEX: weights.index(files)} if len(files) > 1 else {}
         for name, text in {**texts, **index}.items():
             write_whole(self.making / name, text.encode(errors="surrogateescape"))
         fsync_folder(self.making)
-        self._refuse()  # the target may have been changed meanwhile: do not delete what is not an export
+        # the target may have been changed meanwhile: do not delete what is not an export
+        self._refuse()
         before = self.target.with_name(f".{self.target.name}.old")
         if before.exists():
             shutil.rmtree(before)
@@ -271,7 +312,8 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             file.close()
 
     def write(self, name: str, entry: Entry, data: Iterable[memoryview]) -> None:
-        """Appends a tensor, in any number of pieces, to its file, which is synced after its last. Raises OSError."""
+        """Appends a tensor, in any number of pieces, to its file, which is synced after its last.
+        Raises OSError."""
         try:
             if name not in self._files:
                 self._files[name] = (self.folder / name).open("xb", buffering=0)

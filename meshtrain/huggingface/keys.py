@@ -1,4 +1,5 @@
-"""Common parts of the config.json of Hugging Face decoders: keys, their checks, and conversion in both directions.
+"""Common parts of the config.json of Hugging Face decoders: keys, their checks, and conversion in
+both directions.
 
 A model file builds on these functions and adds only what is specific to its model.
 """
@@ -13,7 +14,8 @@ from meshtrain.rotary import is_positive, scaling_problems
 
 Problems = list[tuple[str, str]]  # key, what is wrong with it and what would work
 
-COUNTS = {  # from 1 to a maximum that no model approaches, so that a mistyped number is reported at once
+# from 1 to a maximum that no model approaches, so that a mistyped number is reported at once
+COUNTS = {
     "hidden_size": 1 << 22,
     "intermediate_size": 1 << 22,
     "num_hidden_layers": 1 << 12,
@@ -27,12 +29,30 @@ COUNTS = {  # from 1 to a maximum that no model approaches, so that a mistyped n
 # Keys of a Hugging Face config.json that have no effect here.
 passed_over = frozenset(
     {
-        "architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype",
-        "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "attn_implementation", "_attn_implementation",
-        "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
-        "torchscript", "use_bfloat16", "is_encoder_decoder",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "transformers_version",
+        "_name_or_path",
+        "torch_dtype",
+        "dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "use_cache",
+        "attn_implementation",
+        "_attn_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "torchscript",
+        "use_bfloat16",
+        "is_encoder_decoder",
     }
-)  # fmt: skip
+)
 
 # Keys with the only value that is implemented: another value would be another model.
 only: dict[str, Any] = {
@@ -44,7 +64,8 @@ only: dict[str, Any] = {
 
 
 class DecoderConfig:
-    """Values derived from the keys that all decoders have. A model's `Config` is a dataclass with them as fields."""
+    """Values derived from the keys that all decoders have. A model's `Config` is a dataclass with
+    them as fields."""
 
     hidden_size: int
     num_attention_heads: int
@@ -71,13 +92,17 @@ class DecoderConfig:
     @property
     def rope(self) -> tuple[float, dict[str, Any]]:
         """The base of the rotary angles and their scaling, from whichever keys give them."""
-        scaling = self.rope_parameters if self.rope_parameters is not None else self.rope_scaling or {}
+        scaling = (
+            self.rope_parameters if self.rope_parameters is not None else self.rope_scaling or {}
+        )
         return scaling.get("rope_theta", self.rope_theta), scaling
 
 
 def decoder_problems(config: DecoderConfig, counts: Mapping[str, int] = COUNTS) -> Problems:
     """All problems of the common keys; if counts are wrong, only those."""
-    return count_problems(config, counts) or dropout_problems(config) + head_problems(config) + rope_problems(config)
+    return count_problems(config, counts) or dropout_problems(config) + head_problems(
+        config
+    ) + rope_problems(config)
 
 
 def count_problems(config: Any, counts: Mapping[str, int]) -> Problems:
@@ -93,7 +118,12 @@ def count_problems(config: Any, counts: Mapping[str, int]) -> Problems:
 def dropout_problems(config: DecoderConfig) -> Problems:
     if 0 <= config.hidden_dropout < 1:
         return []
-    return [("hidden_dropout", f"hidden_dropout is {config.hidden_dropout}: use a share from 0 to below 1")]
+    return [
+        (
+            "hidden_dropout",
+            f"hidden_dropout is {config.hidden_dropout}: use a share from 0 to below 1",
+        )
+    ]
 
 
 def head_problems(config: DecoderConfig) -> Problems:
@@ -101,7 +131,9 @@ def head_problems(config: DecoderConfig) -> Problems:
     h, k, d = config.num_attention_heads, config.kv_heads, config.hidden_size
     if config.head_dim is None and d % h:
         heads = f"use {nearest(_divisors(d), h)} heads, or set head_dim"
-        problems.append(("num_attention_heads", f"hidden_size {d} does not divide into {h} heads: {heads}"))
+        problems.append(
+            ("num_attention_heads", f"hidden_size {d} does not divide into {h} heads: {heads}")
+        )
     elif config.rotary_width % 2:
         width = f"head width {config.head_width} is odd"
         if config.rotary_width != config.head_width:
@@ -109,14 +141,21 @@ def head_problems(config: DecoderConfig) -> Problems:
         problems.append(("head_dim", f"rotary positions turn pairs of features: {width}"))
     if h % k:
         way_out = f"use {nearest(_divisors(h), k)}"
-        problems.append(("num_key_value_heads", f"{h} query heads do not divide over {k} key/value heads: {way_out}"))
+        problems.append(
+            (
+                "num_key_value_heads",
+                f"{h} query heads do not divide over {k} key/value heads: {way_out}",
+            )
+        )
     return problems
 
 
 def rope_problems(config: DecoderConfig) -> Problems:
     problems = []
     if not is_positive(config.rope_theta):
-        problems.append(("rope_theta", f"rope_theta is {config.rope_theta}: expected a number above 0"))
+        problems.append(
+            ("rope_theta", f"rope_theta is {config.rope_theta}: expected a number above 0")
+        )
     for key in ("rope_scaling", "rope_parameters"):
         written = getattr(config, key)
         if written is None:
@@ -129,13 +168,22 @@ def rope_problems(config: DecoderConfig) -> Problems:
 
 
 def _is_own_key(config: DecoderConfig, name: str) -> bool:
-    """Whether a key of `rope_parameters` is a key of the model that transformers has moved there."""
+    """Whether a key of `rope_parameters` is a key of the model that transformers has moved
+    there."""
     return name == "partial_rotary_factor" and hasattr(config, name)
 
 
 def router_problems(config: Any, experts: str) -> Problems:
-    """Problems of the keys of a mixture of experts that the config has. `experts`: the key for their number."""
-    counts = (experts, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group")
+    """Problems of the keys of a mixture of experts that the config has. `experts`: the key for
+    their number."""
+    counts = (
+        experts,
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+    )
     if problems := count_problems(config, {key: 1 << 22 for key in counts if hasattr(config, key)}):
         return problems
     n, j, layers = getattr(config, experts), config.num_experts_per_tok, config.num_hidden_layers
@@ -144,17 +192,38 @@ def router_problems(config: Any, experts: str) -> Problems:
     inside = n // groups * best
     if groups not in working:  # a group is scored by its two best experts, so it needs two
         way_out = f"use {nearest(working, groups)}"
-        problems.append(("n_group", f"{n} experts do not divide into {groups} groups of two or more: {way_out}"))
+        problems.append(
+            ("n_group", f"{n} experts do not divide into {groups} groups of two or more: {way_out}")
+        )
     elif best > groups:
-        problems.append(("topk_group", f"topk_group {best} is more than n_group {groups}: use at most {groups}"))
+        problems.append(
+            ("topk_group", f"topk_group {best} is more than n_group {groups}: use at most {groups}")
+        )
     elif j > inside:
-        whose = f"{experts} {n}" if groups == 1 else f"the {inside} experts of {best} of {groups} groups"
-        problems.append(("num_experts_per_tok", f"num_experts_per_tok {j} is more than {whose}: use at most {inside}"))
+        whose = (
+            f"{experts} {n}"
+            if groups == 1
+            else f"the {inside} experts of {best} of {groups} groups"
+        )
+        problems.append(
+            (
+                "num_experts_per_tok",
+                f"num_experts_per_tok {j} is more than {whose}: use at most {inside}",
+            )
+        )
     dense = getattr(config, "first_k_dense_replace", 0)
     if not 0 <= dense < layers:
-        message = f"first_k_dense_replace is {dense}, and some of the {layers} layers have to have experts"
+        message = (
+            f"first_k_dense_replace is {dense}, and some of the {layers} layers have to have "
+            "experts"
+        )
         problems.append(("first_k_dense_replace", f"{message}: use 0 to {layers - 1}"))
-    factors = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_speed", "routed_scaling_factor")
+    factors = (
+        "router_aux_loss_coef",
+        "router_z_loss_coef",
+        "router_bias_speed",
+        "routed_scaling_factor",
+    )
     values = {key: getattr(config, key, 0.0) for key in factors}
     return problems + [
         (key, f"{key} is {value}: expected a number of at least 0")
@@ -175,21 +244,27 @@ def _divisors(number: int) -> list[int]:
 
 
 def read_config_json(
-    keys: dict[str, Any], defaults: dict[str, Any], rope_keys: frozenset[str] = frozenset({"rope_theta"})
+    keys: dict[str, Any],
+    defaults: dict[str, Any],
+    rope_keys: frozenset[str] = frozenset({"rope_theta"}),
 ) -> dict[str, Any]:
-    """Converts a config.json's keys to ours: `rope_parameters` is split up, so that each value can be overridden.
+    """Converts a config.json's keys to ours: `rope_parameters` is split up, so that each value can
+    be overridden.
 
-    Where a file has both, `rope_scaling` counts and `rope_parameters` does not, as in transformers 5: it is what users
-    add to a file by hand.
+    Where a file has both, `rope_scaling` counts and `rope_parameters` does not, as in transformers
+    5: it is what users add to a file by hand.
 
-    `defaults`: transformers' values for keys that are left out. `rope_keys`: keys of `rope_parameters` that are keys
-    of the model; the others are the scaling.
+    `defaults`: transformers' values for keys that are left out. `rope_keys`: keys of
+    `rope_parameters` that are keys of the model; the others are the scaling.
     """
     return split_rope(defaults | keys, rope_keys, first="rope_scaling")
 
 
-def write_config_json(config: Any, architecture: str, model_type: str, only: dict[str, Any]) -> dict[str, Any]:
-    """A config.json that describes a model, for transformers 5 (`rope_parameters`) and older versions."""
+def write_config_json(
+    config: Any, architecture: str, model_type: str, only: dict[str, Any]
+) -> dict[str, Any]:
+    """A config.json that describes a model, for transformers 5 (`rope_parameters`) and older
+    versions."""
     theta, rope = config.rope
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
     scaling["rope_type"] = rope_type(rope)
@@ -203,6 +278,7 @@ def write_config_json(config: Any, architecture: str, model_type: str, only: dic
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {**scaling, "rope_theta": theta},
-        "bos_token_id": None,  # an export has those of its tokenizer, and of the folder that its run started from
+        # an export has those of its tokenizer, and of the folder that its run started from
+        "bos_token_id": None,
         "eos_token_id": None,
     }

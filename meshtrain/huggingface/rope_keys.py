@@ -1,6 +1,8 @@
-"""The keys of rotary positions in a config.json: `rope_theta`, `rope_scaling`, and `rope_parameters`, which has both.
+"""The keys of rotary positions in a config.json: `rope_theta`, `rope_scaling`, and
+`rope_parameters`, which has both.
 
-transformers 5 writes `rope_parameters`, older versions the other two; `meshtrain/rotary.py` computes what they say.
+transformers 5 writes `rope_parameters`, older versions the other two; `meshtrain/rotary.py`
+computes what they say.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,10 @@ def rope_type(scaling: Mapping[str, Any]) -> Any:
 
 
 def split_rope(
-    keys: Mapping[str, Any], model_keys: frozenset[str] = MODEL_KEYS, *, first: str = "rope_parameters"
+    keys: Mapping[str, Any],
+    model_keys: frozenset[str] = MODEL_KEYS,
+    *,
+    first: str = "rope_parameters",
 ) -> dict[str, Any]:
     """The keys with `rope_parameters` split up into `rope_scaling` and keys of the model.
 
@@ -26,7 +31,9 @@ def split_rope(
     """
     split = dict(keys)
     parameters, scaling = split.pop("rope_parameters", None), split.get("rope_scaling")
-    rope = (scaling or parameters or {}) if first == "rope_scaling" else (parameters or scaling or {})
+    rope = (
+        (scaling or parameters or {}) if first == "rope_scaling" else (parameters or scaling or {})
+    )
     split |= {key: rope[key] for key in model_keys & rope.keys()}
     scaling = {key: value for key, value in rope.items() if key not in model_keys}
     says_nothing = rope_type(scaling) == "default" and scaling.keys() <= {"rope_type", "type"}
@@ -35,10 +42,11 @@ def split_rope(
 
 
 def one_form(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of a model with `rope_parameters` split up and null; other keys, or damaged ones, are unchanged.
+    """All keys of a model with `rope_parameters` split up and null; other keys, or damaged ones,
+    are unchanged.
 
-    So a resolved config says each thing once: a default of `rope_theta` beside `rope_parameters`, which counts, would
-    contradict it.
+    So a resolved config says each thing once: a default of `rope_theta` beside `rope_parameters`,
+    which counts, would contradict it.
     """
     rope = (keys.get("rope_parameters"), keys.get("rope_scaling"))
     is_damaged = not all(value is None or isinstance(value, Mapping) for value in rope)
@@ -52,9 +60,11 @@ def one_form(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_contradictions(given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Keys that say one thing of rotary positions twice, and not the same: (the keys, what is wrong and what works).
+    """Keys that say one thing of rotary positions twice, and not the same: (the keys, what is wrong
+    and what works).
 
-    `given`: the keys of one source, such as a YAML file; what another source has given is overridden instead.
+    `given`: the keys of one source, such as a YAML file; what another source has given is
+    overridden instead.
     """
     parameters, scaling = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
     for name in sorted(MODEL_KEYS):
@@ -71,7 +81,8 @@ def rope_contradictions(given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, .
     if parameters and scaling and _kind_of_scaling(parameters) != _kind_of_scaling(scaling):
         written = f"rope_scaling {_text(scaling)} and rope_parameters {_text(parameters)}"
         remedy = (
-            "take one of them away (on the command line with model.rope_scaling=null or model.rope_parameters=null)"
+            "take one of them away (on the command line with model.rope_scaling=null or "
+            "model.rope_parameters=null)"
         )
         yield ("rope_scaling", "rope_parameters"), f"{written} contradict each other: {remedy}"
 

@@ -1,7 +1,8 @@
 """The safetensors format, and folders of such files in Hugging Face's layout. Does not need torch.
 
-A file is 8 bytes with the length of its header, a JSON header (name -> dtype, shape, data offsets), and the data
-(https://huggingface.co/docs/safetensors). A checkpoint's files have the same format (checkpoint/shard_file.py).
+A file is 8 bytes with the length of its header, a JSON header (name -> dtype, shape, data offsets),
+and the data (https://huggingface.co/docs/safetensors). A checkpoint's files have the same format
+(checkpoint/shard_file.py).
 """
 
 import json
@@ -16,11 +17,21 @@ from typing import Any
 from meshtrain.errors import InputError, join_some
 from meshtrain.job.parsing import parse_json
 
-CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+CONFIG, SINGLE, INDEX, TOKENIZER = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a tokenizer.json
+# beside a tokenizer.json
+TOKENIZER_CONFIG, CHAT_TEMPLATE = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 SENTENCEPIECE = "tokenizer.model"  # the one file of a tokenizer that is no text
-# What a folder has of its tokenizer. The last five are of older transformers, for which a tokenizer.json need not be.
+# What a folder has of its tokenizer. The last five are of older transformers, for which a
+# tokenizer.json need not be.
 TOKENIZER_FILES = (
     TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE,
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", SENTENCEPIECE,
@@ -31,7 +42,18 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MAX_DIMS = 64  # as in torch
 FILE_BYTES = 2 * 2**30  # maximum size of an exported file, unless one tensor is larger
 WRITER = "meshtrain"  # in the header of exported files, by which an earlier export is recognized
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -54,12 +76,17 @@ def by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def pack_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: int = 8) -> bytes:
-    """The length and header of a file with these tensors in order; the data begins at a multiple of `align` bytes."""
+    """The length and header of a file with these tensors in order; the data begins at a multiple of
+    `align` bytes."""
     about: dict[str, Any] = {METADATA: dict(metadata)}
     offset = 0
     for entry in entries:
         end = offset + entry.nbytes
-        about[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        about[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     if len(about) <= len(entries):
         raise ValueError("two tensors of a file have one name")
@@ -69,7 +96,8 @@ def pack_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: in
 
 
 def header_length(prefix: bytes, file_bytes: int, most: int = MAX_HEADER) -> int:
-    """Length of the header that follows the first 8 bytes of a file. Raises ValueError: an impossible length."""
+    """Length of the header that follows the first 8 bytes of a file. Raises ValueError: an
+    impossible length."""
     length = struct.unpack("<Q", prefix.ljust(8, b"\0"))[0]
     if not 2 <= length <= min(most, file_bytes - 8):
         raise ValueError(f"its header would have {length:,} bytes, and the file has {file_bytes:,}")
@@ -77,19 +105,25 @@ def header_length(prefix: bytes, file_bytes: int, most: int = MAX_HEADER) -> int
 
 
 def parse_entry(name: str, about: Any) -> tuple[Entry, int, int] | None:
-    """An entry of a header, and where its bytes begin and end in the data; None if it is not a valid entry."""
+    """An entry of a header, and where its bytes begin and end in the data; None if it is not a
+    valid entry."""
     try:
         entry = Entry(name, about["dtype"], tuple(about["shape"]))
         begin, end = about["data_offsets"]
         good = len(entry.shape) <= MAX_DIMS and begin <= end
         good = good and all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *entry.shape))
-        return (entry, begin, end) if good and (entry.dtype not in SIZES or end - begin == entry.nbytes) else None
+        return (
+            (entry, begin, end)
+            if good and (entry.dtype not in SIZES or end - begin == entry.nbytes)
+            else None
+        )
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file. Raises InputError: it is missing, damaged, or truncated."""
+    """The tensors of a safetensors file. Raises InputError: it is missing, damaged, or
+    truncated."""
     header, data_bytes = _read_json(path)
     entries, spans = {}, []
     for name, about in header.items():
@@ -98,7 +132,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         parsed = parse_entry(name, about)
         if parsed is None or parsed[2] > data_bytes:
             raise InputError(
-                f"{path} is no whole safetensors file: what its header says of {name} does not fit its "
+                f"{path} is no whole safetensors file: what its header says of {name} does not fit "
+                "its "
                 f"{data_bytes:,} bytes of data: copy it anew"
             )
         entries[name] = parsed[0]
@@ -108,7 +143,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         end = stop if begin == end else -1
     if end != data_bytes:
         raise InputError(
-            f"{path} is no whole safetensors file: its tensors do not lie one behind the other in its {data_bytes:,} "
+            f"{path} is no whole safetensors file: its tensors do not lie one behind the other in "
+            f"its {data_bytes:,} "
             "bytes of data: copy it anew"
         )
     return entries
@@ -123,14 +159,17 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int]:
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
     except FileNotFoundError:
-        raise InputError(f"there is no {path}: copy the folder anew, or what is missing of it") from None
+        raise InputError(
+            f"there is no {path}: copy the folder anew, or what is missing of it"
+        ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is no whole safetensors file: {error}: copy it anew") from error
     return header, size - 8 - length
 
 
 def read_config(folder: Path) -> str:
-    """The text of a folder's config.json. Raises InputError: it is missing, or not a JSON object."""
+    """The text of a folder's config.json. Raises InputError: it is missing, or not a JSON
+    object."""
     path = folder / CONFIG
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -152,11 +191,15 @@ def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: read_header(folder / SINGLE)}
     if not (folder / INDEX).is_file():
-        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        pickled = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+        )
         if pickled:
             raise InputError(
-                f"{folder} holds its weights as {pickled[0]}, a pickle, which can run code when it is read: convert it "
-                "(in transformers: from_pretrained, then save_pretrained), or get the model's safetensors files"
+                f"{folder} holds its weights as {pickled[0]}, a pickle, which can run code when it "
+                "is read: convert it "
+                "(in transformers: from_pretrained, then save_pretrained), or get the model's "
+                "safetensors files"
             )
         raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: {_expected_files(folder)}")
     names_by_file: dict[Path, list[str]] = {}
@@ -167,15 +210,25 @@ def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
         entries = read_header(path)
         missing = [name for name in names if name not in entries]
         if missing:
-            raise InputError(f"{path} lacks {join_some(missing)}, which {INDEX} says are in it: copy both files anew")
+            raise InputError(
+                f"{path} lacks {join_some(missing)}, which {INDEX} says are in it: copy both files "
+                "anew"
+            )
         files[path] = {name: entries[name] for name in names}
     return files
 
 
 def _expected_files(folder: Path) -> str:
-    text = f"a Hugging Face directory has {CONFIG} and {SINGLE}, or {INDEX} and the files that it names (and a run's "
+    text = (
+        f"a Hugging Face directory has {CONFIG} and {SINGLE}, or {INDEX} and the files that it "
+        "names (and a run's "
+    )
     text += "folder has checkpoints)"
-    return text if folder.is_dir() else f"{folder} is no folder; {text} (`hf download NAME --local-dir DIR` makes one)"
+    return (
+        text
+        if folder.is_dir()
+        else f"{folder} is no folder; {text} (`hf download NAME --local-dir DIR` makes one)"
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -183,17 +236,26 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         files = dict(parse_json(path.read_bytes())["weight_map"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is no index of weights ({error!r}): copy the file anew") from error
+        raise InputError(
+            f"{path} is no index of weights ({error!r}): copy the file anew"
+        ) from error
     for name, file in files.items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or "\\" in file
+            or not file.endswith(".safetensors")
+        ):
             raise InputError(
-                f"{path} says that {name} is in {file!r}: expected the name of a .safetensors file in the same folder"
+                f"{path} says that {name} is in {file!r}: expected the name of a .safetensors file "
+                "in the same folder"
             )
     return files
 
 
 def planned_files(entries: Sequence[Entry], most: int = FILE_BYTES) -> dict[str, list[Entry]]:
-    """Spreads tensors, in their order, over files of at most `most` bytes: name of the file -> its tensors."""
+    """Spreads tensors, in their order, over files of at most `most` bytes: name of the file -> its
+    tensors."""
     files: list[list[Entry]] = [[]]
     for entry in entries:
         if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > most:
@@ -201,24 +263,32 @@ def planned_files(entries: Sequence[Entry], most: int = FILE_BYTES) -> dict[str,
         files[-1].append(entry)
     if len(files) == 1:
         return {SINGLE: files[0]}
-    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files, 1)}
+    return {
+        f"model-{n:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files, 1)
+    }
 
 
 def index(files: Mapping[str, Sequence[Entry]]) -> str:
     """The text of `model.safetensors.index.json`."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     weight_map = {entry.name: file for file, entries in files.items() for entry in entries}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
 
 
 def export_problem(folder: Path) -> str | None:
-    """Why an export cannot be written to `folder`; None if it can: it is new, empty, or an earlier export."""
+    """Why an export cannot be written to `folder`; None if it can: it is new, empty, or an earlier
+    export."""
     folder = folder.absolute()
     above = next(parent for parent in folder.parents if parent.exists())
     if not folder.exists() and not folder.is_symlink():
         if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
             return None
-        return f"{folder} cannot be made, since {above} is no folder that may be written to: name another one"
+        return (
+            f"{folder} cannot be made, since {above} is no folder that may be written to: name "
+            "another one"
+        )
     if not folder.is_dir():
         return f"{folder} is a file: name a folder, which may be new"
     if not os.access(folder.parent, os.W_OK | os.X_OK):  # the new folder is made beside the old one
@@ -228,7 +298,10 @@ def export_problem(folder: Path) -> str | None:
     if not files or (not foreign and any(path.suffix == ".safetensors" for path in files)):
         return None
     foreign = foreign or [path.name for path in files]
-    return f"{folder} holds {join_some(foreign)}, which no export has written: empty it, or name another folder"
+    return (
+        f"{folder} holds {join_some(foreign)}, which no export has written: empty it, or name "
+        "another folder"
+    )
 
 
 def _of_export(path: Path) -> bool:

@@ -1,6 +1,8 @@
-"""Consistency of ranks: what must be the same on all ranks is compared, key by key, before anything is built.
+"""Consistency of ranks: what must be the same on all ranks is compared, key by key, before anything
+is built.
 
-Each rank sends rank 0 a digest of each fingerprint; only where digests differ, one rank per digest sends its values.
+Each rank sends rank 0 a digest of each fingerprint; only where digests differ, one rank per digest
+sends its values.
 """
 
 import hashlib
@@ -26,7 +28,17 @@ if TYPE_CHECKING:
 
 TESTED_TORCH = ((2, 11), (2, 14))  # the oldest and the newest version with which the tests pass
 PACKAGES = ("meshtrain", "numpy")  # torch and Python report their own versions
-VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_")  # change results or traffic
+# change results or traffic
+VARIABLES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "CUBLAS_",
+    "OMP_",
+    "MKL_",
+)
 NOT_SET = "(not set)"
 MOST_VALUES = 8  # distinct sets of values of a fingerprint that are compared by key
 MOST_LINES = 12
@@ -39,16 +51,21 @@ class Fingerprint:
     """Values that should be the same on all ranks."""
 
     name: str  # for people: `the config`
-    values: Mapping[str, str] | None  # readable key -> readable value; None: another rank of this host has them
+    # readable key -> readable value; None: another rank of this host has them
+    values: Mapping[str, str] | None
     remedy: str  # what to do about a difference
-    refused: bool = True  # whether a difference keeps the job from starting; otherwise rank 0 prints it
+    # whether a difference keeps the job from starting; otherwise rank 0 prints it
+    refused: bool = True
 
 
 def require_equal(job: Job, *fingerprints: Fingerprint) -> None:
-    """Returns if all ranks have the same values. All ranks call it, with the same fingerprints. Raises AgreedError on
-    every rank: names the keys that differ, with each value and the ranks and hosts that have it."""
+    """Returns if all ranks have the same values. All ranks call it, with the same fingerprints.
+    Raises AgreedError on every rank: names the keys that differ, with each value and the ranks and
+    hosts that have it."""
     problems = []
-    for fingerprint, lines in zip(fingerprints, _gather_differences(job, fingerprints), strict=True):
+    for fingerprint, lines in zip(
+        fingerprints, _gather_differences(job, fingerprints), strict=True
+    ):
         if lines:
             head = f"{fingerprint.name} is not the same on all ranks:\n"
             text = head + "".join(f"  {line}\n" for line in lines) + fingerprint.remedy
@@ -69,11 +86,21 @@ def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[l
     if job.rank == 0:
         hosts, digests = map(list, zip(*meeting.gather(activity), strict=True))
         alike = [
-            list(group_values((digest, rank) for rank, digest in enumerate(column) if digest is not None).values())
+            list(
+                group_values(
+                    (digest, rank) for rank, digest in enumerate(column) if digest is not None
+                ).values()
+            )
             for column in zip(*digests, strict=True)
         ]
-        meeting.broadcast([[group[0] for group in groups[:MOST_VALUES]] if len(groups) > 1 else [] for groups in alike])
-    speakers = meeting.receive(activity)  # for each fingerprint, the ranks whose values are compared by key
+        meeting.broadcast(
+            [
+                [group[0] for group in groups[:MOST_VALUES]] if len(groups) > 1 else []
+                for groups in alike
+            ]
+        )
+    # for each fingerprint, the ranks whose values are compared by key
+    speakers = meeting.receive(activity)
     if not any(speakers):
         return [[] for _ in fingerprints]
     values = [
@@ -91,7 +118,11 @@ def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[l
 
 
 def _digest(values: Mapping[str, str] | None) -> str | None:
-    return None if values is None else hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:24]
+    return (
+        None
+        if values is None
+        else hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:24]
+    )
 
 
 def differences(
@@ -99,27 +130,34 @@ def differences(
 ) -> list[str]:
     """One line for each key in which groups of ranks differ; none if there is only one group.
 
-    `optimizer.lr: 0.001 on ranks 0-3 (host a), 0.0003 on rank 4 (host b)`. `values`: of each group, in order; those of
-    the last groups may be missing. `groups`: the ranks with equal values. `hosts`: host name by rank.
+    `optimizer.lr: 0.001 on ranks 0-3 (host a), 0.0003 on rank 4 (host b)`. `values`: of each group,
+    in order; those of the last groups may be missing. `groups`: the ranks with equal values.
+    `hosts`: host name by rank.
     """
     lines = []
     for key in dict.fromkeys(key for by_key in values for key in by_key):
         pairs = zip(values, groups, strict=False)
-        by_value = group_values((by_key.get(key, NOT_SET), rank) for by_key, ranks in pairs for rank in ranks)
+        by_value = group_values(
+            (by_key.get(key, NOT_SET), rank) for by_key, ranks in pairs for rank in ranks
+        )
         if len(by_value) > 1:
             described = [
-                f"{value[:MOST_CHARACTERS]}{'...' * (len(value) > MOST_CHARACTERS)} on {describe_ranks(ranks, hosts)}"
+                f"{value[:MOST_CHARACTERS]}{'...' * (len(value) > MOST_CHARACTERS)} on "
+                f"{describe_ranks(ranks, hosts)}"
                 for value, ranks in by_value.items()
             ]
             lines.append(f"{key}: {', '.join(described)}")
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     unseen = [rank for ranks in groups[len(values) :] for rank in ranks]
-    return lines + ([f"and {describe_ranks(unseen, hosts)} differ from all of these"] if unseen else [])
+    return lines + (
+        [f"and {describe_ranks(unseen, hosts)} differ from all of these"] if unseen else []
+    )
 
 
 def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """`rank 4 (host b)`, `ranks 0-3, 9 (hosts a, c)`; long lists are cut. `hosts`: host name by rank."""
+    """`rank 4 (host b)`, `ranks 0-3, 9 (hosts a, c)`; long lists are cut. `hosts`: host name by
+    rank."""
     ordered = sorted(ranks)
     names = list(dict.fromkeys(hosts[rank] for rank in ordered))
     of_hosts = f"(host{'s' * (len(names) > 1)} {join_some(names, MOST_NAMES)})"
@@ -132,15 +170,24 @@ def flat(nested: Mapping[str, Any]) -> dict[str, str]:
 
 
 def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator[Fingerprint]:
-    """Everything but data that must be the same on all ranks before a run is built. `variables`: the environment."""
+    """Everything but data that must be the same on all ranks before a run is built. `variables`:
+    the environment."""
     plain = config.plain()
     files = (config.model.name, config.data.source, config.pipeline.schedule)
-    own = {name: locate.digest(Path(name).expanduser()) for name in files if name.endswith((".py", ".csv"))}
-    layout = ", ".join(f"{axis}: {size}" for axis, size in plain.pop("layout").items())  # the order of axes matters
+    own = {
+        name: locate.digest(Path(name).expanduser())
+        for name in files
+        if name.endswith((".py", ".csv"))
+    }
+    # the order of axes matters
+    layout = ", ".join(f"{axis}: {size}" for axis, size in plain.pop("layout").items())
     values = flat(plain) | {"layout": f"{{{layout}}}"}
-    yield Fingerprint("the config", values, "start every process with the same file and the same overrides")
+    yield Fingerprint(
+        "the config", values, "start every process with the same file and the same overrides"
+    )
     remedy = (
-        "install the same version on all hosts (git status, git log -1), or run it from a folder that all of them see"
+        "install the same version on all hosts (git status, git log -1), or run it from a folder "
+        "that all of them see"
     )
     yield Fingerprint("the code", locate.code() | own, remedy)
     remedy = "install the same versions on all hosts, from one lock file or one container image"
@@ -152,10 +199,12 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Name -> version of torch, Python, CUDA, NCCL, and each of these packages that is installed."""
+    """Name -> version of torch, Python, CUDA, NCCL, and each of these packages that is
+    installed."""
     versions = {"torch": str(torch.__version__), "python": platform.python_version()}
     for package in packages:
-        with suppress(metadata.PackageNotFoundError):  # meshtrain may run from a clone without being installed
+        # meshtrain may run from a clone without being installed
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
@@ -164,18 +213,26 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def untested_torch(version: str) -> str | None:
-    """What to warn of if this torch is older or newer than those that were tested; None: it is one of them."""
+    """What to warn of if this torch is older or newer than those that were tested; None: it is one
+    of them."""
     oldest, newest = TESTED_TORCH
     major, minor = map(int, version.split(".")[:2])
     if oldest <= (major, minor) <= newest:
         return None
     tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
-    return f"torch {version} was not tested with this meshtrain, only {tested} were: compare a short run with theirs"
+    return (
+        f"torch {version} was not tested with this meshtrain, only {tested} were: compare a short "
+        "run with theirs"
+    )
 
 
 def checkpoint_versions(model: ModuleType) -> dict[str, str]:
     """For a checkpoint: versions, and a digest of meshtrain's code and the model's file."""
-    files = {name: digest for name, digest in locate.code().items() if name.startswith("meshtrain/")}
+    files = {
+        name: digest for name, digest in locate.code().items() if name.startswith("meshtrain/")
+    }
     files["model"] = locate.digest(Path(str(model.__file__)))
     own = {"meshtrain": "of a clone"} | versions()
-    return {name: own[name] for name in ("meshtrain", "torch", "python")} | {"code": str(_digest(files))[:16]}
+    return {name: own[name] for name in ("meshtrain", "torch", "python")} | {
+        "code": str(_digest(files))[:16]
+    }

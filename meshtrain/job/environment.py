@@ -1,6 +1,8 @@
-"""The environment as the launcher has set it (torchrun's variables, SLURM's, or none), and what is left for it to read.
+"""The environment as the launcher has set it (torchrun's variables, SLURM's, or none), and what is
+left for it to read.
 
-The launcher passes variables; a worker leaves marks of earlier starts, and the reason for which it ends.
+The launcher passes variables; a worker leaves marks of earlier starts, and the reason for which it
+ends.
 """
 
 import hashlib
@@ -19,17 +21,28 @@ from meshtrain.errors import InputError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-OWN_DESCRIPTORS = 512  # file descriptors of a process; the one that serves the job's store has one more per rank
+# file descriptors of a process; the one that serves the job's store has one more per rank
+OWN_DESCRIPTORS = 512
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-HOSTS = re.compile(r"[^,\[\]\s]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
+# an item of a SLURM node list
+HOSTS = re.compile(r"[^,\[\]\s]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")
 MOST_HOSTS = 1 << 20  # in a range
-# What may differ between hosts, as it changes neither results nor traffic: which device or interface of a host is used,
-# where something lies there (ends of names), and what is logged (beginnings of names).
-OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
+# What may differ between hosts, as it changes neither results nor traffic: which device or
+# interface of a host is used, where something lies there (ends of names), and what is logged
+# (beginnings of names).
+OF_EACH_HOST = (
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_HOSTID",
+)
 PLACES = ("_HOME", "_PATH", "_DIR", "_DIRECTORY", "_FILE", "_ROOT")
 LOGS = ("NCCL_DEBUG", "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES")
-VICTIM_LATER_S = 5  # by which the failure of a rank that is not at fault counts as later than that of the one that is
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # set to 1, torchrun opens a store for each start of the workers
+# by which the failure of a rank that is not at fault counts as later than that of the one that is
+VICTIM_LATER_S = 5
+# set to 1, torchrun opens a store for each start of the workers
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,8 @@ class Environment:
     world_size: int
     local_rank: int  # its number among the job's processes of this host; it picks the GPU
     host: str
-    master: tuple[str, int] | None  # host and port at which the job's store listens; None where there is no store
+    # host and port at which the job's store listens; None where there is no store
+    master: tuple[str, int] | None
     hosts_store: bool = False  # whether this process serves the store there
     restarts: int = 0  # how often torchrun has restarted this worker
     requeues: int = 0  # how often SLURM has requeued this job
@@ -56,32 +70,66 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
-    """This process's place in the job. Raises InputError: a variable is missing or no number; the message names it."""
+    """This process's place in the job. Raises InputError: a variable is missing or no number; the
+    message names it."""
     host = socket.gethostname()
     requeues = _number(variables, "SLURM_RESTART_COUNT", 0)
     launch = variables.get("SLURM_JOB_ID")
     if any(name in variables for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")):
-        _need(variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all")
-        rank, restarts = _number(variables, "RANK"), _number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
-        if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":  # torchrun's default where no id is given
+        _need(
+            variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all"
+        )
+        rank, restarts = (
+            _number(variables, "RANK"),
+            _number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+        )
+        # torchrun's default where no id is given
+        if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":
             launch = variables["TORCHELASTIC_RUN_ID"]
         world_size, local_rank = _number(variables, "WORLD_SIZE"), _number(variables, "LOCAL_RANK")
         endpoint = variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")
         serves = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         retries = _number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts
         return Environment(
-            "torchrun", rank, world_size, local_rank, host, endpoint, serves, restarts, requeues, retries, launch=launch
+            "torchrun",
+            rank,
+            world_size,
+            local_rank,
+            host,
+            endpoint,
+            serves,
+            restarts,
+            requeues,
+            retries,
+            launch=launch,
         )
-    # The shell of an sbatch script has SLURM_PROCID=0, too, but is no task of a step: Python runs alone there.
+    # The shell of an sbatch script has SLURM_PROCID=0, too, but is no task of a step: Python runs
+    # alone there.
     batch_shell = variables.get("ENVIRONMENT") == "BATCH" and not variables.get("SLURM_STEP_ID")
     if "SLURM_PROCID" in variables and not batch_shell:
         _need(variables, SLURM, "srun sets them all")
         rank, local_rank, world_size = (_number(variables, name) for name in SLURM)
-        # An exported address is that of task 0. Otherwise it is the first node's, wherever task 0 was put.
+        # An exported address is that of task 0. Otherwise it is the first node's, wherever task 0
+        # was put.
         chosen = "MASTER_ADDR" in variables or "SLURM_NODEID" not in variables
-        serves = rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0)
-        host, master = variables.get("SLURMD_NODENAME", host), _slurm_master(variables) if world_size > 1 else None
-        return Environment("srun", rank, world_size, local_rank, host, master, serves, requeues=requeues, launch=launch)
+        serves = (
+            rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0)
+        )
+        host, master = (
+            variables.get("SLURMD_NODENAME", host),
+            _slurm_master(variables) if world_size > 1 else None,
+        )
+        return Environment(
+            "srun",
+            rank,
+            world_size,
+            local_rank,
+            host,
+            master,
+            serves,
+            requeues=requeues,
+            launch=launch,
+        )
     return Environment("none", 0, 1, 0, host, None, requeues=requeues, launch=launch)
 
 
@@ -96,37 +144,46 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
     if default is not None and not variables.get(name):
         return default
     if not variables[name].isdecimal():
-        raise InputError(f"the environment variable {name} should be a number and is {variables[name]!r}")
+        raise InputError(
+            f"the environment variable {name} should be a number and is {variables[name]!r}"
+        )
     return int(variables[name])
 
 
 def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
-    """Where the ranks of a job step meet: MASTER_ADDR and MASTER_PORT, or the first node of the step and a port derived
-    from the ids of job and step, below Linux's ephemeral ports (from 32768 on)."""
+    """Where the ranks of a job step meet: MASTER_ADDR and MASTER_PORT, or the first node of the
+    step and a port derived from the ids of job and step, below Linux's ephemeral ports (from 32768
+    on)."""
     address = variables.get("MASTER_ADDR")
     if address is None:
         nodes = slurm_nodes(variables)
         if not nodes:
             raise InputError(
-                f"the environment has neither MASTER_ADDR nor a node list ({', '.join(SLURM_NODES)}): "
+                "the environment has neither MASTER_ADDR nor a node list "
+                f"({', '.join(SLURM_NODES)}): "
                 "export MASTER_ADDR as the host of task 0"
             )
         address = nodes[0]
     if "MASTER_PORT" in variables:
         return address, _number(variables, "MASTER_PORT")
     if "SLURM_JOB_ID" not in variables:
-        raise InputError("the environment has neither MASTER_PORT nor SLURM_JOB_ID: export MASTER_PORT, a free port")
+        raise InputError(
+            "the environment has neither MASTER_PORT nor SLURM_JOB_ID: export MASTER_PORT, a free "
+            "port"
+        )
     job, step = _number(variables, "SLURM_JOB_ID"), _number(variables, "SLURM_STEP_ID", 0)
     return address, 10000 + (job * 16 + step) % 20000
 
 
 def slurm_nodes(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """The nodes of a job step, or else of its job, in SLURM's order; none where no list is given. Raises InputError."""
+    """The nodes of a job step, or else of its job, in SLURM's order; none where no list is given.
+    Raises InputError."""
     return next((expand_hosts(variables[name]) for name in SLURM_NODES if name in variables), ())
 
 
 def expand_hosts(nodes: str) -> tuple[str, ...]:
-    """All names of a SLURM node list: `gpu[07-09,12],login1` -> gpu07, gpu08, gpu09, gpu12, login1; or InputError."""
+    """All names of a SLURM node list: `gpu[07-09,12],login1` -> gpu07, gpu08, gpu09, gpu12, login1;
+    or InputError."""
     names: list[str] = []
     items = re.split(r",(?![^\[]*\])", nodes) if nodes.strip() else []
     for item in map(str.strip, items):  # a blank after a comma is no part of a name
@@ -160,9 +217,10 @@ def is_of_host(variable: str) -> bool:
 def started_before(variables: Mapping[str, str]) -> bool:
     """Whether this worker's agent has started this local rank before; records that it now has.
 
-    torchrun counts failures, not starts: when a node joins, it ends all workers and restarts them with the same count,
-    and the agent of a joining node begins at 0. So a worker leaves a mark in the folder that its agent has made for the
-    error files of its workers: the agent keeps the folder across restarts, and no other agent uses it.
+    torchrun counts failures, not starts: when a node joins, it ends all workers and restarts them
+    with the same count, and the agent of a joining node begins at 0. So a worker leaves a mark in
+    the folder that its agent has made for the error files of its workers: the agent keeps the
+    folder across restarts, and no other agent uses it.
     """
     folder = _agent_folder(variables)
     if folder is None:
@@ -174,7 +232,8 @@ def started_before(variables: Mapping[str, str]) -> bool:
 
 
 def already_printed(text: str, variables: Mapping[str, str]) -> bool:
-    """Whether the last text recorded here by a worker of this agent was the same; records this one."""
+    """Whether the last text recorded here by a worker of this agent was the same; records this
+    one."""
     folder = _agent_folder(variables)
     if folder is None:
         return False
@@ -185,11 +244,12 @@ def already_printed(text: str, variables: Mapping[str, str]) -> bool:
 
 
 def tell_launcher(sentence: str, *, at_fault: bool = True) -> None:
-    """Writes torch's error file: torchrun's report then gives this sentence as the cause, and not the place in Python
-    where it was raised, which says nothing to who has to mend a config or a disk.
+    """Writes torch's error file: torchrun's report then gives this sentence as the cause, and not
+    the place in Python where it was raised, which says nothing to who has to mend a config or a
+    disk.
 
-    torchrun calls that rank the root whose file has the earliest second, and a failure is on all ranks within one: who
-    is not at fault gives a later one. All tell the same sentence."""
+    torchrun calls that rank the root whose file has the earliest second, and a failure is on all
+    ranks within one: who is not at fault gives a later one. All tell the same sentence."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
@@ -200,7 +260,8 @@ def tell_launcher(sentence: str, *, at_fault: bool = True) -> None:
 
 
 def _one_sentence(text: str) -> str:
-    """Of a text of many lines the first one: the rest stands in the log once, and would be in the report again."""
+    """Of a text of many lines the first one: the rest stands in the log once, and would be in the
+    report again."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return " ".join(lines) if len(lines) <= 2 else f"{lines[0]} (the rest is printed above)"
 
@@ -208,14 +269,21 @@ def _one_sentence(text: str) -> str:
 def _agent_folder(variables: Mapping[str, str]) -> Path | None:
     """The folder above `attempt_0/LOCAL_RANK/error.json`; None where no torchrun has made one."""
     file = Path(variables.get("TORCHELASTIC_ERROR_FILE", ""))
-    return file.parents[2] if len(file.parts) > 3 and file.parts[-3].startswith("attempt_") else None
+    return (
+        file.parents[2] if len(file.parts) > 3 and file.parts[-3].startswith("attempt_") else None
+    )
 
 
 def stale_store(variables: Mapping[str, str]) -> str:
-    """A hint where ranks do not meet at one store: torchrun may have given some of them that of an earlier start."""
-    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_WORLD_SIZE") == "1":
+    """A hint where ranks do not meet at one store: torchrun may have given some of them that of an
+    earlier start."""
+    if (
+        variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        or variables.get("GROUP_WORLD_SIZE") == "1"
+    ):
         return ""
     return (
-        f"; if nodes have joined or left since torchrun was started, it may have given ranks the store of an earlier "
+        "; if nodes have joined or left since torchrun was started, it may have given ranks the "
+        "store of an earlier "
         f"start: export {OWN_STORE}=1 before torchrun, on every node"
     )

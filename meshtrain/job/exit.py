@@ -1,4 +1,5 @@
-"""How a process leaves its job: together with all other ranks, or with a failure that names the rank at fault."""
+"""How a process leaves its job: together with all other ranks, or with a failure that names the
+rank at fault."""
 
 import errno
 import os
@@ -29,17 +30,19 @@ from meshtrain.job.storage import DISK_ERRORS, print_error
 from meshtrain.job.store import RemoteFailure, describe, is_input
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
-GRACE_S = 10.0  # how long the process that serves the store waits for the others to finish reading from it
+# how long the process that serves the store waits for the others to finish reading from it
+GRACE_S = 10.0
 
 
 @contextmanager
 def job_exit(job: Job) -> Iterator[None]:
     """Wraps everything that a process does in a job.
 
-    Every rank waits for the others before it leaves. Wrong input is printed once and ends all ranks with status 2,
-    whichever of them has found it; TrainingError and another rank's failure end them with status 1. Any other exception
-    gets the rank's name as a note. Each failure except wrong input prints a machine-readable `failure_line`, and all of
-    them tell torchrun the same sentence (`tell_launcher`).
+    Every rank waits for the others before it leaves. Wrong input is printed once and ends all ranks
+    with status 2, whichever of them has found it; TrainingError and another rank's failure end them
+    with status 1. Any other exception gets the rank's name as a note. Each failure except wrong
+    input prints a machine-readable `failure_line`, and all of them tell torchrun the same sentence
+    (`tell_launcher`).
     """
     try:
         yield
@@ -52,7 +55,8 @@ def job_exit(job: Job) -> Iterator[None]:
         _barrier_and_destroy(job)
         _end(job, 1)
     except AgreedError as error:
-        # torchrun ends the other ranks as soon as one exits: none may exit before rank 0 has printed this, once.
+        # torchrun ends the other ranks as soon as one exits: none may exit before rank 0 has
+        # printed this, once.
         if job.rank == 0 and not already_printed(str(error), os.environ):
             print_error(error)
         tell_launcher(str(error))
@@ -75,7 +79,8 @@ def job_exit(job: Job) -> Iterator[None]:
         headline = f"{job} failed: {describe(error)}"
         diagnosis = Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,))
         if isinstance(error, OSError) and is_of_machine(error):
-            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"  # no program has to be mended
+            # no program has to be mended
+            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"
             print_failure(job, diagnosis, f"{headline}{place}")
             tell_launcher(headline)
             _end(job, 1)
@@ -93,8 +98,8 @@ def refuse_start(error: InputError | StartError) -> int:
 
 
 def outlast_signals(job: Job) -> None:
-    """For a process that ends now with a status of its own: its launcher sends signals to all ranks once the first has
-    left, and Python takes a while to end."""
+    """For a process that ends now with a status of its own: its launcher sends signals to all ranks
+    once the first has left, and Python takes a while to end."""
     if job.store is not None and in_main_thread():
         ignore_signals()
 
@@ -116,14 +121,21 @@ def _leave_after(job: Job, first: RemoteFailure) -> NoReturn:
 
 
 def is_of_machine(error: OSError) -> bool:
-    """Whether a file could not be read or written for a reason that lies with the disk, or with rights on it."""
+    """Whether a file could not be read or written for a reason that lies with the disk, or with
+    rights on it."""
     if isinstance(error, UnreadableError):
         return True
-    return error.filename is not None and error.errno in (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.EROFS)
+    return error.filename is not None and error.errno in (
+        *DISK_ERRORS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+    )
 
 
 def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> None:
-    """Writes the text for people, unless printed elsewhere, and the machine-readable line to stderr in one piece."""
+    """Writes the text for people, unless printed elsewhere, and the machine-readable line to stderr
+    in one piece."""
     line = failure_line(diagnosis, *job.failures.progress())
     sys.stdout.flush()
     print_error(line if text is None else f"{text}\n{line}")
@@ -131,13 +143,18 @@ def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> No
 
 def signal_of(error: BaseException) -> str | None:
     """The name of the signal that ends this process with `error`; None: no signal does."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code - 128 in signal.valid_signals():
+    if (
+        isinstance(error, SystemExit)
+        and isinstance(error.code, int)
+        and error.code - 128 in signal.valid_signals()
+    ):
         return signal.Signals(error.code - 128).name
     return "SIGINT" if isinstance(error, KeyboardInterrupt) else None
 
 
 def _barrier_and_destroy(job: Job) -> None:
-    """Without the barrier, gloo threads of a slower rank may still hold tensors, and its process aborts at exit."""
+    """Without the barrier, gloo threads of a slower rank may still hold tensors, and its process
+    aborts at exit."""
     if job.store is None:
         return
     job.reduce("leaving", None, lambda _: None)
@@ -147,5 +164,9 @@ def _barrier_and_destroy(job: Job) -> None:
         dist.destroy_process_group()
     job.store.add("left", 1)
     deadline = time.monotonic() + GRACE_S
-    while job.environment.hosts_store and job.store.add("left", 0) < job.world_size and time.monotonic() < deadline:
+    while (
+        job.environment.hosts_store
+        and job.store.add("left", 0) < job.world_size
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""Host memory: how much this process may use, and how much of that is free, on the host and in its cgroups."""
+"""Host memory: how much this process may use, and how much of that is free, on the host and in its
+cgroups."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -6,9 +7,12 @@ from pathlib import Path
 
 
 def memory_gib(
-    host: Path = Path("/proc/meminfo"), own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+    host: Path = Path("/proc/meminfo"),
+    own: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
 ) -> tuple[float, float]:
-    """Total and available (free or reclaimable) memory of this process: the least of the host's and its cgroups'."""
+    """Total and available (free or reclaimable) memory of this process: the least of the host's and
+    its cgroups'."""
     rows = dict(line.split(":") for line in host.read_text().splitlines())
     most, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     for limit, available in _cgroups(own, root):
@@ -17,7 +21,8 @@ def memory_gib(
 
 
 def _cgroups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each cgroup of this process, from its own up, and the bytes left of it (cgroup v2 and v1)."""
+    """The limit of each cgroup of this process, from its own up, and the bytes left of it (cgroup
+    v2 and v1)."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, kinds, path = line.split(":", 2)
         if kinds not in ("", "memory"):
@@ -29,6 +34,10 @@ def _cgroups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
             if not folder.is_relative_to(root / kinds):
                 break
             with suppress(OSError, ValueError):  # the file is not there, or says "max"
-                limit, used = (int((folder / f"memory.{name}").read_text()) for name in (maximum, usage))
-                rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                limit, used = (
+                    int((folder / f"memory.{name}").read_text()) for name in (maximum, usage)
+                )
+                rows = dict(
+                    row.split() for row in (folder / "memory.stat").read_text().splitlines()
+                )
                 yield limit, limit - used + int(rows.get(inactive, 0))

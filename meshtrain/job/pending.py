@@ -1,7 +1,8 @@
-"""The registry of pending waits: what each thread of this process waits for, entered by the waits themselves.
+"""The registry of pending waits: what each thread of this process waits for, entered by the waits
+themselves.
 
-The watchdog's thread reads it, and how often this process has got on with long work of its start. Collectives that
-torch starts by itself (FSDP, autograd) are in its flight recorder.
+The watchdog's thread reads it, and how often this process has got on with long work of its start.
+Collectives that torch starts by itself (FSDP, autograd) are in its flight recorder.
 """
 
 import threading
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_stacks: dict[int, list["PendingWait"]] = {}  # thread -> its waits, innermost last; only that thread changes its list
+_stacks: dict[
+    int, list["PendingWait"]
+] = {}  # thread -> its waits, innermost last; only that thread changes its list
 
 
 class _Work:
@@ -21,8 +24,8 @@ class _Work:
 
 
 def advance() -> None:
-    """Long work of the start has got on: a document was prepared, a block of weights was read. The start has a time
-    limit for what does not."""
+    """Long work of the start has got on: a document was prepared, a block of weights was read. The
+    start has a time limit for what does not."""
     _Work.advances += 1
 
 
@@ -42,13 +45,15 @@ class Resource(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class PendingWait:
-    """A context manager around a wait. An error that ends a wait for other ranks refers to it: `wait_that_failed`."""
+    """A context manager around a wait. An error that ends a wait for other ranks refers to it:
+    `wait_that_failed`."""
 
     label: str  # for people
     group: "ProcessGroup | None" = None  # whose ranks are waited for; None: `ranks` are
     _: KW_ONLY
     ranks: Sequence[int] = ()
-    missing: Callable[[], Sequence[int]] | None = None  # the ranks not arrived yet, if known; another thread calls it
+    # the ranks not arrived yet, if known; another thread calls it
+    missing: Callable[[], Sequence[int]] | None = None
     resource: Resource = Resource.RANKS
 
     def __enter__(self) -> None:
@@ -56,7 +61,11 @@ class PendingWait:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _stacks[threading.get_ident()].pop()
-        if error is not None and self.resource is Resource.RANKS and wait_that_failed(error) is None:
+        if (
+            error is not None
+            and self.resource is Resource.RANKS
+            and wait_that_failed(error) is None
+        ):
             error._meshtrain_wait = self  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,5 @@
-"""A process of a job: how it joins (device, store, process groups) and exchanges small values with the other ranks.
+"""A process of a job: how it joins (device, store, process groups) and exchanges small values with
+the other ranks.
 
 Before any process group exists, the ranks communicate through the launcher's key-value store.
 """
@@ -37,7 +38,13 @@ from meshtrain.errors import (
     plural,
     ranges,
 )
-from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, slurm_nodes, stale_store, started_before
+from meshtrain.job.environment import (
+    OWN_DESCRIPTORS,
+    Environment,
+    slurm_nodes,
+    stale_store,
+    started_before,
+)
 from meshtrain.job.programs import ProgramError, run_program
 from meshtrain.job.sockets import call_with_timeout, is_loopback
 from meshtrain.job.storage import DISK_ERRORS, print_error
@@ -46,7 +53,11 @@ from meshtrain.layout import Layout, LayoutError
 
 ATTEMPT_S = 5.0  # of one attempt to reach the store
 MOST_FAILURES = 8  # of hosts or ranks that are listed in one message
-POLL_S, LONGEST_POLL_S = 0.02, 0.25  # between two polls of the store while the ranks meet; longer in large jobs
+# between two polls of the store while the ranks meet; longer in large jobs
+POLL_S, LONGEST_POLL_S = (
+    0.02,
+    0.25,
+)
 LOOK_FOR_TWIN_S = 2.0  # between looks for another process of the same rank
 TWINS = "twins"  # a key: two processes have the same rank
 REFUSED = "refused "  # in an answer of rank 0, in place of the name of the start
@@ -54,7 +65,8 @@ LOOK_S = 30.0  # for a process that imports torch, and asks a store that answers
 # `hello/0` is what rank 0 of a job of ours has put into its store.
 LOOK_FOR_RANK_0 = (
     "import sys; from torch.distributed import TCPStore; "
-    "print(TCPStore(sys.argv[1], int(sys.argv[2]), None, False, wait_for_workers=False).check(['hello/0']))"
+    "print(TCPStore(sys.argv[1], int(sys.argv[2]), None, False, "
+    "wait_for_workers=False).check(['hello/0']))"
 )
 ADDRESS_S = 20.0  # for SLURM to answer where a node is
 
@@ -64,13 +76,16 @@ class Job:
     """One process of a running job."""
 
     environment: Environment  # rank, world size and so on, as the launcher gave them
-    device: torch.device  # where this process computes: a CUDA device picked by the local rank, or the CPU
+    # where this process computes: a CUDA device picked by the local rank, or the CPU
+    device: torch.device
     store: dist.Store | None  # the job's key-value store; None in a world of one
-    again: bool = False  # whether any rank's launcher has started this job before; the same on all ranks
+    # whether any rank's launcher has started this job before; the same on all ranks
+    again: bool = False
     layout: Layout | None = None  # once it is known; errors then name this process's coordinate
     limit_s: float = math.inf  # for each meeting, until a watchdog looks after them
     known_hosts: Sequence[str] = ()  # on rank 0: the host of each rank, once all have met
-    failures: Failures = field(init=False)  # how this process learns of other ranks' failures; a watchdog replaces it
+    # how this process learns of other ranks' failures; a watchdog replaces it
+    failures: Failures = field(init=False)
     _rounds: int = 0  # begun so far: each has its own keys in the store
     _last_round: Round | None = None  # on rank 0: the round whose answer is still in the store
 
@@ -96,18 +111,27 @@ class Job:
     def name_of(self, rank: int, host: str) -> str:
         place = ""
         if self.layout is not None and self.layout.axes:
-            place = " (" + ", ".join(f"{axis} {i}" for axis, i in self.layout.coordinate(rank).items()) + ")"
+            place = (
+                " ("
+                + ", ".join(f"{axis} {i}" for axis, i in self.layout.coordinate(rank).items())
+                + ")"
+            )
         return f"rank {rank} on host {host}{place}"
 
     def device_name(self) -> str:
-        """The device and the communication backend in log lines: `cpu over gloo`, or the GPU's name and `over NCCL`."""
+        """The device and the communication backend in log lines: `cpu over gloo`, or the GPU's name
+        and `over NCCL`."""
         if self.device.type == "cpu":
             return "cpu" if self.store is None else "cpu over gloo"
-        return torch.cuda.get_device_name(self.device) + ("" if self.store is None else " over NCCL")
+        return torch.cuda.get_device_name(self.device) + (
+            "" if self.store is None else " over NCCL"
+        )
 
     def meeting_point(self) -> str:
         master = self.environment.master
-        return f"met at {master[0]}:{master[1]} by {self.environment.launcher}" if master else "alone"
+        return (
+            f"met at {master[0]}:{master[1]} by {self.environment.launcher}" if master else "alone"
+        )
 
     def say(self, text: str) -> None:
         """Rank 0 prints; the others keep quiet."""
@@ -115,13 +139,15 @@ class Job:
             print(text, flush=True)
 
     def gather(self, activity: str, value: object) -> list:
-        """Every rank's value (JSON) in rank order, on every rank: the store's traffic is quadratic in their number."""
+        """Every rank's value (JSON) in rank order, on every rank: the store's traffic is quadratic
+        in their number."""
         return self.reduce(activity, value, list)
 
     def reduce(self, activity: str, value: object, combine: Callable[[list], Any]) -> Any:
-        """Returns, on every rank, what `combine` computes on rank 0 from all ranks' values in rank order, by way of the
-        store (all JSON). Rank 0 prints the `activity` and the ranks that it waits for. A watchdog limits the time, or
-        before there is one, `limit_s`, with a StartError."""
+        """Returns, on every rank, what `combine` computes on rank 0 from all ranks' values in rank
+        order, by way of the store (all JSON). Rank 0 prints the `activity` and the ranks that it
+        waits for. A watchdog limits the time, or before there is one, `limit_s`, with a
+        StartError."""
         try:
             return self._reduce(self.round(), activity, value, combine)
         except dist.DistError:
@@ -129,28 +155,35 @@ class Job:
                 raise
             raise _lost_store(self.environment) from None
 
-    def _reduce(self, meeting: Round, activity: str, value: object, combine: Callable[[list], Any]) -> Any:
+    def _reduce(
+        self, meeting: Round, activity: str, value: object, combine: Callable[[list], Any]
+    ) -> Any:
         meeting.put(value)
         if self.rank == 0:
             values = meeting.gather(activity)
             if self._last_round is not None:
-                self._last_round.delete()  # a rank that has put a value has received the previous answer
+                # a rank that has put a value has received the previous answer
+                self._last_round.delete()
             self._last_round = meeting
             meeting.broadcast(combine(values))
         return meeting.receive(activity)
 
     def round(self) -> Round:
-        """A gather whose steps the caller runs. All ranks begin their rounds in the same order, on the main thread."""
+        """A gather whose steps the caller runs. All ranks begin their rounds in the same order, on
+        the main thread."""
         self._rounds += 1
-        meeting = Round(self.store, self.rank, self.world_size, f"round {self._rounds}", self.failures.is_lost)
+        meeting = Round(
+            self.store, self.rank, self.world_size, f"round {self._rounds}", self.failures.is_lost
+        )
         meeting.limit_s, meeting.hosts = self.limit_s, self.known_hosts
         return meeting
 
     @contextmanager
     def collective_check(self, activity: str) -> Iterator[None]:
-        """Continues after its body, the `activity`, only if no rank found wrong input or unreachable files in it.
-        Raises on every rank: AgreedError, with rank 0's problem, or if it has none, those of the other ranks;
-        TrainingError: a file cannot be used on a host; DiskError, if its disk is full or has failed."""
+        """Continues after its body, the `activity`, only if no rank found wrong input or
+        unreachable files in it. Raises on every rank: AgreedError, with rank 0's problem, or if it
+        has none, those of the other ranks; TrainingError: a file cannot be used on a host;
+        DiskError, if its disk is full or has failed."""
         problem = failure = None
         passes = True  # whether the same may work later
         try:
@@ -162,35 +195,51 @@ class Job:
             if error.filename is None and not known:
                 raise
             passes = known or error.errno in DISK_ERRORS
-            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"  # no program has to be mended
+            # no program has to be mended
+            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"
             failure = f"host {self.host} {error}" if known else f"host {self.host}: {error}{place}"
-        failed, wrong, passes = self.reduce(activity, [problem, failure, passes], _describe_problems)
+        failed, wrong, passes = self.reduce(
+            activity, [problem, failure, passes], _describe_problems
+        )
         if failed is not None:
             raise (DiskError if passes else TrainingError)(f"{activity}: {failed}")
         if wrong is not None:
             raise AgreedError(wrong)
 
     def hosts(self) -> tuple[list[str], list[int]]:
-        """The hosts in rank order and how many consecutive ranks each has; a host may appear again later."""
-        runs = self.reduce("comparing hosts", self.host, lambda hosts: [(k, len(list(of))) for k, of in groupby(hosts)])
+        """The hosts in rank order and how many consecutive ranks each has; a host may appear again
+        later."""
+        runs = self.reduce(
+            "comparing hosts",
+            self.host,
+            lambda hosts: [(k, len(list(of))) for k, of in groupby(hosts)],
+        )
         return [host for host, _ in runs], [count for _, count in runs]
 
     def connect(self, timeout_s: float) -> None:
-        """Creates the job's first process group, unless it exists: NCCL on GPUs, gloo on CPUs. Raises InputError:
-        several ranks of a host were given the same GPU, or gloo would listen on a loopback address."""
+        """Creates the job's first process group, unless it exists: NCCL on GPUs, gloo on CPUs.
+        Raises InputError: several ranks of a host were given the same GPU, or gloo would listen on
+        a loopback address."""
         if self.store is None or dist.is_initialized():
             return
         name, gpu = socket.gethostname(), None
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-        shared, alone = self.reduce("comparing GPUs and names", [self.host, gpu, name], _compare_devices)
+        shared, alone = self.reduce(
+            "comparing GPUs and names", [self.host, gpu, name], _compare_devices
+        )
         with self.collective_check("connecting"):
-            sharing: Sequence[int] = next((ranks for *of, ranks in shared if of == [self.host, gpu]), ())
-            # NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it.
+            sharing: Sequence[int] = next(
+                (ranks for *of, ranks in shared if of == [self.host, gpu]), ()
+            )
+            # NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow
+            # it.
             if sharing and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
                 raise InputError(
-                    f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same GPU ({self.device}): "
-                    f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
+                    f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same "
+                    f"GPU ({self.device}): "
+                    f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use "
+                    "the CPU with "
                     "CUDA_VISIBLE_DEVICES="
                 )
             if not alone:
@@ -204,11 +253,14 @@ class Job:
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=self.device if cuda else None,  # NCCL connects now, and smaller groups are split off this one
+            device_id=self.device
+            if cuda
+            else None,  # NCCL connects now, and smaller groups are split off this one
         )
 
     def _check_own_name(self, name: str) -> None:
-        """gloo listens on the address that the host's own name resolves to, unless it is given an interface."""
+        """gloo listens on the address that the host's own name resolves to, unless it is given an
+        interface."""
         if self.device.type == "cuda" or os.environ.get("GLOO_SOCKET_IFNAME"):
             return
         own = _own_address(name)
@@ -216,15 +268,17 @@ class Job:
             interfaces = [interface for _, interface in socket.if_nameindex() if interface != "lo"]
             leads = "leads to no address of it" if own is None else f"is {own}"
             raise InputError(
-                f"on host {name} its own name {leads}: gloo would listen where no other host gets to. Give it its "
-                "address in /etc/hosts, or export GLOO_SOCKET_IFNAME with the interface that leads to the others "
+                f"on host {name} its own name {leads}: gloo would listen where no other host gets "
+                "to. Give it its "
+                "address in /etc/hosts, or export GLOO_SOCKET_IFNAME with the interface that leads "
+                "to the others "
                 f"(there is {', '.join(interfaces)})"
             )
 
 
 def _describe_problems(reports: list) -> tuple[str | None, str | None, bool]:
-    """From [problem, failure, whether it may pass] of every rank: a text of the failures, or else, if there are none,
-    of the problems; and whether all failures may pass."""
+    """From [problem, failure, whether it may pass] of every rank: a text of the failures, or else,
+    if there are none, of the problems; and whether all failures may pass."""
     problems, failures, passing = zip(*reports, strict=True)
     if different := list(dict.fromkeys(text for text in failures if text is not None)):
         healthy = failures.count(None)
@@ -234,15 +288,18 @@ def _describe_problems(reports: list) -> tuple[str | None, str | None, bool]:
     if problems[0]:
         return None, problems[0], False
     by_text = group_values((text, rank) for rank, text in enumerate(problems) if text)
-    lines = [f"rank {join_some(ranges(ranks), MOST_FAILURES)}: {text}" for text, ranks in by_text.items()]
+    lines = [
+        f"rank {join_some(ranges(ranks), MOST_FAILURES)}: {text}" for text, ranks in by_text.items()
+    ]
     if len(lines) > MOST_FAILURES:
         lines[MOST_FAILURES:] = [f"and {len(lines) - MOST_FAILURES} other problems on other ranks"]
     return None, "\n".join(lines) or None, False
 
 
 def _compare_devices(rows: list) -> tuple[list, bool]:
-    """From [host, GPU, own name] of every rank: host, GPU and ranks of each GPU that several ranks have; and whether
-    all ranks have the same own name (SLURM may have several names for one host)."""
+    """From [host, GPU, own name] of every rank: host, GPU and ranks of each GPU that several ranks
+    have; and whether all ranks have the same own name (SLURM may have several names for one
+    host)."""
     by_gpu = group_values(((host, gpu), rank) for rank, (host, gpu, _) in enumerate(rows) if gpu)
     shared = [[*of, ranks] for of, ranks in by_gpu.items() if len(ranks) > 1]
     return shared, len({name for _, _, name in rows}) == 1
@@ -261,8 +318,9 @@ def _own_address(name: str) -> str | None:
 def _schedule_as_batch() -> None:
     """SCHED_BATCH: this process preempts no other when it wakes up.
 
-    gloo's thread spins while the thread that it works for holds a connection's lock. Where ranks share cores, a sender
-    preempted at that moment made it spin for the rest of a time slice: 1 ms of CPU time for a message of 50 us.
+    gloo's thread spins while the thread that it works for holds a connection's lock. Where ranks
+    share cores, a sender preempted at that moment made it spin for the rest of a time slice: 1 ms
+    of CPU time for a message of 50 us.
     """
     if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
@@ -271,9 +329,10 @@ def _schedule_as_batch() -> None:
 
 
 def join(environment: Environment, timeout_s: float = 600) -> Job:
-    """Picks this process's device and meets the other ranks at the job's store. Raises InputError: this host has fewer
-    GPUs than the job has processes on it, or too few descriptors for the store, or the store's port is taken;
-    StartError: not all ranks have come within `timeout_s` seconds: names those that are missing."""
+    """Picks this process's device and meets the other ranks at the job's store. Raises InputError:
+    this host has fewer GPUs than the job has processes on it, or too few descriptors for the store,
+    or the store's port is taken; StartError: not all ranks have come within `timeout_s` seconds:
+    names those that are missing."""
     _report_crashes()
     choose_allocator(os.environ)
     device = pick_device(environment.local_rank)
@@ -283,7 +342,11 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
         _keep_freed_memory()
     _open_files(environment)
     environment = replace(environment, started_before=started_before(os.environ))
-    if environment.launcher == "srun" and environment.master is not None and "MASTER_ADDR" not in os.environ:
+    if (
+        environment.launcher == "srun"
+        and environment.master is not None
+        and "MASTER_ADDR" not in os.environ
+    ):
         node, port = environment.master
         environment = replace(environment, master=(address_of_node(node), port))
     job = Job(environment, device, _store(environment, timeout_s), limit_s=timeout_s)
@@ -298,15 +361,17 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
 
 
 def _report_crashes() -> None:
-    """A process that dies of SIGSEGV, SIGBUS, SIGFPE, SIGILL or an abort says so, and where its Python code was."""
+    """A process that dies of SIGSEGV, SIGBUS, SIGFPE, SIGILL or an abort says so, and where its
+    Python code was."""
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, AttributeError):  # stderr is no file here
             faulthandler.enable(all_threads=True)
 
 
 def address_of_node(node: str) -> str:
-    """Where a node of SLURM is reached: under its name, or if that leads nowhere, at the NodeAddr that SLURM has for
-    it. In clouds, and where several slurmd run on a host, the NodeName is no name of a host."""
+    """Where a node of SLURM is reached: under its name, or if that leads nowhere, at the NodeAddr
+    that SLURM has for it. In clouds, and where several slurmd run on a host, the NodeName is no
+    name of a host."""
     with suppress(OSError):
         socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)
         return node
@@ -319,15 +384,16 @@ def address_of_node(node: str) -> str:
 
 
 def choose_allocator(variables: MutableMapping[str, str]) -> None:
-    """Makes torch's CUDA allocator use expandable segments, which fragment less, unless the environment configures the
-    allocator. Call it before CUDA is initialized."""
+    """Makes torch's CUDA allocator use expandable segments, which fragment less, unless the
+    environment configures the allocator. Call it before CUDA is initialized."""
     if not any(f"PYTORCH_{backend}ALLOC_CONF" in variables for backend in ("", "CUDA_", "HIP_")):
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc keep the freed memory of tensors up to 32 MiB. By default it returns the end of its heap to the
-    system after each backward, and the next forward takes a page fault for each 4 KiB of it."""
+    """Makes glibc keep the freed memory of tensors up to 32 MiB. By default it returns the end of
+    its heap to the system after each backward, and the next forward takes a page fault for each 4
+    KiB of it."""
     with suppress(AttributeError, OSError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: the most to which glibc raises it by itself
@@ -339,24 +405,30 @@ def _open_files(environment: Environment) -> None:
     needed = environment.world_size + OWN_DESCRIPTORS
     if environment.hosts_store and 0 <= hard < needed:  # RLIM_INFINITY is negative
         raise InputError(
-            f"rank {environment.rank} on host {environment.host} serves the job's store to {environment.world_size} "
-            f"ranks, which takes {needed} descriptors, and its limit is {hard}: raise the hard limit there ("
-            "ulimit -Hn, LimitNOFILE of the service that starts jobs, or nofile in /etc/security/limits.conf)"
+            f"rank {environment.rank} on host {environment.host} serves the job's store to "
+            f"{environment.world_size} "
+            f"ranks, which takes {needed} descriptors, and its limit is {hard}: raise the hard "
+            "limit there ("
+            "ulimit -Hn, LimitNOFILE of the service that starts jobs, or nofile in "
+            "/etc/security/limits.conf)"
         )
     if soft != hard:
-        with suppress(ValueError, OSError):  # "unlimited" may exceed what the system allows: keep the soft limit
+        # "unlimited" may exceed what the system allows: keep the soft limit
+        with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The GPU of index `local_rank`, or the only one that the process sees (`srun --gpus-per-task=1`), or the CPU.
-    Raises InputError: there are several GPUs, but none of this index."""
+    """The GPU of index `local_rank`, or the only one that the process sees (`srun
+    --gpus-per-task=1`), or the CPU. Raises InputError: there are several GPUs, but none of this
+    index."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count > 1 and local_rank >= count:
         raise InputError(
-            f"local rank {local_rank} has no GPU: this host has {count}; start at most {count} processes here"
+            f"local rank {local_rank} has no GPU: this host has {count}; start at most {count} "
+            "processes here"
         )
     return torch.device("cuda", local_rank if count > 1 else 0)
 
@@ -375,8 +447,10 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
         if environment.hosts_store and "EADDRINUSE" in str(error):
             raise InputError(_port_taken(environment)) from None
         raise StartError(
-            f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "
-            f"({str(error) or 'what listens there does not answer'}): is that host's process running, and does the "
+            f"rank {environment.rank} on host {environment.host} could not reach the job's store "
+            f"at {address}:{port} "
+            f"({str(error) or 'what listens there does not answer'}): is that host's process "
+            "running, and does the "
             "network let this host through to that port?" + stale_store(os.environ)
         ) from None
     try:
@@ -386,37 +460,49 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
 
 
 def _open_store(address: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:
-    """The store that listens there. Raises DistError, or TimeoutError: torch's client would wait for ever for an answer
-    of another program that has the port."""
+    """The store that listens there. Raises DistError, or TimeoutError: torch's client would wait
+    for ever for an answer of another program that has the port."""
     limit = timedelta(seconds=seconds)
-    return call_with_timeout(seconds + ATTEMPT_S, dist.TCPStore, address, port, None, serves, limit, False)
+    return call_with_timeout(
+        seconds + ATTEMPT_S, dist.TCPStore, address, port, None, serves, limit, False
+    )
 
 
 def _port_taken(environment: Environment) -> str:
-    """What to do where the port of the job's store is taken: by another rank 0, or by another program."""
+    """What to do where the port of the job's store is taken: by another rank 0, or by another
+    program."""
     assert environment.master is not None
     address, port = environment.master
-    # In a process of its own, which can be ended: torch's client waits for ever for the answer of another program.
+    # In a process of its own, which can be ended: torch's client waits for ever for the answer of
+    # another program.
     try:
-        is_ours = "True" in run_program((sys.executable, "-c", LOOK_FOR_RANK_0, address, str(port)), LOOK_S)
+        is_ours = "True" in run_program(
+            (sys.executable, "-c", LOOK_FOR_RANK_0, address, str(port)), LOOK_S
+        )
     except ProgramError:
         is_ours = False
-    what = f"port {port} of host {environment.host}, at which the ranks of this job should meet (MASTER_PORT),"
+    what = (
+        f"port {port} of host {environment.host}, at which the ranks of this job should meet "
+        "(MASTER_PORT),"
+    )
     if is_ours:
         return (
-            f"{what} is held by another rank {environment.rank} of such a job: two processes were started as rank "
-            f"{environment.rank}, or an earlier job still runs there. Give each process a RANK of its own, or export "
+            f"{what} is held by another rank {environment.rank} of such a job: two processes were "
+            "started as rank "
+            f"{environment.rank}, or an earlier job still runs there. Give each process a RANK of "
+            "its own, or export "
             "another MASTER_PORT on all hosts"
         )
     return (
-        f"{what} is in use by another program (ss -ltnp 'sport = :{port}' names it): export another MASTER_PORT on "
+        f"{what} is in use by another program (ss -ltnp 'sport = :{port}' names it): export "
+        "another MASTER_PORT on "
         "all hosts"
     )
 
 
 def _wait_for_listener(environment: Environment, deadline: float) -> None:
-    """Waits until the store's port accepts connections. torch would wait, too, but handle no signals then. The first
-    process of each host says after a while that nobody listens, and why."""
+    """Waits until the store's port accepts connections. torch would wait, too, but handle no
+    signals then. The first process of each host says after a while that nobody listens, and why."""
     assert environment.master is not None
     address, port = environment.master
     begun = time.monotonic()
@@ -430,7 +516,8 @@ def _wait_for_listener(environment: Environment, deadline: float) -> None:
             if environment.local_rank == 0 and now - said_at > pause:
                 said_at, pause = now, 2 * pause
                 print_error(
-                    f"starting: rank {environment.rank} on host {environment.host} does not reach rank 0 at "
+                    f"starting: rank {environment.rank} on host {environment.host} does not reach "
+                    "rank 0 at "
                     f"{address}:{port} ({error.strerror or error}), {now - begun:.0f} s now"
                 )
             time.sleep(POLL_S)
@@ -439,11 +526,13 @@ def _wait_for_listener(environment: Environment, deadline: float) -> None:
 def _agree_on_start(environment: Environment, store: dist.Store, deadline: float = math.inf) -> str:
     """A name for this start of the job that all its ranks know and no earlier start had.
 
-    torchrun keeps its store when it restarts workers, and each agent has its own count of restarts. So every rank sets
-    its own token, and rank 0 answers with that token and the name: an answer with another token is from an earlier
-    start. The store's one thread serves all ranks, so they poll at growing intervals.
+    torchrun keeps its store when it restarts workers, and each agent has its own count of restarts.
+    So every rank sets its own token, and rank 0 answers with that token and the name: an answer
+    with another token is from an earlier start. The store's one thread serves all ranks, so they
+    poll at growing intervals.
 
-    Raises StartError at `deadline`; InputError: two processes have the same rank. Rank 0 tells those that have come.
+    Raises StartError at `deadline`; InputError: two processes have the same rank. Rank 0 tells
+    those that have come.
     """
     token, rank = uuid.uuid4().hex, environment.rank
     store.set(f"hello/{rank}", f"{token} {environment.host}")
@@ -480,7 +569,8 @@ def _join_start(environment: Environment, store: dist.Store, token: str, deadlin
         # Rank 0 names the missing ranks; this one must not end before it has.
         if now > deadline + LATER_S:
             raise StartError(
-                f"rank {rank} on host {environment.host} has waited {now - begun:.0f} s for rank 0 to begin the job"
+                f"rank {rank} on host {environment.host} has waited {now - begun:.0f} s for rank 0 "
+                "to begin the job"
             )
     if name.startswith(REFUSED):
         is_input, text = json.loads(name.removeprefix(REFUSED))
@@ -493,7 +583,8 @@ def _begin_start(environment: Environment, store: dist.Store, token: str, deadli
     world = environment.world_size
     begun = printed_at = time.monotonic()
     keys = [f"hello/{rank}" for rank in range(1, world)]
-    answered = [""] * len(keys)  # the token each was answered with: one of an earlier start may be read first
+    # the token each was answered with: one of an earlier start may be read first
+    answered = [""] * len(keys)
     store.append(f"{token}/met", "0\n")  # type: ignore[attr-defined]  # from now on it can be read
     for pause in _pauses(world):
         met = list(map(int, store.get(f"{token}/met").split()))
@@ -505,7 +596,11 @@ def _begin_start(environment: Environment, store: dist.Store, token: str, deadli
         _check_for_twins(store)
         if store.check(keys):
             tokens = [hello.decode().split()[0] for hello in store.multi_get(keys)]
-            new = [i for i, (hello, before) in enumerate(zip(tokens, answered, strict=True)) if hello != before]
+            new = [
+                i
+                for i, (hello, before) in enumerate(zip(tokens, answered, strict=True))
+                if hello != before
+            ]
             if new:
                 values = [f"{tokens[i]} {token}" for i in new]
                 store.multi_set([f"welcome/{i + 1}" for i in new], values)  # type: ignore[attr-defined]  # not in stubs
@@ -518,14 +613,18 @@ def _begin_start(environment: Environment, store: dist.Store, token: str, deadli
             missing = _missing_ranks(environment, store, met)
             if now > deadline:
                 raise StartError(
-                    f"the job does not begin: after {now - begun:.0f} s it still waits for {missing}{hint}"
+                    f"the job does not begin: after {now - begun:.0f} s it still waits for "
+                    f"{missing}{hint}"
                 )
             print(f"starting: waiting for {missing}, {now - begun:.0f} s now{hint}", flush=True)
     return token
 
 
-def _refuse_start(environment: Environment, store: dist.Store, error: InputError | StartError) -> None:
-    """Rank 0 tells the ranks that have come why there is no start, and gives them time to read it."""
+def _refuse_start(
+    environment: Environment, store: dist.Store, error: InputError | StartError
+) -> None:
+    """Rank 0 tells the ranks that have come why there is no start, and gives them time to read
+    it."""
     text = json.dumps([isinstance(error, InputError), str(error)])
     for rank in range(1, environment.world_size):
         if store.check([f"hello/{rank}"]):
@@ -535,8 +634,9 @@ def _refuse_start(environment: Environment, store: dist.Store, error: InputError
 
 
 def _check_for_twin(environment: Environment, store: dist.Store, token: str) -> None:
-    """Raises InputError, and has rank 0 raise it: another process has said hello with this one's rank since. In an
-    earlier start of the job there may have been one; a later start begins when no process of this one is left."""
+    """Raises InputError, and has rank 0 raise it: another process has said hello with this one's
+    rank since. In an earlier start of the job there may have been one; a later start begins when no
+    process of this one is left."""
     rank, host = environment.rank, environment.host
     other, its_host = store.get(f"hello/{rank}").decode().split()
     if other != token:
@@ -555,27 +655,38 @@ def _check_for_twins(store: dist.Store) -> None:
 
 
 def _two_processes(rank: int, hosts: Sequence[str]) -> str:
-    where = f", on host{'s' * (len(set(hosts)) > 1)} {any_of(list(dict.fromkeys(hosts)), 'and')}" if hosts else ""
-    return f"two processes were started as rank {rank}{where}: give each process of the job a RANK of its own"
+    where = (
+        f", on host{'s' * (len(set(hosts)) > 1)} {any_of(list(dict.fromkeys(hosts)), 'and')}"
+        if hosts
+        else ""
+    )
+    return (
+        f"two processes were started as rank {rank}{where}: give each process of the job a RANK of "
+        "its own"
+    )
 
 
 def _lost_store(environment: Environment) -> StartError:
-    """What a rank says whose launcher, or the rank that serves the store, has ended while it waits there."""
+    """What a rank says whose launcher, or the rank that serves the store, has ended while it waits
+    there."""
     assert environment.master is not None
     address, port = environment.master
     return StartError(
-        f"rank {environment.rank} on host {environment.host} has lost the job's store at {address}:{port} before the "
+        f"rank {environment.rank} on host {environment.host} has lost the job's store at "
+        f"{address}:{port} before the "
         "job began: rank 0, or its launcher, has ended, and its output says why",
         follows=True,
     )
 
 
 def _missing_ranks(environment: Environment, store: dist.Store, met: Collection[int]) -> str:
-    """The ranks that are not among those that have `met`, for people, with their hosts as far as these are known."""
+    """The ranks that are not among those that have `met`, for people, with their hosts as far as
+    these are known."""
     hosts: list[str | None] = [None] * environment.world_size
     for rank in met:
         hosts[rank] = store.get(f"hello/{rank}").decode().split()[-1]
-    # Where one rank is missing, none has been answered: those that have said hello in this or in an earlier start.
+    # Where one rank is missing, none has been answered: those that have said hello in this or in an
+    # earlier start.
     if len(met) == 1:
         for rank in range(1, environment.world_size):
             if store.check([f"hello/{rank}"]):
@@ -598,17 +709,23 @@ def describe_missing(hosts: Sequence[str | None], nodes: Sequence[str] = ()) -> 
     missing = [rank for rank, host in enumerate(hosts) if host is None]
     named = f"rank{'s' * (len(missing) > 1)} {join_some(ranges(missing), MOST_FAILURES)}"
     # A rank between two of one host is on that host, too: launchers count host by host.
-    partly = dict.fromkeys(host for rank in missing if (host := _host_around(hosts, rank)) is not None)
+    partly = dict.fromkeys(
+        host for rank in missing if (host := _host_around(hosts, rank)) is not None
+    )
     come = {host.partition(".")[0] for host in hosts if host is not None}
     absent = [node for node in nodes if node.partition(".")[0] not in come]
     reasons = []
     if partly:
         reasons.append(f"host{'s' * (len(partly) > 1)} {join_some(list(partly), MOST_FAILURES)}")
     if absent:
-        reasons.append(f"no rank of host{'s' * (len(absent) > 1)} {join_some(absent, MOST_FAILURES)} has come")
+        reasons.append(
+            f"no rank of host{'s' * (len(absent) > 1)} {join_some(absent, MOST_FAILURES)} has come"
+        )
     if not reasons:
         known = list(dict.fromkeys(host for host in hosts if host is not None))
-        reasons.append(f"ranks have come from host{'s' * (len(known) > 1)} {join_some(known, MOST_FAILURES)}")
+        reasons.append(
+            f"ranks have come from host{'s' * (len(known) > 1)} {join_some(known, MOST_FAILURES)}"
+        )
     return f"{named} ({'; '.join(reasons)})"
 
 

@@ -1,4 +1,5 @@
-"""External programs with a hard time limit: one that cannot be killed (stuck in a driver) is left behind."""
+"""External programs with a hard time limit: one that cannot be killed (stuck in a driver) is left
+behind."""
 
 import os
 import shutil
@@ -14,14 +15,19 @@ class ProgramError(RuntimeError):
 
 
 def run_program(command: Sequence[str], seconds: float) -> str:
-    """The stdout of a program. Raises ProgramError. `subprocess.run` would wait for one that SIGKILL does not end."""
+    """The stdout of a program. Raises ProgramError. `subprocess.run` would wait for one that
+    SIGKILL does not end."""
     name = command[0]
     if (path := shutil.which(name)) is None:
         raise ProgramError(f"there is no {name} on this host")
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+                [path, *command[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
             )
         except OSError as error:
             raise ProgramError(f"{name} cannot be started: {error.strerror or error}") from error
@@ -33,7 +39,11 @@ def run_program(command: Sequence[str], seconds: float) -> str:
             raise ProgramError(f"{name} did not end within {seconds:g} s") from None
         output.seek(0)
         errors.seek(0)
-        printed, problem = (file.read().decode("utf-8", errors="replace") for file in (output, errors))
+        printed, problem = (
+            file.read().decode("utf-8", errors="replace") for file in (output, errors)
+        )
     if status != 0:
-        raise ProgramError(f"{name} has failed, with exit status {status}: {(problem or printed).strip()[-500:]}")
+        raise ProgramError(
+            f"{name} has failed, with exit status {status}: {(problem or printed).strip()[-500:]}"
+        )
     return printed

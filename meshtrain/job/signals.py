@@ -1,7 +1,9 @@
-"""Signals and preemption: requests to stop before the last step, by a signal, a file in the run's folder, or time.
+"""Signals and preemption: requests to stop before the last step, by a signal, a file in the run's
+folder, or time.
 
-A rank only records a request; a sum over all ranks in every step makes all stop after the same one. This module imports
-nothing slow: handlers are installed before torch is imported, because a signal without a handler ends a process.
+A rank only records a request; a sum over all ranks in every step makes all stop after the same one.
+This module imports nothing slow: handlers are installed before torch is imported, because a signal
+without a handler ends a process.
 """
 
 import atexit
@@ -25,8 +27,10 @@ from meshtrain.job.storage import optional
 
 FILE = "STOP"
 LOOK_EVERY_S = 1.0  # for the STOP file; a look is cheap, but not on every file system
-ANSWERS_S = 0.1  # within which a healthy file system answers; a step waits for a look no longer than that
-# Signals this close together are one request: torchrun forwards Ctrl-C as SIGINT and SIGTERM; SLURM signals it and us.
+# within which a healthy file system answers; a step waits for a look no longer than that
+ANSWERS_S = 0.1
+# Signals this close together are one request: torchrun forwards Ctrl-C as SIGINT and SIGTERM; SLURM
+# signals it and us.
 ONE_REQUEST_S = 2.0
 STEPS_TO_STOP = 3  # the current step, the one that carries the request, the one in which it is read
 SPARE_S = 5.0  # left over when everything goes as planned
@@ -41,9 +45,12 @@ def in_main_thread() -> bool:
 
 
 def install_handlers(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:
-    """Installs these handlers; returns the previous ones, with SIG_DFL for those that Python cannot install again."""
+    """Installs these handlers; returns the previous ones, with SIG_DFL for those that Python cannot
+    install again."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    return {number: signal.SIG_DFL if handler is None else handler for number, handler in before.items()}
+    return {
+        number: signal.SIG_DFL if handler is None else handler for number, handler in before.items()
+    }
 
 
 def ignore_signals(numbers: tuple[signal.Signals, ...] = SIGNALS) -> None:
@@ -53,15 +60,17 @@ def ignore_signals(numbers: tuple[signal.Signals, ...] = SIGNALS) -> None:
 class Signals:
     """The signal handlers of this process.
 
-    Before and after training a signal ends the process at once, by unwinding the stack, so that the exit is recorded in
-    the run's folder. During training the first signal is a request to stop, and a later one ends the process. SIGUSR1
-    announces the end (SLURM's `--signal`): if it comes first, it is a request at any time. SIGHUP comes when a terminal
-    or an ssh session is closed; where it is ignored from the start (nohup), it stays so. During imports a signal is
-    only remembered: an exception in the middle of an import may be swallowed, or break a library.
+    Before and after training a signal ends the process at once, by unwinding the stack, so that the
+    exit is recorded in the run's folder. During training the first signal is a request to stop, and
+    a later one ends the process. SIGUSR1 announces the end (SLURM's `--signal`): if it comes first,
+    it is a request at any time. SIGHUP comes when a terminal or an ssh session is closed; where it
+    is ignored from the start (nohup), it stays so. During imports a signal is only remembered: an
+    exception in the middle of an import may be swallowed, or break a library.
 
-    One request may come as several signals within ONE_REQUEST_S. Python runs a handler only when the main thread
-    returns from its call, perhaps many seconds later, so the clock does not tell which signals belong together: after a
-    request they are set to SIG_IGN until an alarm (SIGALRM, after ONE_REQUEST_S).
+    One request may come as several signals within ONE_REQUEST_S. Python runs a handler only when
+    the main thread returns from its call, perhaps many seconds later, so the clock does not tell
+    which signals belong together: after a request they are set to SIG_IGN until an alarm (SIGALRM,
+    after ONE_REQUEST_S).
     """
 
     def __init__(self) -> None:
@@ -70,14 +79,20 @@ class Signals:
         self.training = False  # whether a loop is running that obeys a request
         self._asked_at = 0.0
         self._importing = False
-        self._remembered: tuple[int, float] | None = None  # the first signal during imports, and when it came
+        # the first signal during imports, and when it came
+        self._remembered: tuple[int, float] | None = None
         self._numbers: tuple[signal.Signals, ...] = SIGNALS  # those with a handler of ours
         self._ignored: tuple[signal.Signals, ...] = ()  # signals ignored until the alarm
-        self._alarm: tuple[Handler, float] = signal.SIG_DFL, 0.0  # the program's own: handler, and seconds left
+        # the program's own: handler, and seconds left
+        self._alarm: tuple[Handler, float] = (
+            signal.SIG_DFL,
+            0.0,
+        )
 
     @classmethod
     def install(cls, *, importing: bool = False) -> "Signals":
-        """Installs the handlers. `importing`: signals are only remembered until `modules_imported` is called."""
+        """Installs the handlers. `importing`: signals are only remembered until `modules_imported`
+        is called."""
         signals = cls()
         signals._importing = importing
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -120,7 +135,8 @@ class Signals:
         self._alarm = before[signal.SIGALRM], signal.setitimer(signal.ITIMER_REAL, ONE_REQUEST_S)[0]
 
     def restore(self) -> None:
-        """Handles the ignored signals again and restores the program's own alarm. For the main thread."""
+        """Handles the ignored signals again and restores the program's own alarm. For the main
+        thread."""
         if not self._ignored:
             return
         install_handlers(dict.fromkeys(self._ignored, self._handle))
@@ -131,12 +147,15 @@ class Signals:
 
 
 def mute_closed_outputs() -> None:
-    """Sends stdout and stderr to /dev/null where their terminal is gone: a line printed there would be an error, and
-    would end the run before it has saved."""
+    """Sends stdout and stderr to /dev/null where their terminal is gone: a line printed there would
+    be an error, and would end the run before it has saved."""
     for stream in (1, 2):
         poll = select.poll()
         poll.register(stream, 0)
-        gone = any(events & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+        gone = any(
+            events & (select.POLLHUP | select.POLLERR | select.POLLNVAL)
+            for _, events in poll.poll(0)
+        )
         if gone:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream)
@@ -144,18 +163,21 @@ def mute_closed_outputs() -> None:
 
 
 class SignalWakeup:
-    """A pipe that wakes a thread in `wait` on a signal or on `wake`, even while the main thread is stuck in a call that
-    never returns: Python runs handlers later, in the main thread, but writes to a pipe at once (set_wakeup_fd)."""
+    """A pipe that wakes a thread in `wait` on a signal or on `wake`, even while the main thread is
+    stuck in a call that never returns: Python runs handlers later, in the main thread, but writes
+    to a pipe at once (set_wakeup_fd)."""
 
     def __init__(self) -> None:
         self._out, self._in = os.pipe()
         for end in (self._out, self._in):
             os.set_blocking(end, False)
         self._installed = False
-        self._handler = lambda number, _: self._write(number)  # one object, so that it is recognized later
+        # one object, so that it is recognized later
+        self._handler = lambda number, _: self._write(number)
 
     def install(self) -> None:
-        """Lets signals wake the thread, unless the program has set a wakeup descriptor itself. For the main thread."""
+        """Lets signals wake the thread, unless the program has set a wakeup descriptor itself. For
+        the main thread."""
         if not in_main_thread():
             return
         before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
@@ -165,14 +187,16 @@ class SignalWakeup:
         _uninstall_in_children(self)
 
     def handle_sigterm(self) -> bool:
-        """From now on SIGTERM only wakes the thread; returns False if the program has its own handler instead."""
+        """From now on SIGTERM only wakes the thread; returns False if the program has its own
+        handler instead."""
         if in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             install_handlers({signal.SIGTERM: self._handler})
         return self.handles_sigterm
 
     @property
     def handles_sigterm(self) -> bool:
-        """Whether SIGTERM still only wakes the thread: the program may have installed a handler meanwhile."""
+        """Whether SIGTERM still only wakes the thread: the program may have installed a handler
+        meanwhile."""
         return signal.getsignal(signal.SIGTERM) is self._handler
 
     def uninstall(self) -> None:
@@ -202,8 +226,8 @@ class SignalWakeup:
 
 
 def _uninstall_in_children(wakeup: SignalWakeup) -> None:
-    """A signal to a forked child (a data reader) must not wake this process; neither must one that comes during the
-    fork, so signals are blocked until the child has uninstalled the pipe."""
+    """A signal to a forked child (a data reader) must not wake this process; neither must one that
+    comes during the fork, so signals are blocked until the child has uninstalled the pipe."""
     weak, before = ref(wakeup), threading.local()
 
     def block() -> None:
@@ -245,24 +269,32 @@ Limit = tuple[StopReason, Callable[[], float]]  # why a job must end, and how ma
 
 
 def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str]) -> list[Limit]:
-    """The time limits of a job: the config's, counted from `since` on the monotonic clock, and its SLURM job's end."""
+    """The time limits of a job: the config's, counted from `since` on the monotonic clock, and its
+    SLURM job's end."""
     limits: list[Limit] = []
     if time_limit_s is not None:
         end = since + time_limit_s
-        limits.append((StopReason(StopKind.TIME_LIMIT, "train.time_limit"), lambda: end - time.monotonic()))
+        limits.append(
+            (StopReason(StopKind.TIME_LIMIT, "train.time_limit"), lambda: end - time.monotonic())
+        )
     at = variables.get("SLURM_JOB_END_TIME", "")
     if at.isdecimal() and int(at) > time.time():  # a time in the past was exported by an older job
         text = f"the end of SLURM job {variables.get('SLURM_JOB_ID', '')}"
         begun = variables.get("SLURM_JOB_START_TIME", "")
-        whole = int(at) - int(begun) if begun.isdecimal() else float("inf")  # this host's clock may be slow
+        # this host's clock may be slow
+        whole = int(at) - int(begun) if begun.isdecimal() else float("inf")
         limits.append(
-            (StopReason(StopKind.SLURM_END, text), lambda: min(int(at) - time.time(), whole - time.monotonic() + since))
+            (
+                StopReason(StopKind.SLURM_END, text),
+                lambda: min(int(at) - time.time(), whole - time.monotonic() + since),
+            )
         )
     return limits
 
 
 class StopRequest:
-    """Whether this rank was asked to stop: by a signal, and on rank 0 also through the run's folder or a time limit."""
+    """Whether this rank was asked to stop: by a signal, and on rank 0 also through the run's folder
+    or a time limit."""
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
@@ -282,16 +314,18 @@ class StopRequest:
         variables: Mapping[str, str],
         taken: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """On one rank of a job: from now on also checks the file STOP in the run's folder, the remaining time, and
-        `taken`, which returns why another job has this folder (None: no other job has it)."""
+        """On one rank of a job: from now on also checks the file STOP in the run's folder, the
+        remaining time, and `taken`, which returns why another job has this folder (None: no other
+        job has it)."""
         self._taken = taken
         self._file = folder / FILE
         self._limits = limits(time_limit_s, self.signals.since, variables)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While the body runs, the first signal is a request to stop. It stays one after the body if the run stops or
-        has failed: when a rank was lost, a launcher signals the remaining ones, which are on their way out."""
+        """While the body runs, the first signal is a request to stop. It stays one after the body
+        if the run stops or has failed: when a rank was lost, a launcher signals the remaining ones,
+        which are on their way out."""
         self.signals.training = True
         yield
         self.signals.training = self._agreed
@@ -299,14 +333,16 @@ class StopRequest:
             self.signals.restore()
 
     def mark_agreed(self) -> None:
-        """All ranks stop now. Launchers do not signal all at once: a late signal asks for what is already under way."""
+        """All ranks stop now. Launchers do not signal all at once: a late signal asks for what is
+        already under way."""
         self._agreed = True
 
     def wait_for_signal(self, seconds: float) -> bool:
         """Waits for a signal to this process; returns whether one has come.
 
-        When a node joins, torchrun's agents end their workers one after the other, to restart them together with it. An
-        agent whose workers have exited before that would consider the job finished, and leave.
+        When a node joins, torchrun's agents end their workers one after the other, to restart them
+        together with it. An agent whose workers have exited before that would consider the job
+        finished, and leave.
         """
         deadline = time.monotonic() + seconds
         while self.signals.request is None and time.monotonic() < deadline:
@@ -314,7 +350,8 @@ class StopRequest:
         return self.signals.request is not None
 
     def reason(self, step_s: float, save_s: float) -> StopReason | None:
-        """Why this rank should stop; once set it stays. A step takes `step_s` at most, a save `save_s`."""
+        """Why this rank should stop; once set it stays. A step takes `step_s` at most, a save
+        `save_s`."""
         if self.reason_given is None:
             number = self.signals.request
             by_signal = None if number is None else StopReason(number, str(number))
@@ -324,13 +361,16 @@ class StopRequest:
         return self.reason_given
 
     def _look_at_folder(self) -> StopReason | None:
-        """Looks in a thread: a file system that does not answer must not delay the steps of all ranks."""
+        """Looks in a thread: a file system that does not answer must not delay the steps of all
+        ranks."""
         now = time.monotonic()
         looking = self._look is not None and self._look.is_alive()
         if self._file is None or looking or now - self._looked_at < LOOK_EVERY_S:
             return self._by_folder
         self._looked_at = now
-        self._look = threading.Thread(target=self._look_for, args=[self._file], name="requests", daemon=True)
+        self._look = threading.Thread(
+            target=self._look_for, args=[self._file], name="requests", daemon=True
+        )
         try:
             self._look.start()
         except RuntimeError:  # no thread can be started now: the next look is a second later
@@ -355,10 +395,12 @@ class StopRequest:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Has the kernel kill this process when the thread that started it ends; kills it now if `parent` has ended.
+    """Has the kernel kill this process when the thread that started it ends; kills it now if
+    `parent` has ended.
 
-    A launcher killed with SIGKILL cannot end its workers. On Linux the kernel does, even if a worker is stopped or
-    stuck in a call (prctl(2), PR_SET_PDEATHSIG). On other systems this function does nothing.
+    A launcher killed with SIGKILL cannot end its workers. On Linux the kernel does, even if a
+    worker is stopped or stuck in a call (prctl(2), PR_SET_PDEATHSIG). On other systems this
+    function does nothing.
     """
     if sys.platform != "linux":
         return
@@ -368,9 +410,12 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_launcher(variables: Mapping[str, str]) -> None:
-    """`end_with_parent` for a worker of torchrun or a task of srun only: a shell may end before its children."""
+    """`end_with_parent` for a worker of torchrun or a task of srun only: a shell may end before its
+    children."""
     launcher = ""
     with suppress(OSError):  # it has ended
         launcher = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
-    if "TORCHELASTIC_RUN_ID" in variables or ("SLURM_STEP_ID" in variables and launcher == "slurmstepd"):
+    if "TORCHELASTIC_RUN_ID" in variables or (
+        "SLURM_STEP_ID" in variables and launcher == "slurmstepd"
+    ):
         end_with_parent()

@@ -12,11 +12,17 @@ T = TypeVar("T")
 
 CONNECT_S = 4.0  # for one attempt to connect
 LOOK_UP_S = 5.0  # for a name to be resolved
-OTHER_PORTS = (22, 111, 9)  # open or closed, a host that is up answers on one of them, unless a firewall drops all
+# open or closed, a host that is up answers on one of them, unless a firewall drops all
+OTHER_PORTS = (
+    22,
+    111,
+    9,
+)
 
 
 def call_with_timeout(seconds: float, call: Callable[..., T], *arguments: Any) -> T:
-    """Returns or raises what the call does. Raises TimeoutError: it takes longer, and is left running in its thread."""
+    """Returns or raises what the call does. Raises TimeoutError: it takes longer, and is left
+    running in its thread."""
     return in_thread(call, *arguments).result(seconds)
 
 
@@ -35,7 +41,8 @@ def in_thread(call: Callable[..., T], *arguments: Any) -> Future[T]:
 
 
 def connect(addresses: Sequence[str], port: int, seconds: float) -> socket.socket:
-    """A connection to the first of the addresses that accepts one. Raises the OSError of the last one tried."""
+    """A connection to the first of the addresses that accepts one. Raises the OSError of the last
+    one tried."""
     last: OSError = OSError(errno.EDESTADDRREQ, "no address")
     for address in addresses[:4]:
         try:
@@ -68,14 +75,17 @@ def answers(address: str) -> bool:
 def resolve(name: str, seconds: float = LOOK_UP_S) -> tuple[str, ...]:
     """The addresses of a name, as this host resolves it; none if it does not, or not in time."""
     try:
-        rows = call_with_timeout(seconds, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        rows = call_with_timeout(
+            seconds, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        )
     except (OSError, UnicodeError):  # TimeoutError is an OSError too
         return ()
     return tuple(dict.fromkeys(plain_address(str(row[4][0])) for row in rows))
 
 
 def address_towards(other: str) -> str:
-    """This host's address on the route to another one, given by name or address; empty where there is no route."""
+    """This host's address on the route to another one, given by name or address; empty where there
+    is no route."""
     try:
         family, *_, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
@@ -93,16 +103,24 @@ def is_loopback(address: str) -> bool:
 
 
 def plain_address(address: str) -> str:
-    """An address without the IPv4-mapped prefix of dual-stack sockets (`::ffff:10.0.0.1`) and without an IPv6 scope."""
+    """An address without the IPv4-mapped prefix of dual-stack sockets (`::ffff:10.0.0.1`) and
+    without an IPv6 scope."""
     return address.removeprefix("::ffff:").partition("%")[0]
 
 
 def listen(port: int) -> socket.socket:
-    """A listening socket on all interfaces, dual-stack where there is IPv6. Port 0: any free one. Raises OSError."""
+    """A listening socket on all interfaces, dual-stack where there is IPv6. Port 0: any free one.
+    Raises OSError."""
     try:
         if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
     except OSError as error:
-        if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # built with IPv6, and run where there is none
+        # built with IPv6, and run where there is none
+        if error.errno not in (
+            errno.EAFNOSUPPORT,
+            errno.EADDRNOTAVAIL,
+        ):
             raise
     return socket.create_server(("", port), backlog=1024)

@@ -1,7 +1,9 @@
-"""File I/O of a run: side files whose disk errors do not end the run, durable writes, and reads with retries.
+"""File I/O of a run: side files whose disk errors do not end the run, durable writes, and reads
+with retries.
 
-A file that the user has not named himself (a lock, a cache, a file beside a run or a log) is opened by `open_guarded`
-alone: others may be able to write to its folder, and would choose what a link there leads to.
+A file that the user has not named himself (a lock, a cache, a file beside a run or a log) is opened
+by `open_guarded` alone: others may be able to write to its folder, and would choose what a link
+there leads to.
 """
 
 import errno
@@ -22,15 +24,26 @@ from typing import BinaryIO, TypeVar
 from meshtrain.errors import InputError, UnreadableError
 
 MOST_WAITING = 10_000  # lines kept in memory until the disk accepts them
-SIDE_FILE_BYTES = 1 << 20  # the most that a small file beside a run may have: exit.json, a token, a config
+# the most that a small file beside a run may have: exit.json, a token, a config
+SIDE_FILE_BYTES = 1 << 20
 LOOK_FOR_REMOVAL_S = 60.0  # between looks whether a file that is written still has its name
 
-# What no config can mend: the disk is full, or it, or the server behind it, fails. The same command may work later.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO)
+# What no config can mend: the disk is full, or it, or the server behind it, fails. The same command
+# may work later.
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENODEV,
+    errno.ENXIO,
+)
 
 
 def print_error(text: object) -> None:
-    """Prints to stderr in one piece: `print` writes the end of the line apart, behind another thread's text."""
+    """Prints to stderr in one piece: `print` writes the end of the line apart, behind another
+    thread's text."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
@@ -40,24 +53,31 @@ def warn(text: str) -> None:
 
 
 def show_any_text() -> None:
-    """From now on stdout has `?` for what its encoding lacks: a log in Latin-1 ends no run whose text is Cyrillic."""
+    """From now on stdout has `?` for what its encoding lacks: a log in Latin-1 ends no run whose
+    text is Cyrillic."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
-def open_guarded(path: Path, flags: int = os.O_RDONLY, *, most: int | None = None, mode: int = 0o644) -> int:
+def open_guarded(
+    path: Path, flags: int = os.O_RDONLY, *, most: int | None = None, mode: int = 0o644
+) -> int:
     """Opens a file that the user has not named, and returns its descriptor.
 
-    It has to be a regular file and no link, of this user or of the owner of its folder, and of at most `most` bytes. A
-    link would lead wherever whoever can write to the folder likes; a pipe or a device would never end.
+    It has to be a regular file and no link, of this user or of the owner of its folder, and of at
+    most `most` bytes. A link would lead wherever whoever can write to the folder likes; a pipe or a
+    device would never end.
 
-    Raises OSError, whose `strerror` says what is wrong; PermissionError: the file is another user's.
+    Raises OSError, whose `strerror` says what is wrong; PermissionError: the file is another
+    user's.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which is not followed here", str(path)) from None
+            raise OSError(
+                errno.ELOOP, "it is a link, which is not followed here", str(path)
+            ) from None
         raise
     try:
         about = os.fstat(descriptor)
@@ -65,10 +85,17 @@ def open_guarded(path: Path, flags: int = os.O_RDONLY, *, most: int | None = Non
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         own = (os.geteuid(), os.stat(path.parent).st_uid)
         if about.st_uid not in own and about.st_uid != _uid_of_new_files(path.parent):
-            owner = f"it belongs to {user_name(about.st_uid)}, who is neither this user nor the owner of its folder"
+            owner = (
+                f"it belongs to {user_name(about.st_uid)}, who is neither this user nor the owner "
+                "of its folder"
+            )
             raise PermissionError(errno.EPERM, owner, str(path))
         if most is not None and about.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, and at most {most:,} are read", str(path))
+            raise OSError(
+                errno.EFBIG,
+                f"it has {about.st_size:,} bytes, and at most {most:,} are read",
+                str(path),
+            )
     except BaseException:
         os.close(descriptor)
         raise
@@ -76,8 +103,8 @@ def open_guarded(path: Path, flags: int = os.O_RDONLY, *, most: int | None = Non
 
 
 def _uid_of_new_files(folder: Path) -> int | None:
-    """To whom a file belongs that this process makes there: a file server may give those of root to `nobody`. None: it
-    cannot make one."""
+    """To whom a file belongs that this process makes there: a file server may give those of root to
+    `nobody`. None: it cannot make one."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid
@@ -100,19 +127,24 @@ def user_name(uid: int) -> str:
 
 
 def make_private_folder(folder: Path, *, may_be_shared: bool = True) -> Path:
-    """Makes a folder for what this user's processes will execute, with mode 0700, or takes the one that is there.
-    `may_be_shared`: whether the folders above have to be looked at. Those of a user's home need not be: nobody else
-    writes there, though the user's private group may have all rights.
+    """Makes a folder for what this user's processes will execute, with mode 0700, or takes the one
+    that is there. `may_be_shared`: whether the folders above have to be looked at. Those of a
+    user's home need not be: nobody else writes there, though the user's private group may have all
+    rights.
 
-    Raises OSError: it cannot be made, is a link, is another user's, or others can or could write to it, or exchange it.
+    Raises OSError: it cannot be made, is a link, is another user's, or others can or could write to
+    it, or exchange it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     above = folder.parent.resolve()
     for parent in (above, *above.parents) if may_be_shared else ():
         about = os.stat(parent)
-        sticky = bool(about.st_mode & stat.S_ISVTX)  # as in /tmp: only the owner of a folder can exchange it
+        # as in /tmp: only the owner of a folder can exchange it
+        sticky = bool(about.st_mode & stat.S_ISVTX)
         if about.st_uid not in (0, os.geteuid()) or (_others_write(about) and not sticky):
-            raise PermissionError(errno.EPERM, f"others can write to the folder above it, {parent}", str(folder))
+            raise PermissionError(
+                errno.EPERM, f"others can write to the folder above it, {parent}", str(folder)
+            )
     folder = above / folder.name  # whoever can exchange a link on the way to it changes nothing
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -121,7 +153,9 @@ def make_private_folder(folder: Path, *, may_be_shared: bool = True) -> Path:
         raise NotADirectoryError(errno.ENOTDIR, "it is no folder, or a link to one", str(folder))
     if about.st_uid != os.geteuid() or _others_write(about):
         whose = f"it is {user_name(about.st_uid)}'s, with mode {stat.S_IMODE(about.st_mode):04o}"
-        raise PermissionError(errno.EPERM, f"{whose}, and others may have put code there", str(folder))
+        raise PermissionError(
+            errno.EPERM, f"{whose}, and others may have put code there", str(folder)
+        )
     folder.chmod(0o700)
     return folder
 
@@ -132,7 +166,8 @@ def _others_write(about: os.stat_result) -> bool:
 
 @contextmanager
 def optional(message: str) -> Iterator[None]:
-    """Wraps an optional operation: an OSError becomes a warning that begins with `message`, and the run continues."""
+    """Wraps an optional operation: an OSError becomes a warning that begins with `message`, and the
+    run continues."""
     try:
         yield
     except OSError as error:
@@ -152,13 +187,14 @@ def move_damaged(path: Path, reason: object) -> Path:
 class SideFile:
     """A file of lines, each written as soon as the disk accepts it.
 
-    Lines that cannot be written are kept and retried with the next one; the failure is reported once, and so is the
-    number of lines lost. Lines that other writers have added since are never truncated.
+    Lines that cannot be written are kept and retried with the next one; the failure is reported
+    once, and so is the number of lines lost. Lines that other writers have added since are never
+    truncated.
     """
 
     def __init__(self, path: Path, start: int = 0, end: int | None = 0) -> None:
-        """`start`, `end`: byte offsets of the file's last line; anything after `end` is truncated. `end` None: lines
-        are appended to the existing content."""
+        """`start`, `end`: byte offsets of the file's last line; anything after `end` is truncated.
+        `end` None: lines are appended to the existing content."""
         self.path, self._start, self._end = path, start, end
         self._size: int | None = None  # of the file after this writer's last write, if known
         self._shared = False  # another process writes to it, too
@@ -216,7 +252,10 @@ class SideFile:
         except OSError as error:
             self._let_go()
             if not self._fails:
-                warn(f"{self.path} cannot be written ({error.strerror}); its lines are kept, and tried again")
+                warn(
+                    f"{self.path} cannot be written ({error.strerror}); its lines are kept, and "
+                    "tried again"
+                )
             self._fails = True
             return
         if self._waiting:
@@ -224,15 +263,20 @@ class SideFile:
         self._end = self._size = end
         self._waiting.clear()
         if self._fails:
-            warn(f"{self.path} is written again" + (f"; {self._lost} lines of it are lost" if self._lost else ""))
+            warn(
+                f"{self.path} is written again"
+                + (f"; {self._lost} lines of it are lost" if self._lost else "")
+            )
         self._fails, self._lost = False, 0
 
     def _is_removed(self, file: BinaryIO) -> bool:
-        """Whether what is written goes into a file that no longer has its name: its folder was removed or renamed."""
+        """Whether what is written goes into a file that no longer has its name: its folder was
+        removed or renamed."""
         about = os.fstat(file.fileno())
         if about.st_nlink == 0:
             return True
-        # A file server keeps the link of a removed file that is open. To ask it at each step would cost too much.
+        # A file server keeps the link of a removed file that is open. To ask it at each step would
+        # cost too much.
         if time.monotonic() - self._looked_at < LOOK_FOR_REMOVAL_S:
             return False
         self._looked_at = time.monotonic()
@@ -243,7 +287,8 @@ class SideFile:
 
     def _begin_anew(self) -> None:
         warn(
-            f"{self.path} was removed or renamed while this run writes to it: its lines so far are gone from there, "
+            f"{self.path} was removed or renamed while this run writes to it: its lines so far are "
+            "gone from there, "
             "and a new file has those from now on"
         )
         file, self._file = self._file, None
@@ -255,14 +300,22 @@ class SideFile:
     def _share(self) -> None:
         if self._size is not None and not self._shared:
             self._shared = True
-            warn(f"somebody else has written to {self.path}, or cut it off: lines are added to what is there now")
+            warn(
+                f"somebody else has written to {self.path}, or cut it off: lines are added to what "
+                "is there now"
+            )
 
     def _let_go(self) -> None:
-        """Removes a partly written line and closes the file, whose descriptor may be stale: the next try reopens it."""
+        """Removes a partly written line and closes the file, whose descriptor may be stale: the
+        next try reopens it."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
-                if self._size is None and self._end is not None and os.fstat(file.fileno()).st_size >= self._end:
+                if (
+                    self._size is None
+                    and self._end is not None
+                    and os.fstat(file.fileno()).st_size >= self._end
+                ):
                     file.truncate(self._end)
                     self._size = self._end
             with suppress(OSError):
@@ -277,7 +330,8 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 def fsync_file(file: BinaryIO) -> None:
-    """Flushes a file to disk and drops it from the page cache: 100 GB not read soon would evict data in use."""
+    """Flushes a file to disk and drops it from the page cache: 100 GB not read soon would evict
+    data in use."""
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):  # not on macOS
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -293,8 +347,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> int:
-    """Writes a file atomically and returns its size in bytes. Raises OSError: it cannot be written; no partial file is
-    left. A symbolic link under its name is replaced, not followed."""
+    """Writes a file atomically and returns its size in bytes. Raises OSError: it cannot be written;
+    no partial file is left. A symbolic link under its name is replaced, not followed."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a writer that was killed
@@ -310,15 +364,17 @@ def write_whole(path: Path, content: str | bytes) -> int:
     return size
 
 
-# Pauses between retries of a read whose file system fails for a while: a failing server, a stale mount, no descriptor.
+# Pauses between retries of a read whose file system fails for a while: a failing server, a stale
+# mount, no descriptor.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)  # a minute and a half
 
 T = TypeVar("T")
 
 
 def with_retries(read: Callable[[], T], *more: type[InputError]) -> T:
-    """Returns `read()`, retried after each pause on an OSError or one of `more`. Raises UnreadableError: the last try
-    ended with an OSError; an error of `more` in the last try is raised as it is."""
+    """Returns `read()`, retried after each pause on an OSError or one of `more`. Raises
+    UnreadableError: the last try ended with an OSError; an error of `more` in the last try is
+    raised as it is."""
     passing: tuple[type[Exception], ...] = (OSError, *more)
     for pause_s in PAUSES_S:
         try:

@@ -1,4 +1,5 @@
-"""Gathers over the launcher's key-value store (TCPStore): ranks exchange small values without a collective."""
+"""Gathers over the launcher's key-value store (TCPStore): ranks exchange small values without a
+collective."""
 
 import json
 import math
@@ -18,27 +19,30 @@ from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
 from meshtrain.layout import LayoutError
 
 SAY_EVERY_S = 10.0  # how often a waiting rank 0 prints which ranks it waits for
-LATER_S = 15.0  # by which rank 0 gives a wait up sooner than the others: it knows whom all of them wait for
+# by which rank 0 gives a wait up sooner than the others: it knows whom all of them wait for
+LATER_S = 15.0
 
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """Another rank's failure that ended the job. `printed`: whether this rank has already printed it."""
+    """Another rank's failure that ended the job. `printed`: whether this rank has already printed
+    it."""
 
     diagnosis: Diagnosis
     printed: bool = False
 
 
 class Failures:
-    """How the ranks of a job learn of each other's failures. Here, without a watchdog, the first rank to fail writes
-    its error to the store."""
+    """How the ranks of a job learn of each other's failures. Here, without a watchdog, the first
+    rank to fail writes its error to the store."""
 
     def __init__(self, store: dist.Store | None) -> None:
         self._store = store
 
     def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
-        """The failure that ended the job before rank `name` failed with `error`; None if `error` was the first. A rank
-        that fails closes its connections: later errors of other ranks are consequences."""
+        """The failure that ended the job before rank `name` failed with `error`; None if `error`
+        was the first. A rank that fails closes its connections: later errors of other ranks are
+        consequences."""
         if self._store is None or not isinstance(error, Exception):
             return None
         kind, text = DiagnosisKind.FAILED, f"{name} failed: {describe(error)}"
@@ -59,7 +63,8 @@ class Failures:
         return self._store is not None and self._store.check(["failure"])
 
     def leave(self) -> None:
-        """All ranks are leaving: from now on a rank that is gone counts as having left, not as lost."""
+        """All ranks are leaving: from now on a rank that is gone counts as having left, not as
+        lost."""
 
     def progress(self) -> tuple[str | None, int | None]:
         """The phase and the step that this rank is in, if known."""
@@ -78,8 +83,9 @@ def is_input(error: BaseException) -> bool:
 
 @dataclass(eq=False)
 class Round:
-    """One gather and broadcast of JSON values through the store: each rank puts one, rank 0 gathers them and broadcasts
-    an answer. A rank may continue once it has put its value, and any thread may receive the answer later."""
+    """One gather and broadcast of JSON values through the store: each rank puts one, rank 0 gathers
+    them and broadcasts an answer. A rank may continue once it has put its value, and any thread may
+    receive the answer later."""
 
     store: dist.Store | None  # None in a world of one
     rank: int
@@ -99,14 +105,16 @@ class Round:
         """Puts this rank's value; does not wait."""
         text = json.dumps([self.rank, value])
         with self._pending(None, [0]):
-            # One key for all ranks, so that rank 0 reads it in one go; torch's stubs lack the method.
+            # One key for all ranks, so that rank 0 reads it in one go; torch's stubs lack the
+            # method.
             self._store.append(f"{self.name}/given", f"{text}\n")  # type: ignore[attr-defined]
             self._store.add(f"{self.name}/count", 1)
 
     def gather(self, activity: str | None = None) -> list:
-        """Every rank's value in rank order, on rank 0, once all have put theirs. `activity`: named in the line that
-        says which ranks rank 0 waits for; None prints nothing. Raises RuntimeError: another rank has failed;
-        CancelledError: `cancel` was called; StartError: `limit_s` is over."""
+        """Every rank's value in rank order, on rank 0, once all have put theirs. `activity`: named
+        in the line that says which ranks rank 0 waits for; None prints nothing. Raises
+        RuntimeError: another rank has failed; CancelledError: `cancel` was called; StartError:
+        `limit_s` is over."""
         self._wait(self._read_values, activity)
         for key in ("given", "count"):  # a long run has many rounds
             self._store.delete_key(f"{self.name}/{key}")
@@ -122,7 +130,8 @@ class Round:
         return json.loads(self._store.get(f"{self.name}/all"))
 
     def missing(self) -> list[int]:
-        """The ranks whose values rank 0 had not read when it last looked; any thread may call this."""
+        """The ranks whose values rank 0 had not read when it last looked; any thread may call
+        this."""
         return [rank for rank in range(self.world_size) if rank not in self._values]
 
     @property
@@ -140,7 +149,9 @@ class Round:
         count = self._store.add(f"{self.name}/count", 0)
         if count != self._count:
             self._count = count
-            self._values = dict(json.loads(line) for line in self._store.get(f"{self.name}/given").splitlines())
+            self._values = dict(
+                json.loads(line) for line in self._store.get(f"{self.name}/given").splitlines()
+            )
         return self.missing()
 
     def _pending(self, activity: str | None, missing: list[int]) -> PendingWait:
@@ -148,7 +159,8 @@ class Round:
         return waiting(place, ranks=range(self.world_size), missing=lambda: missing or [0])
 
     def _wait(self, look: Callable[[], list[int]], activity: str | None) -> None:
-        """Waits until `look` returns no missing rank. It polls, because a blocking wait has a time limit."""
+        """Waits until `look` returns no missing rank. It polls, because a blocking wait has a time
+        limit."""
         start = printed_at = time.monotonic()
         pause = max(0.001, self.world_size / 50_000)  # the store's one thread serves all ranks
         missing: list[int] = []
@@ -168,7 +180,11 @@ class Round:
                     raise StartError(f"the job does not begin: {waits} within {self.limit_s:g} s")
                 if activity is not None and self.rank == 0 and now - printed_at > SAY_EVERY_S:
                     printed_at = now
-                    print(f"{activity}: waiting for {self._describe(missing)}, {now - start:.0f} s now", flush=True)
+                    print(
+                        f"{activity}: waiting for {self._describe(missing)}, {now - start:.0f} s "
+                        "now",
+                        flush=True,
+                    )
 
     def _describe(self, missing: Sequence[int]) -> str:
         """`2 of 16 ranks (8-9 on host b)`."""

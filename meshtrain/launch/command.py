@@ -1,7 +1,9 @@
-"""`meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8 [--dry-run]`: submits a checked script to sbatch.
+"""`meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8 [--dry-run]`: submits a checked
+script to sbatch.
 
-The script is one of tools/slurm with this job's values, in the run's folder. With --dry-run it is written and printed,
-not submitted. Exit status 1: sbatch has refused it; 2: config, layout or options are wrong. See docs/multi-node.md.
+The script is one of tools/slurm with this job's values, in the run's folder. With --dry-run it is
+written and printed, not submitted. Exit status 1: sbatch has refused it; 2: config, layout or
+options are wrong. See docs/multi-node.md.
 """
 
 import argparse
@@ -21,7 +23,15 @@ from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.data.order import describe_ramp
 from meshtrain.doctor.files import filesystem, named_paths
 from meshtrain.errors import InputError, plural
-from meshtrain.launch.request import Request, add_options, block, directives_of, read_request, render, variables_of
+from meshtrain.launch.request import (
+    Request,
+    add_options,
+    block,
+    directives_of,
+    read_request,
+    render,
+    variables_of,
+)
 from meshtrain.layout import DATA_AXES, Layout, LayoutError
 
 SCRIPT = "launch.sbatch"  # in the run's folder
@@ -30,9 +40,15 @@ IN_MEMORY = ("tmpfs", "ramfs")  # each host has its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="a YAML file, or the name of a built-in config (required)")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key: layout.tp=2")
-    parser.add_argument("--dry-run", action="store_true", help="write and print the script without submitting it")
+    parser.add_argument(
+        "config", nargs="?", help="a YAML file, or the name of a built-in config (required)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="override a key: layout.tp=2"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="write and print the script without submitting it"
+    )
     add_options(parser)
 
 
@@ -41,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     request = read_request(arguments)
     if not arguments.dry_run and shutil.which("sbatch") is None:
         raise InputError(
-            "there is no sbatch on this host: run this where jobs are submitted, or with --dry-run to see the script"
+            "there is no sbatch on this host: run this where jobs are submitted, or with --dry-run "
+            "to see the script"
         )
     plan = fit_on_nodes(words[0], words[1:], request)
     script = script_of(words, request, plan)
@@ -49,15 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [*plan.about, *(f"note: {note}" for note in plan.notes)]
     if arguments.dry_run:
         print(script, end="")
-        print(*lines, f"written to {path}, not submitted: sbatch {shlex.quote(str(path))}", sep="\n", file=sys.stderr)
+        print(
+            *lines,
+            f"written to {path}, not submitted: sbatch {shlex.quote(str(path))}",
+            sep="\n",
+            file=sys.stderr,
+        )
         return 0
     print(*lines, sep="\n")
     return _submit(path)
 
 
 def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
-    """The config and the overrides. --srun, whose value is optional, may have taken one of them: a value that is no
-    option of srun is put back. Raises InputError: there is no config."""
+    """The config and the overrides. --srun, whose value is optional, may have taken one of them: a
+    value that is no option of srun is put back. Raises InputError: there is no config."""
     sections = {section.name for section in fields(Config)}
     taken = []
     for place, text in enumerate(arguments.srun):
@@ -68,13 +90,16 @@ def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
     words = [word for word in (*taken, arguments.config, *arguments.overrides) if word]
     words.sort(key=lambda word: "=" in word)
     if not words or "=" in words[0]:
-        raise InputError("no config was named: meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8")
+        raise InputError(
+            "no config was named: meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8"
+        )
     return words
 
 
 @dataclass(frozen=True)
 class ConfigOnNodes:
-    """A config that fits its nodes: `layout` is placed on them; `notes` are possible but not certain problems."""
+    """A config that fits its nodes: `layout` is placed on them; `notes` are possible but not
+    certain problems."""
 
     config: Config
     layout: Layout
@@ -86,22 +111,26 @@ class ConfigOnNodes:
         batch, nodes = self.config.batch, len(self.layout.hosts)
         per_node = self.layout.world_size // nodes
         return [
-            f"{self.config.name} on {plural(nodes, 'node')} x {plural(per_node, 'GPU')}: layout {self.layout}",
+            f"{self.config.name} on {plural(nodes, 'node')} x {plural(per_node, 'GPU')}: layout "
+            f"{self.layout}",
             *describe_ramp(batch.sizes, batch.micro_size, self.layout.size(*DATA_AXES)),
         ]
 
 
 def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> ConfigOnNodes:
-    """Loads a config and fits it to a request's nodes. Raises InputError or LayoutError: wrong, or does not fit."""
+    """Loads a config and fits it to a request's nodes. Raises InputError or LayoutError: wrong, or
+    does not fit."""
     nodes, gpus = request.nodes - request.spare_nodes, request.gpus_per_node
     config = Config.load(name, overrides, for_training=True)
     try:
         layout = resolve(config.layout, nodes * gpus)
     except LayoutError as error:
         raise InputError(f"{error}. {nodes_that_fit(config.layout, nodes, gpus)}") from error
-    config = Config.load(name, overrides, for_training=True, world_size=nodes * gpus)  # resolves what was left open
+    # resolves what was left open
+    config = Config.load(name, overrides, for_training=True, world_size=nodes * gpus)
     placed = layout.on_hosts([gpus] * nodes, [f"node {i}" for i in range(nodes)])
-    crossing = host_warnings(placed)  # only warnings for a running job; this one can still be requested differently
+    # only warnings for a running job; this one can still be requested differently
+    crossing = host_warnings(placed)
     if crossing:
         raise InputError(" ".join(crossing))
     _check_writable(config)
@@ -121,19 +150,26 @@ def nodes_that_fit(sizes: Mapping[str, int], nodes: int, gpus: int) -> str:
     if fixed % gpus == 0:
         return f"With {gpus} GPUs per node: --nodes {fixed // gpus}"
     per_node = max(count for count in range(1, gpus + 1) if fixed % count == 0)
-    return f"{fixed} processes are no multiple of {gpus}: --nodes {fixed // per_node} --gpus-per-node {per_node}"
+    return (
+        f"{fixed} processes are no multiple of {gpus}: --nodes {fixed // per_node} --gpus-per-node "
+        f"{per_node}"
+    )
 
 
 def _check_writable(config: Config) -> None:
-    """Refuses folders that could not be created from here: otherwise that shows only once the job leaves the queue."""
+    """Refuses folders that could not be created from here: otherwise that shows only once the job
+    leaves the queue."""
     for entry in named_paths(config):
         if not entry.writes:
             continue
-        ancestor = next(path for path in (Path(entry.path), *Path(entry.path).parents) if path.exists())
+        ancestor = next(
+            path for path in (Path(entry.path), *Path(entry.path).parents) if path.exists()
+        )
         if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
             problem = "may not be written to by this user" if ancestor.is_dir() else "is no folder"
             raise InputError(
-                f"{entry.key} is {entry.path}, and {ancestor} {problem}: name another with {entry.key}=FOLDER"
+                f"{entry.key} is {entry.path}, and {ancestor} {problem}: name another with "
+                f"{entry.key}=FOLDER"
             )
 
 
@@ -143,14 +179,20 @@ def _notes(paths: Mapping[str, str]) -> list[str]:
     for key, name in paths.items():
         path = Path(name).absolute()
         ancestor = next(candidate for candidate in (path, *path.parents) if candidate.exists())
-        if filesystem(str(ancestor)) in IN_MEMORY or Path(tempfile.gettempdir()) in (ancestor, *ancestor.parents):
+        if filesystem(str(ancestor)) in IN_MEMORY or Path(tempfile.gettempdir()) in (
+            ancestor,
+            *ancestor.parents,
+        ):
             notes.append(f"{key} is {path}, and of such a folder each node has its own, as a rule")
     return notes
 
 
 def script_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> str:
-    """The script of a job. `words`: its config and overrides. Raises InputError: sbatch could not read a path."""
-    template = locate.bundled(TEMPLATES) / ("train-srun.sbatch" if request.per_gpu else "train.sbatch")
+    """The script of a job. `words`: its config and overrides. Raises InputError: sbatch could not
+    read a path."""
+    template = locate.bundled(TEMPLATES) / (
+        "train-srun.sbatch" if request.per_gpu else "train.sbatch"
+    )
     folder = Path.cwd()
     output = folder / Path(plan.config.train.output).expanduser() / "logs" / "slurm-%j.out"
     directives = directives_of(request, default_name=plan.config.name) | {
@@ -158,29 +200,39 @@ def script_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> st
         "output": str(output.parent).replace("%", "%%") + f"/{output.name}",
     }
     remarks = [
-        f"Written by meshtrain launch, out of {TEMPLATES}/{template.name}. {plan.about[0]}; {plan.about[1]}.",
-        "The lines above, these, and their values are this job's; what follows is the same for all.",
+        f"Written by meshtrain launch, out of {TEMPLATES}/{template.name}. {plan.about[0]}; "
+        f"{plan.about[1]}.",
+        "The lines above, these, and their values are this job's; what follows is the same for "
+        "all.",
     ]
     try:
-        return render(template.read_text(), directives, block(words, variables_of(request), remarks))
+        return render(
+            template.read_text(), directives, block(words, variables_of(request), remarks)
+        )
     except ValueError as error:
         raise InputError(f"{error}: name a folder without them (train.output=FOLDER)") from error
 
 
 def _write_script(folder: Path, script: str) -> Path:
-    """Writes the script into the run's folder, and creates the folder of SLURM's output, which a job needs."""
+    """Writes the script into the run's folder, and creates the folder of SLURM's output, which a
+    job needs."""
     path = folder / SCRIPT
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         path.write_text(script)
     except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}): name another folder with train.output") from error
+        raise InputError(
+            f"cannot write {path} ({error.strerror}): name another folder with train.output"
+        ) from error
     return path
 
 
 def _submit(script: Path) -> int:
-    """Submits the script with sbatch and prints how to monitor the job; returns 1 if sbatch refuses it."""
-    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    """Submits the script with sbatch and prints how to monitor the job; returns 1 if sbatch refuses
+    it."""
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         problem = done.stderr.strip() or f"exit status {done.returncode}"
         print(f"sbatch has refused {script}: {problem}", file=sys.stderr)

@@ -1,9 +1,12 @@
-"""Requeue: whether and without which nodes a failed SLURM job continues; called by the scripts of tools/slurm.
+"""Requeue: whether and without which nodes a failed SLURM job continues; called by the scripts of
+tools/slurm.
 
-    python -m meshtrain.launch.requeue RUN --job 4211 --nodes "gpu07 gpu08 gpu09" --needed 2 --tries 3 [--down gpu08]
+    python -m meshtrain.launch.requeue RUN --job 4211 --nodes "gpu07 gpu08 gpu09" --needed 2 --tries
+    3 [--down gpu08]
 
-It prints three lines: `again` (on nodes that the job still has), `requeue` or `end`; the nodes to leave out; the
-reason. The run's `requeue.json` counts failures without progress; its goodput ledger tells how far the run has come.
+It prints three lines: `again` (on nodes that the job still has), `requeue` or `end`; the nodes to
+leave out; the reason. The run's `requeue.json` counts failures without progress; its goodput ledger
+tells how far the run has come.
 """
 
 import argparse
@@ -21,7 +24,9 @@ from meshtrain.metrics.goodput import FILE, JobRecord, read
 
 HISTORY = "requeue.json"
 FINAL = (DiagnosisKind.TRAINING, DiagnosisKind.INPUT)  # it would fail in the same way again
-HARDWARE = re.compile(r"\bECC\b|\bXid\b|uncorrectable|fallen off the bus|GPU is lost|hardware", re.IGNORECASE)
+HARDWARE = re.compile(
+    r"\bECC\b|\bXid\b|uncorrectable|fallen off the bus|GPU is lost|hardware", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,12 @@ class Decision:
 
 
 def decide(
-    end: Mapping[str, Any] | None, history: History, nodes: Sequence[str], needed: int, tries: int, down: Sequence[str]
+    end: Mapping[str, Any] | None,
+    history: History,
+    nodes: Sequence[str],
+    needed: int,
+    tries: int,
+    down: Sequence[str],
 ) -> Decision:
     """Decides what to do with a job that has failed; a pure function.
 
@@ -57,9 +67,19 @@ def decide(
         down: nodes known to be unhealthy from elsewhere: SLURM, or a preflight.
     """
     end = {} if end is None else end
-    kind, reason, hosts = end.get("kind"), str(end.get("reason", "it could not start")), end.get("hosts", [])
-    own_fault = kind in OUT_OF_REACH or (kind == DiagnosisKind.FAILED and HARDWARE.search(reason) is not None)
-    short = {str(host).partition(".")[0] for host in hosts} if own_fault and isinstance(hosts, list) else set()
+    kind, reason, hosts = (
+        end.get("kind"),
+        str(end.get("reason", "it could not start")),
+        end.get("hosts", []),
+    )
+    own_fault = kind in OUT_OF_REACH or (
+        kind == DiagnosisKind.FAILED and HARDWARE.search(reason) is not None
+    )
+    short = (
+        {str(host).partition(".")[0] for host in hosts}
+        if own_fault and isinstance(hosts, list)
+        else set()
+    )
     lost = tuple(node for node in nodes if node in down or node.partition(".")[0] in short)
     sentence = reason if not lost else f"{reason}; goes on without {', '.join(lost)}"
     if kind in FINAL or (not end and not lost):
@@ -71,8 +91,11 @@ def decide(
 
 
 def furthest_step(jobs: Sequence[JobRecord]) -> int:
-    """The step from which the next start of a run with this ledger resumes, as far as known; a pure function."""
-    return max([jobs[-1].first, *(mark.step for mark in jobs[-1].marks if mark.saved)]) if jobs else 0
+    """The step from which the next start of a run with this ledger resumes, as far as known; a pure
+    function."""
+    return (
+        max([jobs[-1].first, *(mark.step for mark in jobs[-1].marks if mark.saved)]) if jobs else 0
+    )
 
 
 def read_history(folder: Path) -> History:
@@ -90,14 +113,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="the run's")
     parser.add_argument("--job", required=True, help="its number")
-    parser.add_argument("--nodes", type=str.split, required=True, help="that it had, with spaces between them")
+    parser.add_argument(
+        "--nodes", type=str.split, required=True, help="that it had, with spaces between them"
+    )
     parser.add_argument("--needed", type=int, required=True, help="so many of them")
     parser.add_argument("--tries", type=int, required=True)
-    parser.add_argument("--down", type=str.split, default=[], help="those that are known to be out of order")
-    parser.add_argument("--no-exit", action="store_true", help="the exit.json that is there is of an earlier start")
+    parser.add_argument(
+        "--down", type=str.split, default=[], help="those that are known to be out of order"
+    )
+    parser.add_argument(
+        "--no-exit", action="store_true", help="the exit.json that is there is of an earlier start"
+    )
     words = parser.parse_args()
     end = None if words.no_exit else parse_json(read_guarded(words.folder / "exit.json"))
-    history = read_history(words.folder).after_failure(words.job, furthest_step(read(words.folder / FILE)[0]))
+    history = read_history(words.folder).after_failure(
+        words.job, furthest_step(read(words.folder / FILE)[0])
+    )
     write_whole(words.folder / HISTORY, json.dumps(asdict(history)) + "\n")
     decision = decide(end, history, words.nodes, words.needed, words.tries, words.down)
     print(decision.action, " ".join(decision.lost), " ".join(decision.reason.split()), sep="\n")

@@ -1,10 +1,12 @@
-"""What a run measures and shows. `meshtrain.metrics.read(path)` returns the rows of a `metrics.jsonl`."""
+"""What a run measures and shows. `meshtrain.metrics.read(path)` returns the rows of a
+`metrics.jsonl`."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name == "read":  # not at the top: it needs rich, and programs outside a job import other modules from here
+    # not at the top: it needs rich, and programs outside a job import other modules from here
+    if name == "read":
         from meshtrain.metrics.logger import read
 
         return read

@@ -1,7 +1,8 @@
 """Goodput: how much of a run's wall time, over all of its jobs, went into steps that count.
 
-Every second since the run's first start belongs to exactly one of `PARTS`. Rank 0 keeps a ledger in the run's folder.
-Time of a killed job after its last line counts as between jobs, and time in steps that are repeated later is lost.
+Every second since the run's first start belongs to exactly one of `PARTS`. Rank 0 keeps a ledger in
+the run's folder. Time of a killed job after its last line counts as between jobs, and time in steps
+that are repeated later is lost.
 """
 
 import json
@@ -20,10 +21,20 @@ from meshtrain.job.storage import SideFile, open_guarded, write_whole
 from meshtrain.metrics.progress import duration
 
 FILE = "goodput.jsonl"
-# `startup`: until the first step begins; `compile`: torch.compile on rank 0; `training`: steps minus that and `data`.
+# `startup`: until the first step begins; `compile`: torch.compile on rank 0; `training`: steps
+# minus that and `data`.
 SPENT = ("startup", "compile", "training", "data", "evaluation", "saving")
-PARTS = (*SPENT, "repeated", "between")  # known only to a later job: repeated steps, and time without a job
-EVERY_S, EVERY_SHARE = 10.0, 0.001  # time of a job between two lines: a killed job's loss of it counts as `between`
+# known only to a later job: repeated steps, and time without a job
+PARTS = (
+    *SPENT,
+    "repeated",
+    "between",
+)
+# time of a job between two lines: a killed job's loss of it counts as `between`
+EVERY_S, EVERY_SHARE = (
+    10.0,
+    0.001,
+)
 LONGEST_LINE = 4096
 MOST_LINES = 1_000_000
 MOST_SECONDS = 1e11  # three thousand years; the clock counts from 1970
@@ -35,7 +46,8 @@ class GoodputRecord:
 
     step: int
     seconds: Mapping[str, float]  # of each of `SPENT`
-    saved: bool = False  # whether a checkpoint of that step was just taken, from which a later job may resume
+    # whether a checkpoint of that step was just taken, from which a later job may resume
+    saved: bool = False
     end: str | None = None  # how the job ended, if it has: "done", "stopped" or "failed"
 
     @property
@@ -53,7 +65,9 @@ class JobRecord:
 
     @property
     def last(self) -> GoodputRecord:
-        return self.marks[-1] if self.marks else GoodputRecord(self.first, dict.fromkeys(SPENT, 0.0))
+        return (
+            self.marks[-1] if self.marks else GoodputRecord(self.first, dict.fromkeys(SPENT, 0.0))
+        )
 
 
 @dataclass(frozen=True)
@@ -87,17 +101,22 @@ class GoodputSummary:
         compiling = f"compiling {share('compile')}, " if self.seconds["compile"] > 0 else ""
         lost = ""
         if self.jobs > 1:
-            lost = f", lost to restarts: steps done again {share('repeated')}, between jobs {share('between')}"
+            lost = (
+                f", lost to restarts: steps done again {share('repeated')}, between jobs "
+                f"{share('between')}"
+            )
         return (
             f"wall time {duration(self.wall_s)} in {self.jobs} job{'s' * (self.jobs > 1)}: "
             f"training {share('training')} (goodput), start-up {share('startup')}, {compiling}"
-            f"waiting for data {share('data')}, evaluation {share('evaluation')}, saving {share('saving')}{lost}"
+            f"waiting for data {share('data')}, evaluation {share('evaluation')}, saving "
+            f"{share('saving')}{lost}"
         )
 
 
 def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
-    """The sum over the jobs of a run, in order; the last one may still run. A job's time counts up to the step from
-    which a later job resumed, as do its start-up and compiling; the rest is `repeated`. A pure function."""
+    """The sum over the jobs of a run, in order; the last one may still run. A job's time counts up
+    to the step from which a later job resumed, as do its start-up and compiling; the rest is
+    `repeated`. A pure function."""
     total = dict.fromkeys(PARTS, 0.0)
     again_from = math.inf  # the lowest step from which a later job resumed
     for i, job in reversed(list(enumerate(jobs))):
@@ -107,23 +126,28 @@ def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
             total[part] += net.get(part, 0.0)
             total["repeated"] += last[part] - net.get(part, 0.0)
         before = jobs[i - 1]
-        if i > 0 and before.last.end != "done":  # no time is lost before a job that extends a finished run
-            total["between"] += max(0.0, job.started - before.started - before.last.elapsed)  # hosts' clocks may differ
+        # no time is lost before a job that extends a finished run
+        if i > 0 and before.last.end != "done":
+            # hosts' clocks may differ
+            total["between"] += max(0.0, job.started - before.started - before.last.elapsed)
         again_from = min(again_from, job.first)
     return GoodputSummary(total, len(jobs))
 
 
 def _until(job: JobRecord, step: float) -> dict[str, float]:
-    """The time that a job had spent when this step was done, without the time that it spent on failing."""
+    """The time that a job had spent when this step was done, without the time that it spent on
+    failing."""
     marks = (mark for mark in reversed(job.marks) if mark.step <= step and mark.end != "failed")
     return next((dict(mark.seconds) for mark in marks), {})
 
 
 class GoodputTracker:
-    """Accounts for a run's time in each of its jobs; ranks other than 0 do so for themselves, without a ledger."""
+    """Accounts for a run's time in each of its jobs; ranks other than 0 do so for themselves,
+    without a ledger."""
 
     def __init__(self, folder: Path | None, first: int, since: float, clock: Any = time) -> None:
-        """`folder`: None: no ledger. `first`: the step that the job resumes from. `since`: its start, monotonic."""
+        """`folder`: None: no ledger. `first`: the step that the job resumes from. `since`: its
+        start, monotonic."""
         self.note: str | None = None  # what is wrong with the ledger of earlier jobs
         self._clock = clock
         self._seconds = dict.fromkeys(SPENT, 0.0)
@@ -139,7 +163,10 @@ class GoodputTracker:
                 self._file = SideFile(folder / FILE, end=_rewrite(folder / FILE, [*past, job]))
             except OSError as error:
                 past = []
-                self.note = f"goodput counts this job alone: {FILE} of the run's folder cannot be used ({error})"
+                self.note = (
+                    f"goodput counts this job alone: {FILE} of the run's folder cannot be used "
+                    f"({error})"
+                )
         self._before = summarize([*past, job])
 
     def about(self) -> Iterator[str]:
@@ -150,11 +177,15 @@ class GoodputTracker:
 
     def summary(self) -> GoodputSummary:
         self._continue_with(self._part)
-        seconds = {part: spent + self._seconds.get(part, 0.0) for part, spent in self._before.seconds.items()}
+        seconds = {
+            part: spent + self._seconds.get(part, 0.0)
+            for part, spent in self._before.seconds.items()
+        }
         return GoodputSummary(seconds, self._before.jobs)
 
     def begin(self) -> None:
-        """The start-up is over: from now on time counts as training, except where `phase` and `finish_step` differ."""
+        """The start-up is over: from now on time counts as training, except where `phase` and
+        `finish_step` differ."""
         self._continue_with("training")
         self._write()
 
@@ -206,7 +237,8 @@ class GoodputTracker:
 
 
 def read(path: Path) -> tuple[list[JobRecord], str | None]:
-    """The jobs of a ledger, and what is wrong with it, in words; bad lines are skipped. Raises OSError."""
+    """The jobs of a ledger, and what is wrong with it, in words; bad lines are skipped. Raises
+    OSError."""
     jobs: list[JobRecord] = []
     bad = 0
     if not os.path.lexists(path):
@@ -223,7 +255,12 @@ def read(path: Path) -> tuple[list[JobRecord], str | None]:
                 jobs[-1].marks.append(record)
             else:
                 bad += 1
-    return jobs, f"goodput: {path} has {bad} lines that are none of a ledger; they are left out" if bad else None
+    return (
+        jobs,
+        f"goodput: {path} has {bad} lines that are none of a ledger; they are left out"
+        if bad
+        else None,
+    )
 
 
 def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
@@ -241,7 +278,11 @@ def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
     values.setdefault("compile_s", 0.0)  # ledgers of earlier versions do not have it
     seconds = {part: values.get(f"{part}_s") for part in SPENT}
     saved, end = values.get("saved", False), values.get("end")
-    if not all(map(_is_time, seconds.values())) or type(saved) is not bool or not isinstance(end, str | None):
+    if (
+        not all(map(_is_time, seconds.values()))
+        or type(saved) is not bool
+        or not isinstance(end, str | None)
+    ):
         return None
     return GoodputRecord(step, {part: float(spent) for part, spent in seconds.items()}, saved, end)  # type: ignore[arg-type]
 
@@ -251,12 +292,14 @@ def _is_time(value: Any) -> bool:
 
 
 def _follows(job: JobRecord, mark: GoodputRecord) -> bool:
-    """Whether this mark can follow the job's last one: neither step nor time decreases, and the job had not ended."""
+    """Whether this mark can follow the job's last one: neither step nor time decreases, and the job
+    had not ended."""
     return mark.step >= job.last.step and mark.elapsed >= job.last.elapsed and job.last.end is None
 
 
 def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> int:
-    """Rewrites the ledger with the marks of checkpoints and each job's last one; returns its size in bytes."""
+    """Rewrites the ledger with the marks of checkpoints and each job's last one; returns its size
+    in bytes."""
     lines = []
     for job in jobs:
         lines.append(json.dumps({"started": job.started, "step": job.first}) + "\n")
@@ -265,7 +308,9 @@ def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> int:
 
 
 def _mark_line(mark: GoodputRecord) -> str:
-    values: dict[str, Any] = {"step": mark.step} | {f"{part}_s": spent for part, spent in mark.seconds.items()}
+    values: dict[str, Any] = {"step": mark.step} | {
+        f"{part}_s": spent for part, spent in mark.seconds.items()
+    }
     if mark.saved:
         values["saved"] = True
     if mark.end is not None:

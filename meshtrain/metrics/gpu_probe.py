@@ -1,5 +1,6 @@
-"""A probe of each GPU: matrix products of a known size, now and then between two steps, which cost about 5 ms on an
-H100. Its time reveals a throttled GPU even where FSDP's waits hide how long each rank computes."""
+"""A probe of each GPU: matrix products of a known size, now and then between two steps, which cost
+about 5 ms on an H100. Its time reveals a throttled GPU even where FSDP's waits hide how long each
+rank computes."""
 
 import torch
 
@@ -8,7 +9,8 @@ PRODUCTS = 20  # one after the other
 
 
 class GpuProbe:
-    """Starts a probe every `every` steps (0: never), without waiting for it; on a CPU there is none."""
+    """Starts a probe every `every` steps (0: never), without waiting for it; on a CPU there is
+    none."""
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every = every if device.type == "cuda" else 0
@@ -16,7 +18,8 @@ class GpuProbe:
         self.model = ""  # of the GPU: only GPUs of the same model are compared
         if self._every:
             self.model = torch.cuda.get_device_name(device)
-            random = torch.Generator(device).manual_seed(0)  # zeros need less power; no other random numbers change
+            # zeros need less power; no other random numbers change
+            random = torch.Generator(device).manual_seed(0)
             a_b = torch.randn(2, SIZE, SIZE, generator=random, dtype=torch.bfloat16, device=device)
             self._a, self._b, self._product = *a_b, torch.empty_like(a_b[0])
 

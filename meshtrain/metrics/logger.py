@@ -1,6 +1,8 @@
-"""The logger of metrics: passes what a run measures on to `metrics.jsonl`, the terminal and the sinks.
+"""The logger of metrics: passes what a run measures on to `metrics.jsonl`, the terminal and the
+sinks.
 
-Rank 0 has a `Metrics`; the others have a `NoMetrics`, which does nothing. docs/metrics.md lists the fields.
+Rank 0 has a `Metrics`; the others have a `NoMetrics`, which does nothing. docs/metrics.md lists the
+fields.
 """
 
 import json
@@ -23,12 +25,15 @@ FILE = "metrics.jsonl"
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, even while it is being written; an incomplete last line is left out.
+    """The rows of a `metrics.jsonl`, even while it is being written; an incomplete last line is
+    left out.
 
     Raises InputError: a line is not a JSON object with a step.
     """
     path = Path(path)
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would never end
+    with open(
+        os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb"
+    ) as file:  # a pipe would never end
         return [row for _, _, row in _rows(file, path)]
 
 
@@ -42,21 +47,27 @@ def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[st
             row = parse_json(line)
         except InputError as error:
             raise InputError(
-                f"{path}:{number}: expected one JSON object per line, found {line[:60]!r} ({error}); "
+                f"{path}:{number}: expected one JSON object per line, found {line[:60]!r} "
+                f"({error}); "
                 "remove the line, or move the file away"
             ) from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise InputError(f"{path}:{number}: expected an object with a whole number as `step`, found {line[:60]!r}")
+            raise InputError(
+                f"{path}:{number}: expected an object with a whole number as `step`, found "
+                f"{line[:60]!r}"
+            )
         yield start, start + len(line), row
         start += len(line)
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one object per step, in the order of the steps, each written as soon as it is known; an
-    evaluation is added to its step's object. NaN and infinity, which JSON lacks, are written as null."""
+    """`metrics.jsonl`: one object per step, in the order of the steps, each written as soon as it
+    is known; an evaluation is added to its step's object. NaN and infinity, which JSON lacks, are
+    written as null."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file to append after its last complete row. A file with invalid lines is moved away."""
+        """Opens the file to append after its last complete row. A file with invalid lines is moved
+        away."""
         self._path = path
         self._last: dict[str, Any] = {"step": 0}
         with optional(f"{path} cannot be read"):
@@ -88,14 +99,20 @@ class MetricsFile:
     def row(self, row: dict[str, Any]) -> None:
         """Appends a row. Raises ValueError: the file has that step already."""
         if row["step"] <= self._last["step"]:
-            raise ValueError(f"{self._path} has step {self._last['step']} already; step {row['step']} cannot follow it")
+            raise ValueError(
+                f"{self._path} has step {self._last['step']} already; step {row['step']} cannot "
+                "follow it"
+            )
         self._last = dict(row)
         self._file.append(_line(row))
 
     def amend(self, step: int, values: dict[str, Any]) -> None:
         """Adds values to the last row. Raises ValueError: that is another step's."""
         if step != self._last["step"] or step == 0:
-            raise ValueError(f"{self._path}: the last row is step {self._last['step']}, nothing can be added to {step}")
+            raise ValueError(
+                f"{self._path}: the last row is step {self._last['step']}, nothing can be added to "
+                f"{step}"
+            )
         self._last |= values
         self._file.replace_last(_line(self._last))
 
@@ -117,7 +134,8 @@ def _keep_whole(damaged: Path, path: Path) -> None:
 
 def _line(row: dict[str, Any]) -> bytes:
     finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
     }
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
@@ -129,13 +147,15 @@ class NoMetrics:
         """Prints a line, above the progress line if there is one."""
 
     def row(self, row: dict[str, Any]) -> None:
-        """A step is done: takes its row, Python numbers and strings under the names in docs/metrics.md."""
+        """A step is done: takes its row, Python numbers and strings under the names in
+        docs/metrics.md."""
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         """Takes the evaluation after `step`, whose row must have been the last."""
 
     def epoch(self, epoch: int, values: dict[str, Any]) -> None:
-        """Epoch number `epoch`, counted from 1, is over: `loss`, and `accuracy` (a fraction) for a classifier."""
+        """Epoch number `epoch`, counted from 1, is over: `loss`, and `accuracy` (a fraction) for a
+        classifier."""
 
     def close(self) -> None:
         """Ends the progress line and the files; may be called twice."""
@@ -154,7 +174,8 @@ class Metrics(NoMetrics):
         sinks: SinkThreads | None = None,
         console: Console | None = None,
     ) -> None:
-        """`step`: rows after it are dropped. `sinks`: closed by the caller, once it is known how the run ends."""
+        """`step`: rows after it are dropped. `sinks`: closed by the caller, once it is known how
+        the run ends."""
         self._file = MetricsFile(folder / FILE)
         self._file.drop_after(step)
         self._tell = (lambda *_: None) if sinks is None else sinks.tell

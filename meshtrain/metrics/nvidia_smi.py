@@ -1,4 +1,5 @@
-"""What nvidia-smi reports about this host's GPUs. It comes with the driver, so it needs no installation."""
+"""What nvidia-smi reports about this host's GPUs. It comes with the driver, so it needs no
+installation."""
 
 import re
 import time
@@ -17,21 +18,32 @@ THROTTLES = {  # nvml.h, nvmlClocksEventReason*
     0x80: "the power brake",
 }
 CONDITION = ("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit")
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # of current drivers, and of old ones
+# of current drivers, and of old ones
+REASONS = (
+    "clocks_event_reasons.active",
+    "clocks_throttle_reasons.active",
+)
 
 
 def query(fields: Sequence[str], *arguments: str) -> list[list[str]]:
-    """The cells of these fields for each GPU, and as the last one its throttle reasons as a bit mask: queried under
-    each of the field's names, because nvidia-smi prints nothing if one field is unknown to it. Empty where nvidia-smi
-    is missing, fails or does not answer in time."""
+    """The cells of these fields for each GPU, and as the last one its throttle reasons as a bit
+    mask: queried under each of the field's names, because nvidia-smi prints nothing if one field is
+    unknown to it. Empty where nvidia-smi is missing, fails or does not answer in time."""
     begun = time.monotonic()
     for reasons in (*REASONS, ""):
         names = ",".join((*fields, reasons) if reasons else fields)
         lines: list[str] = []
         with suppress(ProgramError):
-            command = "nvidia-smi", *arguments, "--format=csv,noheader,nounits", f"--query-gpu={names}"
+            command = (
+                "nvidia-smi",
+                *arguments,
+                "--format=csv,noheader,nounits",
+                f"--query-gpu={names}",
+            )
             lines = run_program(command, LIMIT_S).splitlines()
-        cells = [[cell.strip() for cell in line.split(",")] + [""] * (not reasons) for line in lines]
+        cells = [
+            [cell.strip() for cell in line.split(",")] + [""] * (not reasons) for line in lines
+        ]
         if cells and all(len(row) == len(fields) + 1 for row in cells):
             return cells
         if time.monotonic() - begun > LIMIT_S:  # it hangs
@@ -47,7 +59,8 @@ def throttle_reasons(bits: str) -> str:
 
 
 class GpuCondition(NamedTuple):
-    """The condition of a GPU in words (empty where nvidia-smi does not tell), and whether its clocks are throttled."""
+    """The condition of a GPU in words (empty where nvidia-smi does not tell), and whether its
+    clocks are throttled."""
 
     text: str
     throttled: bool
@@ -57,8 +70,10 @@ UNKNOWN = GpuCondition("", False)
 
 
 def condition(cells: Sequence[str]) -> GpuCondition:
-    """From a row of `query` for `CONDITION`: `GPU 3 at 1230 of 1980 MHz, held down by heat (hardware), 88 °C`."""
-    known = (cell if re.fullmatch(r"[\da-fA-Fx.]+", cell) else "" for cell in cells)  # not `[N/A]` and the like
+    """From a row of `query` for `CONDITION`: `GPU 3 at 1230 of 1980 MHz, held down by heat
+    (hardware), 88 °C`."""
+    # not `[N/A]` and the like
+    known = (cell if re.fullmatch(r"[\da-fA-Fx.]+", cell) else "" for cell in cells)
     index, clock, most, heat, power, limit, bits = known
     reasons = throttle_reasons(bits)
     parts = [

@@ -12,12 +12,19 @@ if TYPE_CHECKING:
 
 
 def write_picture(path: str | Path, draw: Callable[[], "Figure"], example: str) -> None:
-    """Writes a figure into a file (png, svg or pdf). `example`: a name for it. Raises InputError: no matplotlib, or the
-    file cannot be written."""
+    """Writes a figure into a file (png, svg or pdf). `example`: a name for it. Raises InputError:
+    no matplotlib, or the file cannot be written."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
+        raise InputError(
+            "a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'"
+        )
     figure = draw()
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # a ValueError: a file format that matplotlib does not know
-        raise InputError(f"cannot write a picture to {path} ({error}): give a name such as {example}") from None
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a ValueError: a file format that matplotlib does not know
+        raise InputError(
+            f"cannot write a picture to {path} ({error}): give a name such as {example}"
+        ) from None

@@ -25,7 +25,8 @@ Rows = list[dict[str, Any]]
 
 
 def plot_loss(folder: str | Path, name: str) -> str:
-    """Draws `loss.png` in the run's folder; returns a sentence about it, even if it could not be drawn."""
+    """Draws `loss.png` in the run's folder; returns a sentence about it, even if it could not be
+    drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no loss plot: matplotlib is not installed (pip install 'meshtrain[plot]')"
     folder = Path(folder)
@@ -43,8 +44,9 @@ def plot_loss(folder: str | Path, name: str) -> str:
 
 
 def smooth(values: list[float], reach: int) -> list[float]:
-    """Mean of each finite value and its finite neighbours, `reach` to each side, fewer near the ends; NaN where there
-    are none. Unlike a running average, it does not lag behind a falling loss."""
+    """Mean of each finite value and its finite neighbours, `reach` to each side, fewer near the
+    ends; NaN where there are none. Unlike a running average, it does not lag behind a falling
+    loss."""
     series, index = np.asarray(values, float), np.arange(len(values))
     finite = np.isfinite(series)
     sums = np.append(0.0, np.cumsum(np.where(finite, series, 0.0)))
@@ -85,9 +87,18 @@ def _losses(axes: "Axes", rows: Rows) -> None:
     if at:
         few = len(at) <= 40
         axes.plot(
-            at, evaluated, color=_VALIDATION, linewidth=1.2 if few else 2, marker="o" if few else None, markersize=6.5,
-            markeredgecolor="white", markeredgewidth=1.2, label="validation loss", clip_on=False, zorder=5,
-        )  # fmt: skip
+            at,
+            evaluated,
+            color=_VALIDATION,
+            linewidth=1.2 if few else 2,
+            marker="o" if few else None,
+            markersize=6.5,
+            markeredgecolor="white",
+            markeredgewidth=1.2,
+            label="validation loss",
+            clip_on=False,
+            zorder=5,
+        )
     axes.set_ylabel("loss", color=_QUIET)
     axes.legend(frameon=False, labelcolor=_INK, loc="upper right", fontsize=10)
 
@@ -107,12 +118,21 @@ def _rate_and_norm(axes: "Axes", rows: Rows) -> None:
     axes.yaxis.get_offset_text().set_color(_RATE)
 
 
-def _curve(axes: "Axes", steps: list[int], values: list[float], color: str, width: float, label: str = "") -> None:
+def _curve(
+    axes: "Axes", steps: list[int], values: list[float], color: str, width: float, label: str = ""
+) -> None:
     every = max(1, len(steps) // _POINTS)
     alone = "o" if len(steps) == 1 else None
     axes.plot(steps[::every], values[::every], color=color, alpha=0.28, linewidth=1)
     course = smooth(values, len(values) // 50 + 1)
-    axes.plot(steps[::every], course[::every], color=color, linewidth=width, marker=alone, label=label or None)
+    axes.plot(
+        steps[::every],
+        course[::every],
+        color=color,
+        linewidth=width,
+        marker=alone,
+        label=label or None,
+    )
 
 
 def _clean(axes: "Axes") -> None:
@@ -124,15 +144,22 @@ def _clean(axes: "Axes") -> None:
 
 
 def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have `name`; null, which stands for a non-finite value, becomes NaN: a gap."""
+    """Steps and values of the rows that have `name`; null, which stands for a non-finite value,
+    becomes NaN: a gap."""
     having = [row for row in rows if name in row]
-    return [row["step"] for row in having], [math.nan if row[name] is None else row[name] for row in having]
+    return [row["step"] for row in having], [
+        math.nan if row[name] is None else row[name] for row in having
+    ]
 
 
 def _summary(rows: Rows) -> str:
     for row in reversed(rows):
         if row.get("eval_loss") is not None:
-            accuracy = f", accuracy {100 * row['accuracy']:.2f} %" if row.get("accuracy") is not None else ""
+            accuracy = (
+                f", accuracy {100 * row['accuracy']:.2f} %"
+                if row.get("accuracy") is not None
+                else ""
+            )
             return f"validation loss {row['eval_loss']:.4f}{accuracy} at step {row['step']:,}"
     loss = rows[-1].get("loss")
     return f"training loss {math.nan if loss is None else loss:.4f} at step {rows[-1]['step']:,}"

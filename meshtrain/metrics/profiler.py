@@ -31,13 +31,17 @@ class Profiler:
             yield f"profiling steps {own[0]} to {own[-1]} of every rank into {self._trace.parent}"
         elif self._last > 0:
             yield (
-                f"metrics.profile names steps {self._first} to {self._last}, and this job does steps {done + 1} to "
+                f"metrics.profile names steps {self._first} to {self._last}, and this job does "
+                f"steps {done + 1} to "
                 f"{steps}: nothing is profiled"
             )
         if self._remembering:
             yield f"recording the memory history of every rank into {self._history.parent}"
         if self._needs_cuda:
-            yield f"metrics.memory_snapshot needs CUDA: this run is on {self._device.type}, no snapshot is written"
+            yield (
+                f"metrics.memory_snapshot needs CUDA: this run is on {self._device.type}, no "
+                "snapshot is written"
+            )
 
     def step(self, step: int) -> None:
         if self._running is not None and step > self._last:
@@ -50,14 +54,16 @@ class Profiler:
             self._running.start()
 
     def close(self) -> None:
-        """Writes what is not written yet, even after an error: a history is most useful when memory ran out."""
+        """Writes what is not written yet, even after an error: a history is most useful when memory
+        ran out."""
         if self._running is not None:
             self._export()
         if self._remembering:
             self._remembering = False
             with optional("there is no memory history"):
                 self._history.parent.mkdir(parents=True, exist_ok=True)
-                self._history.unlink(missing_ok=True)  # torch would write to where a link of this name leads
+                # torch would write to where a link of this name leads
+                self._history.unlink(missing_ok=True)
                 torch.cuda.memory._dump_snapshot(str(self._history))
             torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -67,5 +73,6 @@ class Profiler:
         running, self._running = self._running, None
         with optional("there is no profile"):
             self._trace.parent.mkdir(parents=True, exist_ok=True)
-            self._trace.unlink(missing_ok=True)  # torch would write to where a link of this name leads
+            # torch would write to where a link of this name leads
+            self._trace.unlink(missing_ok=True)
             running.export_chrome_trace(str(self._trace))

@@ -22,12 +22,15 @@ def open_progress(console: Console, *, task: str, steps: int) -> "Progress":
 
 
 class Progress(ABC):
-    """Shows the first `first` steps, then at most one step every `every_s` seconds, and always the last one."""
+    """Shows the first `first` steps, then at most one step every `every_s` seconds, and always the
+    last one."""
 
     first: int
     every_s: float
 
-    def __init__(self, console: Console, *, task: str, steps: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, *, task: str, steps: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._unit = "tokens/s" if task == "language" else "samples/s"
         self._steps = steps
@@ -61,7 +64,8 @@ class Progress(ABC):
 
 
 class PlainLines(Progress):
-    """Lines of a log for people: the first ones show that the run works, and later ones that it progresses."""
+    """Lines of a log for people: the first ones show that the run works, and later ones that it
+    progresses."""
 
     first, every_s = 5, 5.0
 
@@ -103,7 +107,9 @@ class LiveLine(Progress):
         # A narrow terminal has room for the numbers only: two lines would scroll.
         width = min(40, self._console.width - len(text) - 2)
         if width >= 8:
-            bar = ProgressBar(self._steps, row["step"], width, complete_style="cyan", finished_style="green")
+            bar = ProgressBar(
+                self._steps, row["step"], width, complete_style="cyan", finished_style="green"
+            )
             frame.add_row(bar, text)
         else:
             frame.add_row(text)
@@ -133,7 +139,8 @@ class StepTimeAverage:
 def step_line(row: Values, steps: int, unit: str, remaining: float | None = None) -> str:
     """One step as a line; fields that the row lacks are left out.
 
-    `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 % (causal 28.9 %)  left 2m10s`
+    `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 % (causal 28.9
+    %)  left 2m10s`
     """
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
@@ -151,26 +158,35 @@ def step_line(row: Values, steps: int, unit: str, remaining: float | None = None
 
 
 def evaluation_line(step: int, values: Values) -> str:
-    """`eval at step 50: loss 2.2103, perplexity 9.12, bits per byte 3.1888`, or with `accuracy 92.34 %`."""
+    """`eval at step 50: loss 2.2103, perplexity 9.12, bits per byte 3.1888`, or with `accuracy
+    92.34 %`."""
     words = {
         "eval_loss": lambda value: f"loss {_fixed(value, 4)}",
         "perplexity": lambda value: f"perplexity {_fixed(value, 2)}",
         "bits_per_byte": lambda value: f"bits per byte {_fixed(value, 4)}",
         "accuracy": lambda value: f"accuracy {100 * value:.2f} %",
     }
-    return f"eval at step {step}: " + ", ".join(say(values[name]) for name, say in words.items() if name in values)
+    return f"eval at step {step}: " + ", ".join(
+        say(values[name]) for name, say in words.items() if name in values
+    )
 
 
 def epoch_line(epoch: int, values: Values) -> str:
     """`epoch 1  loss 0.2346  accuracy 92.34 %`, or without the accuracy if there is none."""
-    accuracy = "" if values.get("accuracy") is None else f"  accuracy {100 * values['accuracy']:.2f} %"
+    accuracy = (
+        "" if values.get("accuracy") is None else f"  accuracy {100 * values['accuracy']:.2f} %"
+    )
     return f"epoch {epoch}  loss {_fixed(values['loss'], 4)}{accuracy}"
 
 
 def duration(seconds: float) -> str:
     """`48s`, `2m10s`, `3h05m`, `2d04h`."""
     whole = round(seconds)
-    for size, unit, lower_size, lower in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+    for size, unit, lower_size, lower in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // lower_size:02d}{lower}"
     return f"{whole}s"
@@ -197,7 +213,9 @@ def _percent(name: str, fraction: float | None) -> str:
 def _mfu(row: Values) -> str:
     """The MFU in both ways of counting, if they differ."""
     full, causal = row.get("mfu"), row.get("mfu_causal")
-    return _percent("mfu", full) + ("" if causal in (None, full) else f" ({_percent('causal', causal)})")
+    return _percent("mfu", full) + (
+        "" if causal in (None, full) else f" ({_percent('causal', causal)})"
+    )
 
 
 def _share(name: str, row: Values) -> str:

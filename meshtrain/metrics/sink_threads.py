@@ -1,6 +1,7 @@
 """Threads of the sinks, beside training: each sink runs in its own, behind a bounded queue.
 
-A sink never ends a run or slows it down. Its errors are reported once; a sink that hangs is left behind.
+A sink never ends a run or slows it down. Its errors are reported once; a sink that hangs is left
+behind.
 """
 
 import importlib.util
@@ -18,7 +19,8 @@ from meshtrain.errors import InputError
 from meshtrain.job.storage import warn
 from meshtrain.metrics.sinks import OWN, Sink, SinkRun
 
-START_S = 30.0  # for which the end of a run waits for a sink under construction: imports take long on a busy host
+# for which the end of a run waits for a sink under construction: imports take long on a busy host
+START_S = 30.0
 MOST_WAITING = 1000  # calls in a sink's queue; further ones are dropped
 
 Make = Callable[[SinkRun], Sink]
@@ -28,7 +30,8 @@ class SinkThreads:
     """Passes each call on to every sink, and waits for none of them before the end."""
 
     def __init__(self, makers: Mapping[str, Make], run: SinkRun) -> None:
-        """`makers`: from `find_sinks`. They are called in the threads, as a sink may open a connection."""
+        """`makers`: from `find_sinks`. They are called in the threads, as a sink may open a
+        connection."""
         self._closing = threading.Lock()
         self._threads = [_SinkThread(name, make, run) for name, make in makers.items()]
 
@@ -38,8 +41,8 @@ class SinkThreads:
             sink.call(method, *arguments)
 
     def close(self, status: str, limit_s: float = float("inf")) -> None:
-        """Closes all sinks, and waits as long as the slowest of them may take, but no longer than `limit_s`. Later
-        calls return at once."""
+        """Closes all sinks, and waits as long as the slowest of them may take, but no longer than
+        `limit_s`. Later calls return at once."""
         if not self._closing.acquire(blocking=False):
             return
         begin = time.monotonic()
@@ -49,9 +52,15 @@ class SinkThreads:
             wait_s = min(sink.close_s, limit_s)
             sink.thread.join(max(0.0, begin + wait_s - time.monotonic()))
             if sink.thread.is_alive():
-                warn(f"metrics.sinks: {sink.name} has not ended within {wait_s:g} s; what it has not taken is lost")
+                warn(
+                    f"metrics.sinks: {sink.name} has not ended within {wait_s:g} s; what it has "
+                    "not taken is lost"
+                )
             elif sink.lost:
-                warn(f"metrics.sinks: {sink.name} was too slow: {sink.lost} of the rows and events did not reach it")
+                warn(
+                    f"metrics.sinks: {sink.name} was too slow: {sink.lost} of the rows and events "
+                    "did not reach it"
+                )
 
 
 class _SinkThread:
@@ -94,13 +103,18 @@ class _SinkThread:
         except (Exception, SystemExit) as error:
             if not self._warned:
                 self._warned = True
-                warn(f"metrics.sinks: {self.name} {problem}; the run goes on ({type(error).__name__}: {error})")
+                warn(
+                    f"metrics.sinks: {self.name} {problem}; the run goes on "
+                    f"({type(error).__name__}: {error})"
+                )
 
 
 def find_sinks(config: Metrics) -> dict[str, Make]:
-    """The constructor of each sink; none is called yet. Raises InputError: a sink does not exist, is not installed, or
-    takes other options."""
-    return {name: _find(name, config.sink_options.get(name, {})) for name in config.all_sinks}
+    """The constructor of each sink; none is called yet. Raises InputError: a sink does not exist,
+    is not installed, or takes other options."""
+    return {
+        name: _find(name, config.sink_options.get(name, {})) for name in dict.fromkeys(config.sinks)
+    }
 
 
 def _find(name: str, options: Mapping[str, Any]) -> Make:
@@ -114,13 +128,17 @@ def _find(name: str, options: Mapping[str, Any]) -> Make:
         inspect.signature(kind).bind(None, **options)
     except TypeError as error:
         known = ", ".join(list(inspect.signature(kind).parameters)[1:])
-        raise InputError(f"metrics.sink_options.{name}: {error}; its options are: {known or 'none'}") from error
+        raise InputError(
+            f"metrics.sink_options.{name}: {error}; its options are: {known or 'none'}"
+        ) from error
     if kind in OWN.values():
         hints = get_type_hints(kind.__init__)
         for option, value in options.items():
             if not isinstance(value, hints[option]) or isinstance(value, bool):
                 expected = inspect.formatannotation(hints[option])
-                raise InputError(f"metrics.sink_options.{name}.{option}: expected {expected}, found {value!r}")
+                raise InputError(
+                    f"metrics.sink_options.{name}.{option}: expected {expected}, found {value!r}"
+                )
     return lambda run: kind(run, **options)
 
 
@@ -131,7 +149,8 @@ def _class(name: str) -> type[Sink]:
     kind = getattr(locate.users_file("metrics.sinks", path), attribute, None)
     if not (isinstance(kind, type) and issubclass(kind, Sink)):
         raise InputError(
-            f"metrics.sinks: {path} has no class {attribute} that is a meshtrain.metrics.sinks.Sink: "
+            f"metrics.sinks: {path} has no class {attribute} that is a "
+            "meshtrain.metrics.sinks.Sink: "
             "docs/monitoring.md has an example"
         )
     return kind

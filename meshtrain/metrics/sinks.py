@@ -31,10 +31,12 @@ class SinkRun:
 
 
 class Sink:
-    """The calls that a sink receives; it implements those that it needs. All run in the sink's own thread, also the
-    constructor, which gets the run and the options of the config: `__init__(self, run, *, port: int = 9400)`."""
+    """The calls that a sink receives; it implements those that it needs. All run in the sink's own
+    thread, also the constructor, which gets the run and the options of the config: `__init__(self,
+    run, *, port: int = 9400)`."""
 
-    package: ClassVar[str | None] = None  # the package that it imports, and the extra of meshtrain that installs it
+    # the package that it imports, and the extra of meshtrain that installs it
+    package: ClassVar[str | None] = None
     close_s: ClassVar[float] = 5.0  # how long the end of the run waits for it
 
     def __init__(self, run: SinkRun) -> None:
@@ -47,7 +49,8 @@ class Sink:
         """The evaluation after `step`, whose row was the last."""
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
-        """`epoch`: `epoch`, `loss`, and `accuracy` for a classifier. `message`: `text`, which the terminal shows."""
+        """`epoch`: `epoch`, `loss`, and `accuracy` for a classifier. `message`: `text`, which the
+        terminal shows."""
 
     def close(self, status: str) -> None:
         """The run ends: "done", "stopped" or "failed", as in exit.json."""
@@ -55,13 +58,20 @@ class Sink:
 
 class _Curves(Sink):
     def row(self, values: dict[str, Any]) -> None:
-        self._add_numbers(values["step"], {_tag(name): value for name, value in values.items() if name != "step"})
+        self._add_numbers(
+            values["step"], {_tag(name): value for name, value in values.items() if name != "step"}
+        )
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        self._add_numbers(step, {f"validation/{name.removeprefix('eval_')}": value for name, value in values.items()})
+        self._add_numbers(
+            step,
+            {f"validation/{name.removeprefix('eval_')}": value for name, value in values.items()},
+        )
 
     def _add_numbers(self, step: int, values: dict[str, Any]) -> None:
-        self.add(step, {tag: value for tag, value in values.items() if isinstance(value, int | float)})
+        self.add(
+            step, {tag: value for tag, value in values.items() if isinstance(value, int | float)}
+        )
 
     def add(self, step: int, values: dict[str, float]) -> None:
         raise NotImplementedError
@@ -75,9 +85,12 @@ class TensorBoard(_Curves):
     def __init__(self, run: SinkRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, only if it is used
 
-        # Values that an earlier job wrote for steps that are repeated are hidden, as metrics.jsonl drops them.
+        # Values that an earlier job wrote for steps that are repeated are hidden, as metrics.jsonl
+        # drops them.
         purge = run.step + 1 if run.step else None
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge, flush_secs=10)
+        self._writer = SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=purge, flush_secs=10
+        )
 
     def add(self, step: int, values: dict[str, float]) -> None:
         for tag, value in values.items():
@@ -88,15 +101,21 @@ class TensorBoard(_Curves):
 
 
 class Wandb(_Curves):
-    """One run of W&B, which keeps its id over restarts of the job: the file `wandb_id` in the run's folder."""
+    """One run of W&B, which keeps its id over restarts of the job: the file `wandb_id` in the run's
+    folder."""
 
     package = "wandb"
     close_s = 30.0
 
     def __init__(
-        self, run: SinkRun, *, project: str = "meshtrain", entity: str | None = None, name: str | None = None,
+        self,
+        run: SinkRun,
+        *,
+        project: str = "meshtrain",
+        entity: str | None = None,
+        name: str | None = None,
         mode: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`mode`: online, offline or disabled; None: the value of WANDB_MODE."""
         import wandb
 
@@ -105,10 +124,16 @@ class Wandb(_Curves):
             write_whole(file, uuid.uuid4().hex[:12])
         config = None if run.config is None else dict(run.config)
         self._run = wandb.init(
-            project=project, entity=entity, name=name or run.name, resume="allow",
-            id=read_guarded(file).decode().strip(), dir=str(run.folder), mode=cast(Any, mode), config=config,
+            project=project,
+            entity=entity,
+            name=name or run.name,
+            resume="allow",
+            id=read_guarded(file).decode().strip(),
+            dir=str(run.folder),
+            mode=cast(Any, mode),
+            config=config,
             settings=wandb.Settings(console="off"),
-        )  # fmt: skip
+        )
 
     def add(self, step: int, values: dict[str, float]) -> None:
         if step >= self._run.step:  # it has the steps before from an earlier job, and rejects them
@@ -121,15 +146,23 @@ class Wandb(_Curves):
 
 
 class Prometheus(Sink):
-    """The latest values in Prometheus' text format: in a file for node_exporter's textfile collector, and with a
-    `port` also over HTTP at `/metrics` as long as the run lasts."""
+    """The latest values in Prometheus' text format: in a file for node_exporter's textfile
+    collector, and with a `port` also over HTTP at `/metrics` as long as the run lasts."""
 
     def __init__(
-        self, run: SinkRun, *, textfile: str | None = None, port: int | None = None, bind: str = "127.0.0.1",
+        self,
+        run: SinkRun,
+        *,
+        textfile: str | None = None,
+        port: int | None = None,
+        bind: str = "127.0.0.1",
         every_s: float | int = 5,
-    ) -> None:  # fmt: skip
-        """`textfile`: None: `metrics.prom` in the run's folder; written at most every `every_s` seconds."""
-        self._file = run.folder / "metrics.prom" if textfile is None else Path(textfile).expanduser()
+    ) -> None:
+        """`textfile`: None: `metrics.prom` in the run's folder; written at most every `every_s`
+        seconds."""
+        self._file = (
+            run.folder / "metrics.prom" if textfile is None else Path(textfile).expanduser()
+        )
         self._run, self._every_s, self._written, self._status = run.name, every_s, 0.0, "running"
         self._values: dict[str, Any] = {"steps": run.steps, "step": run.step}
         self._server: http.server.ThreadingHTTPServer | None = None
@@ -137,7 +170,10 @@ class Prometheus(Sink):
             if port is not None:
                 self._server = _serve(self, bind, port)
         except (OSError, OverflowError) as error:  # the file still works
-            warn(f"metrics.sinks: prometheus cannot listen on {bind}:{port} ({error}); it writes {self._file} alone")
+            warn(
+                f"metrics.sinks: prometheus cannot listen on {bind}:{port} ({error}); it writes "
+                f"{self._file} alone"
+            )
         self._write()
 
     def row(self, values: dict[str, Any]) -> None:
@@ -167,7 +203,9 @@ class Prometheus(Sink):
                 lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {float(value)!r}']
         lines.append("# TYPE meshtrain_status gauge")
         for status in STATUSES:
-            lines.append(f'meshtrain_status{{run="{run}",status="{status}"}} {int(status == self._status)}')
+            lines.append(
+                f'meshtrain_status{{run="{run}",status="{status}"}} {int(status == self._status)}'
+            )
         return "\n".join(lines) + "\n"
 
     def _write(self) -> None:
@@ -199,12 +237,18 @@ def _serve(sink: Prometheus, bind: str, port: int) -> http.server.ThreadingHTTPS
             """Keeps requests off the terminal, too."""
 
     server = http.server.ThreadingHTTPServer((bind, port), Handler)
-    threading.Thread(target=server.serve_forever, name="sink prometheus /metrics", daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, name="sink prometheus /metrics", daemon=True
+    ).start()
     return server
 
 
 def _tag(name: str) -> str:
-    return f"time/{name.removeprefix('time_')}" if name.startswith(("time_", "step_time", "wall_")) else f"train/{name}"
+    return (
+        f"time/{name.removeprefix('time_')}"
+        if name.startswith(("time_", "step_time", "wall_"))
+        else f"train/{name}"
+    )
 
 
 OWN: dict[str, type[Sink]] = {"prometheus": Prometheus, "tensorboard": TensorBoard, "wandb": Wandb}

@@ -1,7 +1,8 @@
 """The step timer: where the time of a step goes, measured without slowing the step down.
 
-On CUDA a phase records an event on the current stream and does not wait; events are read a step later, when they have
-long happened. On a CPU a phase reads a counter. Both cost a few microseconds per phase.
+On CUDA a phase records an event on the current stream and does not wait; events are read a step
+later, when they have long happened. On a CPU a phase reads a counter. Both cost a few microseconds
+per phase.
 """
 
 import os
@@ -24,10 +25,12 @@ GIB = 2**30
 
 
 class TimeSource:
-    """Source of time marks, here readings of the host's counter. Its methods are for the thread that created it."""
+    """Source of time marks, here readings of the host's counter. Its methods are for the thread
+    that created it."""
 
     def __init__(self) -> None:
-        # Linux counts the nanoseconds that a thread waits on a run queue (Documentation/scheduler/sched-stats.rst).
+        # Linux counts the nanoseconds that a thread waits on a run queue
+        # (Documentation/scheduler/sched-stats.rst).
         self._schedstat: int | None = None
         with suppress(OSError):
             self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
@@ -35,7 +38,11 @@ class TimeSource:
 
     def queued(self) -> float:
         """Seconds so far in which this thread was runnable and no core was free for it."""
-        return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 80, 0).split()[1]) / 1e9
+        return (
+            0.0
+            if self._schedstat is None
+            else int(os.pread(self._schedstat, 80, 0).split()[1]) / 1e9
+        )
 
     def now(self) -> Any:
         return time.perf_counter()
@@ -72,11 +79,13 @@ class CudaTimeSource(TimeSource):
         self._free.extend(marks)
 
     def queued(self) -> float:
-        return 0.0  # a GPU with queued work is not delayed by it; one without shows the delay in its own time
+        # a GPU with queued work is not delayed by it; one without shows the delay in its own time
+        return 0.0
 
 
 class _Step(NamedTuple):
-    """A step that has ended: its wall time, its marks, and the seconds of the rank's own time without a free core."""
+    """A step that has ended: its wall time, its marks, and the seconds of the rank's own time
+    without a free core."""
 
     seconds: float
     log: list[tuple[Any, str | None]]
@@ -86,25 +95,33 @@ class _Step(NamedTuple):
 class StepTimer:
     """Measures how many seconds of each step went into each of `PHASES`.
 
-    A phase may be entered inside another, even inside a backward (which runs in its own thread on CUDA): the inner time
-    counts for the inner phase only. So `communication` is the part of it that compute did not hide.
+    A phase may be entered inside another, even inside a backward (which runs in its own thread on
+    CUDA): the inner time counts for the inner phase only. So `communication` is the part of it that
+    compute did not hide.
 
-    On CUDA, phases are measured on the current stream: late data does not count while the GPU is still busy.
+    On CUDA, phases are measured on the current stream: late data does not count while the GPU is
+    still busy.
     """
 
-    def __init__(self, device: torch.device, marks: TimeSource | None = None, *, hiding: Collection[str] = ()) -> None:
-        """`marks`: replaces the device's clock. `hiding`: phases that contain waits, so are not the rank's own time."""
+    def __init__(
+        self, device: torch.device, marks: TimeSource | None = None, *, hiding: Collection[str] = ()
+    ) -> None:
+        """`marks`: replaces the device's clock. `hiding`: phases that contain waits, so are not the
+        rank's own time."""
         self._marks = marks or (CudaTimeSource() if device.type == "cuda" else TimeSource())
         self._not_own = {"communication", *hiding}
         self._running: list[str] = []
-        self._log: list[tuple[Any, str | None]] = []  # from this mark on, time belongs to this phase
+        self._log: list[
+            tuple[Any, str | None]
+        ] = []  # from this mark on, time belongs to this phase
         # Bounded: ranks that never pop their measurements must not accumulate them.
         self._finished: deque[_Step] = deque(maxlen=4)
         self._begin()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time of the body belongs to phase `name`. Raises KeyError for a name not in `PHASES`."""
+        """The time of the body belongs to phase `name`. Raises KeyError for a name not in
+        `PHASES`."""
         if name not in PHASES:
             raise KeyError(name)
         self._running.append(name)
@@ -132,7 +149,8 @@ class StepTimer:
         self._own = own
 
     def end_step(self) -> None:
-        """Queues the measurement of the step for `pop`, without waiting. Raises RuntimeError inside a phase."""
+        """Queues the measurement of the step for `pop`, without waiting. Raises RuntimeError inside
+        a phase."""
         self._outside_phases()
         seconds = time.perf_counter() - self._ended
         queued = self._queued + self._marks.queued() - self._queued_before
@@ -143,17 +161,18 @@ class StepTimer:
         self._begin()
 
     def restart(self) -> None:
-        """Discards the time since the last `end_step`, which belongs to no step. Raises RuntimeError inside a phase."""
+        """Discards the time since the last `end_step`, which belongs to no step. Raises
+        RuntimeError inside a phase."""
         self._outside_phases()
         self._forget(self._log)
         self._begin()
 
     def pop(self) -> dict[str, float] | None:
-        """The times of the oldest finished step not popped yet (4 are kept), in seconds; None if there is none. Waits
-        for the device, so call it for step n while step n + 1 is under way.
+        """The times of the oldest finished step not popped yet (4 are kept), in seconds; None if
+        there is none. Waits for the device, so call it for step n while step n + 1 is under way.
 
-        `step_time_s` is the wall time between the ends of two steps, `time_own_s` all time except waiting for other
-        ranks, `time_queued_s` the part of that without a free core.
+        `step_time_s` is the wall time between the ends of two steps, `time_own_s` all time except
+        waiting for other ranks, `time_queued_s` the part of that without a free core.
         """
         if not self._finished:
             return None
@@ -168,12 +187,15 @@ class StepTimer:
                 times["own"] += seconds
         self._forget(step.log)
         times["queued"] = step.queued
-        return {"step_time_s": step.seconds} | {f"time_{name}_s": seconds for name, seconds in times.items()}
+        return {"step_time_s": step.seconds} | {
+            f"time_{name}_s": seconds for name, seconds in times.items()
+        }
 
     def _outside_phases(self) -> None:
         if self._running:
             raise RuntimeError(
-                f"a step ends or starts inside of the phase {self._running[-1]!r}; close the phase first"
+                f"a step ends or starts inside of the phase {self._running[-1]!r}; close the phase "
+                "first"
             )
 
     def _forget(self, log: list[tuple[Any, str | None]]) -> None:
@@ -181,13 +203,16 @@ class StepTimer:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory so far, in GiB: on CUDA that of tensors (no cache or NCCL buffers), on a CPU resident memory."""
+    """Peak memory so far, in GiB: on CUDA that of tensors (no cache or NCCL buffers), on a CPU
+    resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB  # macOS counts bytes, Linux KiB
+    # macOS counts bytes, Linux KiB
+    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
 def memory_reserved_gib(device: torch.device) -> float | None:
-    """Peak memory so far, in GiB, that torch's allocator has reserved on CUDA, gaps included; None on a CPU."""
+    """Peak memory so far, in GiB, that torch's allocator has reserved on CUDA, gaps included; None
+    on a CPU."""
     return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None

@@ -1,8 +1,10 @@
-"""Stragglers: which ranks keep the others waiting, found from each rank's measurements of its own time.
+"""Stragglers: which ranks keep the others waiting, found from each rank's measurements of its own
+time.
 
-A rank is slow only if even its good steps are longer than the others' bad ones (quartiles, which single outliers do not
-move), if that costs a sizeable part of the step, and if it persists. Time in which a thread was runnable and no core
-was free counts between hosts only: ranks that share cores share that time, too, and not evenly.
+A rank is slow only if even its good steps are longer than the others' bad ones (quartiles, which
+single outliers do not move), if that costs a sizeable part of the step, and if it persists. Time in
+which a thread was runnable and no core was free counts between hosts only: ranks that share cores
+share that time, too, and not evenly.
 """
 
 import json
@@ -28,20 +30,29 @@ LOOKS = 3  # in a row, before a rank is named as a straggler, or as recovered
 SHARE = 0.1  # of a step: what a slow rank must cost the others
 LEAST_S = 0.01  # shorter excesses are the noise of steps that are too short to be worth a warning
 
-PROBE_SHARE = 0.2  # by which a slow GPU's matrix product is longer: GPUs of one model differ by up to a tenth
-THROTTLED = "see to the cooling and the power of that host (nvidia-smi -q -d PERFORMANCE), or leave it out"
-NODE_CHECK = "run `meshtrain doctor --local` on that host when the job is over; leave the host out if it stays slow"
+# by which a slow GPU's matrix product is longer: GPUs of one model differ by up to a tenth
+PROBE_SHARE = 0.2
+THROTTLED = (
+    "see to the cooling and the power of that host (nvidia-smi -q -d PERFORMANCE), or leave it out"
+)
+NODE_CHECK = (
+    "run `meshtrain doctor --local` on that host when the job is over; leave the host out if it "
+    "stays slow"
+)
 
-EVERY = 20  # steps per look: their quartiles are steady, and a straggler is named within three looks
-RANKS_PER_STEP = 32  # rank 0 reads a report of every rank in a look, so looks are rarer in a large world
+# steps per look: their quartiles are steady, and a straggler is named within three looks
+EVERY = 20
+# rank 0 reads a report of every rank in a look, so looks are rarer in a large world
+RANKS_PER_STEP = 32
 FEWEST = 8  # measured steps that a look needs
 WARM_UP = 3  # first steps of a job, excluded from looks: caches fill, kernels are chosen
 
 
 @dataclass(frozen=True)
 class RankPace:
-    """Times of one rank in the steps of one look, in seconds per step: quartiles of its own time, without the time in
-    which no core was free for it and (`_all`) with it; medians of the whole step and of its wait for data."""
+    """Times of one rank in the steps of one look, in seconds per step: quartiles of its own time,
+    without the time in which no core was free for it and (`_all`) with it; medians of the whole
+    step and of its wait for data."""
 
     low: float
     middle: float
@@ -59,24 +70,41 @@ class RankPace:
 
     @classmethod
     def of(
-        cls, steps: Sequence[Mapping[str, float]], host: str, load: float, cores: int, gpu: GpuCondition = UNKNOWN
+        cls,
+        steps: Sequence[Mapping[str, float]],
+        host: str,
+        load: float,
+        cores: int,
+        gpu: GpuCondition = UNKNOWN,
     ) -> "RankPace":
         """From the times of at least two steps, as returned by StepTimer.pop."""
         everything = [times["time_own_s"] for times in steps]
         own = [max(0.0, times["time_own_s"] - times["time_queued_s"]) for times in steps]
         low, middle, high = quantiles(own, method="inclusive")
         low_all, middle_all, high_all = quantiles(everything, method="inclusive")
-        step, data = (median(times[name] for times in steps) for name in ("step_time_s", "time_data_s"))
-        return cls(low, middle, high, low_all, middle_all, high_all, step, data, host, load, cores, *gpu)
+        step, data = (
+            median(times[name] for times in steps) for name in ("step_time_s", "time_data_s")
+        )
+        return cls(
+            low, middle, high, low_all, middle_all, high_all, step, data, host, load, cores, *gpu
+        )
 
     def of_probe(self, times: Sequence[float]) -> "RankPace":
-        """This pace with probe times of its GPU, relative to the typical one: PROBE_SHARE more of it is slow."""
+        """This pace with probe times of its GPU, relative to the typical one: PROBE_SHARE more of
+        it is slow."""
         return self._timed(min(times), median(times), max(times), PROBE_SHARE / SHARE)
 
     def _timed(self, low: float, middle: float, high: float, step: float) -> "RankPace":
         """This pace with these quartiles of its own time, without waits for a core."""
         return replace(
-            self, low=low, middle=middle, high=high, low_all=low, middle_all=middle, high_all=high, step=step
+            self,
+            low=low,
+            middle=middle,
+            high=high,
+            low_all=low,
+            middle_all=middle,
+            high_all=high,
+            step=step,
         )
 
     def scaled(self, factor: float) -> "RankPace":
@@ -105,8 +133,9 @@ class Straggler:
 
 
 def is_slow(rank: RankPace, others: Sequence[RankPace]) -> bool:
-    """Whether a rank is clearly slower than the others with the same work. Which rank waits for a core on a shared host
-    is chance, so waits count only against ranks of other hosts: a host whose cores are never free is slow."""
+    """Whether a rank is clearly slower than the others with the same work. Which rank waits for a
+    core on a shared host is chance, so waits count only against ranks of other hosts: a host whose
+    cores are never free is slow."""
     elsewhere = [other for other in others if other.host != rank.host]
     beyond = [rank.low - median(other.high for other in others)] if others else []
     beyond += [rank.low_all - median(other.high_all for other in elsewhere)] if elsewhere else []
@@ -114,7 +143,8 @@ def is_slow(rank: RankPace, others: Sequence[RankPace]) -> bool:
 
 
 def slow(paces: Sequence[RankPace], peers: Sequence[Sequence[int]]) -> set[int]:
-    """The slow ranks of one look, from every rank's pace and the groups of ranks that do the same work."""
+    """The slow ranks of one look, from every rank's pace and the groups of ranks that do the same
+    work."""
     return {
         rank
         for group in peers
@@ -125,31 +155,38 @@ def slow(paces: Sequence[RankPace], peers: Sequence[Sequence[int]]) -> set[int]:
 
 @dataclass
 class StragglerTest:
-    """Finds, look after look, which ranks have become stragglers and which have recovered. Ranks alone in their group
-    (stages of a pipeline without data parallelism) are compared by the change of their times since the first look."""
+    """Finds, look after look, which ranks have become stragglers and which have recovered. Ranks
+    alone in their group (stages of a pipeline without data parallelism) are compared by the change
+    of their times since the first look."""
 
     peers: Sequence[Sequence[int]]  # groups of ranks that do the same work; each rank is in one
     suspects: set[int] = field(default_factory=set)  # slow in the last look
     named: set[int] = field(default_factory=set)  # the stragglers
     _first: Sequence[RankPace] = ()
-    _slow: dict[int, int] = field(default_factory=dict)  # rank -> looks in a row in which it was slow
-    _fine: dict[int, int] = field(default_factory=dict)  # named rank -> looks in a row in which it was not
+    # rank -> looks in a row in which it was slow
+    _slow: dict[int, int] = field(default_factory=dict)
+    # named rank -> looks in a row in which it was not
+    _fine: dict[int, int] = field(default_factory=dict)
 
     def update(self, paces: Sequence[RankPace]) -> tuple[list[Straggler], list[int]]:
-        """Takes the paces of one look; returns the new stragglers, and the ranks that have just recovered."""
+        """Takes the paces of one look; returns the new stragglers, and the ranks that have just
+        recovered."""
         self._first = self._first or paces
         together = [group for group in self.peers if len(group) > 1]
         alone = [rank for group in self.peers if len(group) == 1 for rank in group]
         self.suspects = slow(paces, together) | slow(self._scaled(paces, alone), [alone])
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in self.suspects}
         self._fine = {rank: self._fine.get(rank, 0) + 1 for rank in self.named - self.suspects}
-        new = sorted(rank for rank, looks in self._slow.items() if looks >= LOOKS and rank not in self.named)
+        new = sorted(
+            rank for rank, looks in self._slow.items() if looks >= LOOKS and rank not in self.named
+        )
         recovered = sorted(rank for rank, looks in self._fine.items() if looks >= LOOKS)
         self.named = (self.named | set(new)) - set(recovered)
         return [self._straggler(rank, paces) for rank in new], recovered
 
     def _scaled(self, paces: Sequence[RankPace], alone: Sequence[int]) -> list[RankPace]:
-        """The paces, scaled as if all ranks that are alone had taken the same time in the first look."""
+        """The paces, scaled as if all ranks that are alone had taken the same time in the first
+        look."""
         common = median(self._first[rank].middle for rank in alone) if alone else 0.0
         scaled = list(paces)
         for rank in alone:
@@ -164,7 +201,8 @@ class StragglerTest:
         others = [paces[other] for other in group if other != rank and other not in self.suspects]
         others = others or [paces[other] for other in group if other != rank]
         load = median(other.load for other in others)
-        slow_itself = is_slow(own, [replace(other, host=own.host) for other in others])  # without waiting for a core
+        # without waiting for a core
+        slow_itself = is_slow(own, [replace(other, host=own.host) for other in others])
         time, *times = (pace.middle if slow_itself else pace.middle_all for pace in (own, *others))
         return Straggler(rank, own, len(group) - 1, time, median(times), load)
 
@@ -173,14 +211,21 @@ class StragglerDetector:
     """One rank's part in the comparison; all ranks call `finish_step` after the same steps."""
 
     def __init__(
-        self, job: Job, first: int, say: Callable[[str], None], probe_every: int, folder: Path | None = None
+        self,
+        job: Job,
+        first: int,
+        say: Callable[[str], None],
+        probe_every: int,
+        folder: Path | None = None,
     ) -> None:
-        """`folder`: where rank 0 writes `ranks.json`, with each rank's time and memory at the last look."""
+        """`folder`: where rank 0 writes `ranks.json`, with each rank's time and memory at the last
+        look."""
         assert job.layout is not None  # it was placed
         self._job, self._layout, self._say, self._folder = job, job.layout, say, folder
         self.probe = GpuProbe(probe_every if job.world_size > 1 else 0, job.device)
         self._probes: list[float] = []  # seconds since the last look
-        self._probe_test: StragglerTest | None = None  # on rank 0, once it knows which ranks have the same GPU model
+        # on rank 0, once it knows which ranks have the same GPU model
+        self._probe_test: StragglerTest | None = None
         self._every = max(EVERY, job.world_size // RANKS_PER_STEP)
         self._begins = first + WARM_UP
         self._steps: list[Mapping[str, float]] = []
@@ -189,10 +234,15 @@ class StragglerDetector:
         self._writer = threading.Thread()
         self._suspects: set[int] = set()  # as posted to the ranks
         self._gpu = UNKNOWN
-        self._uuid = f"GPU-{torch.cuda.get_device_properties(job.device).uuid}" if job.device.type == "cuda" else ""
+        self._uuid = (
+            f"GPU-{torch.cuda.get_device_properties(job.device).uuid}"
+            if job.device.type == "cuda"
+            else ""
+        )
 
     def finish_step(self, step: int, times: Mapping[str, float]) -> dict[str, float]:
-        """Takes a step's times (StepTimer.pop) before the next update; on rank 0 sometimes returns fields for a row."""
+        """Takes a step's times (StepTimer.pop) before the next update; on rank 0 sometimes returns
+        fields for a row."""
         if self._job.store is None:
             return {}
         self._probes += self.probe.pop()
@@ -208,9 +258,16 @@ class StragglerDetector:
         if len(steps) < FEWEST:  # the same on all ranks
             return
         assert self._job.store is not None
-        pace = RankPace.of(steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu)
+        pace = RankPace.of(
+            steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu
+        )
         probes, self._probes = self._probes, []
-        report = {"who": str(self._job), "step": step, "pace": asdict(pace), "memory_gib": memory_gib(self._job.device)}
+        report = {
+            "who": str(self._job),
+            "step": step,
+            "pace": asdict(pace),
+            "memory_gib": memory_gib(self._job.device),
+        }
         report |= {"probe": [self.probe.model, *probes]}
         self._job.store.set(f"pace/{self._job.rank}", json.dumps(report))
         if self._job.rank == 0:
@@ -224,7 +281,8 @@ class StragglerDetector:
         self._gpu = gpu_condition(self._uuid)
 
     def _read(self) -> dict[str, float]:
-        """Called on rank 0 one step after its post: this step ended with a sum over all ranks, so all have posted."""
+        """Called on rank 0 one step after its post: this step ended with a sum over all ranks, so
+        all have posted."""
         step, self._posted = self._posted, None
         assert self._job.store is not None
         assert self._test is not None
@@ -238,12 +296,17 @@ class StragglerDetector:
         for rank in recovered:
             self._say(f"{ranks[rank]['who']} is as fast as its peers again")
         probed = self._compare_probes(ranks, paces)
-        suspects = self._test.suspects | (set() if self._probe_test is None else self._probe_test.suspects)
+        suspects = self._test.suspects | (
+            set() if self._probe_test is None else self._probe_test.suspects
+        )
         if self._suspects != suspects:
             self._suspects = suspects
             self._job.store.set("pace/suspects", json.dumps(sorted(suspects)))
-        if self._folder is not None and not self._writer.is_alive():  # a slow disk must not delay the step
-            self._writer = threading.Thread(target=self._write, args=(self._folder, step, ranks), daemon=True)
+        # a slow disk must not delay the step
+        if self._folder is not None and not self._writer.is_alive():
+            self._writer = threading.Thread(
+                target=self._write, args=(self._folder, step, ranks), daemon=True
+            )
             self._writer.start()
         slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["memory_gib"])
@@ -266,7 +329,9 @@ class StragglerDetector:
         with optional("ranks.json could not be written"):
             write_whole(folder / "ranks.json", json.dumps(table) + "\n")
 
-    def _compare_probes(self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]) -> dict[str, float]:
+    def _compare_probes(
+        self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]
+    ) -> dict[str, float]:
         """The same test for the GPUs alone, if each was probed since the last look."""
         seconds = [rank["probe"][1:] for rank in ranks]
         if not all(seconds):  # some rank has no probe
@@ -277,7 +342,8 @@ class StragglerDetector:
         middles = [median(times) for times in seconds]
         typical = median(middles)
         scaled = [
-            pace.of_probe([second / typical for second in times]) for pace, times in zip(paces, seconds, strict=True)
+            pace.of_probe([second / typical for second in times])
+            for pace, times in zip(paces, seconds, strict=True)
         ]
         new, recovered = self._probe_test.update(scaled)
         for straggler in new:
@@ -285,17 +351,26 @@ class StragglerDetector:
         for rank in recovered:
             self._say(f"{ranks[rank]['who']}: its GPU is as fast as the others again")
         slowest = max(range(len(middles)), key=middles.__getitem__)
-        return {"gpu_probe_median_s": typical, "gpu_probe_max_s": middles[slowest], "gpu_probe_max_rank": slowest}
+        return {
+            "gpu_probe_median_s": typical,
+            "gpu_probe_max_s": middles[slowest],
+            "gpu_probe_max_rank": slowest,
+        }
 
 
 def describe(straggler: Straggler, rank: str, steps: int) -> str:
     pace = straggler.pace
     peers = {0: "at first it took", 1: "the other rank with the same work takes"}
-    others = peers.get(straggler.peers, f"the other {straggler.peers} ranks with the same work take")
+    others = peers.get(
+        straggler.peers, f"the other {straggler.peers} ranks with the same work take"
+    )
     known = [f"{_ms(pace.data)} waiting for data", f"{_ms(pace.queued)} waiting for a core"]
-    known += [f"load of its host {pace.load:.1f} on {pace.cores} cores"] + ([pace.gpu] if pace.gpu else [])
+    known += [f"load of its host {pace.load:.1f} on {pace.cores} cores"] + (
+        [pace.gpu] if pace.gpu else []
+    )
     return (
-        f"warning: {rank} is slow: for {steps} steps now it has taken {_ms(straggler.own)} of its own for each, "
+        f"warning: {rank} is slow: for {steps} steps now it has taken {_ms(straggler.own)} of its "
+        "own for each, "
         f"{others} {_ms(straggler.others)}. All ranks wait for it\n"
         f"  known of it: {', '.join(known)}\n"
         f"  what to do: {advice(straggler)}"
@@ -306,8 +381,10 @@ def describe_probe(straggler: Straggler, rank: str, typical_s: float) -> str:
     """As `describe`, for a straggler among GPU probes, whose times are multiples of `typical_s`."""
     others = "the others' take" if straggler.peers else "at first it took"
     return (
-        f"warning: the GPU of {rank} is slow: a product of matrices takes {_ms(typical_s * straggler.own)} on it in "
-        f"{LOOKS} looks in a row, {others} {_ms(typical_s * straggler.others)}. All ranks wait for it\n"
+        f"warning: the GPU of {rank} is slow: a product of matrices takes "
+        f"{_ms(typical_s * straggler.own)} on it in "
+        f"{LOOKS} looks in a row, {others} {_ms(typical_s * straggler.others)}. All ranks wait for "
+        "it\n"
         f"  known of it: {straggler.pace.gpu or 'nvidia-smi tells nothing'}\n"
         f"  what to do: {THROTTLED if straggler.pace.throttled else NODE_CHECK}"
     )
@@ -323,7 +400,10 @@ def advice(straggler: Straggler) -> str:
     if pace.throttled:
         return THROTTLED
     if pace.load > max(pace.cores, 1.5 * straggler.load):
-        return "look with top for what else runs there, and give data.workers a smaller number if those are it"
+        return (
+            "look with top for what else runs there, and give data.workers a smaller number if "
+            "those are it"
+        )
     return NODE_CHECK
 
 

@@ -31,7 +31,14 @@ from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.lora import INIT_PLAN, idle_adapters, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
-from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype, random_state, reseed, state_parameters
+from meshtrain.parallel.mixed_precision import (
+    cast,
+    compute_dtype,
+    master_dtype,
+    random_state,
+    reseed,
+    state_parameters,
+)
 from meshtrain.parallel.parallelize import (
     ParallelOptions,
     apply_context_parallel,
@@ -61,7 +68,8 @@ def plain_model(config: "Config") -> nn.Module:
 
 
 def outputs(config: "Config") -> int | None:
-    """The number of classes or vocabulary entries of a config's model; None if its keys do not say."""
+    """The number of classes or vocabulary entries of a config's model; None if its keys do not
+    say."""
     keys = config.model.keys
     return keys.get("vocab_size", keys.get("num_classes"))
 
@@ -73,8 +81,9 @@ def build_model(
     waiting: Waiting = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
 ) -> nn.Module:
-    """A config's model, parallelized, on `device`, with initial values that depend on its seed and not on the layout.
-    With `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
+    """A config's model, parallelized, on `device`, with initial values that depend on its seed and
+    not on the layout. With `pp`: this rank's stages, as a `Pipeline`. `sample`: see
+    `ParallelOptions`."""
     options = options_of(config, mesh.layout, device, waiting, sample)
     if mesh.size("pp") == 1:
         if mesh.uses_fsdp or compute_dtype(options.precision) != master_dtype(options.precision):
@@ -82,18 +91,26 @@ def build_model(
         return build_stage(config, mesh, device, options)
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
-    splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp")))
-    # A compiled block computes all its gradients at once, and reductions over data ranks overlap an undivided backward.
+    splits_backward = any(
+        action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp"))
+    )
+    # A compiled block computes all its gradients at once, and reductions over data ranks overlap an
+    # undivided backward.
     hands_on_first = numbers[-1] > 0 and not options.compile and mesh.size(*LOSS_AXES) == 1
     later = WeightGradQueue() if splits_backward or hands_on_first else None
-    # Many microbatches are in flight at once: parameters freed between them would be gathered again for each.
+    # Many microbatches are in flight at once: parameters freed between them would be gathered again
+    # for each.
     options = replace(options, reshard_after_forward=False)
     stages: dict[int, nn.Module] = {}
     for number in numbers:
-        stage = build_stage(config, mesh, device, options, split.bounds[number], later, verified=bool(stages))
+        stage = build_stage(
+            config, mesh, device, options, split.bounds[number], later, verified=bool(stages)
+        )
         stages[number] = stage
         # What the check of the first one has found out holds for all.
-        options = replace(options, sequence_parallel=shares_sequence(stage, options.sequence_parallel))
+        options = replace(
+            options, sequence_parallel=shares_sequence(stage, options.sequence_parallel)
+        )
     holding = stages_of_parameter(spec_of(config).meta, split.bounds)
     about = describe_pipeline(schedule, split)
     pipeline = Pipeline(
@@ -119,7 +136,12 @@ def options_of(
     sample: tuple[Tensor | None, ...] | None = None,
 ) -> ParallelOptions:
     """How a config's model is parallelized. `sample`: see `ParallelOptions`."""
-    others = ("expert_parallel", "expert_rows", "compile")  # used by the layout, by the trainer, and decided here
+    # used by the layout, by the trainer, and decided here
+    others = (
+        "expert_parallel",
+        "expert_rows",
+        "compile",
+    )
     keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
     keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
     compiles = compile_choice(config, layout, device).compiles
@@ -127,47 +149,68 @@ def options_of(
 
 
 def compile_choice(config: "Config", layout: Layout, device: torch.device) -> CompileChoice:
-    """Whether the blocks of a run are compiled: the same on all ranks if their machines are of one kind."""
+    """Whether the blocks of a run are compiled: the same on all ranks if their machines are of one
+    kind."""
     splits_backward = layout.size("pp") > 1 and schedule_of(config, layout).splits_backward
     return choose_compile(config.parallel.compile, device, splits_backward)
 
 
 def schedule_of(config: "Config", layout: Layout) -> Schedule:
-    """The pipeline schedule; where the batch size changes during the run, that of the largest batch."""
+    """The pipeline schedule; where the batch size changes during the run, that of the largest
+    batch."""
     batch = config.batch
-    return load_schedule(config, layout, microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES)))
+    return load_schedule(
+        config, layout, microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES))
+    )
 
 
 def load_schedule(config: "Config", layout: Layout, microbatches: int) -> Schedule:
     section, ranks = config.pipeline, layout.size("pp")
-    return load(section.schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=section.stages_per_rank)
+    return load(
+        section.schedule,
+        ranks=ranks,
+        microbatches=microbatches,
+        stages_per_rank=section.stages_per_rank,
+    )
 
 
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
     """The schedule of a config, and the split of the model's blocks into stages."""
     costs, schedule = block_costs(spec_of(config), config.data.seq_len), schedule_of(config, layout)
-    return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split)
+    return schedule, split_blocks(
+        costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split
+    )
 
 
 @lru_cache(maxsize=8)
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     """The forward FLOPs of each block of a model for one sample."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-    return tuple(block_flops(spec.meta, blocks_of(spec.meta), (tokens, torch.zeros_like(tokens), None))[0])
+    return tuple(
+        block_flops(spec.meta, blocks_of(spec.meta), (tokens, torch.zeros_like(tokens), None))[0]
+    )
 
 
-def check_stages(config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None) -> None:
-    """Raises InputError: the stages would compute something other than the whole model. `inputs`: the model's inputs
-    for a microbatch; None: not known yet; then only a language model is checked: its inputs follow from the config."""
+def check_stages(
+    config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None
+) -> None:
+    """Raises InputError: the stages would compute something other than the whole model. `inputs`:
+    the model's inputs for a microbatch; None: not known yet; then only a language model is checked:
+    its inputs follow from the config."""
     if inputs is None and "vocab_size" in config.model.keys:
-        tokens = torch.empty(config.batch.micro_size, config.data.seq_len, dtype=torch.int64, device="meta")
+        tokens = torch.empty(
+            config.batch.micro_size, config.data.seq_len, dtype=torch.int64, device="meta"
+        )
         inputs = tokens, tokens, None
     if inputs is not None:
-        check_forward(plain_model(config), split.bounds, inputs, compute_dtype(config.train.precision))
+        check_forward(
+            plain_model(config), split.bounds, inputs, compute_dtype(config.train.precision)
+        )
 
 
 def describe_pipeline(schedule: Schedule, split: StageSplit) -> str:
-    """`pipeline 1f1b, 8 microbatches; 9 blocks in 4 stages: 3 + 2 + 2 + 2, the largest stage 8 % above the mean`."""
+    """`pipeline 1f1b, 8 microbatches; 9 blocks in 4 stages: 3 + 2 + 2 + 2, the largest stage 8 %
+    above the mean`."""
     many = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches != 1)}"
     return f"pipeline {schedule.name}, {many}; {split.describe()}"
 
@@ -181,10 +224,11 @@ def build_stage(
     later: WeightGradQueue | None = None,
     verified: bool = False,
 ) -> nn.Module:
-    """The whole model or a stage of it, parallelized and initialized. A model file with an `init_plan` is built on the
-    meta device, so that no rank holds more than its part; any other, and one with buffers and the like (`_only_made`),
-    is built whole on every rank from the seed. `blocks`: the stage's first block and the one after its last; None: all
-    blocks. `verified`: another stage has already verified the model."""
+    """The whole model or a stage of it, parallelized and initialized. A model file with an
+    `init_plan` is built on the meta device, so that no rank holds more than its part; any other,
+    and one with buffers and the like (`_only_made`), is built whole on every rank from the seed.
+    `blocks`: the stage's first block and the one after its last; None: all blocks. `verified`:
+    another stage has already verified the model."""
     spec = spec_of(config)
     plan = getattr(spec.module, "init_plan", None)
     traced = device.type == "meta"  # tensors have no values
@@ -203,7 +247,9 @@ def build_stage(
             adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
             names = adapters if names is None else [name for name in adapters if name in names]
         std = getattr(spec.config, "initializer_range", 0.02)
-        initialise(model, {**INIT_PLAN, **(plan or {})}, seed=config.train.seed, std=std, names=names)
+        initialise(
+            model, {**INIT_PLAN, **(plan or {})}, seed=config.train.seed, std=std, names=names
+        )
 
     if whole:
         restore = random_state()
@@ -234,8 +280,11 @@ def build_stage(
     return model
 
 
-def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None, fsdp: bool) -> list[str]:
-    """See `ParallelOptions`. Raises AgreedError: a forward writes to a parameter, of which FSDP gathers only a copy."""
+def _used_outside(
+    config: "Config", sample: tuple[Tensor | None, ...] | None, fsdp: bool
+) -> list[str]:
+    """See `ParallelOptions`. Raises AgreedError: a forward writes to a parameter, of which FSDP
+    gathers only a copy."""
     if sample is None and "vocab_size" in config.model.keys:
         tokens = torch.empty(1, config.data.seq_len, dtype=torch.int64, device="meta")
         sample = tokens, tokens, None
@@ -250,15 +299,23 @@ def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None, fs
 
 
 def _only_made(model: nn.Module) -> bool:
-    """Whether a model has parts that only its constructor creates: buffers, tensors in attributes, parameter hooks."""
-    attributes = [value for module in model.modules() for key, value in vars(module).items() if key[0] != "_"]
+    """Whether a model has parts that only its constructor creates: buffers, tensors in attributes,
+    parameter hooks."""
+    attributes = [
+        value for module in model.modules() for key, value in vars(module).items() if key[0] != "_"
+    ]
     tensors = any(isinstance(value, Tensor) for value in tree_leaves(attributes))
-    return tensors or any(True for _ in model.buffers()) or any(map(has_gradient_hooks, model.parameters()))
+    return (
+        tensors
+        or any(True for _ in model.buffers())
+        or any(map(has_gradient_hooks, model.parameters()))
+    )
 
 
 def has_loss_head(model: nn.Module, config: "Config") -> bool:
-    """Whether the last block of a model or stage is the linear layer whose output is, unchanged, the logits of a
-    language model. False for a model that does not run on the meta device, or that changes its logits."""
+    """Whether the last block of a model or stage is the linear layer whose output is, unchanged,
+    the logits of a language model. False for a model that does not run on the meta device, or that
+    changes its logits."""
     if not can_fuse(blocks_of(model)[-1]) or "vocab_size" not in config.model.keys:
         return False
     plain = cast(plain_model(config), compute_dtype(config.train.precision))
@@ -275,18 +332,23 @@ def check_start(
     data: Samples | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Reads headers or a manifest, and the first sample; reports weights that are not read. Raises InputError: the
-    initial weights do not fit the model, `pp` cannot split the model, or an adapter would have no effect."""
+    """Reads headers or a manifest, and the first sample; reports weights that are not read. Raises
+    InputError: the initial weights do not fit the model, `pp` cannot split the model, or an adapter
+    would have no effect."""
     if layout is not None:
         check_gradient_hooks(config, layout)
     if layout is not None and data is not None and layout.size("pp") > 1:
         samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
         check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
-    inputs = () if config.train.lora is None or data is None else data.read([(0, 0)], 1).batch().inputs
+    inputs = (
+        () if config.train.lora is None or data is None else data.read([(0, 0)], 1).batch().inputs
+    )
     if inputs and (idle := idle_adapters(spec_of(config).meta, inputs)):
         raise InputError(
-            f"train.lora: the model's forward does not call {join_some(idle)}, so adapters there would do nothing: "
-            "call the layer in the place of using its weight, or give train.lora.match patterns of the others"
+            f"train.lora: the model's forward does not call {join_some(idle)}, so adapters there "
+            "would do nothing: "
+            "call the layer in the place of using its weight, or give train.lora.match patterns of "
+            "the others"
         )
     start = config.model.weights
     if start is not None:
@@ -296,25 +358,33 @@ def check_start(
 
 
 def check_gradient_hooks(config: "Config", layout: Layout) -> None:
-    """A hook on a parameter's gradient acts on that of one microbatch, which are the same samples on every layout whose
-    ranks have whole microbatches. Raises InputError: these would be others."""
+    """A hook on a parameter's gradient acts on that of one microbatch, which are the same samples
+    on every layout whose ranks have whole microbatches. Raises InputError: these would be
+    others."""
     names = [name for name, p in spec_of(config).meta.named_parameters() if has_gradient_hooks(p)]
     ranks = layout.size("dp_replicate")  # the others refuse every hook
     whole = config.batch.micro_size * ranks
     if names and ranks > 1 and any(size % whole for size in config.batch.sizes.sizes):
         raise InputError(
-            f"the parameter {names[0]} has a hook on its gradient, which acts on that of one microbatch, and "
-            f"batch.global_size {config.batch.global_size} is no multiple of batch.micro_size times the "
+            f"the parameter {names[0]} has a hook on its gradient, which acts on that of one "
+            "microbatch, and "
+            f"batch.global_size {config.batch.global_size} is no multiple of batch.micro_size "
+            "times the "
             f"{ranks} data ranks, {whole}: microbatches would have other samples than on one "
-            f"process. Use a multiple of {whole}, one data rank, or optimizer.clip_norm in the place of the hook"
+            f"process. Use a multiple of {whole}, one data rank, or optimizer.clip_norm in the "
+            "place of the hook"
         )
 
 
-def short_sample(data: "OpenData", model: nn.Module, cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
-    """Two samples to verify a model with, text truncated to a length that splits evenly; with `cp` None if too short.
+def short_sample(
+    data: "OpenData", model: nn.Module, cp: int, tp: int
+) -> tuple[Tensor | None, ...] | None:
+    """Two samples to verify a model with, text truncated to a length that splits evenly; with `cp`
+    None if too short.
 
-    What a model computes between distant tokens, or of rare ones, shows only in a long sample. In that of a model with
-    experts, some token's scores would be so close that rounding chooses other experts."""
+    What a model computes between distant tokens, or of rare ones, shows only in a long sample. In
+    that of a model with experts, some token's scores would be so close that rounding chooses other
+    experts."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
     routes = any(hasattr(module, "dispatch") for module in model.modules())
     parts, least = padded_length(1, cp, tp) if cp > 1 else tp, 32 if routes else 128
@@ -326,6 +396,7 @@ def short_sample(data: "OpenData", model: nn.Module, cp: int, tp: int) -> tuple[
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The number of a model's parameters that are weights stored in files, tied ones counted once."""
+    """The number of a model's parameters that are weights stored in files, tied ones counted
+    once."""
     table = table_of(type(model))
     return sum(p.numel() for name, p in model.named_parameters() if is_weight(name, table))

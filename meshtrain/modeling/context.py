@@ -1,4 +1,5 @@
-"""Costs of context parallelism, before a run: sequence chunks, and the traffic and memory of the model's attention."""
+"""Costs of context parallelism, before a run: sequence chunks, and the traffic and memory of the
+model's attention."""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from meshtrain.parallel.tp_plan import has_sequence_parts
 
 
 def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int]]:
-    """(query heads, key/value heads, key width, value width) of each attention call; empty if meta cannot run it."""
+    """(query heads, key/value heads, key width, value width) of each attention call; empty if meta
+    cannot run it."""
     calls = set()
 
     class Calls(AttentionContext):
@@ -35,7 +37,8 @@ def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention on a rank, and closed forms of its costs (docs/context-parallel.md), in elements.
+    """One attention on a rank, and closed forms of its costs (docs/context-parallel.md), in
+    elements.
 
     u is `context_heads`, and `index` is the rank's position on `cp`.
     """
@@ -47,9 +50,12 @@ class AttentionShape:
     value_width: int
     tokens: int  # tokens of a microbatch on a rank, padding included
 
-    def messages(self, u: int, index: int | None = None, chunks: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Elements that a rank sends in forward, backward. `index` None: the rank that sends most. `chunks`: how many
-        of its chunks other ranks see, summed over them, and how many of theirs it sees; None: for one document."""
+    def messages(
+        self, u: int, index: int | None = None, chunks: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Elements that a rank sends in forward, backward. `index` None: the rank that sends most.
+        `chunks`: how many of its chunks other ranks see, summed over them, and how many of theirs
+        it sees; None: for one document."""
         if index is None:
             return max((self.messages(u, i) for i in range(self.ranks)), key=sum)
         kv = [len(head_ranges(self.query_heads, self.kv_heads, u, j)[1]) for j in range(u)]
@@ -57,14 +63,18 @@ class AttentionShape:
         sends, sees = (ring - 1 + i, 2 * (ring - 1) - i) if chunks is None else chunks
         n = self.tokens * (self.width + self.value_width)
         queries, chunk = (u - 1) * (self.query_heads // u), own * u * n // 2
-        return n * (queries + sum(kv) - own) + sends * chunk, n * (queries + (u - 1) * own) + (sends + sees) * chunk
+        return n * (queries + sum(kv) - own) + sends * chunk, n * (queries + (u - 1) * own) + (
+            sends + sees
+        ) * chunk
 
     def memory(self, u: int, method: str, index: int = 0) -> tuple[int, int]:
-        """Elements saved for backward, and an upper bound of what it needs in addition, without masks and kernels' own.
+        """Elements saved for backward, and an upper bound of what it needs in addition, without
+        masks and kernels' own.
 
-        In addition: the keys and values that a rank sees (gather: those of all ranks; ring: of two ranks and its own),
-        those of a block as one tensor, their gradients and the sums of these; 3.5 times the gradient of q; if heads
-        are not shared evenly, keys and values per query head. With one document the first rank sees most.
+        In addition: the keys and values that a rank sees (gather: those of all ranks; ring: of two
+        ranks and its own), those of a block as one tensor, their gradients and the sums of these;
+        3.5 times the gradient of q; if heads are not shared evenly, keys and values per query head.
+        With one document the first rank sees most.
         """
         own, kv = map(len, head_ranges(self.query_heads, self.kv_heads, u, index % u))
         n, sees, ring = u * self.tokens, 2 * (self.ranks // u) - index // u, self.ranks // u
@@ -72,44 +82,68 @@ class AttentionShape:
         at_once, block = (2 * sees + 4 * ring, sees) if method == "gather" else (12, 2)
         uneven = kv_heads_of(self.query_heads, self.kv_heads, u, index % u)
         repeated = 2 * block * own * chunk if uneven else 0
-        return 2 * (own + kv) * chunk + n * own, at_once * kv * chunk + 7 * n * own * self.width // 2 + repeated
+        return 2 * (
+            own + kv
+        ) * chunk + n * own, at_once * kv * chunk + 7 * n * own * self.width // 2 + repeated
 
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """Costs of a microbatch over `cp`, in bytes, for the layer and rank with the most; empty if heads are unknown."""
+    """Costs of a microbatch over `cp`, in bytes, for the layer and rank with the most; empty if
+    heads are unknown."""
 
     ranks: int
     length: int  # tokens of a sequence
     padded: int  # ... with its padding
-    sent: dict[str, tuple[int, int]]  # method -> in a layer's forward and backward; the config's method comes first
-    saved: int  # from a layer's forward to its backward: q, k, v, output and a number per query; 0 if recomputed
-    transient: int  # upper bound of the additional memory in backward, without masks and memory inside kernels
+    # method -> in a layer's forward and backward; the config's method comes first
+    sent: dict[str, tuple[int, int]]
+    # from a layer's forward to its backward: q, k, v, output and a number per query; 0 if
+    # recomputed
+    saved: int
+    # upper bound of the additional memory in backward, without masks and memory inside kernels
+    transient: int
 
     def describe(self) -> str:
-        """`sequence 4096 over cp 4: 1024 a rank in 2 chunks of 512, 0 % padding; attention sends ...`"""
+        """`sequence 4096 over cp 4: 1024 a rank in 2 chunks of 512, 0 % padding; attention sends
+        ...`"""
         own, padding = self.padded // self.ranks, 1 - self.length / self.padded
         chunks = f"{own} a rank in 2 chunks of {own // 2}, {100 * padding:.2g} % padding"
         text = f"sequence {self.length} over cp {self.ranks}: {chunks}; "
         if not self.sent:
-            return text + "what attention sends is not known: the model does not run on the meta device"
+            return (
+                text
+                + "what attention sends is not known: the model does not run on the meta device"
+            )
 
         def amount(way: str) -> str:
-            """Heads are swapped evenly. Some ranks send fewer keys and values; with documents all ranks may."""
+            """Heads are swapped evenly. Some ranks send fewer keys and values; with documents all
+            ranks may."""
             return "at most " * (not way.startswith("context_heads")) + bytes_text(*self.sent[way])
 
         (own_way, sent), *others = self.sent.items()
-        ways = [own_way, *(f"{way}: {'as much' if n == sent else amount(way)}" for way, n in others)]
+        ways = [
+            own_way,
+            *(f"{way}: {'as much' if n == sent else amount(way)}" for way, n in others),
+        ]
         return f"{text}attention sends {amount(own_way)} a layer and microbatch ({'; '.join(ways)})"
 
     def describe_memory(self) -> str:
         saved, more = bytes_text(self.saved), bytes_text(self.transient)
-        return f"attention keeps {saved} a layer and microbatch, and in its backward it takes at most {more} on top"
+        return (
+            f"attention keeps {saved} a layer and microbatch, and in its backward it takes at most "
+            f"{more} on top"
+        )
 
 
 def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
-    """The costs of `cp` for a run, from closed forms (docs/context-parallel.md); None without `cp`."""
-    ranks, tp, options, length = layout.size("cp"), layout.size("tp"), config.parallel, config.data.seq_len
+    """The costs of `cp` for a run, from closed forms (docs/context-parallel.md); None without
+    `cp`."""
+    ranks, tp, options, length = (
+        layout.size("cp"),
+        layout.size("tp"),
+        config.parallel,
+        config.data.seq_len,
+    )
     if ranks == 1:
         return None
     spec = spec_of(config)
@@ -134,13 +168,15 @@ def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
     for shape in shapes:
         elements, more = shape.memory(options.context_heads, options.context)
         saved = max(saved, elements * itemsize + wider * tokens * shape.query_heads)
-        transient = max(transient, more * (4 * itemsize + wider) // 4)  # sums are about a quarter of the elements
+        # sums are about a quarter of the elements
+        transient = max(transient, more * (4 * itemsize + wider) // 4)
     if again:
         saved, transient = 0, saved + transient
     return ContextCosts(ranks, length, padded, sent, saved, transient)
 
 
 def kv_heads_of_rank(heads: int, kv_heads: int, tp: int) -> int:
-    """The most key/value heads of a rank of `tp`; heads not shared evenly are repeated for each query head."""
+    """The most key/value heads of a rank of `tp`; heads not shared evenly are repeated for each
+    query head."""
     parts = [(heads, kv_heads, tp, i) for i in range(tp)]
     return max(len(kv_heads_of(*part)) or len(head_ranges(*part)[1]) for part in parts)

@@ -1,9 +1,10 @@
 """The FLOPs that a model needs and the peak FLOP/s of the hardware: the two sides of MFU.
 
-Model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B) divides the FLOPs that the model needs by what the
-hardware could have done in that time. Recomputed activations and padding are not work that the model needs, so they
-lower it; attention counts in full, even where a causal mask lets kernels skip half of it, as is the convention.
-`causal_flops` counts only the visible pairs of tokens instead.
+Model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B) divides the FLOPs that the model
+needs by what the hardware could have done in that time. Recomputed activations and padding are not
+work that the model needs, so they lower it; attention counts in full, even where a causal mask lets
+kernels skip half of it, as is the convention. `causal_flops` counts only the visible pairs of
+tokens instead.
 """
 
 import re
@@ -27,9 +28,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.parallel.mixed_precision import compute_dtype
 
-# TFLOP/s without sparsity, from NVIDIA's data sheets: the half column is for bfloat16 and float16 on tensor cores with
-# float32 accumulation; float32 is without TF32, which meshtrain leaves off; float64 is on tensor cores where they have
-# it. None: not in the data sheet, so it is measured. The first name that matches wins.
+# TFLOP/s without sparsity, from NVIDIA's data sheets: the half column is for bfloat16 and float16
+# on tensor cores with float32 accumulation; float32 is without TF32, which meshtrain leaves off;
+# float64 is on tensor cores where they have it. None: not in the data sheet, so it is measured. The
+# first name that matches wins.
 _TABLE: tuple[tuple[str, float, float | None, float | None], ...] = (
     # name                   half    float32  float64
     (r"GB200\b", 2500, 80, 40),
@@ -59,7 +61,9 @@ _TABLE: tuple[tuple[str, float, float | None, float | None], ...] = (
 _BEFORE_BFLOAT16 = re.compile(r"\b(V100|T4)\b")  # no bfloat16 tensor cores: torch emulates it
 _MEASURE_S = 0.15
 Inputs = tuple[Tensor | None, ...]
-_LOSS = 5  # operations of the loss per logit: maximum, difference, exponential, sum, and the difference of its gradient
+# operations of the loss per logit: maximum, difference, exponential, sum, and the difference of its
+# gradient
+_LOSS = 5
 
 
 class Causal(NamedTuple):
@@ -71,29 +75,42 @@ class Causal(NamedTuple):
 
 
 class CausalCalls(TorchFunctionMode):
-    """Intercepts causal attention in a model's forward: calls of `attention()`, and torch's own with `is_causal`.
+    """Intercepts causal attention in a model's forward: calls of `attention()`, and torch's own
+    with `is_causal`.
 
     Attributes:
-        flops: call -> FLOPs per pair of tokens in forward and backward, over all heads and samples of the run.
+        flops: call -> FLOPs per pair of tokens in forward and backward, over all heads and samples
+            of the run.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flops: Counter[Causal] = Counter()
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(
+            zip(
+                ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False
+            )
+        )
         options = named | (kwargs or {})
         if func is attention:
             context = options["attn_mask"]
-            packed = context.documents is not None if isinstance(context, AttentionContext) else context is not None
+            packed = (
+                context.documents is not None
+                if isinstance(context, AttentionContext)
+                else context is not None
+            )
             self._add(options, options["window"], packed)
         elif func is F.scaled_dot_product_attention and options.get("is_causal"):
             self._add(options, None, False)
         return func(*args, **(kwargs or {}))
 
     def _add(self, call: dict[str, Any], window: int | None, packed: bool) -> None:
-        """Scores and outputs take one matrix product each, and in backward one more per operand with a gradient."""
+        """Scores and outputs take one matrix product each, and in backward one more per operand
+        with a gradient."""
         q, k, v = call["query"], call["key"], call["value"]
         (b, h, s, e), f = q.shape, v.shape[-1]
         if s == k.shape[2]:
@@ -103,12 +120,16 @@ class CausalCalls(TorchFunctionMode):
             self.flops[Causal(s, window, packed)] += 2 * b * h * (e * scores + f * values)
 
 
-def causal_flops(flops: int, attention_flops: Mapping[Causal, int], samples: int, documents: np.ndarray | None) -> int:
-    """FLOPs of `samples` samples, in which causal attention counts only the visible (query, key) pairs.
+def causal_flops(
+    flops: int, attention_flops: Mapping[Causal, int], samples: int, documents: np.ndarray | None
+) -> int:
+    """FLOPs of `samples` samples, in which causal attention counts only the visible (query, key)
+    pairs.
 
     Args:
         flops, attention_flops: of one sample, as `sample_flops` returns them.
-        documents: the lengths of all document pieces in these samples; None: each sample is one document.
+        documents: the lengths of all document pieces in these samples; None: each sample is one
+            document.
     """
     total = flops * samples
     for call, pair in attention_flops.items():
@@ -118,24 +139,29 @@ def causal_flops(flops: int, attention_flops: Mapping[Causal, int], samples: int
 
 
 def visible_pairs(lengths: np.ndarray, window: int | None) -> int:
-    """The number of visible (query, key) pairs in documents of these lengths: n (n + 1) / 2 each without a window."""
+    """The number of visible (query, key) pairs in documents of these lengths: n (n + 1) / 2 each
+    without a window."""
     n = lengths.astype(np.int64)
     near = n if window is None else np.minimum(n, window)
     return int((near * (near + 1) // 2 + (n - near) * near).sum())
 
 
-def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = None) -> tuple[int | None, str]:
+def sample_flops(
+    model: nn.Module, inputs: Inputs, calls: CausalCalls | None = None
+) -> tuple[int | None, str]:
     """FLOPs of the forward and backward of one sample, and a sentence about them.
 
-    The model runs once on the meta device, where tensors have shapes and no values, so this takes no memory and works
-    for a model of any size on any device; neither the model nor its gradients change. A multiplication and an addition
-    are two operations; matrix products, convolutions and attention count, as in torch's FlopCounterMode.
+    The model runs once on the meta device, where tensors have shapes and no values, so this takes
+    no memory and works for a model of any size on any device; neither the model nor its gradients
+    change. A multiplication and an addition are two operations; matrix products, convolutions and
+    attention count, as in torch's FlopCounterMode.
 
     Returns None and the reason if the model cannot run without values (its forward reads a value).
 
     Args:
         model: a plain model, before it is parallelized or compiled.
-        inputs: the arguments of `model(*inputs)`, with the batch as first dim. All samples are taken to cost the same.
+        inputs: the arguments of `model(*inputs)`, with the batch as first dim. All samples are
+            taken to cost the same.
         calls: receives the FLOPs of causal attention, for one sample.
     """
     state, on_meta = _on_meta(model, inputs)
@@ -151,17 +177,23 @@ def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = N
     if calls is not None:
         calls.flops = Counter({call: flops // size for call, flops in calls.flops.items()})
     flops = counter.get_total_flops() // size
-    return flops, f"model {readable(flops)}FLOP per sample, forward and backward, counted on the meta device"
+    return (
+        flops,
+        f"model {readable(flops)}FLOP per sample, forward and backward, counted on the meta device",
+    )
 
 
-def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[float], str]:
+def block_flops(
+    model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs
+) -> tuple[list[float], str]:
     """FLOPs of the forward of each block for one sample, and a sentence about them.
 
-    Counted as in `sample_flops`, plus one per element that a block returns, so that an embedding costs a little. The
-    last block includes the loss. Code outside the blocks is not counted.
+    Counted as in `sample_flops`, plus one per element that a block returns, so that an embedding
+    costs a little. The last block includes the loss. Code outside the blocks is not counted.
 
-    If the model cannot run without values, the estimate is two operations per weight of each block, and the sentence
-    says so. That omits the products of attention, and the positions at which a convolution is applied.
+    If the model cannot run without values, the estimate is two operations per weight of each block,
+    and the sentence says so. That omits the products of attention, and the positions at which a
+    convolution is applied.
 
     `blocks`: in execution order.
     """
@@ -174,7 +206,9 @@ def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -
 
     def leave(block: nn.Module, _: object, output: object) -> None:
         nonlocal returned
-        returned = sum(tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
+        returned = sum(
+            tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor)
+        )
         costs[block] += counter.get_total_flops() + returned
 
     with ExitStack() as stack:
@@ -186,32 +220,55 @@ def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -
         try:
             functional_call(model, state, on_meta)
         except Exception as error:  # any error of a model that reads values of a tensor
-            return [_of_weights(block) for block in blocks], f"costs of blocks by their weights: {why_not(error)}"
+            return [
+                _of_weights(block) for block in blocks
+            ], f"costs of blocks by their weights: {why_not(error)}"
     costs[blocks[-1]] += _LOSS * returned
-    return [costs[block] / _batch_size(inputs) for block in blocks], "costs of blocks: FLOPs counted on the meta device"
+    return [
+        costs[block] / _batch_size(inputs) for block in blocks
+    ], "costs of blocks: FLOPs counted on the meta device"
 
 
 @contextmanager
 def _counting() -> Iterator[FlopCounterMode]:
-    # The math backend, because the fused backward kernels recompute the scores, which would be counted.
-    with FlopCounterMode(display=False, custom_mapping=_varlen_counts()) as counter, sdpa_kernel(SDPBackend.MATH):
+    # The math backend, because the fused backward kernels recompute the scores, which would be
+    # counted.
+    with (
+        FlopCounterMode(display=False, custom_mapping=_varlen_counts()) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         yield counter
 
 
 def _varlen_counts() -> dict[Any, Callable[..., int]]:
-    """Counters for torch's variable-length attention: also in full, as if all documents were as long as the longest.
+    """Counters for torch's variable-length attention: also in full, as if all documents were as
+    long as the longest.
 
-    torch 2.11 does not count it, and later versions, without values, count the padding of the lengths.
+    torch 2.11 does not count it, and later versions, without values, count the padding of the
+    lengths.
     """
 
     def forward(q: Sequence[int], k: object, v: Sequence[int], *others: Any, **unused: Any) -> int:
         return 2 * q[0] * q[1] * others[3] * (q[2] + v[2])
 
-    def backward(grad: object, q: Any, k: object, v: Any, out: object, lse: object, *others: Any, **unused: Any) -> int:
+    def backward(
+        grad: object,
+        q: Any,
+        k: object,
+        v: Any,
+        out: object,
+        lse: object,
+        *others: Any,
+        **unused: Any,
+    ) -> int:
         return 2 * forward(q, k, v, *others)
 
     ops = torch.ops.torch_attn
-    return {ops._varlen_attn: forward, ops._varlen_attn_backward: backward} if hasattr(ops, "_varlen_attn") else {}
+    return (
+        {ops._varlen_attn: forward, ops._varlen_attn_backward: backward}
+        if hasattr(ops, "_varlen_attn")
+        else {}
+    )
 
 
 def why_not(error: Exception) -> str:
@@ -225,8 +282,13 @@ def _batch_size(inputs: Inputs) -> int:
 
 
 def _of_weights(block: nn.Module) -> float:
-    """Two operations per element of each weight matrix, and one per element of a looked-up embedding row."""
-    looked_up = {module.weight: module.embedding_dim for module in block.modules() if isinstance(module, nn.Embedding)}
+    """Two operations per element of each weight matrix, and one per element of a looked-up
+    embedding row."""
+    looked_up = {
+        module.weight: module.embedding_dim
+        for module in block.modules()
+        if isinstance(module, nn.Embedding)
+    }
     matrices = {weight for weight in block.parameters() if weight.dim() > 1} - looked_up.keys()
     return float(sum(looked_up.values()) + sum(2 * weight.numel() for weight in matrices) + 1)
 
@@ -237,9 +299,13 @@ def _on_meta(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Input
         name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-    floats = next((tensor.dtype for tensor in state.values() if tensor.requires_grad), torch.float32)
+    floats = next(
+        (tensor.dtype for tensor in state.values() if tensor.requires_grad), torch.float32
+    )
     on_meta = tuple(
-        None if value is None else value.to("meta", floats if value.is_floating_point() else value.dtype)
+        None
+        if value is None
+        else value.to("meta", floats if value.is_floating_point() else value.dtype)
         for value in inputs
     )
     return state, on_meta
@@ -248,8 +314,9 @@ def _on_meta(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Input
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """The peak FLOP/s of one process on `device`, and a sentence about where that figure is from.
 
-    NVIDIA's data-center GPUs are in a table by name. A CPU, and a GPU that is not in the table or is a MIG slice of
-    one, is measured with matrix products in the run's precision for about 0.15 s, on this process's threads.
+    NVIDIA's data-center GPUs are in a table by name. A CPU, and a GPU that is not in the table or
+    is a MIG slice of one, is measured with matrix products in the run's precision for about 0.15 s,
+    on this process's threads.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = table_flops(name, precision)
@@ -264,7 +331,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 
 
 def table_flops(name: str, precision: str) -> float | None:
-    """The peak FLOP/s of the GPU called `name` (as in torch.cuda.get_device_name); None if not in the table."""
+    """The peak FLOP/s of the GPU called `name` (as in torch.cuda.get_device_name); None if not in
+    the table."""
     if "MIG" in name or (precision == "bfloat16" and _BEFORE_BFLOAT16.search(name)):
         return None
     for pattern, half, float32, float64 in _TABLE:
@@ -275,12 +343,14 @@ def table_flops(name: str, precision: str) -> float | None:
 
 
 def mfu(flops: float | None, seconds: float, peak: float, processes: int) -> float | None:
-    """Model FLOPs utilization: the job's `flops` in `seconds` over what its `processes` could do; None if not known."""
+    """Model FLOPs utilization: the job's `flops` in `seconds` over what its `processes` could do;
+    None if not known."""
     return None if flops is None else flops / seconds / (peak * processes)
 
 
 def readable(number: float) -> str:
-    """`number` with three digits and a unit's prefix: 6.1e10 is "61 G", to be followed by the unit."""
+    """`number` with three digits and a unit's prefix: 6.1e10 is "61 G", to be followed by the
+    unit."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * size:
             # From 1000 P on there is no larger prefix; below, three digits need no exponent.
@@ -305,9 +375,12 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, in
 
 
 def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    # A generator separate from the run's. Random, because a GPU multiplies zeros and ones faster than typical values.
+    # A generator separate from the run's. Random, because a GPU multiplies zeros and ones faster
+    # than typical values.
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    a, b = (
+        torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2)
+    )
     _settle(device)
     start = time.perf_counter()
     torch.mm(a, b)

@@ -1,7 +1,8 @@
 """Initial values of parameters, the same on every layout.
 
-A parameter's values are a function of (seed, its full name, block of rows): each rank draws the blocks that its shard
-overlaps and keeps its part, and no rank ever holds the whole. They are drawn on the CPU in float32 for any device.
+A parameter's values are a function of (seed, its full name, block of rows): each rank draws the
+blocks that its shard overlaps and keeps its part, and no rank ever holds the whole. They are drawn
+on the CPU in float32 for any device.
 """
 
 import hashlib
@@ -20,15 +21,21 @@ BLOCK_ELEMENTS = 2**16  # approximate number of values drawn from one seed
 
 
 def initialise(
-    model: nn.Module, plan: Mapping[str, str], *, seed: int, std: float, names: Container[str] | None = None
+    model: nn.Module,
+    plan: Mapping[str, str],
+    *,
+    seed: int,
+    std: float,
+    names: Container[str] | None = None,
 ) -> None:
     """Initializes a parallelized model.
 
     Args:
         model: parallelized; no longer on the meta device.
-        plan: pattern of a parameter's name -> rule; the first pattern that matches counts. The rules: "ones", "zeros",
-            "normal" (standard deviation `std`), "kaiming" (variance 2 / inputs of one output; He et al.,
-            https://arxiv.org/abs/1502.01852), "kaiming_uniform" (between ± 1 / sqrt(inputs), as in `nn.Linear`).
+        plan: pattern of a parameter's name -> rule; the first pattern that matches counts. The
+            rules: "ones", "zeros", "normal" (standard deviation `std`), "kaiming" (variance 2 /
+            inputs of one output; He et al., https://arxiv.org/abs/1502.01852), "kaiming_uniform"
+            (between ± 1 / sqrt(inputs), as in `nn.Linear`).
         seed: the run's seed.
         std: for "normal".
         names: the parameters to initialize; None: all.
@@ -40,9 +47,14 @@ def initialise(
         for spec, parameter in parameters_of(model):
             if names is not None and spec.name not in names:
                 continue
-            rule = next((rule for pattern, rule in plan.items() if fnmatchcase(spec.name, pattern)), None)
+            rule = next(
+                (rule for pattern, rule in plan.items() if fnmatchcase(spec.name, pattern)), None
+            )
             if rule is None:
-                raise ValueError(f"init_plan has no pattern for the parameter {spec.name}: add one, or '*' as the last")
+                raise ValueError(
+                    f"init_plan has no pattern for the parameter {spec.name}: add one, or '*' as "
+                    "the last"
+                )
             _fill(parameter, spec, partial(_draw, rule, std=std), seed)
 
 
@@ -77,7 +89,8 @@ def _draw(rule: str, rows: Tensor, random: torch.Generator, std: float) -> None:
 
 
 def _fill(parameter: Tensor, spec: ParameterSpec, draw: Callable[..., None], seed: int) -> None:
-    """Draws the blocks of rows that overlap this rank's part of the parameter, and keeps the part."""
+    """Draws the blocks of rows that overlap this rank's part of the parameter, and keeps the
+    part."""
     local, (rows, *columns) = local_part(parameter)
     if local.numel() == 0:
         return

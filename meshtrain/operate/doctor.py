@@ -1,4 +1,5 @@
-"""`python -m meshtrain.operate.doctor`, the command of the first edition: runs `python -m meshtrain.doctor`."""
+"""`python -m meshtrain.operate.doctor`, the command of the first edition: runs `python -m
+meshtrain.doctor`."""
 
 import runpy
 

@@ -1,4 +1,5 @@
-"""The optimizer protocol, the optimizers, learning-rate schedules, and gradient norms. Does not import torch."""
+"""The optimizer protocol, the optimizers, learning-rate schedules, and gradient norms. Does not
+import torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), with torch's fused kernel over all local parts."""
+"""AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), with torch's fused kernel over
+all local parts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,14 +23,22 @@ class AdamW(UpdateRule):
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         super().__init__(groups, config, mesh)
-        # A shard of a small parameter may be empty, and a stage of a pipeline may have nothing to train.
-        self._filled = [(group, [p for p in group.parameters if p.local.numel() > 0]) for group in groups]
+        # A shard of a small parameter may be empty, and a stage of a pipeline may have nothing to
+        # train.
+        self._filled = [
+            (group, [p for p in group.parameters if p.local.numel() > 0]) for group in groups
+        ]
         self._parameters = [p for _, filled in self._filled for p in filled]
         params = [
             {"params": [p.local for p in filled], "weight_decay": group.options.weight_decay}
             for group, filled in self._filled
         ]
-        keys: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+        keys: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": config.betas,
+            "eps": config.eps,
+            "fused": True,
+        }
         # The kernel takes its factor in float32, which is not precise enough for other gradients.
         self._scales = all(p.local.dtype == torch.float32 for p in self._parameters)
         self._adamw = torch.optim.AdamW(params or [{"params": []}], **keys)
@@ -38,7 +47,8 @@ class AdamW(UpdateRule):
             self._adamw.state[p.local] = {"step": step, **p.state}
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
-        # The kernel itself divides gradients and skips, as for torch's GradScaler: clipping needs no separate pass.
+        # The kernel itself divides gradients and skips, as for torch's GradScaler: clipping needs
+        # no separate pass.
         if not self._scales:
             scale_gradients(self._parameters, factor)
             factor = None
@@ -54,14 +64,17 @@ class AdamW(UpdateRule):
 
 
 class RoundedAdamW(UpdateRule):
-    """AdamW in torch's order of operations and the weights' dtype; moments are rounded stochastically to bfloat16."""
+    """AdamW in torch's order of operations and the weights' dtype; moments are rounded
+    stochastically to bfloat16."""
 
     title, states = "AdamW in bfloat16", AdamW.states
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         super().__init__(groups, config, mesh)
         self._betas, self._eps = config.betas, config.eps
-        self._parameters = [(group, p) for group in groups for p in group.parameters if p.local.numel() > 0]
+        self._parameters = [
+            (group, p) for group in groups for p in group.parameters if p.local.numel() > 0
+        ]
         self._updates: Tensor | float = 0.0  # number of updates made
 
     @classmethod
@@ -87,7 +100,10 @@ class RoundedAdamW(UpdateRule):
                 denominator = (exp_avg_sq / corrections[1]).sqrt_().add_(self._eps)
                 part = slice(first.start + rows.start, first.start + rows.stop), *others
                 bits = random_bits(p.spec.name, update, p.spec.dims, part)
-                rounded = round_stochastically(exp_avg, bits), round_stochastically(exp_avg_sq, bits >> 16)
+                rounded = (
+                    round_stochastically(exp_avg, bits),
+                    round_stochastically(exp_avg_sq, bits >> 16),
+                )
                 changed = value * decay - rate * (exp_avg / denominator)
                 for old, new in zip((value, *averages), (changed, *rounded), strict=True):
                     old.copy_(torch.where(skip.bool(), old, new))

@@ -1,4 +1,5 @@
-"""The global norm of gradients, and clipping by it; an element counts once, however many ranks hold it."""
+"""The global norm of gradients, and clipping by it; an element counts once, however many ranks hold
+it."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -20,18 +21,25 @@ from meshtrain.parallel.torch_private import from_local, to_local
 
 
 class LocalParameter:
-    """A trainable parameter, and the part of it that this rank holds, as a plain tensor that shares its memory.
+    """A trainable parameter, and the part of it that this rank holds, as a plain tensor that shares
+    its memory.
 
     Attributes:
         copies: number of copies of each element in the job.
-        local: this rank's part, or with ZeRO-1 the rows of it that this rank updates; it may be empty. `local.grad` is
-            its gradient once `take_grad` was called. part: its position in the whole parameter.
+        local: this rank's part, or with ZeRO-1 the rows of it that this rank updates; it may be
+            empty. `local.grad` is its gradient once `take_grad` was called. part: its position in
+            the whole parameter.
         stored_as: how files name and divide the model's tensors.
         state: the optimizer's state tensors, by name. state_specs: how each of them is sharded.
     """
 
     def __init__(
-        self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh, stored_as: Table, shared: bool = False
+        self,
+        spec: ParameterSpec,
+        parameter: nn.Parameter,
+        mesh: Mesh,
+        stored_as: Table,
+        shared: bool = False,
     ) -> None:
         """`shared`: whether each copy of the parameter updates only some of its rows (ZeRO-1)."""
         self.spec, self.parameter, self.stored_as = spec, parameter, stored_as
@@ -52,15 +60,17 @@ class LocalParameter:
         self.state_specs: dict[str, ParameterSpec] = {}
 
     def take_grad(self) -> Tensor:
-        """This rank's part of the gradient, used by the next update: zeros if no forward used the parameter.
+        """This rank's part of the gradient, used by the next update: zeros if no forward used the
+        parameter.
 
-        Under DDP another rank may have used the parameter, so a gradient must exist; DDP then creates it on every rank.
-        Raises InputError: the gradient is sparse.
+        Under DDP another rank may have used the parameter, so a gradient must exist; DDP then
+        creates it on every rank. Raises InputError: the gradient is sparse.
         """
         grad = self.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise InputError(
-                f"the gradient of {self.spec.name} is sparse: leave `sparse` out of the layer that makes it"
+                f"the gradient of {self.spec.name} is sparse: leave `sparse` out of the layer that "
+                "makes it"
             )
         grad = torch.zeros_like(self.local) if grad is None else self._own(to_local(grad))
         self.local.grad = grad
@@ -70,7 +80,8 @@ class LocalParameter:
         return rows if self._rows is None else torch.atleast_1d(rows)[self._rows]
 
     def whole(self, local: Tensor) -> Tensor:
-        """Gathers a tensor that is sharded like the parameter: a collective of the ranks that share it."""
+        """Gathers a tensor that is sharded like the parameter: a collective of the ranks that share
+        it."""
         local = local.detach()
         if self._rows is not None:
             rows = torch.empty_like(to_local(self.parameter.detach()), dtype=local.dtype)
@@ -91,9 +102,15 @@ def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
 
 
 def optimizer_shards(model: nn.Module) -> list[BucketedReduceScatter]:
-    """The reducers that gather the updated rows (ZeRO-1) of a model, or of this rank's pipeline stages."""
+    """The reducers that gather the updated rows (ZeRO-1) of a model, or of this rank's pipeline
+    stages."""
     stages: Any = model.stages() if hasattr(model, "parameter_stages") else [model]  # type: ignore[operator]
-    return [sync for stage in stages for sync in gradient_syncs(stage) if isinstance(sync, BucketedReduceScatter)]
+    return [
+        sync
+        for stage in stages
+        for sync in gradient_syncs(stage)
+        if isinstance(sync, BucketedReduceScatter)
+    ]
 
 
 def device_of(model: nn.Module, mesh: Mesh) -> torch.device:
@@ -103,7 +120,8 @@ def device_of(model: nn.Module, mesh: Mesh) -> torch.device:
 
 
 def squared_norm(parameters: Sequence[LocalParameter], device: torch.device) -> Tensor:
-    """A rank's contribution to the squared norm, to be summed over all ranks: copies of an element count once."""
+    """A rank's contribution to the squared norm, to be summed over all ranks: copies of an element
+    count once."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.take_grad()
@@ -112,26 +130,32 @@ def squared_norm(parameters: Sequence[LocalParameter], device: torch.device) -> 
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
         dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, sum_dtype(total.device))
-        total = total + torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum() / copies
+        total = (
+            total
+            + torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum() / copies
+        )
     return total
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | None:
-    """The factor that limits gradients of this global norm to at most `clip_norm`; None without clipping."""
+    """The factor that limits gradients of this global norm to at most `clip_norm`; None without
+    clipping."""
     if clip_norm is None:
         return None
     return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def scale_gradients(parameters: Sequence[LocalParameter], factor: Tensor | None) -> None:
-    """Multiplies the gradients collected by `squared_norm` by a scalar on the device; None: by 1."""
+    """Multiplies the gradients collected by `squared_norm` by a scalar on the device; None: by
+    1."""
     grads = [parameter.local.grad for parameter in parameters if parameter.local.grad is not None]
     if factor is not None and grads:
         torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
 
 def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
-    """Clips the gradients of a parallelized model by their global norm, in a training loop of your own.
+    """Clips the gradients of a parallelized model by their global norm, in a training loop of your
+    own.
 
     Returns the norm before clipping, a scalar in float64, the same on every rank.
     """
@@ -142,9 +166,11 @@ def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
 
 
 def param_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Parameter groups of a model, parallelized or not, for torch's optimizers in a training loop of your own.
+    """Parameter groups of a model, parallelized or not, for torch's optimizers in a training loop
+    of your own.
 
-    torch updates all tensors of a group with one kernel, which takes DTensors (split by `tp`) or plain ones, not both.
+    torch updates all tensors of a group with one kernel, which takes DTensors (split by `tp`) or
+    plain ones, not both.
     """
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():

@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> float:
     """The learning rate of update `step` (from 1) of `total_steps`.
 
-    Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" decay towards `min_lr`, "wsd"
-    (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395) stays constant and decays linearly in the last
-    `decay_steps`, "constant" stays constant. `min_lr` is the rate of the update after the last one, so that with
-    `min_lr: 0` no update is without effect.
+    Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" decay towards
+    `min_lr`, "wsd" (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395) stays
+    constant and decays linearly in the last `decay_steps`, "constant" stays constant. `min_lr` is
+    the rate of the update after the last one, so that with `min_lr: 0` no update is without effect.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
 
-    # The last update with the whole rate: the end of the warm-up, or the first update if there is none.
+    # The last update with the whole rate: the end of the warm-up, or the first update if there is
+    # none.
     last_whole = max(config.warmup_steps, 1)
     if config.schedule == "wsd":
         last_whole = max(config.warmup_steps, total_steps - wsd_decay_steps(config, total_steps))
@@ -48,6 +49,8 @@ def warmup_note(config: "OptimizerConfig", total_steps: int) -> str | None:
         return None
     highest = learning_rate(config, total_steps, total_steps)
     return (
-        f"the run ends in its warm-up: optimizer.warmup_steps is {config.warmup_steps}, and the run has "
-        f"{plural(total_steps, 'step')}, so that its learning rate reaches {highest:g} instead of {config.lr:g}"
+        f"the run ends in its warm-up: optimizer.warmup_steps is {config.warmup_steps}, and the "
+        "run has "
+        f"{plural(total_steps, 'step')}, so that its learning rate reaches {highest:g} instead of "
+        f"{config.lr:g}"
     )

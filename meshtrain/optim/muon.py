@@ -1,8 +1,10 @@
-"""Muon (Jordan et al., https://kellerjordan.github.io/posts/muon): momentum orthogonalized by Newton-Schulz per matrix,
-with Moonlight's scale (Liu et al., https://arxiv.org/abs/2502.16982), for which AdamW's rates and decays fit.
+"""Muon (Jordan et al., https://kellerjordan.github.io/posts/muon): momentum orthogonalized by
+Newton-Schulz per matrix, with Moonlight's scale (Liu et al., https://arxiv.org/abs/2502.16982), for
+which AdamW's rates and decays fit.
 
-Matrices are stored in shards and orthogonalized whole. So each is assigned to one rank of its stage, balanced by cost;
-one exchange gathers it there, and another returns the result. Replicas share the work, so nothing is computed twice.
+Matrices are stored in shards and orthogonalized whole. So each is assigned to one rank of its
+stage, balanced by cost; one exchange gathers it there, and another returns the result. Replicas
+share the work, so nothing is computed twice.
 """
 
 import math
@@ -24,7 +26,12 @@ from meshtrain.parallel.sharding import shape_of, within
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial: steep at 0, so that five steps are enough
+# of the quintic polynomial: steep at 0, so that five steps are enough
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)
 STEPS = 5
 EPS = 1e-7
 RMS = 0.2  # typical of AdamW's updates; Muon's are scaled to it
@@ -48,19 +55,23 @@ class Muon(UpdateRule):
             grad, buffer = p.local.grad, p.state["momentum_buffer"]
             assert grad is not None  # `squared_norm` has taken the gradient
             moved = buffer.lerp(grad, 1 - self._momentum)
-            # Sent and orthogonalized in bfloat16, as is usual, except for float64, which must not be rounded.
+            # Sent and orthogonalized in bfloat16, as is usual, except for float64, which must not
+            # be rounded.
             dtype = grad.dtype if grad.dtype == torch.float64 else torch.bfloat16
             steps.append((grad.lerp(moved, self._momentum) if self._nesterov else moved).to(dtype))
             buffer.copy_(torch.where(skipped, buffer, moved))
         steps = self._exchange.apply(orthogonalize, steps)
-        for (group, p), step, shape in zip(self._parameters, steps, self._exchange.shapes, strict=True):
+        for (group, p), step, shape in zip(
+            self._parameters, steps, self._exchange.shapes, strict=True
+        ):
             local, rate = p.local.detach(), group.lr * RMS * math.sqrt(max(shape))
             changed = local.mul(1 - group.lr * group.options.weight_decay).add_(step, alpha=-rate)
             local.copy_(torch.where(skipped, local, changed))
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """(b, m, n) -> approximately U V^T of each matrix U S V^T: singular values end between 0.7 and 1.2."""
+    """(b, m, n) -> approximately U V^T of each matrix U S V^T: singular values end between 0.7 and
+    1.2."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -86,7 +97,8 @@ class MatrixExchange:
         self.shapes = [shape_of(parts[0])[-2:] for parts in of_each]
         all_of_them = [(i, part) for i, parts in enumerate(of_each) for part in parts]
         owners = deal_out([shape_of(part)[-2:] for _, part in all_of_them], len(ranks))
-        kinds = {(p.spec.dims, p.spec.cuts): p.spec for p in parameters}  # few, even with many layers
+        # few, even with many layers
+        kinds = {(p.spec.dims, p.spec.cuts): p.spec for p in parameters}
         known = {kind: holders_of(spec, mesh.layout, ranks) for kind, spec in kinds.items()}
         holders = [known[p.spec.dims, p.spec.cuts] for p in parameters]
         self._own = [next((part for part, who in parts if me in who), ()) for parts in holders]
@@ -94,25 +106,35 @@ class MatrixExchange:
         for number, ((i, part), owner) in enumerate(zip(all_of_them, owners, strict=True)):
             matrix = Matrix(number, i, part, owner)
             for rows, who in holders[i]:
-                piece = piece_of(matrix, rows, who, len(ranks)) if owner == me or me in who else None
+                piece = (
+                    piece_of(matrix, rows, who, len(ranks)) if owner == me or me in who else None
+                )
                 if piece is not None:
                     own += [piece] * (me in who)
                     computed += [piece] * (owner == me)
-        # Both ends of a message order its pieces by matrix; a rank holds at most one piece of a matrix.
-        self._outgoing = sorted((p for p in own if p.source == me), key=lambda piece: piece.matrix.owner)
+        # Both ends of a message order its pieces by matrix; a rank holds at most one piece of a
+        # matrix.
+        self._outgoing = sorted(
+            (p for p in own if p.source == me), key=lambda piece: piece.matrix.owner
+        )
         self._arriving = sorted(computed, key=lambda piece: piece.source)
         results = ((rank, piece) for piece in computed for rank in piece.holders)
         self._results = sorted(results, key=lambda result: result[0])
         self._returning = sorted(own, key=lambda piece: piece.matrix.owner)
 
-    def apply(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Applies `function`, (b, m, n) -> (b, m, n), to the matrices of tensors sharded like the parameters."""
+    def apply(
+        self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Applies `function`, (b, m, n) -> (b, m, n), to the matrices of tensors sharded like the
+        parameters."""
         out = [(p.matrix.owner, self._of(tensors, p)) for p in self._outgoing]
         arrived = self._send(out, [(p.source, p) for p in self._arriving], tensors[0])
         whole = {p.matrix.number: tensors[0].new_empty(p.matrix.shape) for p in self._arriving}
         for p, values in zip(self._arriving, arrived, strict=True):
             _in_matrix(whole[p.matrix.number], p).copy_(values.view(p.shape[-2:]))
-        for shape, matrices in group_values((whole[number].shape, number) for number in sorted(whole)).items():
+        for shape, matrices in group_values(
+            (whole[number].shape, number) for number in sorted(whole)
+        ).items():
             count = max(1, BATCH // math.prod(shape))
             for first in range(0, len(matrices), count):
                 batch = matrices[first : first + count]
@@ -131,9 +153,13 @@ class MatrixExchange:
         return tensors[i][within(piece.part, self._own[i])]
 
     def _send(
-        self, outgoing: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Piece]], like: Tensor
+        self,
+        outgoing: Sequence[tuple[int, Tensor]],
+        arriving: Sequence[tuple[int, Piece]],
+        like: Tensor,
     ) -> Sequence[Tensor]:
-        """(target rank, values) to send and (source rank, piece) to receive -> the flat values of these pieces."""
+        """(target rank, values) to send and (source rank, piece) to receive -> the flat values of
+        these pieces."""
         flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for _, tensor in outgoing)])
         if self._axis is not None:
             send, receive = [0] * self._size, [0] * self._size

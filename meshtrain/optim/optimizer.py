@@ -1,4 +1,5 @@
-"""The optimizer protocol: the part that all optimizers share, and the `UpdateRule` in which they differ.
+"""The optimizer protocol: the part that all optimizers share, and the `UpdateRule` in which they
+differ.
 
 A new optimizer is one subclass of `UpdateRule`, and a line in `registry.py`.
 """
@@ -45,7 +46,9 @@ class UpdateRule:
     """How one optimizer updates parameters."""
 
     title: ClassVar[str]  # the display name
-    states: ClassVar[tuple[str, ...]] = ()  # names of the state tensors of a parameter, each of its shape
+    states: ClassVar[
+        tuple[str, ...]
+    ] = ()  # names of the state tensors of a parameter, each of its shape
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         """The state of each parameter already exists, as zeros, which the rule may change."""
@@ -57,8 +60,11 @@ class UpdateRule:
         return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in cls.states}
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
-        """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1: scalars on the device."""
-        scale_gradients([parameter for group in self.groups for parameter in group.parameters], factor)
+        """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1:
+        scalars on the device."""
+        scale_gradients(
+            [parameter for group in self.groups for parameter in group.parameters], factor
+        )
         for group in self.groups:
             for parameter in group.parameters:
                 with unless(skip, parameter.local, *parameter.state.values()), torch.no_grad():
@@ -67,7 +73,8 @@ class UpdateRule:
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
         """Changes `parameter.local` and `parameter.state` in place.
 
-        All ranks call it in the same order, even for empty parts: `parameter.whole(...)` may gather a matrix.
+        All ranks call it in the same order, even for empty parts: `parameter.whole(...)` may gather
+        a matrix.
         """
         raise NotImplementedError
 
@@ -87,15 +94,20 @@ def unless(skip: Tensor, *tensors: Tensor) -> Iterator[None]:
 class Optimizer:
     """Updates this rank's parts of the parameters, by the rules that the config names.
 
-    Rules get plain local tensors that share memory with the shards: one kernel can then update them all, whatever mesh
-    each of them is on. `updates`: the number of updates made, without skipped ones, a scalar on the device.
+    Rules get plain local tensors that share memory with the shards: one kernel can then update them
+    all, whatever mesh each of them is on. `updates`: the number of updates made, without skipped
+    ones, a scalar on the device.
     """
 
-    def __init__(self, model: nn.Module, config: "OptimizerConfig", mesh: Mesh, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: "OptimizerConfig", mesh: Mesh, total_steps: int
+    ) -> None:
         self.config = config
         self.total_steps = total_steps
         self._parameters, self._shards = local_parameters(model, mesh), optimizer_shards(model)
-        self._by_parameter: dict[Tensor, LocalParameter] = {local.parameter: local for local in self._parameters}
+        self._by_parameter: dict[Tensor, LocalParameter] = {
+            local.parameter: local for local in self._parameters
+        }
         if "muon" in (config.name, *(group.name for group in config.groups)):
             mesh.make_group(STAGE)  # also on ranks whose stage has no matrix
         groups: dict[GroupOptions, ParamGroup] = {}
@@ -103,14 +115,17 @@ class Optimizer:
             own = group_options(config, local.spec)
             # The state exists before the first update, so that a checkpoint can be loaded into it.
             local.state_specs = state_specs(config, local.spec)
-            local.state = {name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()}
+            local.state = {
+                name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()
+            }
             if config.ema_decay is not None:
                 local.state[EMA].copy_(local.local.detach())
             groups.setdefault(own, ParamGroup([], own)).parameters.append(local)
         self.param_groups = list(groups.values())
         of_rule = group_values((group.options.name, group) for group in self.param_groups)
         self.rules = {
-            name: update_rule(name, config.state_precision)(of_rule[name], config, mesh) for name in sorted(of_rule)
+            name: update_rule(name, config.state_precision)(of_rule[name], config, mesh)
+            for name in sorted(of_rule)
         }
         self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
 
@@ -125,18 +140,22 @@ class Optimizer:
         return {name: (spec, local.state[name]) for name, spec in local.state_specs.items()}
 
     def take_updates(self) -> None:
-        """Makes the rules continue from `updates` and a state that were set from outside, as on resume."""
+        """Makes the rules continue from `updates` and a state that were set from outside, as on
+        resume."""
         for rule in self.rules.values():
             rule.set_updates(self.updates)
 
     def squared_norm(self) -> Tensor:
-        """This rank's contribution to the squared global norm of the gradients: a scalar in float64."""
+        """This rank's contribution to the squared global norm of the gradients: a scalar in
+        float64."""
         return squared_norm(self._parameters, self.updates.device)
 
     def update(self, step: int, factor: Tensor | None, skip: Tensor) -> float:
-        """Makes update `step` (from 1) with gradients multiplied by `factor`; returns the schedule's learning rate.
+        """Makes update `step` (from 1) with gradients multiplied by `factor`; returns the
+        schedule's learning rate.
 
-        `factor` (None: 1) and `skip` (1: no parameter changes) are scalars on the device; the host does not wait.
+        `factor` (None: 1) and `skip` (1: no parameter changes) are scalars on the device; the host
+        does not wait.
         """
         lr = learning_rate(self.config, step, self.total_steps)
         for group in self.param_groups:
@@ -146,7 +165,9 @@ class Optimizer:
             rule.update(skipped, factor)
         if self.config.ema_decay is not None:
             for local in self._parameters:
-                weight = ((1 - self.config.ema_decay) * (1 - skipped.double())).to(local.local.dtype)
+                weight = ((1 - self.config.ema_decay) * (1 - skipped.double())).to(
+                    local.local.dtype
+                )
                 local.state[EMA].lerp_(local.local.detach(), weight)
         self.updates += 1 - skipped
         self._gather()
@@ -159,7 +180,8 @@ class Optimizer:
 
     @contextmanager
     def averaged(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model holds the moving averages (`optimizer.ema_decay`), and the optimizer state the weights."""
+        """Inside, the model holds the moving averages (`optimizer.ema_decay`), and the optimizer
+        state the weights."""
         self._swap_averages(model)
         try:
             yield
@@ -175,7 +197,8 @@ class Optimizer:
         self._gather()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward left parameters gathered from the other weights
+                # a forward without a backward left parameters gathered from the other weights
+                module.reshard()
 
     def zero_grad(self) -> None:
         for local in self._parameters:
@@ -183,7 +206,8 @@ class Optimizer:
 
 
 def _zeros(spec: ParameterSpec, parameter: LocalParameter, mesh: Mesh) -> Tensor:
-    """This rank's part of a state tensor. One with the parameter's shape and sharding also has its memory format."""
+    """This rank's part of a state tensor. One with the parameter's shape and sharding also has its
+    memory format."""
     dtype = spec.dtype or parameter.local.dtype
     if spec.shape == parameter.spec.shape and spec.cuts == parameter.spec.cuts:
         return torch.zeros_like(parameter.local, dtype=dtype, requires_grad=False)

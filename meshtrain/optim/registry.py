@@ -20,6 +20,8 @@ def update_rule(name: str, state_precision: str = "float32") -> "type[UpdateRule
     """Raises InputError: this optimizer does not support state in bfloat16."""
     rules = IN_BFLOAT16 if state_precision == "bfloat16" else OPTIMIZERS
     if name not in rules:
-        raise InputError(f"optimizer.state_precision bfloat16 is built for {', '.join(rules)}, not for {name}")
+        raise InputError(
+            f"optimizer.state_precision bfloat16 is built for {', '.join(rules)}, not for {name}"
+        )
     module, _, cls = rules[name].partition(":")
     return getattr(importlib.import_module(module), cls)

@@ -1,4 +1,5 @@
-"""SGD with momentum, as in torch (Sutskever et al., https://proceedings.mlr.press/v28/sutskever13.html)."""
+"""SGD with momentum, as in torch (Sutskever et al.,
+https://proceedings.mlr.press/v28/sutskever13.html)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,8 +20,13 @@ class SGD(UpdateRule):
         self._momentum, self._nesterov = config.momentum, config.nesterov
 
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
-        local, grad, buffer = parameter.local, parameter.local.grad, parameter.state["momentum_buffer"]
+        local, grad, buffer = (
+            parameter.local,
+            parameter.local.grad,
+            parameter.state["momentum_buffer"],
+        )
         assert grad is not None  # `squared_norm` has taken the gradient
-        grad = grad.add(local.detach(), alpha=weight_decay)  # as in torch, decay enters the momentum
+        # as in torch, decay enters the momentum
+        grad = grad.add(local.detach(), alpha=weight_decay)
         buffer.mul_(self._momentum).add_(grad)
         local.add_(grad.add(buffer, alpha=self._momentum) if self._nesterov else buffer, alpha=-lr)

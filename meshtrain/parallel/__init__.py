@@ -1,1 +1,2 @@
-"""Distributes a plain model over a mesh: DDP, FSDP, HSDP, tensor parallelism, and their building blocks."""
+"""Distributes a plain model over a mesh: DDP, FSDP, HSDP, tensor parallelism, and their building
+blocks."""

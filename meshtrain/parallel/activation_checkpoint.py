@@ -1,4 +1,5 @@
-"""Activation checkpointing: what a block's forward saves for its backward, and what is recomputed instead."""
+"""Activation checkpointing: what a block's forward saves for its backward, and what is recomputed
+instead."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -6,21 +7,33 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from meshtrain.parallel.torch_private import KeepsBeforeWrites
 
 aten = torch.ops.aten
 
-# Matrix products, convolutions and attention are expensive to compute and are saved; everything between them (norms,
-# activations, rotary embeddings, casts) costs only memory traffic and is recomputed.
-_SCALED_AND_GROUPED = "_scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"
+# Matrix products, convolutions and attention are expensive to compute and are saved; everything
+# between them (norms, activations, rotary embeddings, casts) costs only memory traffic and is
+# recomputed.
+_SCALED_AND_GROUPED = (
+    "_scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"
+)
 SAVED_OPERATORS = frozenset(
     [aten.linear.default, aten.convolution.default, torch.ops.higher_order.flex_attention]
-    + [getattr(op, types) for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) for types in ("default", "dtype")]
+    + [
+        getattr(op, types)
+        for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+        for types in ("default", "dtype")
+    ]
     + [getattr(aten, name).default for name in _SCALED_AND_GROUPED.split() if hasattr(aten, name)]
 )
-# Attention -> its dropout argument. With dropout it is recomputed, so that later random operators draw the same.
+# Attention -> its dropout argument. With dropout it is recomputed, so that later random operators
+# draw the same.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default: 3,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
@@ -28,10 +41,14 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default: 5,
     aten._scaled_dot_product_attention_math.default: 4,
 }
-VARLEN = "torch_attn._varlen_attn.default"  # packed documents on GPUs; by name, because torch registers it lazily
+# packed documents on GPUs; by name, because torch registers it lazily
+VARLEN = "torch_attn._varlen_attn.default"
 
-# Routing is never recomputed: with other rounding, ranks could wait for messages that no rank sends.
-ROUTING_OPERATORS = frozenset(f"meshtrain.{name}.default" for name in ("choose", "exchange_counts", "message_sizes"))
+# Routing is never recomputed: with other rounding, ranks could wait for messages that no rank
+# sends.
+ROUTING_OPERATORS = frozenset(
+    f"meshtrain.{name}.default" for name in ("choose", "exchange_counts", "message_sizes")
+)
 
 
 def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False) -> Callable:
@@ -39,14 +56,17 @@ def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False)
 
     Args:
         forward: the forward of one block.
-        recompute: "none" saves everything; "full" saves only the block's inputs and reruns the block in backward
-            (Chen et al., https://arxiv.org/abs/1604.06174), including its communication; "selective" also saves the
-            results of `SAVED_OPERATORS`, of attention and of all communication, and recomputes the rest.
-        routes: the block has experts, and saves the results of `ROUTING_OPERATORS` with "full" and "selective".
+        recompute: "none" saves everything; "full" saves only the block's inputs and reruns the
+            block in backward (Chen et al., https://arxiv.org/abs/1604.06174), including its
+            communication; "selective" also saves the results of `SAVED_OPERATORS`, of attention and
+            of all communication, and recomputes the rest.
+        routes: the block has experts, and saves the results of `ROUTING_OPERATORS` with "full" and
+            "selective".
     """
     if recompute == "none":
         return forward
-    # A block may draw from torch's generators (F.dropout); the recomputation has to draw the same numbers.
+    # A block may draw from torch's generators (F.dropout); the recomputation has to draw the same
+    # numbers.
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if recompute == "selective" or routes:
         policy = _policy if recompute == "selective" else _routing_policy

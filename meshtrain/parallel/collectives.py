@@ -1,8 +1,10 @@
-"""All-gather, reduce-scatter, all-reduce and all-to-all in a model's forward and backward over one axis of the mesh.
+"""All-gather, reduce-scatter, all-reduce and all-to-all in a model's forward and backward over one
+axis of the mesh.
 
-All communication of a forward goes through this module, which counts the bytes sent. Each collective is also a torch
-operator, which torch.compile and selective recomputation can handle. Operators take no Python objects, so they find
-their `AxisGroup` by the name of its process group. All of them act on the first dim of contiguous tensors.
+All communication of a forward goes through this module, which counts the bytes sent. Each
+collective is also a torch operator, which torch.compile and selective recomputation can handle.
+Operators take no Python objects, so they find their `AxisGroup` by the name of its process group.
+All of them act on the first dim of contiguous tensors.
 """
 
 import socket
@@ -19,23 +21,32 @@ from meshtrain.errors import InputError
 from meshtrain.layout import EXPERT_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import gloo_collectives as gloo
-from meshtrain.parallel.torch_private import enable_symmetric_memory, nvlink_neighbours, try_symmetric_memory
+from meshtrain.parallel.torch_private import (
+    enable_symmetric_memory,
+    nvlink_neighbours,
+    try_symmetric_memory,
+)
 
-Waiting = Callable[[], AbstractContextManager]  # entered while a rank waits for others, to measure the time
+# entered while a rank waits for others, to measure the time
+Waiting = Callable[[], AbstractContextManager]
 
-# By the process group's name (`_name`), as in torch. An entry lives as long as the layers that use it.
+# By the process group's name (`_name`), as in torch. An entry lives as long as the layers that use
+# it.
 _axis_groups: WeakValueDictionary[str, "AxisGroup"] = WeakValueDictionary()
 
 
 class AsyncResult:
     """A collective in progress."""
 
-    def __init__(self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Any]) -> None:
+    def __init__(
+        self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Any]
+    ) -> None:
         self.group, self._waiting = axis_group.group, axis_group.waiting
         self._works, self._result = works, result
 
     def wait(self) -> Any:
-        """Waits for the result, a tensor or a list of them, and returns it (on CUDA only the current stream waits)."""
+        """Waits for the result, a tensor or a list of them, and returns it (on CUDA only the
+        current stream waits)."""
         with self._waiting():
             gloo.wait(self._works, self.group)
             return self._result()
@@ -47,7 +58,8 @@ class AxisGroup:
     Attributes:
         size: the number t of ranks. index: this rank's position among them.
         name: the name by which operators find it.
-        fused: whether products and collectives run as fused kernels of torch's symmetric memory (CUDA only).
+        fused: whether products and collectives run as fused kernels of torch's symmetric memory
+            (CUDA only).
         choice: a message that says whether `fuse_if_possible` fused them, and why not.
     """
 
@@ -55,8 +67,11 @@ class AxisGroup:
         """Raises ValueError: the axis has size 1."""
         group = mesh.group(axis)
         if group is None:
-            raise ValueError(f"the axis {axis} has size 1 in {mesh.layout}: there is nobody to talk to")
-        self.axis = "cp" if axis in ("cp_heads", "cp_ring") else axis  # the axis under which bytes are counted
+            raise ValueError(
+                f"the axis {axis} has size 1 in {mesh.layout}: there is nobody to talk to"
+            )
+        # the axis under which bytes are counted
+        self.axis = "cp" if axis in ("cp_heads", "cp_ring") else axis
         self.group, self.comm_bytes = group, mesh.comm_bytes
         self.size, self.index = mesh.size(axis), mesh.index(axis)
         self.on_cpu = mesh.device_type == "cpu"
@@ -66,7 +81,8 @@ class AxisGroup:
         _axis_groups[self.name] = self
 
     def fuse(self) -> None:
-        """Enables fused kernels for the products and collectives of sequence parallelism. Raises InputError: on CPU."""
+        """Enables fused kernels for the products and collectives of sequence parallelism. Raises
+        InputError: on CPU."""
         if self.on_cpu:
             raise InputError("parallel.symmetric_memory needs GPUs: leave it false on CPUs")
         enable_symmetric_memory(self.group)
@@ -81,13 +97,18 @@ class AxisGroup:
         for together in (False, True):
             if problem is None:
                 problems: list[Any] = [None] * self.size
-                dist.all_gather_object(problems, try_symmetric_memory(self.group, together), group=self.group)
+                dist.all_gather_object(
+                    problems, try_symmetric_memory(self.group, together), group=self.group
+                )
                 problem = next(filter(None, problems), None)
         self.choice = "on" if problem is None else f"off: {problem}"
         self.fused = problem is None
 
-    def gather_matmul(self, part: Tensor, factors: Sequence[Tensor], keep: bool) -> tuple[Any, Sequence[Tensor]]:
-        """All-gathers (m, d), times (d, f) of each factor: all (t·m, d), or None without `keep`, and each (t·m, f)."""
+    def gather_matmul(
+        self, part: Tensor, factors: Sequence[Tensor], keep: bool
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """All-gathers (m, d), times (d, f) of each factor: all (t·m, d), or None without `keep`,
+        and each (t·m, f)."""
         self._count("all_gather", part, times=self.size)
         fused = torch.ops.symm_mem.fused_all_gather_matmul
         return fused(part.contiguous(), list(factors), 0, self.group.group_name, return_A=keep)
@@ -106,7 +127,9 @@ class AxisGroup:
         if self.on_cpu:
             works = gloo.start_all_gather(output, part, self.group)
         else:
-            works = _started(dist.all_gather_into_tensor(output, part, group=self.group, async_op=True))
+            works = _started(
+                dist.all_gather_into_tensor(output, part, group=self.group, async_op=True)
+            )
         return AsyncResult(self, works, lambda: output)
 
     def start_reduce_scatter(self, whole: Tensor) -> AsyncResult:
@@ -120,7 +143,8 @@ class AxisGroup:
         return AsyncResult(self, works, lambda: output)
 
     def start_all_reduce(self, tensor: Tensor, *, overwrite: bool = False) -> AsyncResult:
-        """The sum of a tensor over the ranks. `overwrite`: it may overwrite `tensor`, which has no other use."""
+        """The sum of a tensor over the ranks. `overwrite`: it may overwrite `tensor`, which has no
+        other use."""
         self._count("all_reduce", tensor, times=2)
         if not self.on_cpu:
             output = tensor if overwrite else tensor.clone()
@@ -135,7 +159,8 @@ class AxisGroup:
         return self.start_all_gather(tensor[None]).wait().amax(0)
 
     def start_all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> AsyncResult:
-        """Sends parts[i] (m, ...) to rank i and receives sizes[i] rows from it -> the list of received tensors.
+        """Sends parts[i] (m, ...) to rank i and receives sizes[i] rows from it -> the list of
+        received tensors.
 
         Empty parts send no message. All ranks have to call it, in the same order.
         """
@@ -143,8 +168,11 @@ class AxisGroup:
         received = list(output.split(list(sizes)))
         return AsyncResult(self, works, lambda: received)
 
-    def start_all_to_all_single(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> AsyncResult:
-        """`start_all_to_all` from one tensor into one tensor: send[i] rows of x go to rank i, in order."""
+    def start_all_to_all_single(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> AsyncResult:
+        """`start_all_to_all` from one tensor into one tensor: send[i] rows of x go to rank i, in
+        order."""
         x = x.contiguous()
         output, works = self._exchange(x.split(list(send)), receive, x)
         return AsyncResult(self, works, lambda: output)
@@ -163,10 +191,13 @@ class AxisGroup:
             return output, gloo.start_exchange(parts, received, self.group)
         whole = torch.cat(list(parts)) if whole is None else whole
         splits = [len(part) for part in parts]
-        return output, _started(dist.all_to_all_single(output, whole, list(sizes), splits, self.group, async_op=True))
+        return output, _started(
+            dist.all_to_all_single(output, whole, list(sizes), splits, self.group, async_op=True)
+        )
 
     def _gather_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
-        """The second half of an all-reduce: every rank sums its part and sends the sum to all others."""
+        """The second half of an all-reduce: every rank sums its part and sends the sum to all
+        others."""
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         parts = output.view(-1).tensor_split(self.size)
         mine = gloo.ordered_sum(received, parts[self.index])
@@ -183,7 +214,8 @@ class Endpoint(NamedTuple):
 
     host: str
     gpu: str  # a unique identifier
-    linked: frozenset[str]  # GPUs of this host that it reaches over NVLink, among those visible to this rank
+    # GPUs of this host that it reaches over NVLink, among those visible to this rank
+    linked: frozenset[str]
 
 
 def symmetric_memory_problem(ranks: Sequence[Endpoint]) -> str | None:
@@ -192,7 +224,8 @@ def symmetric_memory_problem(ranks: Sequence[Endpoint]) -> str | None:
         return "the ranks of tp are on several hosts"
     apart = [(a, b) for a in ranks for b in ranks if a != b and b.gpu not in a.linked]
     return (
-        f"GPUs {apart[0][0].gpu} and {apart[0][1].gpu} of {apart[0][0].host} have no NVLink that is known"
+        f"GPUs {apart[0][0].gpu} and {apart[0][1].gpu} of {apart[0][0].host} have no NVLink that "
+        "is known"
         if apart
         else None
     )
@@ -202,18 +235,25 @@ def axis_group(mesh: Mesh, axis: str) -> AxisGroup:
     """This rank's `AxisGroup` over an axis of the mesh: the existing one, or a new one."""
     group = mesh.group(axis)
     existing = None if group is None else _axis_groups.get(_name(group, axis))
-    return existing if existing is not None and existing.comm_bytes is mesh.comm_bytes else AxisGroup(mesh, axis)
+    return (
+        existing
+        if existing is not None and existing.comm_bytes is mesh.comm_bytes
+        else AxisGroup(mesh, axis)
+    )
 
 
 def _name(group: dist.ProcessGroup, axis: str) -> str:
-    """Axes of experts may share the process group of another axis with the same ranks, but count their own bytes."""
+    """Axes of experts may share the process group of another axis with the same ranks, but count
+    their own bytes."""
     return f"{group.group_name}/{axis}" if axis in EXPERT_AXES else group.group_name
 
 
 def axis_group_by_name(name: str) -> AxisGroup:
     """Looks up an `AxisGroup` for an operator. Raises RuntimeError: its owner no longer exists."""
     if name not in _axis_groups:
-        raise RuntimeError("the ContextParallel that sharded this batch is gone: keep it as long as its batches")
+        raise RuntimeError(
+            "the ContextParallel that sharded this batch is gone: keep it as long as its batches"
+        )
     return _axis_groups[name]
 
 
@@ -227,9 +267,11 @@ implementations: dict[str, Callable] = {}  # operator -> its implementation for 
 
 
 def operator(name: str, run: Callable, shapes: Callable, schema: str = "") -> None:
-    """Defines the operator `meshtrain::NAME`: `run` for any device, `shapes` for tensors without values.
+    """Defines the operator `meshtrain::NAME`: `run` for any device, `shapes` for tensors without
+    values.
 
-    `schema`: a torch schema such as `(Tensor x) -> Tensor`; inferred from the annotations of `run` by default.
+    `schema`: a torch schema such as `(Tensor x) -> Tensor`; inferred from the annotations of `run`
+    by default.
     """
     library.define(name + (schema or torch.library.infer_schema(run, mutates_args=())))
     library.impl(name, run, "CompositeExplicitAutograd")
@@ -238,8 +280,11 @@ def operator(name: str, run: Callable, shapes: Callable, schema: str = "") -> No
 
 
 def differentiable(name: str, backward: Callable, setup_context: Callable) -> None:
-    """Gives `meshtrain::NAME` a gradient, by the two functions of `torch.library.register_autograd`."""
-    torch.library.register_autograd(f"meshtrain::{name}", backward, setup_context=setup_context, lib=library)
+    """Gives `meshtrain::NAME` a gradient, by the two functions of
+    `torch.library.register_autograd`."""
+    torch.library.register_autograd(
+        f"meshtrain::{name}", backward, setup_context=setup_context, lib=library
+    )
 
 
 def _collective(name: str, shapes: Callable) -> None:
@@ -249,14 +294,23 @@ def _collective(name: str, shapes: Callable) -> None:
     operator(name, run, shapes)
 
 
-_collective("all_gather", lambda x, group: x.new_empty(x.shape[0] * axis_group_by_name(group).size, *x.shape[1:]))
-_collective("reduce_scatter", lambda x, group: x.new_empty(x.shape[0] // axis_group_by_name(group).size, *x.shape[1:]))
-_collective("all_reduce", lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+_collective(
+    "all_gather",
+    lambda x, group: x.new_empty(x.shape[0] * axis_group_by_name(group).size, *x.shape[1:]),
+)
+_collective(
+    "reduce_scatter",
+    lambda x, group: x.new_empty(x.shape[0] // axis_group_by_name(group).size, *x.shape[1:]),
+)
+_collective(
+    "all_reduce", lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format)
+)
 ops = torch.ops.meshtrain
 
 
 class ReduceScatter(torch.autograd.Function):
-    """(t·m, ...) -> (m, ...): this rank's part of the sum over ranks; backward all-gathers the gradient."""
+    """(t·m, ...) -> (m, ...): this rank's part of the sum over ranks; backward all-gathers the
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -282,7 +336,8 @@ class AllGather(torch.autograd.Function):
 
 
 class SumGradient(torch.autograd.Function):
-    """The identity, for a tensor that all ranks have and each uses for its own heads; sums the gradient over ranks."""
+    """The identity, for a tensor that all ranks have and each uses for its own heads; sums the
+    gradient over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -295,7 +350,8 @@ class SumGradient(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over ranks, on each rank. The gradient, the same on each rank, passes through unchanged."""
+    """The sum over ranks, on each rank. The gradient, the same on each rank, passes through
+    unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

@@ -1,4 +1,5 @@
-"""torch.compile of blocks: whether to compile, where compiled code is cached, and how a block's forward is compiled."""
+"""torch.compile of blocks: whether to compile, where compiled code is cached, and how a block's
+forward is compiled."""
 
 import os
 import shutil
@@ -37,9 +38,12 @@ class CompileChoice(NamedTuple):
         return f"blocks are{'' if self.compiles else ' not'} compiled{obstacle}"
 
 
-def choose_compile(setting: bool | str, device: torch.device, splits_backward: bool) -> CompileChoice:
-    """Resolves `auto` for a device; True and False are kept. `splits_backward`: the pipeline's schedule computes weight
-    gradients later, but a compiled block computes all gradients at once."""
+def choose_compile(
+    setting: bool | str, device: torch.device, splits_backward: bool
+) -> CompileChoice:
+    """Resolves `auto` for a device; True and False are kept. `splits_backward`: the pipeline's
+    schedule computes weight gradients later, but a compiled block computes all gradients at
+    once."""
     if setting != "auto" or device.type != "cuda":
         return CompileChoice(setting is True)
     late = "the schedule computes gradients of weights later, a compiled block all at once"
@@ -48,21 +52,29 @@ def choose_compile(setting: bool | str, device: torch.device, splits_backward: b
 
 
 def missing_tools(capability: tuple[int, int]) -> str | None:
-    """What the compiler lacks to build kernels for a GPU: Triton has to support it, and builds launchers in C."""
+    """What the compiler lacks to build kernels for a GPU: Triton has to support it, and builds
+    launchers in C."""
     if capability < (7, 0):
-        return f"Triton needs compute capability 7.0, and this GPU has {capability[0]}.{capability[1]}"
+        return (
+            f"Triton needs compute capability 7.0, and this GPU has {capability[0]}.{capability[1]}"
+        )
     if find_spec("triton") is None:
         return "Triton is not installed"
     if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
         return "Triton finds no C compiler: install gcc, or name one in CC"
     header = Path(sysconfig.get_path("include"), "Python.h")
-    return None if header.exists() else f"Triton needs {header}, of the package python3-dev or python3-devel"
+    return (
+        None
+        if header.exists()
+        else f"Triton needs {header}, of the package python3-dev or python3-devel"
+    )
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Caches compiled code where later starts find it, unless the environment names a folder: in `folder` if that is
-    this user's alone, else in the user's own cache folder. torch's own default is a temporary folder. torch itself
-    detects stale entries, but it runs whatever code it finds: nobody else may be able to put some there."""
+    """Caches compiled code where later starts find it, unless the environment names a folder: in
+    `folder` if that is this user's alone, else in the user's own cache folder. torch's own default
+    is a temporary folder. torch itself detects stale entries, but it runs whatever code it finds:
+    nobody else may be able to put some there."""
     named = Path(os.environ.get(CACHE, ""))
     # A model that imports parts of the compiler has already put torch's default in the environment.
     default = named.parent == Path(gettempdir()) and named.name.startswith("torchinductor_")
@@ -81,34 +93,44 @@ def keep_compiled_code(folder: Path) -> None:
 
 
 def compile_block(
-    block: nn.Module, forward: Callable, without: Collection[nn.Module] = (), one_graph: bool = False
+    block: nn.Module,
+    forward: Callable,
+    without: Collection[nn.Module] = (),
+    one_graph: bool = False,
 ) -> Callable:
     """The forward of `block`, compiled at its first call.
 
-    While the forward runs, DTensor parameters are replaced by this rank's local parts, because a graph that contains a
-    recomputation cannot hold DTensors. Autograd passes gradients on to the parameters themselves. Modules in `without`
-    are skipped: they are not compiled, and FSDP gathers them separately. `one_graph`: the first call raises one of
-    `breaks_graph` if the forward is not a single graph.
+    While the forward runs, DTensor parameters are replaced by this rank's local parts, because a
+    graph that contains a recomputation cannot hold DTensors. Autograd passes gradients on to the
+    parameters themselves. Modules in `without` are skipped: they are not compiled, and FSDP gathers
+    them separately. `one_graph`: the first call raises one of `breaks_graph` if the forward is not
+    a single graph.
     """
     mend_attention_shapes()
     compiled = torch.compile(forward, fullgraph=one_graph)
-    # Column-parallel layers pass each other results that they compute together, and restore their state afterwards.
-    # Unless such side effects are allowed inside a recomputation, no part of the block would be compiled.
+    # Column-parallel layers pass each other results that they compute together, and restore their
+    # state afterwards. Unless such side effects are allowed inside a recomputation, no part of the
+    # block would be compiled.
     allowed = allow_side_effects_in_recomputation()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with replace_parameters((m for m in block.modules() if m not in without), to_local), allowed:
+        with (
+            replace_parameters((m for m in block.modules() if m not in without), to_local),
+            allowed,
+        ):
             return compiled(*args, **kwargs)
 
     return run
 
 
 def while_one_graph(whole: Callable, plain: Callable, name: str) -> Callable:
-    """Calls `whole` until the compiler finds that it is not one graph or that there are too many kinds of layers, and
-    `plain` from then on. Training and evaluation have separate graphs: if one falls back, the other stays compiled.
+    """Calls `whole` until the compiler finds that it is not one graph or that there are too many
+    kinds of layers, and `plain` from then on. Training and evaluation have separate graphs: if one
+    falls back, the other stays compiled.
 
-    Compiling a recomputed forward in pieces is no alternative: if the compiler gives up between the two, compiled and
-    plain code save the same tensors in different orders, and the checkpoint would return the wrong ones.
+    Compiling a recomputed forward in pieces is no alternative: if the compiler gives up between the
+    two, compiled and plain code save the same tensors in different orders, and the checkpoint would
+    return the wrong ones.
     """
     compiles = {True: True, False: True}  # with and without gradients
 
@@ -119,7 +141,9 @@ def while_one_graph(whole: Callable, plain: Callable, name: str) -> Callable:
                 return whole(*args, **kwargs)
             except breaks_graph() as error:
                 reason = str(error).strip().split("\n")[0]
-                state = "recomputed and not compiled" if trains else "not compiled without gradients"
+                state = (
+                    "recomputed and not compiled" if trains else "not compiled without gradients"
+                )
                 warnings.warn(f"{name} is {state}, which takes one graph: {reason}", stacklevel=2)
                 compiles[trains] = False
         return plain(*args, **kwargs)

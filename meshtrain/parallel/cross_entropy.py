@@ -1,8 +1,8 @@
 """Cross entropy and argmax of logits that may be split over the vocabulary, without gathering them.
 
-Over `tp`, per token each rank contributes its largest logit, the sum of exponentials relative to it, and the target's
-logit if it holds it: three numbers, which one all-gather sends to all ranks (after Megatron-LM,
-https://arxiv.org/abs/1909.08053).
+Over `tp`, per token each rank contributes its largest logit, the sum of exponentials relative to
+it, and the target's logit if it holds it: three numbers, which one all-gather sends to all ranks
+(after Megatron-LM, https://arxiv.org/abs/1909.08053).
 """
 
 from typing import Any
@@ -20,14 +20,17 @@ from meshtrain.parallel.torch_private import raise_unless
 def losses_and_gradient(
     logits: Tensor, targets: Tensor, factor: Tensor | None, first: int, group: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Cross entropy of each token, and the gradient of its logits: (softmax - one-hot) * factor. Overwrites the logits.
+    """Cross entropy of each token, and the gradient of its logits: (softmax - one-hot) * factor.
+    Overwrites the logits.
 
     Args:
-        logits: (n, v), or with `group` this rank's part (n, v/t), from token id `first` on. Sums in float32 or wider.
+        logits: (n, v), or with `group` this rank's part (n, v/t), from token id `first` on. Sums in
+            float32 or wider.
         targets: (n,), IGNORE where there is no loss. factor: a scalar; None: no gradient.
 
     Returns:
-        (n,), the same on each rank; and (n, v) or (n, v/t) in the dtype of the logits; both 0 for ignored targets.
+        (n,), the same on each rank; and (n, v) or (n, v/t) in the dtype of the logits; both 0 for
+        ignored targets.
     """
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
     valid, width = targets != IGNORE, logits.shape[1]
@@ -59,20 +62,27 @@ def losses_and_gradient(
 
 
 def refuse_unknown(targets: Tensor, vocabulary: int) -> None:
-    """Raises RuntimeError: no rank has the logit of a target. On a GPU its kernel fails, as that of a plain loss."""
+    """Raises RuntimeError: no rank has the logit of a target. On a GPU its kernel fails, as that of
+    a plain loss."""
     known = (targets == IGNORE) | ((targets >= 0) & (targets < vocabulary))
-    raise_unless(known.all(), f"a target is no output of the model: expected 0 to {vocabulary - 1}, or {IGNORE}")
+    raise_unless(
+        known.all(),
+        f"a target is no output of the model: expected 0 to {vocabulary - 1}, or {IGNORE}",
+    )
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target] from logits (n, v/t) of each rank: (n,) on all; 0 without gradient for IGNORE."""
+    """-log softmax(logits)[target] from logits (n, v/t) of each rank: (n,) on all; 0 without
+    gradient for IGNORE."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, group: str) -> Tensor:
         refuse_unknown(targets, vocabulary)
         axis = axis_group_by_name(group)
         first = chunk_range(vocabulary, axis.size, axis.index).start
-        losses, gradient = losses_and_gradient(logits.clone(), targets, logits.new_ones(()), first, group)
+        losses, gradient = losses_and_gradient(
+            logits.clone(), targets, logits.new_ones(()), first, group
+        )
         ctx.save_for_backward(gradient, targets)
         return losses
 
@@ -83,11 +93,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def token_losses(logits: DTensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each token: logits (n, v) split over v, targets (n,) -> (n,), the same on each rank."""
+    """Cross entropy of each token: logits (n, v) split over v, targets (n,) -> (n,), the same on
+    each rank."""
     part = _part_of(logits)
     wide = part.float() if part.dtype.itemsize < 4 else part
     flat = wide.flatten(0, -2)
-    return VocabParallelCrossEntropy.apply(flat, targets, logits.shape[-1], axis_group_of(logits).name)
+    return VocabParallelCrossEntropy.apply(
+        flat, targets, logits.shape[-1], axis_group_of(logits).name
+    )
 
 
 def argmax(logits: DTensor) -> Tensor:
@@ -97,7 +110,10 @@ def argmax(logits: DTensor) -> Tensor:
     if part.shape[-1] > 0:
         largest, index = part.max(-1)
     else:
-        largest, index = part.new_full(part.shape[:-1], -torch.inf), torch.zeros(part.shape[:-1], dtype=torch.int64)
+        largest, index = (
+            part.new_full(part.shape[:-1], -torch.inf),
+            torch.zeros(part.shape[:-1], dtype=torch.int64),
+        )
     # Token ids are small enough to be exact in float64.
     mine = torch.stack([largest.double(), (index.to(part.device) + first).double()])
     of_ranks = ops.all_gather(mine[None], axis.name)  # (t, 2, ...)
@@ -106,12 +122,15 @@ def argmax(logits: DTensor) -> Tensor:
 
 
 def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
-    """The full logits (..., v) on each rank, without gradient. `position`: indices into the first dims. They are not
-    applied to the DTensor, which would cache the mesh of an earlier run in this process with the same ranks."""
+    """The full logits (..., v) on each rank, without gradient. `position`: indices into the first
+    dims. They are not applied to the DTensor, which would cache the mesh of an earlier run in this
+    process with the same ranks."""
     if not isinstance(logits, DTensor):
         return logits[position]
     axis = axis_group_of(logits)
-    width = chunk_range(logits.shape[-1], axis.size, 0).stop  # the largest part's; others are padded to it
+    width = chunk_range(
+        logits.shape[-1], axis.size, 0
+    ).stop  # the largest part's; others are padded to it
     part = _part_of(logits).detach()[position]
     padded = part.new_zeros(*part.shape[:-1], width)
     padded[..., : part.shape[-1]] = part
@@ -120,9 +139,12 @@ def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
 
 
 def _part_of(logits: DTensor) -> Tensor:
-    """This rank's vocabulary part, also of logits that an operator of the model (a slice, torch.cat) has gathered."""
+    """This rank's vocabulary part, also of logits that an operator of the model (a slice,
+    torch.cat) has gathered."""
     words = Shard(logits.dim() - 1)
-    return (logits if logits.placements == (words,) else logits.redistribute(placements=[words])).to_local()
+    return (
+        logits if logits.placements == (words,) else logits.redistribute(placements=[words])
+    ).to_local()
 
 
 def axis_group_of(logits: DTensor) -> AxisGroup:

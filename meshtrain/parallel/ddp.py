@@ -1,13 +1,17 @@
-"""DDP: distributed data parallelism over `dp_replicate`, with bucketed all-reduce; ZeRO-1, with reduce-scatter.
+"""DDP: distributed data parallelism over `dp_replicate`, with bucketed all-reduce; ZeRO-1, with
+reduce-scatter.
 
-Gradients are *summed* over the data ranks, never averaged: a rank's loss is its share of a sum that is already divided
-by a global count, so the sum is the gradient of the global mean, however samples are distributed over ranks.
+Gradients are *summed* over the data ranks, never averaged: a rank's loss is its share of a sum that
+is already divided by a global count, so the sum is the gradient of the global mean, however samples
+are distributed over ranks.
 
-With ZeRO-1 (Rajbhandari et al., https://arxiv.org/abs/1910.02054) replicas share the optimizer's work: each receives
-the summed gradients only of its rows of every parameter, keeps the optimizer state of these rows, updates them, and
-all-gathers the others. Rows are split as in `sharding.py`, so checkpoints and plans treat states like other tensors.
+With ZeRO-1 (Rajbhandari et al., https://arxiv.org/abs/1910.02054) replicas share the optimizer's
+work: each receives the summed gradients only of its rows of every parameter, keeps the optimizer
+state of these rows, updates them, and all-gathers the others. Rows are split as in `sharding.py`,
+so checkpoints and plans treat states like other tensors.
 
-torch's wrapper is not used, because it renames parameters and rejects parameters that are sharded over other axes.
+torch's wrapper is not used, because it renames parameters and rejects parameters that are sharded
+over other axes.
 """
 
 from collections import deque
@@ -24,7 +28,13 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AsyncResult, AxisGroup, Waiting, axis_group
 from meshtrain.parallel.grad_sync import GradientSync, when_backward_begins
 from meshtrain.parallel.sharding import chunk_range
-from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, from_local, to_local, when_accumulated
+from meshtrain.parallel.torch_private import (
+    accumulates,
+    at_end_of_backward,
+    from_local,
+    to_local,
+    when_accumulated,
+)
 
 REPLICATE = "dp_replicate"
 NamedParameter = tuple[str, nn.Parameter]
@@ -35,9 +45,10 @@ BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small e
 class BucketedAllReduce(GradientSync):
     """Sums a model's gradients over an axis of replicas at the end of every last backward.
 
-    Gradients live in a few flat buckets. The all-reduce of a bucket starts as soon as its last gradient is ready, and
-    overlaps with the backward of earlier layers (Li et al., https://arxiv.org/abs/2006.15704). The end of the backward
-    waits for all of them, so that an ordinary loop needs no extra call.
+    Gradients live in a few flat buckets. The all-reduce of a bucket starts as soon as its last
+    gradient is ready, and overlaps with the backward of earlier layers (Li et al.,
+    https://arxiv.org/abs/2006.15704). The end of the backward waits for all of them, so that an
+    ordinary loop needs no extra call.
     """
 
     def __init__(
@@ -49,7 +60,8 @@ class BucketedAllReduce(GradientSync):
         named: Callable[[], list[NamedParameter]],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`named`: parameters replicated over this axis. `dtype`: that of the messages; None: the gradients' own."""
+        """`named`: parameters replicated over this axis. `dtype`: that of the messages; None: the
+        gradients' own."""
         self.axis, self.group = axis, mesh.group(axis)
         self.size, self.comm_bytes = mesh.size(axis), mesh.comm_bytes
         self.waiting = waiting
@@ -61,8 +73,12 @@ class BucketedAllReduce(GradientSync):
         self._works: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, gradients, message
         trained = [p for _, p in self._named() if p.requires_grad][::-1]  # in backward order
         self._buckets = [Bucket(parameters) for parameters in _group_into_buckets(trained)]
-        ready = [(p, partial(self._ready, bucket, p)) for bucket in self._buckets for p in bucket.views]
-        self._accumulators = [when_accumulated(parameter, callback) for parameter, callback in ready]
+        ready = [
+            (p, partial(self._ready, bucket, p)) for bucket in self._buckets for p in bucket.views
+        ]
+        self._accumulators = [
+            when_accumulated(parameter, callback) for parameter, callback in ready
+        ]
         when_backward_begins(model, self._begin)
 
     def set_is_last_backward(self, last: bool) -> None:
@@ -101,7 +117,8 @@ class BucketedAllReduce(GradientSync):
             self._begin()
         if parameter not in bucket.missing:
             raise RuntimeError(
-                "a parameter's gradient came twice in one backward, the second time when it may have been sent: "
+                "a parameter's gradient came twice in one backward, the second time when it may "
+                "have been sent: "
                 "torch.utils.checkpoint needs use_reentrant=False"
             )
         bucket.missing.remove(parameter)
@@ -112,12 +129,15 @@ class BucketedAllReduce(GradientSync):
         for name, parameter in self._named():
             if parameter.requires_grad and parameter not in known:
                 raise RuntimeError(
-                    f"{name} was unfrozen or replaced after parallelize, so its gradient would not be summed over "
-                    f"{self.axis}: unfreeze before parallelize, and use load_state_dict without assign=True"
+                    f"{name} was unfrozen or replaced after parallelize, so its gradient would not "
+                    "be summed over "
+                    f"{self.axis}: unfreeze before parallelize, and use load_state_dict without "
+                    "assign=True"
                 )
 
     def _start_full_buckets(self, all_of_them: bool = False) -> None:
-        """Starts all-reduces, bucket by bucket in one fixed order, which is the same on every rank."""
+        """Starts all-reduces, bucket by bucket in one fixed order, which is the same on every
+        rank."""
         while self._started < len(self._buckets):
             bucket = self._buckets[self._started]
             if bucket.missing and not all_of_them:
@@ -128,7 +148,9 @@ class BucketedAllReduce(GradientSync):
             self._started += 1
 
     def _in_message_type(self, flat: Tensor) -> Tensor:
-        return flat.to(self._dtype) if self._dtype is not None and flat.is_floating_point() else flat
+        return (
+            flat.to(self._dtype) if self._dtype is not None and flat.is_floating_point() else flat
+        )
 
     def _start(self, bucket: "Bucket", flat: Tensor) -> None:
         """Starts the reduction of a bucket's gradients `flat`."""
@@ -136,7 +158,9 @@ class BucketedAllReduce(GradientSync):
         work = dist.all_reduce(message, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
         self._works.append((work, flat, message))
-        self.comm_bytes.add(self.axis, "all_reduce", 2 * message.nbytes * (self.size - 1) / self.size)
+        self.comm_bytes.add(
+            self.axis, "all_reduce", 2 * message.nbytes * (self.size - 1) / self.size
+        )
 
     def _finish_buckets(self) -> None:
         with self.waiting(), waiting("all_reduce", self.group):
@@ -147,8 +171,9 @@ class BucketedAllReduce(GradientSync):
         self._works.clear()
 
     def _abandon(self) -> None:
-        """After an exception in a last backward: contributes NaN to the remaining reductions, so that all ranks go on
-        with the same collectives, and ranks without an exception get gradients that are not finite."""
+        """After an exception in a last backward: contributes NaN to the remaining reductions, so
+        that all ranks go on with the same collectives, and ranks without an exception get gradients
+        that are not finite."""
         if not self._in_backward:
             return
         for bucket in self._buckets[self._started :]:
@@ -164,15 +189,20 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.missing: set[Tensor] = set(parameters)  # gradients not yet ready in a last backward
         parts = [to_local(p.detach()) for p in parameters]
-        self.flat = torch.zeros(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
+        self.flat = torch.zeros(
+            sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device
+        )
         slices = zip(parameters, self.flat.split([p.numel() for p in parts]), parts, strict=True)
-        self.views: dict[Tensor, Tensor] = {p: from_local(view.view_as(part), p) for p, view, part in slices}
+        self.views: dict[Tensor, Tensor] = {
+            p: from_local(view.view_as(part), p) for p, view, part in slices
+        }
         for parameter, view in self.views.items():
             parameter.gradient_place = view  # type: ignore[attr-defined]  # where products write its first gradient
 
     def adopt(self, parameter: Tensor) -> None:
-        """Makes the gradient a view of the flat tensor, if autograd or the user's `zero_grad` placed it elsewhere. So
-        gradients are stored once, and further microbatches add to them in place."""
+        """Makes the gradient a view of the flat tensor, if autograd or the user's `zero_grad`
+        placed it elsewhere. So gradients are stored once, and further microbatches add to them in
+        place."""
         view = self.views[parameter]
         if parameter.grad is view:
             return
@@ -199,14 +229,15 @@ def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Paramete
 
 
 class BucketedReduceScatter(BucketedAllReduce):
-    """Sums this rank's rows of the gradients over an axis of replicas at the end of every last backward. Gradients in
-    other rows are meaningless after that."""
+    """Sums this rank's rows of the gradients over an axis of replicas at the end of every last
+    backward. Gradients in other rows are meaningless after that."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, axis: str, *arguments: Any) -> None:
         super().__init__(model, mesh, axis, *arguments)
         self._copies = axis_group(mesh, axis)
         self._rows = {
-            bucket: Rows([to_local(p.detach()) for p in bucket.views], self._copies) for bucket in self._buckets
+            bucket: Rows([to_local(p.detach()) for p in bucket.views], self._copies)
+            for bucket in self._buckets
         }
         self._sums: deque[tuple[Bucket, AsyncResult]] = deque()
         self.parameters = {p for bucket in self._buckets for p in bucket.views}
@@ -216,7 +247,9 @@ class BucketedReduceScatter(BucketedAllReduce):
             self._finish_first()
         rows = self._rows[bucket]
         message = rows.scattered(flat.split([t.numel() for t in rows.tensors]))
-        self._sums.append((bucket, self._copies.start_reduce_scatter(self._in_message_type(message))))
+        self._sums.append(
+            (bucket, self._copies.start_reduce_scatter(self._in_message_type(message)))
+        )
 
     def _finish_buckets(self) -> None:
         while self._sums:
@@ -238,11 +271,14 @@ class BucketedReduceScatter(BucketedAllReduce):
 
 
 class Rows:
-    """The split of the rows of some tensors over ranks: equal numbers, but fewer on the last ranks."""
+    """The split of the rows of some tensors over ranks: equal numbers, but fewer on the last
+    ranks."""
 
     def __init__(self, tensors: Sequence[Tensor], copies: AxisGroup) -> None:
         self.tensors, self.copies = tensors, copies
-        self._places: list[tuple[int, int, int, int]] = []  # offset in a part, rows per rank, all rows, width
+        self._places: list[
+            tuple[int, int, int, int]
+        ] = []  # offset in a part, rows per rank, all rows, width
         self.length = 0  # elements of a rank's part
         for tensor in tensors:
             rows = tensor.shape[0] if tensor.dim() else 1
@@ -251,7 +287,8 @@ class Rows:
             self.length += chunk * width
 
     def scattered(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Packs flat tensors into one message (ranks x length,): each rank's part, zero-padded if it has fewer rows."""
+        """Packs flat tensors into one message (ranks x length,): each rank's part, zero-padded if
+        it has fewer rows."""
         message = tensors[0].new_zeros(self.copies.size, self.length)
         for piece, place in self._pieces(tensors, message):
             place.copy_(piece)
@@ -278,8 +315,11 @@ class Rows:
             piece = tensor[own.start * width : own.stop * width]
             yield piece, part[begin : begin + piece.numel()]
 
-    def _pieces(self, tensors: Sequence[Tensor], message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views: the rows of all ranks with a full chunk, then those of the rank with a partial chunk."""
+    def _pieces(
+        self, tensors: Sequence[Tensor], message: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of views: the rows of all ranks with a full chunk, then those of the rank with a
+        partial chunk."""
         for tensor, (begin, chunk, rows, width) in zip(tensors, self._places, strict=True):
             full, size = rows // max(chunk, 1), chunk * width
             yield tensor[: full * size].view(full, size), message[:full, begin : begin + size]

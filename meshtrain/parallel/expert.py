@@ -1,9 +1,11 @@
-"""Expert parallelism: whole experts are distributed over the ranks of `ep`, and tokens are sent to their experts.
+"""Expert parallelism: whole experts are distributed over the ranks of `ep`, and tokens are sent to
+their experts.
 
-Each rank routes its own tokens. Rows, one per slot of a token, go to the rank that has their expert, and the results
-come back in the original order (GShard, https://arxiv.org/abs/2006.16668). No row is dropped: which rows exceed a
-capacity would depend on the other tokens of the microbatch, and so on the layout. A step under a `RowLimit` in which
-rows had no room is repeated without the limit. An expert's gradient is a sum over all rows that it received.
+Each rank routes its own tokens. Rows, one per slot of a token, go to the rank that has their
+expert, and the results come back in the original order (GShard, https://arxiv.org/abs/2006.16668).
+No row is dropped: which rows exceed a capacity would depend on the other tokens of the microbatch,
+and so on the layout. A step under a `RowLimit` in which rows had no room is repeated without the
+limit. An expert's gradient is a sum over all rows that it received.
 
 Tensors hold (n, d) rows, sorted by expert, lowest first.
 """
@@ -21,7 +23,13 @@ from torch.distributed.tensor import Shard
 from meshtrain.errors import InputError
 from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import AxisGroup, axis_group, axis_group_by_name, differentiable, operator
+from meshtrain.parallel.collectives import (
+    AxisGroup,
+    axis_group,
+    axis_group_by_name,
+    differentiable,
+    operator,
+)
 from meshtrain.parallel.linear.grouped import GatherRows
 from meshtrain.parallel.sharding import chunk_lengths
 from meshtrain.parallel.tensor_parallel import shard_parameter
@@ -35,23 +43,29 @@ AXIS = "ep"
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOptions") -> None:
-    """Keeps each `ep` rank's own experts, as DTensors, and dispatches rows to them. Does nothing without `ep`.
+    """Keeps each `ep` rank's own experts, as DTensors, and dispatches rows to them. Does nothing
+    without `ep`.
 
-    The experts of a layer are a module, of any class, that the model's `ep_plan` names: dim 0 of its parameters is the
-    experts, split as by `torch.chunk`, and it computes through its `dispatch` (`meshtrain.experts.Experts`).
+    The experts of a layer are a module, of any class, that the model's `ep_plan` names: dim 0 of
+    its parameters is the experts, split as by `torch.chunk`, and it computes through its `dispatch`
+    (`meshtrain.experts.Experts`).
 
     Raises:
-        InputError: the model names no experts, the plan names a module that has none, layers share experts that FSDP
-            would have to shard, or ranks of `tp` have the same tokens.
+        InputError: the model names no experts, the plan names a module that has none, layers share
+            experts that FSDP would have to shard, or ranks of `tp` have the same tokens.
     """
     if mesh.size(AXIS) == 1:
         return
     plan = plan_of(type(model), "ep_plan", options.ep_plan)
     if not plan:
-        raise InputError(f"{type(model).__name__} has no ep_plan, which names its experts: use expert_parallel: 1")
+        raise InputError(
+            f"{type(model).__name__} has no ep_plan, which names its experts: use expert_parallel: "
+            "1"
+        )
     if mesh.size("tp") > 1 and not options.sequence_parallel:
         raise InputError(
-            f"parallel.sequence_parallel false with tp {mesh.size('tp')}: ranks of tp would send experts the same "
+            f"parallel.sequence_parallel false with tp {mesh.size('tp')}: ranks of tp would send "
+            "experts the same "
             "tokens: leave it true, or use expert_parallel: 1"
         )
     group = axis_group(mesh, AXIS)
@@ -60,9 +74,11 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
     for name in expert_modules(model, plan):
         module: Any = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in sharded and mesh.size("efsdp") > 1:  # each module of experts is a unit of FSDP
+            # each module of experts is a unit of FSDP
+            if parameter in sharded and mesh.size("efsdp") > 1:
                 raise InputError(
-                    f"{name} shares {key} with another layer, and FSDP cannot shard experts of two layers: use "
+                    f"{name} shares {key} with another layer, and FSDP cannot shard experts of two "
+                    "layers: use "
                     f"expert_parallel: {mesh.size(AXIS) * mesh.size('efsdp')}, or dp_replicate"
                 )
             if parameter not in sharded:
@@ -73,30 +89,42 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
 
 def dispatched_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of a model, or of a stage, whose experts are distributed over several ranks."""
-    return [module for module in model.modules() if isinstance(vars(module).get("dispatch"), ExpertDispatch)]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(vars(module).get("dispatch"), ExpertDispatch)
+    ]
 
 
 class RowLimit:
-    """A capacity of rows for messages to experts: with fixed sizes, the host does not have to wait for sizes.
+    """A capacity of rows for messages to experts: with fixed sizes, the host does not have to wait
+    for sizes.
 
-    Rows without room are left out and counted. The code that sets a limit has to repeat the step without it then.
+    Rows without room are left out and counted. The code that sets a limit has to repeat the step
+    without it then.
     """
 
     def __init__(self, factor: float, device: torch.device) -> None:
-        """`factor`: multiple of the rows that a rank sends to each rank if the load of experts is even."""
+        """`factor`: multiple of the rows that a rank sends to each rank if the load of experts is
+        even."""
         self.factor = factor
-        self.overflow = torch.zeros((), dtype=torch.float64, device=device)  # rows of this rank without room, so far
+        # rows of this rank without room, so far
+        self.overflow = torch.zeros((), dtype=torch.float64, device=device)
 
 
 def message_rows(rows: int, experts_of_rank: int, experts: int, factor: float) -> int:
-    """How many of its `rows` a rank can send to each rank under a `RowLimit`: the same on all of them."""
+    """How many of its `rows` a rank can send to each rank under a `RowLimit`: the same on all of
+    them."""
     return min(rows, math.ceil(factor * rows * experts_of_rank / experts))
 
 
 @contextmanager
 def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
-    """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: no limit."""
-    dispatches: list[ExpertDispatch] = [vars(module)["dispatch"] for module in dispatched_modules(model)]
+    """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: no
+    limit."""
+    dispatches: list[ExpertDispatch] = [
+        vars(module)["dispatch"] for module in dispatched_modules(model)
+    ]
     for dispatch in dispatches:
         dispatch.limit = limit
     try:
@@ -107,10 +135,12 @@ def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
 
 
 class ExpertDispatch:
-    """Sends rows to their experts over `ep`, and returns the results: the `dispatch` of a layer's `Experts`.
+    """Sends rows to their experts over `ep`, and returns the results: the `dispatch` of a layer's
+    `Experts`.
 
-    All ranks of the axis call it together, even without rows. Empty messages are not sent, except under a limit, for
-    which all ranks need the same number of `rows`. Evaluation and generation work the same way.
+    All ranks of the axis call it together, even without rows. Empty messages are not sent, except
+    under a limit, for which all ranks need the same number of `rows`. Evaluation and generation
+    work the same way.
     """
 
     limit: RowLimit | None = None  # see `limit_rows`
@@ -118,10 +148,13 @@ class ExpertDispatch:
     def __init__(self, axis_group: AxisGroup) -> None:
         self.axis_group = axis_group
 
-    def __call__(self, rows: Tensor, counts: Tensor, products: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def __call__(
+        self, rows: Tensor, counts: Tensor, products: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """
         Args:
-            rows: (n, d), this rank's slots sorted by expert; rows beyond the sum of `counts` belong to no expert.
+            rows: (n, d), this rank's slots sorted by expert; rows beyond the sum of `counts` belong
+                to no expert.
             counts: (E,) int64, number of rows for each expert.
             products: (rows of this rank's experts, their counts) -> one result row per row.
 
@@ -139,21 +172,30 @@ class ExpertDispatch:
             room = message_rows(n, cuts[0], len(counts), limit.factor)
             send = [room if own else 0 for own in cuts]
             receive = [send[axis.index]] * axis.size
-            source, slot = _fill_messages(_rows_by_rank(counts, axis.size), n, room, sum(send), limit)
+            source, slot = _fill_messages(
+                _rows_by_rank(counts, axis.size), n, room, sum(send), limit
+            )
             # Each rank sends the rows that had room, by expert, then padding rows.
-            table = table.cumsum(1).clamp(max=room).diff(dim=1, prepend=table.new_zeros(axis.size, 1))
+            table = (
+                table.cumsum(1).clamp(max=room).diff(dim=1, prepend=table.new_zeros(axis.size, 1))
+            )
             nobodys = receive[0] - table.sum(1, keepdim=True)
             order, inverse = _sort_by_expert(torch.cat([table, nobodys], 1), sum(receive))
             messages = _GatherOrZeros.apply(rows, source, slot)
         arrived = ops.exchange_rows(messages, send, receive, axis.name)
         results = products(GatherRows.apply(arrived, order, inverse, 1), table.sum(0))
-        answers = ops.exchange_rows(GatherRows.apply(results, inverse, order, 1), receive, send, axis.name)
+        answers = ops.exchange_rows(
+            GatherRows.apply(results, inverse, order, 1), receive, send, axis.name
+        )
         return _resize(answers, n) if limit is None else _GatherOrZeros.apply(answers, slot, source)
 
 
-def _fill_messages(rows: Tensor, n: int, room: int, total: int, limit: RowLimit) -> tuple[Tensor, Tensor]:
-    """Indices for messages of `room` rows to each rank, `total` rows in all, with `rows` (p,) rows to send to each: the
-    index among this rank's n rows of each message row, and the message row of each of the n; -1 for none."""
+def _fill_messages(
+    rows: Tensor, n: int, room: int, total: int, limit: RowLimit
+) -> tuple[Tensor, Tensor]:
+    """Indices for messages of `room` rows to each rank, `total` rows in all, with `rows` (p,) rows
+    to send to each: the index among this rank's n rows of each message row, and the message row of
+    each of the n; -1 for none."""
     ends = rows.cumsum(0)
     begins = ends - rows
     if not backward_is_running():  # a recomputed block has already been counted
@@ -168,7 +210,8 @@ def _fill_messages(rows: Tensor, n: int, room: int, total: int, limit: RowLimit)
 
 
 class _GatherOrZeros(torch.autograd.Function):
-    """x[index], with zeros where index is -1. `inverse`: the position of each row of x in the result, -1 for none."""
+    """x[index], with zeros where index is -1. `inverse`: the position of each row of x in the
+    result, -1 for none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -192,9 +235,11 @@ def _rows_by_rank(counts: Tensor, ranks: int) -> Tensor:
 
 
 def _sort_by_expert(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows arrive ordered by source and then by expert, with counts `table` (p, own). Returns the permutation that
-    orders them by expert and then by source, and its inverse. Needs no sort and does not wait for the device."""
-    begins = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)  # of blocks of rows as they arrive
+    """Rows arrive ordered by source and then by expert, with counts `table` (p, own). Returns the
+    permutation that orders them by expert and then by source, and its inverse. Needs no sort and
+    does not wait for the device."""
+    # of blocks of rows as they arrive
+    begins = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)
     by_expert = table.t().flatten()
     targets = (by_expert.cumsum(0) - by_expert).view(table.shape[1], table.shape[0]).t()
     index, shift = torch.arange(rows, device=table.device), begins - targets
@@ -203,7 +248,7 @@ def _sort_by_expert(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order, inverse
 
 
-# Operators, so that selective recomputation saves received data ------------------------------------------------------
+# Operators, so that selective recomputation saves received data -----------------------------------
 
 
 def _exchange_counts(counts: Tensor, group: str) -> Tensor:
@@ -225,8 +270,9 @@ def _message_sizes(counts: Tensor, table: Tensor, group: str) -> Tensor:
     sizes = torch.stack([_rows_by_rank(counts, axis.size), table.sum(1)])
     if not sizes.is_cuda:
         return sizes
-    # The only place in a step where the host waits for the device, once per layer and forward: the host must know the
-    # sizes to allocate memory and to send rows. Recomputation saves the sizes and does not wait.
+    # The only place in a step where the host waits for the device, once per layer and forward: the
+    # host must know the sizes to allocate memory and to send rows. Recomputation saves the sizes
+    # and does not wait.
     on_host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
     on_host.copy_(sizes, non_blocking=True)
     with axis.waiting(), waiting("the sizes of messages to experts", axis.group):
@@ -248,9 +294,15 @@ def _exchange_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None,
 
 
 operator("exchange_counts", _exchange_counts, _exchange_counts_shapes)
-operator("message_sizes", _message_sizes, lambda counts, table, group: torch.empty(2, len(table), dtype=torch.int64))
 operator(
-    "exchange_rows", _exchange_rows, lambda rows, send, receive, group: rows.new_empty(sum(receive), *rows.shape[1:])
+    "message_sizes",
+    _message_sizes,
+    lambda counts, table, group: torch.empty(2, len(table), dtype=torch.int64),
+)
+operator(
+    "exchange_rows",
+    _exchange_rows,
+    lambda rows, send, receive, group: rows.new_empty(sum(receive), *rows.shape[1:]),
 )
 differentiable("exchange_rows", _exchange_rows_backward, _keep_sizes)
 ops = torch.ops.meshtrain

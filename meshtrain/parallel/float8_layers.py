@@ -1,6 +1,8 @@
-"""Float8 layers: which linear layers multiply in 8 bits, and which splits over `tp` would change their results.
+"""Float8 layers: which linear layers multiply in 8 bits, and which splits over `tp` would change
+their results.
 
-The choice is the same on every layout, so it depends only on the names and sizes of the whole model.
+The choice is the same on every layout, so it depends only on the names and sizes of the whole
+model.
 """
 
 import re
@@ -10,17 +12,27 @@ from typing import Any
 from meshtrain.parallel.tp_plan import STYLES, Split
 from meshtrain.pipeline.partition import blocks_of
 
-BLOCKS: dict[str, int | None] = {"float8": None, "mxfp8": 32}  # elements along the summed dim per scale; None: all
+# elements along the summed dim per scale; None: all
+BLOCKS: dict[str, int | None] = {
+    "float8": None,
+    "mxfp8": 32,
+}
 MIN_FEATURES = 128  # below, rounding the operands takes longer than the product
 _LAYERS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
-_ROUTERS = ("gate", "router")  # names in Hugging Face models; a rounded score could change a token's experts
+# names in Hugging Face models; a rounded score could change a token's experts
+_ROUTERS = (
+    "gate",
+    "router",
+)
 
 
 def float8_layers(model: Any, precision: str) -> tuple[list[str], list[str]]:
-    """Names of a model's linear layers, split or not: those that multiply in a precision of `BLOCKS`, and the others.
+    """Names of a model's linear layers, split or not: those that multiply in a precision of
+    `BLOCKS`, and the others.
 
-    The former are inside the model's `blocks()` (a head is a block by itself), are not routers, and have at least
-    `MIN_FEATURES` inputs and outputs, in multiples of 16 (MXFP8: 32), as the kernels require.
+    The former are inside the model's `blocks()` (a head is a block by itself), are not routers, and
+    have at least `MIN_FEATURES` inputs and outputs, in multiples of 16 (MXFP8: 32), as the kernels
+    require.
     """
     blocks = [block for block in blocks_of(model) if block is not model]
     inside = {module for block in blocks for module in block.modules() if module is not block}
@@ -35,20 +47,32 @@ def float8_layers(model: Any, precision: str) -> tuple[list[str], list[str]]:
 
 
 def name_pattern(name: str) -> str:
-    """`model.layers.3.mlp.up_proj` as `model.layers.*.mlp.up_proj`, so that messages name each kind of layer once."""
+    """`model.layers.3.mlp.up_proj` as `model.layers.*.mlp.up_proj`, so that messages name each kind
+    of layer once."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def float8_problems(model: Any, precision: str, splits: Sequence[Split] = (), tp: int = 1) -> list[str]:
-    """Why a plain model, split like this, cannot give the float8 results of one device, and what to do instead."""
+def float8_problems(
+    model: Any, precision: str, splits: Sequence[Split] = (), tp: int = 1
+) -> list[str]:
+    """Why a plain model, split like this, cannot give the float8 results of one device, and what to
+    do instead."""
     names, multiple = float8_layers(model, precision)[0], BLOCKS[precision]
     if not names:
         sizes = f"at least {MIN_FEATURES} inputs and outputs, multiples of {multiple or 16}"
-        return [f"{type(model).__name__} has no linear layer inside of its blocks() with {sizes}: use null"]
+        return [
+            f"{type(model).__name__} has no linear layer inside of its blocks() with {sizes}: use "
+            "null"
+        ]
     heads, parts = {}, {}  # used as ordered sets
     for split in (split for split in splits if split.layer in names):
-        layer, dim, name = model.get_submodule(split.layer), STYLES[split.style].dim, name_pattern(split.layer)
-        if split.everywhere:  # each rank would round its own queries' contribution to a head's gradient
+        layer, dim, name = (
+            model.get_submodule(split.layer),
+            STYLES[split.style].dim,
+            name_pattern(split.layer),
+        )
+        # each rank would round its own queries' contribution to a head's gradient
+        if split.everywhere:
             heads[name] = split.heads
         elif dim is not None:
             size = (layer.out_features, layer.in_features)[dim]
@@ -60,5 +84,8 @@ def float8_problems(model: Any, precision: str, splits: Sequence[Split] = (), tp
     if heads:
         problems.append(f"{', '.join(heads)}, of {min(heads.values())} heads, {way_out}")
     if parts:
-        problems.append(f"{', '.join(parts)}, where each rank needs a multiple of {multiple or 1} features, {way_out}")
+        problems.append(
+            f"{', '.join(parts)}, where each rank needs a multiple of {multiple or 1} features, "
+            f"{way_out}"
+        )
     return problems

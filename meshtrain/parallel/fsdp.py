@@ -1,7 +1,8 @@
-"""FSDP: fully sharded data parallelism over `dp_shard` and `cp`; HSDP if `dp_replicate` is also larger than 1.
+"""FSDP: fully sharded data parallelism over `dp_shard` and `cp`; HSDP if `dp_replicate` is also
+larger than 1.
 
-Uses torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), with sums instead of means (see `ddp.py`)
-and its own collectives on CPUs.
+Uses torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), with sums instead of
+means (see `ddp.py`) and its own collectives on CPUs.
 """
 
 import math
@@ -23,7 +24,12 @@ from meshtrain.parallel.ddp import REPLICATE
 from meshtrain.parallel.expert import dispatched_modules
 from meshtrain.parallel.gloo_collectives import all_gather, reduce_scatter
 from meshtrain.parallel.grad_sync import GradientSync, add_gradient_sync, when_backward_begins
-from meshtrain.parallel.mixed_precision import compute_dtype, master_dtype, message_dtype, state_parameters
+from meshtrain.parallel.mixed_precision import (
+    compute_dtype,
+    master_dtype,
+    message_dtype,
+    state_parameters,
+)
 from meshtrain.parallel.sharding import expert_shard_dim
 from meshtrain.parallel.torch_private import (
     at_end_of_backward,
@@ -34,9 +40,15 @@ from meshtrain.parallel.torch_private import (
 )
 
 SHARD = "fsdp"  # the axis over which parameters are sharded; REPLICATE has copies of the shards
-EXPERT_SHARD, EXPERT_REPLICATE = "efsdp", "edp_replicate"  # the same for experts distributed over `ep`
-PREFETCHED_ON = ("cuda",)  # devices with a separate stream for gathers; on others an early start only costs memory
-MIN_UNIT_SIZE = 2**21  # a block with fewer parameters (4 MiB in 16 bits) is not worth its own gather
+# the same for experts distributed over `ep`
+EXPERT_SHARD, EXPERT_REPLICATE = (
+    "efsdp",
+    "edp_replicate",
+)
+# devices with a separate stream for gathers; on others an early start only costs memory
+PREFETCHED_ON = ("cuda",)
+# a block with fewer parameters (4 MiB in 16 bits) is not worth its own gather
+MIN_UNIT_SIZE = 2**21
 
 
 def apply_fsdp(
@@ -52,22 +64,28 @@ def apply_fsdp(
 ) -> None:
     """Shards a model's parameters, so that each backward of it ends with sharded sums of gradients.
 
-    Each block gathers its own parameters; small blocks join the next; blocks that share some stay with the model.
+    Each block gathers its own parameters; small blocks join the next; blocks that share some stay
+    with the model.
 
     Args:
         model: on any device, meta included. blocks: its modules in execution order.
         reduce_precision: dtype of gradient messages, if it differs from the dtype of accumulation.
-        reshard_after_forward: frees a block's parameters after its forward and gathers them again for its backward.
-        registered_memory: puts messages in memory registered with the backend (user buffer registration), if it
-            supports that for this device: NCCL on GPUs with multicast.
+        reshard_after_forward: frees a block's parameters after its forward and gathers them again
+            for its backward.
+        registered_memory: puts messages in memory registered with the backend (user buffer
+            registration), if it supports that for this device: NCCL on GPUs with multicast.
     """
-    types = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision))
-    # Experts over `ep` are separate units, over the ranks that have the same experts; unsharded ones are ignored.
+    types = MixedPrecisionPolicy(
+        param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision)
+    )
+    # Experts over `ep` are separate units, over the ranks that have the same experts; unsharded
+    # ones are ignored.
     experts = dispatched_modules(model)
     shared = {parameter for module in experts for parameter in module.parameters()}
     ignored = state_parameters(model) | (shared if mesh.size(EXPERT_SHARD) == 1 else set())
     units = _group_into_units(model, blocks, shared | ignored)
-    # The last unit's backward follows directly after its forward: freeing it in between would gather it twice.
+    # The last unit's backward follows directly after its forward: freeing it in between would
+    # gather it twice.
     last = {module for block in units[-1] for module in block.modules()} if units else set()
     for module in experts if mesh.size(EXPERT_SHARD) > 1 else ():
         _shard_experts(module, mesh, types, reshard=reshard_after_forward and module not in last)
@@ -75,13 +93,19 @@ def apply_fsdp(
     dims = mesh.submesh(REPLICATE, SHARD)
     for unit in units:
         reshard = reshard_after_forward and unit is not units[-1]
-        fully_shard(unit, mesh=dims, mp_policy=types, reshard_after_forward=reshard, ignored_params=ignored)
-    fully_shard(model, mesh=dims, mp_policy=types, reshard_after_forward=False, ignored_params=ignored)
+        fully_shard(
+            unit, mesh=dims, mp_policy=types, reshard_after_forward=reshard, ignored_params=ignored
+        )
+    fully_shard(
+        model, mesh=dims, mp_policy=types, reshard_after_forward=False, ignored_params=ignored
+    )
     assert isinstance(model, FSDPModule)
     add_gradient_sync(model, FSDPGradSync(model, reshard_after_forward))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            shard, replicate = (EXPERT_SHARD, EXPERT_REPLICATE) if module in experts else (SHARD, REPLICATE)
+            shard, replicate = (
+                (EXPERT_SHARD, EXPERT_REPLICATE) if module in experts else (SHARD, REPLICATE)
+            )
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             group = mesh.group(shard) if registered_memory else None
@@ -98,8 +122,9 @@ def apply_fsdp(
 def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool) -> None:
     """Sets which units are prefetched: one block with its experts, in forward and in backward."""
     blocks: list[FSDPModule] = [unit[0] for unit in units]  # type: ignore[misc]  # the members share one state
-    # Explicit also in backward: before the first unit, torch would prefetch the last unit of the previous microbatch.
-    # The first unit names the model, which is already gathered, because with an empty list torch would choose.
+    # Explicit also in backward: before the first unit, torch would prefetch the last unit of the
+    # previous microbatch. The first unit names the model, which is already gathered, because with
+    # an empty list torch would choose.
     previous: FSDPModule = model
     if forward:
         model.set_modules_to_forward_prefetch(blocks[:1])
@@ -114,23 +139,34 @@ def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool
         previous = block
 
 
-def _shard_experts(module: nn.Module, mesh: Mesh, types: MixedPrecisionPolicy, reshard: bool) -> None:
+def _shard_experts(
+    module: nn.Module, mesh: Mesh, types: MixedPrecisionPolicy, reshard: bool
+) -> None:
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(expert_shard_dim(parameter.shape, mesh.size("ep"), mesh.size(EXPERT_SHARD)))
 
     # The weights of a token's experts are float32 inputs that must not be rounded.
     types = replace(types, cast_forward_inputs=False)
     dims = mesh.submesh(EXPERT_REPLICATE, EXPERT_SHARD)
-    fully_shard(module, mesh=dims, mp_policy=types, reshard_after_forward=reshard, shard_placement_fn=placement)
+    fully_shard(
+        module,
+        mesh=dims,
+        mp_policy=types,
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement,
+    )
 
 
 def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
-    """The phases of a step in which torch's FSDP waits for other ranks without entering `waiting`."""
+    """The phases of a step in which torch's FSDP waits for other ranks without entering
+    `waiting`."""
     if not mesh.uses_fsdp:
         return ()
     if mesh.device_type != "cpu":
         return "forward", "backward"  # FSDP's own streams
-    copies = mesh.size(REPLICATE) > 1 or (mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) > 1)
+    copies = mesh.size(REPLICATE) > 1 or (
+        mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) > 1
+    )
     return ("backward",) if copies else ()  # HSDP's all-reduce over replicas
 
 
@@ -146,21 +182,27 @@ def _group_into_units(
     for i, block in enumerate(blocks):
         for parameter in set(block.parameters()).difference(others):
             users.setdefault(parameter, set()).add(i)
-    sharing = {i for blocks_of_one in users.values() if len(blocks_of_one) > 1 for i in blocks_of_one}
+    sharing = {
+        i for blocks_of_one in users.values() if len(blocks_of_one) > 1 for i in blocks_of_one
+    }
     units: list[list[nn.Module]] = []
     unit: list[nn.Module] = []
     for i, block in enumerate(blocks):
         if i in sharing or block is model or not any(p not in others for p in block.parameters()):
             continue
         unit.append(block)
-        if sum(p.numel() for member in unit for p in member.parameters() if p not in others) >= MIN_UNIT_SIZE:
+        if (
+            sum(p.numel() for member in unit for p in member.parameters() if p not in others)
+            >= MIN_UNIT_SIZE
+        ):
             units.append(unit)
             unit = []
     return units  # small blocks at the end stay in the model's unit
 
 
 class _AllGather(fsdp_collectives.DefaultAllGather):
-    """FSDP's all-gather, counted. On a CPU it blocks, so its time counts as waiting; on a GPU it has its own stream."""
+    """FSDP's all-gather, counted. On a CPU it blocks, so its time counts as waiting; on a GPU it
+    has its own stream."""
 
     def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any) -> None:
         self._mesh, self._axis, self._waiting = mesh, axis, waiting
@@ -169,7 +211,11 @@ class _AllGather(fsdp_collectives.DefaultAllGather):
         self.allocate = memory.allocate  # type: ignore[method-assign]
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         _count(self._mesh, self._axis, "all_gather", output_tensor)
         self._mesh.gather_order.add(self._unit)
@@ -183,25 +229,44 @@ class _AllGather(fsdp_collectives.DefaultAllGather):
 class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
     """FSDP's reduce-scatter, likewise. `op` is always the sum, because `apply_fsdp` sets that.
 
-    With FSDP's own `reduce_dtype`, microbatches would be accumulated in the dtype of the message. Here only the message
-    and its reduced result, which HSDP all-reduces over the replicas, have that dtype.
+    With FSDP's own `reduce_dtype`, microbatches would be accumulated in the dtype of the message.
+    Here only the message and its reduced result, which HSDP all-reduces over the replicas, have
+    that dtype.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any, dtype: torch.dtype | None) -> None:
-        self._mesh, self._axis, self._waiting, self._memory, self._dtype = mesh, axis, waiting, memory, dtype
+    def __init__(
+        self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any, dtype: torch.dtype | None
+    ) -> None:
+        self._mesh, self._axis, self._waiting, self._memory, self._dtype = (
+            mesh,
+            axis,
+            waiting,
+            memory,
+            dtype,
+        )
         self._input_numel = 0
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """FSDP allocates the input of a reduction, and then its output."""
         numel = math.prod(map(int, size))
         is_output = numel * self._mesh.size(self._axis) == self._input_numel
         self._input_numel = 0 if is_output else numel
-        return self._memory.allocate(size, dtype=self._dtype or dtype if is_output else dtype, device=device)
+        return self._memory.allocate(
+            size, dtype=self._dtype or dtype if is_output else dtype, device=device
+        )
 
     def __call__(  # type: ignore[override]  # FSDP accepts None if there is nothing to wait for
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        assert output_tensor.dtype == (self._dtype or input_tensor.dtype)  # `allocate` has distinguished the two
+        # `allocate` has distinguished the two
+        assert output_tensor.dtype == (self._dtype or input_tensor.dtype)
         input_tensor = input_tensor.to(output_tensor.dtype)
         _count(self._mesh, self._axis, "reduce_scatter", input_tensor)
         if self._mesh.device_type != "cpu":
@@ -212,7 +277,8 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
 
 
 def _count(mesh: Mesh, axis: str, kind: str, whole: Tensor) -> None:
-    name = "dp_shard" if axis == SHARD and mesh.size("cp") == 1 else axis  # the name of the mesh dim
+    # the name of the mesh dim
+    name = "dp_shard" if axis == SHARD and mesh.size("cp") == 1 else axis
     mesh.comm_bytes.add(name, kind, whole.nbytes * (1 - 1 / mesh.size(axis)))
 
 
@@ -222,9 +288,10 @@ def _count_all_reduce(mesh: Mesh, axis: str, shards: Tensor) -> None:
 
 
 class FSDPGradSync(GradientSync):
-    """When FSDP and HSDP send gradients. If parameters are freed after the forward, so are full gradients after every
-    backward: every microbatch reduce-scatters them, and in the last HSDP all-reduces the shards over `dp_replicate`.
-    If parameters stay gathered, full gradients are kept too, and sent once per step."""
+    """When FSDP and HSDP send gradients. If parameters are freed after the forward, so are full
+    gradients after every backward: every microbatch reduce-scatters them, and in the last HSDP
+    all-reduces the shards over `dp_replicate`. If parameters stay gathered, full gradients are kept
+    too, and sent once per step."""
 
     def __init__(self, model: FSDPModule, reshard_after_forward: bool) -> None:
         self._model = model
@@ -245,11 +312,16 @@ class FSDPGradSync(GradientSync):
         self._sent = self._last
 
     def _abandon(self, *unused: Any) -> None:
-        """After an exception in a backward: resets FSDP's state in progress, or it would send no more gradients."""
-        if self._in_backward and current_backward() < 0:  # and this forward is not a recomputation in backward
+        """After an exception in a backward: resets FSDP's state in progress, or it would send no
+        more gradients."""
+        # and this forward is not a recomputation in backward
+        if self._in_backward and current_backward() < 0:
             self._in_backward = False
             if not hasattr(self._model, "reset_iter_state"):
-                raise RuntimeError("the FSDP of this torch cannot go on after a backward that failed: use torch 2.13")
+                raise RuntimeError(
+                    "the FSDP of this torch cannot go on after a backward that failed: use torch "
+                    "2.13"
+                )
             self._model.reset_iter_state()
 
     def set_is_last_backward(self, last: bool) -> None:
@@ -257,12 +329,14 @@ class FSDPGradSync(GradientSync):
         if self._keeps:
             self._model.set_requires_gradient_sync(last)
             self._model.set_reshard_after_backward(last)
-            self._model.set_is_last_backward(last and self.waits)  # its end then waits for its messages
+            # its end then waits for its messages
+            self._model.set_is_last_backward(last and self.waits)
         else:
             self._model.set_requires_all_reduce(last)
 
     def start_reduce(self) -> None:
-        """Sends gradients if no backward was marked as the last: what FSDP does at the end of the last backward."""
+        """Sends gradients if no backward was marked as the last: what FSDP does at the end of the
+        last backward."""
         assert self._keeps  # otherwise every backward has sent its gradients
         if not self._sent:
             self.set_is_last_backward(True)
@@ -276,5 +350,6 @@ class FSDPGradSync(GradientSync):
         end_fsdp_backward(self._model)
 
     def accumulate(self) -> None:
-        """Adds gradients computed outside a backward to the float32 ones, as the end of a backward does."""
+        """Adds gradients computed outside a backward to the float32 ones, as the end of a backward
+        does."""
         end_fsdp_backward(self._model)

@@ -1,7 +1,8 @@
 """All-gather and reduce-scatter over gloo, built on send and receive, between processes on CPUs.
 
-Each part goes directly to its target rank: gloo's own collectives take about twice the CPU time for the same bytes.
-Parts are added in rank order, so that a sum is bitwise the same every time and on every rank.
+Each part goes directly to its target rank: gloo's own collectives take about twice the CPU time for
+the same bytes. Parts are added in rank order, so that a sum is bitwise the same every time and on
+every rank.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from meshtrain.job.pending import waiting
 
 
 def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `output` (n·m,) with the `part` (m,) of each of the n ranks of the group, in rank order.
+    """Fills `output` (n·m,) with the `part` (m,) of each of the n ranks of the group, in rank
+    order.
 
     `part` may be this rank's slice of `output` itself, as in FSDP.
     """
@@ -22,7 +24,8 @@ def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `output` (m,) with the sum over the n ranks of the group of this rank's part of their `whole` (n·m,)."""
+    """Fills `output` (m,) with the sum over the n ranks of the group of this rank's part of their
+    `whole` (n·m,)."""
     works, received = start_reduce_scatter(whole.chunk(group.size()), group)
     wait(works, group)
     ordered_sum(received, output)
@@ -36,8 +39,11 @@ def start_all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> 
     return start_exchange([part] * len(parts), parts, group)
 
 
-def start_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[dist.Work], list[Tensor]]:
-    """Sends parts[i] to rank i; returns the works to wait for, and the tensors for `ordered_sum` to add after that."""
+def start_reduce_scatter(
+    parts: Sequence[Tensor], group: dist.ProcessGroup
+) -> tuple[list[dist.Work], list[Tensor]]:
+    """Sends parts[i] to rank i; returns the works to wait for, and the tensors for `ordered_sum` to
+    add after that."""
     rank, mine = group.rank(), parts[group.rank()]
     received = list(mine.new_empty(len(parts) - 1, *mine.shape).unbind())
     received.insert(rank, mine)
@@ -52,8 +58,11 @@ def ordered_sum(received: Sequence[Tensor], output: Tensor) -> Tensor:
     return output
 
 
-def start_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Sends outgoing[i] to rank i of the group and receives incoming[i] from it, for all other ranks."""
+def start_exchange(
+    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Sends outgoing[i] to rank i of the group and receives incoming[i] from it, for all other
+    ranks."""
     rank, size = group.rank(), group.size()
     works = []
     for distance in range(1, size):  # at each distance every rank has a different target

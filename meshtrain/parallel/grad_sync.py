@@ -1,7 +1,9 @@
-"""Gradient synchronization: what happens to a model's gradients when the last backward of a step ends.
+"""Gradient synchronization: what happens to a model's gradients when the last backward of a step
+ends.
 
-Every kind of parallelism whose gradients have to be summed registers a `GradientSync`. A loop with gradient
-accumulation marks the last backward with `set_is_last_backward`; earlier ones only communicate what cannot wait.
+Every kind of parallelism whose gradients have to be summed registers a `GradientSync`. A loop with
+gradient accumulation marks the last backward with `set_is_last_backward`; earlier ones only
+communicate what cannot wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,25 +27,29 @@ from meshtrain.parallel.torch_private import (
 class GradientSync:
     """Sums gradients at the end of the last backward of a step, or on an explicit call."""
 
-    waits = True  # whether the last backward waits at its end, or `finish_reduce` (see `defer_waits`)
+    # whether the last backward waits at its end, or `finish_reduce` (see `defer_waits`)
+    waits = True
 
     def set_is_last_backward(self, last: bool) -> None:
         """Sets whether the next backward is the last of its step."""
         raise NotImplementedError
 
     def start_reduce(self) -> None:
-        """Starts all sums not yet started, even if no backward was marked as the last. Does not wait."""
+        """Starts all sums not yet started, even if no backward was marked as the last. Does not
+        wait."""
         raise NotImplementedError
 
     def finish_reduce(self) -> None:
         """Waits for the sums, and computes the sums that depend on them."""
 
     def accumulate(self) -> None:
-        """Called after weight gradients were computed outside a backward of the model (see `weight_grad.py`)."""
+        """Called after weight gradients were computed outside a backward of the model (see
+        `weight_grad.py`)."""
 
 
 def add_gradient_sync(model: nn.Module, sync: GradientSync) -> None:
-    """Registers a sync with the functions below, which call all syncs in the order of registration."""
+    """Registers a sync with the functions below, which call all syncs in the order of
+    registration."""
     model.gradient_syncs = (*gradient_syncs(model), sync)  # type: ignore[assignment]
 
 
@@ -55,21 +61,24 @@ def gradient_syncs(model: nn.Module) -> tuple[GradientSync, ...]:
 def set_is_last_backward(model: nn.Module, last: bool) -> None:
     """Sets whether the next backward of a parallelized model is the last of its step.
 
-    Communication that can wait happens only in the last one. A loop without gradient accumulation need not call this;
-    one with it must, because a second backward would sum again what the first has already summed.
+    Communication that can wait happens only in the last one. A loop without gradient accumulation
+    need not call this; one with it must, because a second backward would sum again what the first
+    has already summed.
     """
     for sync in gradient_syncs(model):
         sync.set_is_last_backward(last)
 
 
 def accumulate_gradients(model: nn.Module) -> None:
-    """Accumulates weight gradients computed after their backward; otherwise the next would be added in 16 bits."""
+    """Accumulates weight gradients computed after their backward; otherwise the next would be added
+    in 16 bits."""
     for sync in gradient_syncs(model):
         sync.accumulate()
 
 
 def defer_waits(model: nn.Module) -> None:
-    """Makes the last backwards of a parallelized model only start sums: the caller has to call `finish_reduce`."""
+    """Makes the last backwards of a parallelized model only start sums: the caller has to call
+    `finish_reduce`."""
     for sync in gradient_syncs(model):
         sync.waits = False
 
@@ -87,7 +96,8 @@ def finish_reduce(model: nn.Module) -> None:
 
 
 def when_backward_begins(model: nn.Module, callback: Callable[[], None]) -> None:
-    """Calls `callback` once at the start of each backward from a model's outputs, also after a failed backward."""
+    """Calls `callback` once at the start of each backward from a model's outputs, also after a
+    failed backward."""
     latest = -1
 
     def in_backward(grad: Tensor) -> None:
@@ -118,14 +128,19 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 class TPGradSync(GradientSync):
-    """Sums gradients of parameters that all ranks of an axis hold, where each rank has only a part of the gradient.
+    """Sums gradients of parameters that all ranks of an axis hold, where each rank has only a part
+    of the gradient.
 
-    A norm between the parallel regions sees only the rank's part of the sequence; key/value heads that several ranks
-    hold see only the rank's queries. One all-reduce at the end of a step sums them, after the sums over data ranks.
+    A norm between the parallel regions sees only the rank's part of the sequence; key/value heads
+    that several ranks hold see only the rank's queries. One all-reduce at the end of a step sums
+    them, after the sums over data ranks.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[tuple[nn.Module, str]], axis_group: AxisGroup) -> None:
-        """`parameters`: pairs of module and parameter name, because FSDP replaces the parameter objects."""
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[tuple[nn.Module, str]], axis_group: AxisGroup
+    ) -> None:
+        """`parameters`: pairs of module and parameter name, because FSDP replaces the parameter
+        objects."""
         self._parameters, self._axis_group = list(parameters), axis_group
         self._sharded = isinstance(model, FSDPModule)
         self._last = True
@@ -138,7 +153,8 @@ class TPGradSync(GradientSync):
         """Nothing to start yet: it needs the sums over the data ranks."""
 
     def finish_reduce(self) -> None:
-        """One all-reduce for all gradients of a dtype. A parameter unused on one rank is unused on all of them."""
+        """One all-reduce for all gradients of a dtype. A parameter unused on one rank is unused on
+        all of them."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for module, name in self._parameters:
             grad = module._parameters[name].grad  # type: ignore[union-attr]
@@ -146,13 +162,17 @@ class TPGradSync(GradientSync):
                 by_type.setdefault(local.dtype, []).append(local)
         for grads in by_type.values():
             flat = torch.cat([grad.flatten() for grad in grads])
-            with without_dispatch_modes():  # hides communication, which elsewhere is inside operators
+            # hides communication, which elsewhere is inside operators
+            with without_dispatch_modes():
                 total = self._axis_group.start_all_reduce(flat, overwrite=True).wait()
             parts = total.split([grad.numel() for grad in grads])
-            torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+            torch._foreach_copy_(
+                grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+            )
 
     def _begin(self) -> None:
-        # FSDP's backward accumulates into its own parameters, so with FSDP `torch.autograd.grad` is not detected.
+        # FSDP's backward accumulates into its own parameters, so with FSDP `torch.autograd.grad` is
+        # not detected.
         if not self._last or not self.waits:
             return
         if self._sharded or any(accumulates(m.get_parameter(name)) for m, name in self._parameters):

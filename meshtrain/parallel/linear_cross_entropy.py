@@ -1,10 +1,12 @@
-"""The loss without logits: a model's last linear layer fused with the cross entropy, one chunk of tokens at a time.
+"""The loss without logits: a model's last linear layer fused with the cross entropy, one chunk of
+tokens at a time.
 
-The logits of all tokens are the largest tensor of a step, and their gradient is as large. Here a chunk's logits are
-reduced to losses and overwritten by their gradient, from which the gradients of the layer's input and weight are
-computed at once, in the forward (as in Liger Kernel, https://arxiv.org/abs/2410.10989). They are kept until the
-backward, which only returns them: the weight's as one sum over all microbatches in flight. So a pipeline schedule that
-splits backwards does not defer the gradient of this weight.
+The logits of all tokens are the largest tensor of a step, and their gradient is as large. Here a
+chunk's logits are reduced to losses and overwritten by their gradient, from which the gradients of
+the layer's input and weight are computed at once, in the forward (as in Liger Kernel,
+https://arxiv.org/abs/2410.10989). They are kept until the backward, which only returns them: the
+weight's as one sum over all microbatches in flight. So a pipeline schedule that splits backwards
+does not defer the gradient of this weight.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,26 +22,39 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.parallel.collectives import AxisGroup
 from meshtrain.parallel.cross_entropy import losses_and_gradient, refuse_unknown
 from meshtrain.parallel.linear import Linear
-from meshtrain.parallel.linear.matmul import linear_forward, linear_input_grad, linear_weight_grad_into
+from meshtrain.parallel.linear.matmul import (
+    linear_forward,
+    linear_input_grad,
+    linear_weight_grad_into,
+)
 from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.tensor_parallel import ColumnParallelLinear
-from meshtrain.parallel.torch_private import backward_is_running, has_gradient_hooks, parameter_of, raise_unless
+from meshtrain.parallel.torch_private import (
+    backward_is_running,
+    has_gradient_hooks,
+    parameter_of,
+    raise_unless,
+)
 from meshtrain.parallel.tp_linear import flatten_tokens
 
 CHUNK_TOKENS = 2048  # minimum tokens per chunk: enough rows for products at full speed
-CHUNK_LOGITS = 2**24  # a chunk has more tokens as long as it has at most this many logits, so small ones are not split
+# a chunk has more tokens as long as it has at most this many logits, so small ones are not split
+CHUNK_LOGITS = 2**24
 Thunk = Callable[[], Tensor]
 Needs = tuple[bool, bool]  # whether x, the weight need a gradient
 CHANGED = (
-    "the model's forward computes something of the logits that it did not on the meta device, where it was looked at "
-    "without what its blocks compute: make that depend on the model's keys and `training` alone, outside of blocks"
+    "the model's forward computes something of the logits that it did not on the meta device, "
+    "where it was looked at "
+    "without what its blocks compute: make that depend on the model's keys and `training` alone, "
+    "outside of blocks"
 )
 
 
 class WeightGradSum:
-    """The weight's gradient, summed over microbatches of a step whose forwards have run; the last backward returns it.
-    It belongs to one step, so an abandoned step, with a forward without backward, discards its sum."""
+    """The weight's gradient, summed over microbatches of a step whose forwards have run; the last
+    backward returns it. It belongs to one step, so an abandoned step, with a forward without
+    backward, discards its sum."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -61,22 +76,33 @@ class LossRequest:
     """Asks the next forward for the loss. A `LossHead` in the model computes it instead of logits.
 
     Attributes:
-        output: the output of the head, which the model has to return unchanged: the scalar to run backward from, the
-            sum of the losses times the factor. None: the model has no such head, and returns logits.
+        output: the output of the head, which the model has to return unchanged: the scalar to run
+            backward from, the sum of the losses times the factor. None: the model has no such head,
+            and returns logits.
         losses: the loss of each sample, (b,), without gradient.
     """
 
-    def __init__(self, targets: Thunk, factor: Thunk | None = None, weight_grad: WeightGradSum | None = None) -> None:
-        """`targets`: (b, s), IGNORE where there is no loss. `factor`: of the sum, on the device; None: no gradient.
-        `weight_grad`: that of a step, in which several forwards may precede backwards; None: for this forward alone."""
-        self.targets, self.factor, self.weight_grad = targets, factor, weight_grad or WeightGradSum()
+    def __init__(
+        self, targets: Thunk, factor: Thunk | None = None, weight_grad: WeightGradSum | None = None
+    ) -> None:
+        """`targets`: (b, s), IGNORE where there is no loss. `factor`: of the sum, on the device;
+        None: no gradient. `weight_grad`: that of a step, in which several forwards may precede
+        backwards; None: for this forward alone."""
+        self.targets, self.factor, self.weight_grad = (
+            targets,
+            factor,
+            weight_grad or WeightGradSum(),
+        )
         self.output: Tensor | None = None
         self.losses: Tensor | None = None
         self.version = 0  # version of the output, to detect in-place changes
 
     def losses_of(self, output: Tensor) -> Tensor | None:
-        """The losses, if the model's head has computed them. Raises RuntimeError: the model changed its output."""
-        if self.output is not None and (output is not self.output or output._version != self.version):
+        """The losses, if the model's head has computed them. Raises RuntimeError: the model changed
+        its output."""
+        if self.output is not None and (
+            output is not self.output or output._version != self.version
+        ):
             raise RuntimeError(CHANGED)
         return self.losses
 
@@ -96,7 +122,8 @@ def request_loss(request: LossRequest) -> Iterator[LossRequest]:
 
 
 def fuse_loss(layer: nn.Module, compiled: bool) -> None:
-    """Makes a model's last layer, for which `can_fuse` holds, return the loss whenever it is requested."""
+    """Makes a model's last layer, for which `can_fuse` holds, return the loss whenever it is
+    requested."""
     layer.forward = LossHead(layer, compiled)
 
 
@@ -110,7 +137,8 @@ def can_fuse(layer: nn.Module) -> bool:
 
 
 def gives_logits(model: nn.Module, layer: nn.Module, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether a plain model's output is the output of its last layer, per token, and nothing else is computed from it.
+    """Whether a plain model's output is the output of its last layer, per token, and nothing else
+    is computed from it.
 
     `model` and `inputs` are on the meta device; False if the model does not run there."""
     for training in (True, False):
@@ -152,10 +180,14 @@ class LossHead:
 
     def __init__(self, layer: Any, compiled: bool) -> None:
         self.layer, self.logits = layer, layer.forward
-        self.axis: AxisGroup | None = layer.axis_group if isinstance(layer, ColumnParallelLinear) else None
+        self.axis: AxisGroup | None = (
+            layer.axis_group if isinstance(layer, ColumnParallelLinear) else None
+        )
         self.sequence = self.axis is not None and layer.sequence_parallel
         # Static shapes: there are only two, that of a chunk and that of a shorter last chunk.
-        self.softmax = torch.compile(losses_and_gradient, dynamic=False) if compiled else losses_and_gradient
+        self.softmax = (
+            torch.compile(losses_and_gradient, dynamic=False) if compiled else losses_and_gradient
+        )
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in torch
         request = _request
@@ -171,24 +203,44 @@ class LossHead:
             losses, _, _ = self.compute(*arguments, None, (False, False), None)
             output = losses.sum()
         else:
-            # Separate in a recomputation, whose first forward is already in the sum, and for hooks, which see each one.
+            # Separate in a recomputation, whose first forward is already in the sum, and for hooks,
+            # which see each one.
             alone = backward_is_running() or has_gradient_hooks(parameter_of(weight))
             weight_grad = WeightGradSum() if alone else request.weight_grad
-            output, losses = LinearCrossEntropy.apply(*arguments, request.factor(), self, weight_grad)
-        request.output, request.losses, request.version = output, losses.view(targets.shape).sum(dim), output._version
+            output, losses = LinearCrossEntropy.apply(
+                *arguments, request.factor(), self, weight_grad
+            )
+        request.output, request.losses, request.version = (
+            output,
+            losses.view(targets.shape).sum(dim),
+            output._version,
+        )
         return output
 
     def compute(
-        self, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, needs: Needs, dw: Tensor | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        factor: Tensor | None,
+        needs: Needs,
+        dw: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The losses (n,) of tokens x (n, d), or with sequence parallelism (n/t, d), and the gradients of x and of the
-        weight, the latter added to `dw`, each if `needs` says so; no gradients without a factor."""
+        """The losses (n,) of tokens x (n, d), or with sequence parallelism (n/t, d), and the
+        gradients of x and of the weight, the latter added to `dw`, each if `needs` says so; no
+        gradients without a factor."""
         axis, first, rows = self.axis, 0, self.layer.out_features
         if axis is not None:
             refuse_unknown(targets, rows)
             first = chunk_range(rows, axis.size, axis.index).start
-            rows = chunk_range(rows, axis.size, 0).stop  # of the rank with the most, so that all have the same chunks
-        whole = axis.start_all_gather(x.contiguous()).wait() if axis is not None and self.sequence else x
+            rows = chunk_range(
+                rows, axis.size, 0
+            ).stop  # of the rank with the most, so that all have the same chunks
+        whole = (
+            axis.start_all_gather(x.contiguous()).wait()
+            if axis is not None and self.sequence
+            else x
+        )
         size = max(CHUNK_TOKENS, CHUNK_LOGITS // rows)
         chunks = list(zip(whole.split(size), targets.split(size), strict=True))
         losses: list[Tensor] = []
@@ -196,11 +248,14 @@ class LossHead:
         dx: Callable[[], Tensor] | None = None
         for inputs, words in chunks:
             logits = linear_forward(inputs, weight)
-            of_tokens, grad = self.softmax(logits, words, factor, first, None if axis is None else axis.name)
+            of_tokens, grad = self.softmax(
+                logits, words, factor, first, None if axis is None else axis.name
+            )
             losses.append(of_tokens)
             if grad is not None and needs[0]:
                 parts.append(linear_input_grad(grad, weight))
-                dx = self._start_sum(parts) if len(parts) == len(chunks) else None  # overlaps the last weight product
+                # overlaps the last weight product
+                dx = self._start_sum(parts) if len(parts) == len(chunks) else None
             if grad is not None and needs[1]:
                 dw = _add_weight_grad(grad, inputs, dw)
             del logits, grad  # otherwise two chunks would be in memory
@@ -211,14 +266,18 @@ class LossHead:
         dx = _cat(parts)
         if self.axis is None:
             return lambda: dx
-        return (self.axis.start_reduce_scatter(dx) if self.sequence else self.axis.start_all_reduce(dx)).wait
+        return (
+            self.axis.start_reduce_scatter(dx) if self.sequence else self.axis.start_all_reduce(dx)
+        ).wait
 
 
 def _add_weight_grad(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
     """Accumulates over chunks and microbatches, in float32 or wider."""
     add = total is not None
     if total is None:
-        total = grad.new_empty(grad.shape[1], x.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
+        total = grad.new_empty(
+            grad.shape[1], x.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
     linear_weight_grad_into(grad, x, total, add)
     return total
 
@@ -228,11 +287,18 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (n, d), a weight (v, d) -> the sum of the losses times the factor, and the losses (n,) without a gradient."""
+    """x (n, d), a weight (v, d) -> the sum of the losses times the factor, and the losses (n,)
+    without a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor, head: LossHead, weight_grad: WeightGradSum
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        factor: Tensor,
+        head: LossHead,
+        weight_grad: WeightGradSum,
     ) -> tuple[Tensor, Tensor]:
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
         needs = ctx.needs_input_grad[:2]
@@ -245,12 +311,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() * factor, losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        raise_unless(grad == 1, "gradients are made in the forward: run the backward of what the model gives itself")
+    def backward(
+        ctx: Any, grad: Tensor, _: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        raise_unless(
+            grad == 1,
+            "gradients are made in the forward: run the backward of what the model gives itself",
+        )
         if ctx.weight_grad is None:
             raise RuntimeError("the backward of a loss without logits runs once")
         (dx,), dw = ctx.saved_tensors, ctx.weight_grad.take()
         ctx.weight_grad = None
-        if dw is not None and dw.dtype != ctx.dtype:  # a float32 parameter's gradient takes it uncast
-            dw = add_or_compute(ctx.next_functions[1][0], partial(dw.to, ctx.dtype), partial(write_grad, dw))
+        # a float32 parameter's gradient takes it uncast
+        if dw is not None and dw.dtype != ctx.dtype:
+            dw = add_or_compute(
+                ctx.next_functions[1][0], partial(dw.to, ctx.dtype), partial(write_grad, dw)
+            )
         return dx, dw, None, None, None, None

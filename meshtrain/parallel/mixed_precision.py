@@ -1,8 +1,10 @@
-"""Mixed precision: computing in 16 bits from float32 parameters; and torch's switches for exact numbers.
+"""Mixed precision: computing in 16 bits from float32 parameters; and torch's switches for exact
+numbers.
 
-FSDP casts the parameters that it gathers. Without FSDP, a block's forward is wrapped to do the same: 16-bit copies
-replace parameters, floating-point inputs are cast on entry, gradients are returned and summed in float32. One rule for
-every layout: a block computes in the 16-bit type, and everything kept or reduced is float32.
+FSDP casts the parameters that it gathers. Without FSDP, a block's forward is wrapped to do the
+same: 16-bit copies replace parameters, floating-point inputs are cast on entry, gradients are
+returned and summed in float32. One rule for every layout: a block computes in the 16-bit type, and
+everything kept or reduced is float32.
 """
 
 import hashlib
@@ -34,7 +36,8 @@ from meshtrain.parallel.torch_private import (
     without_dispatch_modes,
 )
 
-ADDED_ON = ("cuda",)  # devices where 16-bit gradients are added without a separate cast, which takes host time
+# devices where 16-bit gradients are added without a separate cast, which takes host time
+ADDED_ON = ("cuda",)
 PRECISIONS = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
@@ -44,15 +47,18 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def master_dtype(precision: str) -> torch.dtype:
-    """The type in which parameters, gradients and optimizer states are kept and gradients are reduced."""
+    """The type in which parameters, gradients and optimizer states are kept and gradients are
+    reduced."""
     return torch.float64 if precision == "float64" else torch.float32
 
 
 def message_dtype(precision: str, reduce_precision: str | None) -> torch.dtype | None:
-    """The dtype of gradient messages between data ranks; None: not cast. Raises InputError: set in float64."""
+    """The dtype of gradient messages between data ranks; None: not cast. Raises InputError: set in
+    float64."""
     if precision == "float64" and reduce_precision is not None:
         raise InputError(
-            "reduce_precision rounds, and float64 is there to check a layout without rounding: leave it out"
+            "reduce_precision rounds, and float64 is there to check a layout without rounding: "
+            "leave it out"
         )
     return None if reduce_precision is None else PRECISIONS[reduce_precision]
 
@@ -65,28 +71,39 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def sum_dtype_of(capability: tuple[int, int]) -> torch.dtype:
-    """float64 on NVIDIA GPUs with float64 at half the rate of float32; float32 on others, with 1/32 or 1/64 the rate:
-    torch sums blocks of 2**16 elements, and then those sums, which keeps about 6 digits of a norm."""
-    return torch.float64 if capability in {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)} else torch.float32
+    """float64 on NVIDIA GPUs with float64 at half the rate of float32; float32 on others, with 1/32
+    or 1/64 the rate: torch sums blocks of 2**16 elements, and then those sums, which keeps about 6
+    digits of a norm."""
+    return (
+        torch.float64 if capability in {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)} else torch.float32
+    )
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Casts a model's real parameters and buffers in place: `Module.to` would drop the imaginary part of others."""
+    """Casts a model's real parameters and buffers in place: `Module.to` would drop the imaginary
+    part of others."""
     return model._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def state_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that gradients do not change, named in their modules' attribute `state_parameters`: counts of a step,
-    or a correction. They are kept whole, in float32 or wider, on every rank."""
-    return {getattr(module, name) for module in model.modules() for name in getattr(module, "state_parameters", ())}
+    """Parameters that gradients do not change, named in their modules' attribute
+    `state_parameters`: counts of a step, or a correction. They are kept whole, in float32 or wider,
+    on every rank."""
+    return {
+        getattr(module, name)
+        for module in model.modules()
+        for name in getattr(module, "state_parameters", ())
+    }
 
 
 def set_numerics(deterministic: bool) -> None:
-    """Sets torch's switches for this process: float32 without TF32, which has only 10 bits of fraction. With
-    `deterministic`, results are bitwise reproducible; an operator without such a kernel raises RuntimeError."""
+    """Sets torch's switches for this process: float32 without TF32, which has only 10 bits of
+    fraction. With `deterministic`, results are bitwise reproducible; an operator without such a
+    kernel raises RuntimeError."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = not deterministic  # picks convolution kernels by timing, so the choice can vary
+    # picks convolution kernels by timing, so the choice can vary
+    torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         # cuBLAS reads this when it creates its first handle: only workspace buffers of fixed size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -94,9 +111,12 @@ def set_numerics(deterministic: bool) -> None:
 
 
 def reseed(seed: int, step: int, index: int) -> None:
-    """Seeds torch, numpy and Python for a step independently of earlier steps: a resumed run draws the same numbers
-    without a saved generator state. `index`: the rank's position among those with different samples."""
-    number = int.from_bytes(hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest())
+    """Seeds torch, numpy and Python for a step independently of earlier steps: a resumed run draws
+    the same numbers without a saved generator state. `index`: the rank's position among those with
+    different samples."""
+    number = int.from_bytes(
+        hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest()
+    )
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
@@ -120,24 +140,33 @@ def random_state() -> Callable[[], None]:
 @dataclass
 class _Copy:
     values: Tensor  # this rank's part in 16 bits
-    version: int = -1  # of the local float32 part at the time of the copy (a DTensor's version does not track its part)
+    # of the local float32 part at the time of the copy (a DTensor's version does not track its
+    # part)
+    version: int = -1
     period: int = -1
 
 
 class ComputeCopies(GradientSync):
-    """Persistent 16-bit copies of a model's parameters: those of a block are views of one flat tensor, in order.
+    """Persistent 16-bit copies of a model's parameters: those of a block are views of one flat
+    tensor, in order.
 
-    They are written by the first forward of a period in which weights do not change: from a microbatch marked as not
-    the last to the backward of the last, an evaluation (`weights_stay`), or otherwise one forward of the model. Not
-    longer, because later changes of weights are not announced, and a write to `.data` does not change a version.
+    They are written by the first forward of a period in which weights do not change: from a
+    microbatch marked as not the last to the backward of the last, an evaluation (`weights_stay`),
+    or otherwise one forward of the model. Not longer, because later changes of weights are not
+    announced, and a write to `.data` does not change a version.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()  # one for a tied parameter
+        # one for a tied parameter
+        self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
         self._period, self._depth = 0, 0  # index of the period; nesting depth of running forwards
         self._last = True
-        self._stays, self.in_evaluation = False, False  # whether the period is longer than one forward
+        # whether the period is longer than one forward
+        self._stays, self.in_evaluation = (
+            False,
+            False,
+        )
 
     def set_is_last_backward(self, last: bool) -> None:
         if self._last:  # a step begins
@@ -165,35 +194,55 @@ class ComputeCopies(GradientSync):
         keeps = torch.is_grad_enabled() or self.in_evaluation
         self._depth += 1
         try:
-            # Selective recomputation expects the same operators again, but by then the copies may exist already.
+            # Selective recomputation expects the same operators again, but by then the copies may
+            # exist already.
             with without_dispatch_modes(), torch.no_grad():
                 parts = {parameter: to_local(parameter) for parameter in parameters}
-                # A forward without gradients must not overwrite copies that a pending backward needs.
-                copies = self._current(parts) if keeps else {p: part.to(self.dtype) for p, part in parts.items()}
+                # A forward without gradients must not overwrite copies that a pending backward
+                # needs.
+                copies = (
+                    self._current(parts)
+                    if keeps
+                    else {p: part.to(self.dtype) for p, part in parts.items()}
+                )
             yield copies
         finally:
             self._depth -= 1
 
     def _current(self, parts: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         missing = [p for p, part in parts.items() if not self._fits(p, part)]
-        for parameter, values in zip(missing, _allocate([parts[p] for p in missing], self.dtype), strict=True):
+        for parameter, values in zip(
+            missing, _allocate([parts[p] for p in missing], self.dtype), strict=True
+        ):
             self._copies[parameter] = _Copy(values)
         copies = {parameter: self._copies[parameter] for parameter in parts}
         again = backward_is_running()  # a recomputed block uses the weights of its forward
         current = zip(copies.items(), parts.values(), strict=True)
-        stale = [p for (p, c), x in current if c.version != x._version or not (again or c.period == self._period)]
-        # Autograd rejects a backward whose weights have changed since its forward. Writing the same values again, as
-        # the second of two forwards before their backwards does, must not count as a change.
+        stale = [
+            p
+            for (p, c), x in current
+            if c.version != x._version or not (again or c.period == self._period)
+        ]
+        # Autograd rejects a backward whose weights have changed since its forward. Writing the same
+        # values again, as the second of two forwards before their backwards does, must not count as
+        # a change.
         same = all(copies[parameter].version == parts[parameter]._version for parameter in stale)
         if stale:
             _write([copies[p].values for p in stale], [parts[p] for p in stale], same)
         for parameter in stale:
-            copies[parameter].version, copies[parameter].period = parts[parameter]._version, self._period
+            copies[parameter].version, copies[parameter].period = (
+                parts[parameter]._version,
+                self._period,
+            )
         return {parameter: copy.values for parameter, copy in copies.items()}
 
     def _fits(self, parameter: Tensor, part: Tensor) -> bool:
         copy = self._copies.get(parameter)
-        return copy is not None and copy.values.shape == part.shape and copy.values.device == part.device
+        return (
+            copy is not None
+            and copy.values.shape == part.shape
+            and copy.values.device == part.device
+        )
 
 
 def _allocate(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -201,7 +250,10 @@ def _allocate(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     starts = [0, *accumulate(-(-part.numel() // 8) * 8 for part in parts)]
     flat = torch.empty(starts[-1], dtype=dtype, device=parts[0].device if parts else None)
     strides = [torch.empty_like(part, device="meta").stride() for part in parts]
-    return [flat.as_strided(p.shape, stride, start) for p, stride, start in zip(parts, strides, starts, strict=False)]
+    return [
+        flat.as_strided(p.shape, stride, start)
+        for p, stride, start in zip(parts, strides, starts, strict=False)
+    ]
 
 
 def _write(copies: list[Tensor], parts: list[Tensor], same: bool) -> None:
@@ -210,8 +262,8 @@ def _write(copies: list[Tensor], parts: list[Tensor], same: bool) -> None:
 
 
 class Cast(torch.autograd.Function):
-    """A forward's own view of the copy of some parts, which holds their rows contiguously: the gradients of several
-    forwards are summed in the parameters' dtype."""
+    """A forward's own view of the copy of some parts, which holds their rows contiguously: the
+    gradients of several forwards are summed in the parameters' dtype."""
 
     elementwise = True  # see `torch_private.accumulator_of`
 
@@ -231,7 +283,14 @@ class Cast(torch.autograd.Function):
         if device_type_of(grad) not in ADDED_ON or grad.layout != torch.strided:
             return None, None, *(part.to(ctx.dtype) for part in grads)
         pairs = zip(ctx.next_functions, grads, strict=True)
-        return None, None, *(add_or_compute(n[0], partial(g.to, ctx.dtype), partial(write_grad, g)) for n, g in pairs)
+        return (
+            None,
+            None,
+            *(
+                add_or_compute(n[0], partial(g.to, ctx.dtype), partial(write_grad, g))
+                for n, g in pairs
+            ),
+        )
 
 
 def cast_to_compute_dtype(
@@ -241,19 +300,32 @@ def cast_to_compute_dtype(
     without: Sequence[nn.Module] = (),
     cast_inputs: bool = True,
 ) -> Callable:
-    """The forward of `module` with its parameters and floating-point inputs cast to the dtype of `copies`; DTensors are
-    replaced by casts of this rank's parts. Gradients pass through the casts. Modules in `without` cast their own."""
+    """The forward of `module` with its parameters and floating-point inputs cast to the dtype of
+    `copies`; DTensors are replaced by casts of this rank's parts. Gradients pass through the casts.
+    Modules in `without` cast their own."""
     excluded = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in excluded]
-    groups = [shared for inner in modules for shared in getattr(inner, "shared_inputs", ()) if shared.merges]
+    groups = [
+        shared
+        for inner in modules
+        for shared in getattr(inner, "shared_inputs", ())
+        if shared.merges
+    ]
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        state = state_parameters(module)  # evaluated here, because materializing a meta model creates new parameters
-        own: Iterable[Tensor] = [p for inner in modules for p in inner._parameters.values() if p is not None]
+        # evaluated here, because materializing a meta model creates new parameters
+        state = state_parameters(module)
+        own: Iterable[Tensor] = [
+            p for inner in modules for p in inner._parameters.values() if p is not None
+        ]
         if groups:  # weights of a group are kept adjacent
-            own = dict.fromkeys([*(layer.weight for group in groups for layer in group.layers), *own])
-        wide = [p for p in own if p.is_floating_point() and p.dtype != copies.dtype and p not in state]
+            own = dict.fromkeys(
+                [*(layer.weight for group in groups for layer in group.layers), *own]
+            )
+        wide = [
+            p for p in own if p.is_floating_point() and p.dtype != copies.dtype and p not in state
+        ]
         if cast_inputs:
             args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, copies.dtype), (args, kwargs))
         with (
@@ -270,17 +342,22 @@ def cast_to_compute_dtype(
 def _casts(
     groups: Sequence[SharedInput], values: Mapping[Tensor, Tensor], copies: ComputeCopies
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yields the function from a parameter to its cast. Layers of one input share one weight if copies are adjacent."""
+    """Yields the function from a parameter to its cast. Layers of one input share one weight if
+    copies are adjacent."""
     parts: dict[Tensor, Tensor] = {}
     for shared in groups:
         weights = [layer.weight for layer in shared.layers]
         whole = stack([values[p] for p in weights]) if all(p in values for p in weights) else None
         if whole is not None:
             shared.weight = Cast.apply(copies, [whole], *map(to_local, weights))
-            parts |= dict(zip(weights, shared.weight.split([len(values[p]) for p in weights]), strict=True))
+            parts |= dict(
+                zip(weights, shared.weight.split([len(values[p]) for p in weights]), strict=True)
+            )
     alone = values if not parts else {p: copy for p, copy in values.items() if p not in parts}
     try:
-        yield lambda p: Cast.apply(copies, [alone[p]], to_local(p)) if p in alone else parts.get(p, p)
+        yield (
+            lambda p: Cast.apply(copies, [alone[p]], to_local(p)) if p in alone else parts.get(p, p)
+        )
     finally:
         for shared in groups:
             shared.weight = None
@@ -288,8 +365,14 @@ def _casts(
 
 @contextmanager
 def weights_stay(model: nn.Module) -> Iterator[None]:
-    """Inside, the weights of a parallelized model must not change, so that all forwards share the 16-bit copies."""
-    syncs = [sync for module in model.modules() for sync in gradient_syncs(module) if isinstance(sync, ComputeCopies)]
+    """Inside, the weights of a parallelized model must not change, so that all forwards share the
+    16-bit copies."""
+    syncs = [
+        sync
+        for module in model.modules()
+        for sync in gradient_syncs(module)
+        if isinstance(sync, ComputeCopies)
+    ]
     for copies in syncs:
         copies.set_evaluation(True)
     try:

@@ -1,8 +1,10 @@
-"""How a tensor is sharded: one record per parameter, `ParameterSpec`, for init, optimizer, norm, files and plans.
+"""How a tensor is sharded: one record per parameter, `ParameterSpec`, for init, optimizer, norm,
+files and plans.
 
-`tp` splits a parameter first; FSDP then splits the rows of each part. So a rank's part follows from cutting along the
-mesh's axes from the innermost outwards. Each cut is as by `torch.chunk`: parts have equal sizes, except the last ones,
-which may be smaller or empty. Pure: even the functions that take tensors do not import torch.
+`tp` splits a parameter first; FSDP then splits the rows of each part. So a rank's part follows from
+cutting along the mesh's axes from the innermost outwards. Each cut is as by `torch.chunk`: parts
+have equal sizes, except the last ones, which may be smaller or empty. Pure: even the functions that
+take tensors do not import torch.
 """
 
 import math
@@ -22,7 +24,8 @@ Shape = tuple[int, ...]
 
 
 class Cut(NamedTuple):
-    """A cut of a dim into parts, one for each index on an axis of the layout, which may be a derived axis."""
+    """A cut of a dim into parts, one for each index on an axis of the layout, which may be a
+    derived axis."""
 
     axis: str
     dim: int
@@ -36,7 +39,8 @@ class ParameterSpec:
     name: str  # the first of its names in the whole model
     shape: Shape  # of the whole; () for a scalar, which counts as one dim of size 1 in its parts
     cuts: tuple[Cut, ...] = ()  # in the order of cutting
-    stages: tuple[int, ...] = (0,)  # the pipeline stages that hold it; several if their layers share it
+    # the pipeline stages that hold it; several if their layers share it
+    stages: tuple[int, ...] = (0,)
     trainable: bool = True
     tied: tuple[str, ...] = ()  # its other names, if known
     layer: str = ""  # the class of its layer, if known
@@ -49,15 +53,21 @@ class ParameterSpec:
 
     def part(self, position: Mapping[str, int]) -> Part:
         """The part of a rank. `position`: the rank's index on each axis in `cuts`."""
-        return local_slice(self.dims, [(cut.dim, cut.parts, position[cut.axis]) for cut in self.cuts])
+        return local_slice(
+            self.dims, [(cut.dim, cut.parts, position[cut.axis]) for cut in self.cuts]
+        )
 
     def copies(self, layout: Layout) -> int:
-        """The number of copies of each element on the ranks of a layout; a rank with two stages may hold two."""
-        in_stage = layout.world_size // layout.size("pp") // math.prod(cut.parts for cut in self.cuts)
+        """The number of copies of each element on the ranks of a layout; a rank with two stages may
+        hold two."""
+        in_stage = (
+            layout.world_size // layout.size("pp") // math.prod(cut.parts for cut in self.cuts)
+        )
         return len(self.stages) * in_stage
 
     def shapes(self, *axes: str) -> set[Shape]:
-        """The distinct shapes of parts after the cuts over these axes; with no axes: after all cuts."""
+        """The distinct shapes of parts after the cuts over these axes; with no axes: after all
+        cuts."""
         shapes = {self.dims}
         for cut in self.cuts:
             if not axes or cut.axis in axes:
@@ -84,13 +94,16 @@ def chunk_lengths(size: int, parts: int) -> list[int]:
 def chunk_sizes(size: int, parts: int) -> set[int]:
     """The distinct sizes of the parts of a dim: full chunks, a remainder, and 0."""
     chunk = max(1, -(-size // parts))
-    ranges = (chunk_range(size, parts, index) for index in {0, min(size // chunk, parts - 1), parts - 1})
+    ranges = (
+        chunk_range(size, parts, index) for index in {0, min(size // chunk, parts - 1), parts - 1}
+    )
     return {part.stop - part.start for part in ranges}
 
 
 def expert_shard_dim(shape: Sequence[int], ep: int, efsdp: int) -> int:
-    """The dim of a layer's experts (E, rows, ...) that FSDP cuts after `ep` has cut dim 0: the experts, or the rows of
-    each if a rank has fewer experts than there are shards and the number of rows is divisible."""
+    """The dim of a layer's experts (E, rows, ...) that FSDP cuts after `ep` has cut dim 0: the
+    experts, or the rows of each if a rank has fewer experts than there are shards and the number of
+    rows is divisible."""
     fewer = -(-shape[0] // ep) < efsdp
     return 1 if fewer and len(shape) > 1 and shape[1] % efsdp == 0 else 0
 
@@ -107,12 +120,16 @@ def local_slice(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> P
 def overlap(first: Part, second: Part) -> Part:
     """The intersection of two parts of a whole; it may be empty."""
     pairs = zip(first, second, strict=True)
-    return tuple(slice(low := max(a.start, b.start), max(low, min(a.stop, b.stop))) for a, b in pairs)
+    return tuple(
+        slice(low := max(a.start, b.start), max(low, min(a.stop, b.stop))) for a, b in pairs
+    )
 
 
 def within(inner: Part, outer: Part) -> Part:
     """The position of a part relative to another part that contains it."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True)
+    )
 
 
 def is_empty(part: Part) -> bool:
@@ -123,8 +140,11 @@ def shape_of(part: Part) -> tuple[int, ...]:
     return tuple(rows.stop - rows.start for rows in part)
 
 
-def overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> Iterator[tuple[tuple[int, ...], Part]]:
-    """The parts of a whole after cuts, (dim, parts) each, that overlap `part`, with their index in every cut."""
+def overlapping(
+    cuts: Sequence[tuple[int, int]], whole: Part, part: Part
+) -> Iterator[tuple[tuple[int, ...], Part]]:
+    """The parts of a whole after cuts, (dim, parts) each, that overlap `part`, with their index in
+    every cut."""
     if not cuts:
         if not is_empty(overlap(whole, part)):
             yield (), whole
@@ -143,7 +163,8 @@ def overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> Ite
 
 
 def optimizer_shard(spec: ParameterSpec, layout: Layout) -> ParameterSpec:
-    """The rows of a parameter that one of its replicas updates under `parallel.shard_optimizer` (ZeRO-1)."""
+    """The rows of a parameter that one of its replicas updates under `parallel.shard_optimizer`
+    (ZeRO-1)."""
     axis = "edp_replicate" if any(cut.axis == "ep" for cut in spec.cuts) else "dp_replicate"
     copies = layout.size(axis)
     return spec if copies == 1 else replace(spec, cuts=(*spec.cuts, Cut(axis, 0, copies)))
@@ -155,16 +176,27 @@ def tensor_spec(name: str, tensor: "Tensor", stages: tuple[int, ...] = (0,)) -> 
     mesh = getattr(tensor, "device_mesh", None)  # of a DTensor
     if mesh is not None:
         placed: Any = zip(_axes(mesh), tensor.placements, mesh.shape, strict=True)  # type: ignore[attr-defined]
-        # A placement that shards has a dim; one that replicates has none. The innermost axis cuts first.
-        sharded = [Cut(axis, placement.dim, size) for axis, placement, size in placed if not placement.is_replicate()]
+        # A placement that shards has a dim; one that replicates has none. The innermost axis cuts
+        # first.
+        sharded = [
+            Cut(axis, placement.dim, size)
+            for axis, placement, size in placed
+            if not placement.is_replicate()
+        ]
         cuts = tuple(reversed(sharded))
-    return ParameterSpec(name, tuple(tensor.shape), cuts, stages, tensor.requires_grad, dtype=tensor.dtype)
+    return ParameterSpec(
+        name, tuple(tensor.shape), cuts, stages, tensor.requires_grad, dtype=tensor.dtype
+    )
 
 
 def parameters_of(model: "nn.Module") -> "list[tuple[ParameterSpec, nn.Parameter]]":
-    """The parameters of a model, or of this rank's stages. A parameter tied across two stages occurs twice."""
+    """The parameters of a model, or of this rank's stages. A parameter tied across two stages
+    occurs twice."""
     stages: Any = getattr(model, "parameter_stages", None)  # of a Pipeline
-    return [(tensor_spec(name, p, (0,) if stages is None else stages[name]), p) for name, p in model.named_parameters()]
+    return [
+        (tensor_spec(name, p, (0,) if stages is None else stages[name]), p)
+        for name, p in model.named_parameters()
+    ]
 
 
 def local_part(tensor: "Tensor") -> "tuple[Tensor, Part]":

@@ -1,8 +1,10 @@
-"""Batch norm over the samples of all data ranks, as one process computes it (`parallel.sync_batch_norm`).
+"""Batch norm over the samples of all data ranks, as one process computes it
+(`parallel.sync_batch_norm`).
 
-Mean and variance of a channel are sums over all ranks divided by the number of all values, so they do not depend on how
-the samples are shared out. They are those of one process if a step is one microbatch. `torch.nn.SyncBatchNorm` does the
-same on GPUs alone, with statistics merged from those of each rank.
+Mean and variance of a channel are sums over all ranks divided by the number of all values, so they
+do not depend on how the samples are shared out. They are those of one process if a step is one
+microbatch. `torch.nn.SyncBatchNorm` does the same on GPUs alone, with statistics merged from those
+of each rank.
 """
 
 from typing import Any
@@ -26,7 +28,8 @@ class _Groups(tuple[AxisGroup, ...]):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A batch norm with the statistics of the samples of all data ranks; (b, c, ...) -> (b, c, ...)."""
+    """A batch norm with the statistics of the samples of all data ranks; (b, c, ...) -> (b, c,
+    ...)."""
 
     axis_groups: _Groups
 
@@ -66,14 +69,16 @@ class SyncBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         # A momentum of None is the mean over all batches.
-        momentum = 1 / self.num_batches_tracked.to(mean.dtype) if self.momentum is None else self.momentum
+        momentum = (
+            1 / self.num_batches_tracked.to(mean.dtype) if self.momentum is None else self.momentum
+        )
         self.running_mean.copy_(self.running_mean + momentum * (mean - self.running_mean))
         self.running_var.copy_(self.running_var + momentum * (variance - self.running_var))
 
 
 def can_sync(module: nn.Module) -> bool:
-    """Whether a module computes batch norm alone: a class derived from torch's may do more in a forward of its own (an
-    activation), or compute its weights."""
+    """Whether a module computes batch norm alone: a class derived from torch's may do more in a
+    forward of its own (an activation), or compute its weights."""
     if not isinstance(module, _BatchNorm) or parametrize.is_parametrized(module):
         return False
     forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -81,9 +86,9 @@ def can_sync(module: nn.Module) -> bool:
 
 
 def apply_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    """Gives a plain model's batch norms the statistics of all data ranks. Raises AgreedError: one has a forward of its
-    own, or keeps no running statistics, so that an evaluation would depend on its batches, or `cp` would give it parts
-    of the samples."""
+    """Gives a plain model's batch norms the statistics of all data ranks. Raises AgreedError: one
+    has a forward of its own, or keeps no running statistics, so that an evaluation would depend on
+    its batches, or `cp` would give it parts of the samples."""
     axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1]
     if not axes and mesh.size("cp") == 1:
         return
@@ -92,16 +97,21 @@ def apply_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
         if not isinstance(module, _BatchNorm):
             continue
         if mesh.size("cp") > 1:
-            raise AgreedError(f"{name} is a batch norm, to which cp gives parts of the samples: use cp: 1")
+            raise AgreedError(
+                f"{name} is a batch norm, to which cp gives parts of the samples: use cp: 1"
+            )
         if not can_sync(module):
             raise AgreedError(
-                f"parallel.sync_batch_norm: {name} is a {type(module).__name__}, which does more than torch's batch "
-                "norm, and that would be left out: move the rest into a module of its own, use a GroupNorm or "
+                f"parallel.sync_batch_norm: {name} is a {type(module).__name__}, which does more "
+                "than torch's batch "
+                "norm, and that would be left out: move the rest into a module of its own, use a "
+                "GroupNorm or "
                 "LayerNorm, or one data rank"
             )
         if not module.track_running_stats:
             raise AgreedError(
-                f"{name} keeps no running statistics (track_running_stats=False), so that an evaluation would depend "
+                f"{name} keeps no running statistics (track_running_stats=False), so that an "
+                "evaluation would depend "
                 "on its batches: let it keep them, or use a GroupNorm or LayerNorm"
             )
         module.__class__ = SyncBatchNorm

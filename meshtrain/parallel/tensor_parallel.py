@@ -1,10 +1,11 @@
 """Tensor parallelism: each rank of `tp` holds a part of a layer's weight and computes with it.
 
-The weight is a DTensor, so FSDP, the optimizer, clipping and checkpoints see one tensor and its parts; the forward
-computes on the local part, and every communication is explicit (Shoeybi et al., https://arxiv.org/abs/1909.08053).
-With sequence parallelism each rank has its part of the sequence between the parallel layers (Korthikanti et al.,
-https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...) inside. Their memory layout is
-(s, b, d), of which a model sees a transposed view: so gathering the sequence, the outermost dim, needs no copy.
+The weight is a DTensor, so FSDP, the optimizer, clipping and checkpoints see one tensor and its
+parts; the forward computes on the local part, and every communication is explicit (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053). With sequence parallelism each rank has its part of the sequence
+between the parallel layers (Korthikanti et al., https://arxiv.org/abs/2205.05198): tensors are (b,
+s/t, d) there, and (b, s, ...) inside. Their memory layout is (s, b, d), of which a model sees a
+transposed view: so gathering the sequence, the outermost dim, needs no copy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +20,25 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, SumGradient, axis_group
+from meshtrain.parallel.collectives import (
+    AllGather,
+    AllReduce,
+    ReduceScatter,
+    SumGradient,
+    axis_group,
+)
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
 from meshtrain.parallel.linear import ProductsLayer
 from meshtrain.parallel.linear.lora import move_adapter
 from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
-from meshtrain.parallel.tp_linear import ColumnParallelMatmul, RowParallelMatmul, flatten_tokens, unflatten_tokens
+from meshtrain.parallel.tp_linear import (
+    ColumnParallelMatmul,
+    RowParallelMatmul,
+    flatten_tokens,
+    unflatten_tokens,
+)
 from meshtrain.parallel.tp_plan import (
     STYLES,
     Heads,
@@ -41,7 +53,8 @@ AXIS = "tp"
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a model is split over the mesh's `tp`, and the factory of its parallel layers (see `tp_plan.Style.apply`)."""
+    """How a model is split over the mesh's `tp`, and the factory of its parallel layers (see
+    `tp_plan.Style.apply`)."""
 
     mesh: Mesh
     plan: Mapping[str, str]
@@ -51,7 +64,9 @@ class TensorParallel:
 
     def column_parallel(self, plain: Any, **options: Any) -> "ColumnParallelLinear":
         sequence_parallel, regather = self.sequence_parallel, self.regather
-        return ColumnParallelLinear(plain, self.mesh, sequence_parallel=sequence_parallel, regather=regather, **options)
+        return ColumnParallelLinear(
+            plain, self.mesh, sequence_parallel=sequence_parallel, regather=regather, **options
+        )
 
     def row_parallel(self, plain: Any) -> "RowParallelLinear":
         return RowParallelLinear(plain, self.mesh, sequence_parallel=self.sequence_parallel)
@@ -63,13 +78,15 @@ class TensorParallel:
         return SequenceGather(self.mesh, self.sequence_parallel)
 
     def sum_gradients(self, module: Any, parameters: Sequence[str]) -> None:
-        """Marks parameters of which each rank has only a part of the gradient, for `sum_partial_gradients`."""
+        """Marks parameters of which each rank has only a part of the gradient, for
+        `sum_partial_gradients`."""
         vars(module).setdefault("partial_over_tp", set()).update(parameters)
 
 
 def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
-    """Replaces each split layer by its parallel version, under the same name, with this rank's part of its weight.
-    Shared parameters stay shared. Column-parallel layers of a module with inputs of equal width share a gather."""
+    """Replaces each split layer by its parallel version, under the same name, with this rank's part
+    of its weight. Shared parameters stay shared. Column-parallel layers of a module with inputs of
+    equal width share a gather."""
     sharded: dict[Tensor, nn.Parameter] = {}  # plain parameter -> its replacement
     columns: dict[tuple[nn.Module, int], list[ColumnParallelLinear]] = {}
     for split in (*styled_parameters(model, tp.plan), *tp.splits):
@@ -83,7 +100,9 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
                 setattr(layer, own, sharded.setdefault(original, parameter))
         inputs_cut = STYLES[split.style].dim == 1
         size, index = tp.mesh.size(AXIS), tp.mesh.index(AXIS)
-        move_adapter(plain, layer, chunk_range(plain.in_features, size, index) if inputs_cut else None)
+        move_adapter(
+            plain, layer, chunk_range(plain.in_features, size, index) if inputs_cut else None
+        )
         layer.train(plain.training)
         above, _, name = split.layer.rpartition(".")
         parent = model.get_submodule(above)
@@ -95,7 +114,8 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
 
 
 def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
-    """Makes a step's last backward sum the gradients of `partial_parameters` over `tp`; a stage may have none."""
+    """Makes a step's last backward sum the gradients of `partial_parameters` over `tp`; a stage may
+    have none."""
     parameters = [
         (module, name)
         for module, name in partial_parameters(model, sequence_parallel)
@@ -106,8 +126,9 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 
 
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[nn.Module, str]]:
-    """(module, name) of parameters of which each rank has a part of the gradient: with sequence parallelism all unsplit
-    ones, except experts over `ep`; without it those that the plan names, between column- and row-wise layers."""
+    """(module, name) of parameters of which each rank has a part of the gradient: with sequence
+    parallelism all unsplit ones, except experts over `ep`; without it those that the plan names,
+    between column- and row-wise layers."""
     layers = [module for module in model.modules() if isinstance(module, TensorParallelLayer)]
     split = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
     partial: dict[Tensor, tuple[nn.Module, str]] = {}
@@ -119,7 +140,9 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[
         else:
             between = vars(module).get("partial_over_tp", ())
             own = module.named_parameters(recurse=False)
-            names = [name for name, p in own if p not in split and (sequence_parallel or name in between)]
+            names = [
+                name for name, p in own if p not in split and (sequence_parallel or name in between)
+            ]
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None  # the name is from this module
@@ -129,9 +152,11 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[
 
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Inside, each rank of `tp` has whole sequences between layers, as without sequence parallelism, because a single
-    token cannot be split. Only for forwards without backward."""
-    layers = [m for m in model.modules() if isinstance(m, TensorParallelLayer) and m.sequence_parallel]
+    """Inside, each rank of `tp` has whole sequences between layers, as without sequence
+    parallelism, because a single token cannot be split. Only for forwards without backward."""
+    layers = [
+        m for m in model.modules() if isinstance(m, TensorParallelLayer) and m.sequence_parallel
+    ]
     for layer in layers:
         layer.sequence_parallel = False
     try:
@@ -142,7 +167,8 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer over `tp`. With `sequence_parallel`, inputs and outputs are parts of the sequence or of the features."""
+    """A layer over `tp`. With `sequence_parallel`, inputs and outputs are parts of the sequence or
+    of the features."""
 
     def __init__(self, mesh: Mesh, sequence_parallel: bool) -> None:
         super().__init__()
@@ -150,13 +176,15 @@ class TensorParallelLayer(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def partial_parameters(self) -> list[str]:
-        """Names of the layer's parameters that each rank holds whole, but with only a part of their gradient."""
+        """Names of the layer's parameters that each rank holds whole, but with only a part of their
+        gradient."""
         return []
 
 
 class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
-    """A linear layer whose f outputs are split over `tp`: (b, s, d) -> (b, s, f/t). With sequence parallelism it
-    gathers its input (b, s/t, d). After `share_input`, layers with the same input (q, k and v) share gather and sum."""
+    """A linear layer whose f outputs are split over `tp`: (b, s, d) -> (b, s, f/t). With sequence
+    parallelism it gathers its input (b, s/t, d). After `share_input`, layers with the same input
+    (q, k and v) share gather and sum."""
 
     def __init__(
         self,
@@ -173,8 +201,10 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
             plain: the unsplit layer, on any device, meta included.
             sequence_parallel: the input is this rank's part of the sequence.
             regather: save only that part for backward, and gather it again.
-            heads: this rank's key/value heads, if there are too few to split; all ranks then hold the whole weight.
-            use_local_output: false: return the output as a DTensor that represents the whole output.
+            heads: this rank's key/value heads, if there are too few to split; all ranks then hold
+                the whole weight.
+            use_local_output: false: return the output as a DTensor that represents the whole
+                output.
         """
         super().__init__(mesh, sequence_parallel)
         self.regather, self.use_local_output = regather, use_local_output
@@ -190,8 +220,11 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         return self.shared_input.output(self, input)
 
     @staticmethod
-    def outputs(layers: Sequence["ColumnParallelLinear"], x: Tensor, weight: Tensor | None) -> list[Tensor]:
-        """The outputs of layers with the same input x. `weight`: their concatenated weights, if they are merged."""
+    def outputs(
+        layers: Sequence["ColumnParallelLinear"], x: Tensor, weight: Tensor | None
+    ) -> list[Tensor]:
+        """The outputs of layers with the same input x. `weight`: their concatenated weights, if
+        they are merged."""
         first = layers[0]
         axis, sequence = first.axis_group, first.sequence_parallel
         weights = [layer.rows_of(layer.weight) for layer in layers]
@@ -218,24 +251,30 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
     def output_of(self, product: Tensor) -> Tensor:
         y = product if self.bias is None else product + self.rows_of(self.bias)
         if self.heads is not None and self.heads.repeated is not None:
-            heads = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)  # an index tensor would have to be on the device
+            # an index tensor would have to be on the device
+            heads = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)
             y = torch.stack([heads[i] for i in self.heads.repeated], dim=-2).flatten(-2)
         if self.use_local_output:
             return y
         shape = (*y.shape[:-1], self.out_features)
         stride = torch.empty(shape, device="meta").stride()
         tp = self.mesh.submesh(AXIS)
-        return DTensor.from_local(y, tp, [Shard(y.dim() - 1)], run_check=False, shape=torch.Size(shape), stride=stride)
+        return DTensor.from_local(
+            y, tp, [Shard(y.dim() - 1)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
     def partial_parameters(self) -> list[str]:
-        return [] if self.heads is None else [name for name, _ in self.named_parameters(recurse=False)]
+        return (
+            [] if self.heads is None else [name for name, _ in self.named_parameters(recurse=False)]
+        )
 
     def extra_repr(self) -> str:
         return _shape(self) + (f", {self.heads.count} heads held by all" if self.heads else "")
 
 
 class RowParallelLinear(ProductsLayer, TensorParallelLayer):
-    """A linear layer, inputs split over `tp`: (b, s, f/t) -> sum (b, s, d), with sequence parallelism (b, s/t, d)."""
+    """A linear layer, inputs split over `tp`: (b, s, f/t) -> sum (b, s, d), with sequence
+    parallelism (b, s/t, d)."""
 
     def __init__(self, plain: nn.Linear, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         super().__init__(mesh, sequence_parallel)
@@ -245,7 +284,9 @@ class RowParallelLinear(ProductsLayer, TensorParallelLayer):
 
     def forward(self, input: Tensor) -> Tensor:  # named as in torch
         axis, sequence = self.axis_group, self.sequence_parallel
-        y = RowParallelMatmul.apply(input, to_local(self.weight), axis, sequence, self.products, self.weight_grad_queue)
+        y = RowParallelMatmul.apply(
+            input, to_local(self.weight), axis, sequence, self.products, self.weight_grad_queue
+        )
         shape = list(input.shape)
         if sequence:
             shape[-2] //= axis.size
@@ -260,10 +301,12 @@ class RowParallelLinear(ProductsLayer, TensorParallelLayer):
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """An embedding with rows split over `tp`: (b, s) -> (b, s, d), or with sequence parallelism (b, s/t, d)."""
+    """An embedding with rows split over `tp`: (b, s) -> (b, s, d), or with sequence parallelism (b,
+    s/t, d)."""
 
     def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
-        """Raises ValueError: `plain` has an option that is not supported when split (`unsupported_options`)."""
+        """Raises ValueError: `plain` has an option that is not supported when split
+        (`unsupported_options`)."""
         super().__init__(mesh, sequence_parallel)
         if problems := unsupported_options(plain):
             raise ValueError("; ".join(problems))
@@ -275,20 +318,26 @@ class VocabParallelEmbedding(TensorParallelLayer):
         tokens, size = input, self.axis_group.size
         if self.sequence_parallel and tokens.shape[-1] % size:
             # No AgreedError: other data ranks, and other stages, do not see this sample.
-            raise InputError(unequal_parts(f"a sample of {tokens.shape[-1]} tokens", tokens.shape[-1], size))
+            raise InputError(
+                unequal_parts(f"a sample of {tokens.shape[-1]} tokens", tokens.shape[-1], size)
+            )
         weight = to_local(self.weight)
         own = chunk_range(self.num_embeddings, size, self.axis_group.index)
         ordered = tokens.transpose(0, -1) if self.sequence_parallel else tokens
-        # An id that the vocabulary lacks belongs to the first or the last rank, whose lookup fails as a plain one does.
+        # An id that the vocabulary lacks belongs to the first or the last rank, whose lookup fails
+        # as a plain one does.
         from_start, to_end = own.start == 0, own.stop == self.num_embeddings
         mine = ((ordered >= own.start) | from_start) & ((ordered < own.stop) | to_end)
         if weight.shape[0] > 0:
-            # The rank that has the row of a padding_idx keeps it without a gradient, as the plain layer does.
+            # The rank that has the row of a padding_idx keeps it without a gradient, as the plain
+            # layer does.
             padding = self.padding_idx
             if padding is not None:
                 padding = padding - own.start if own.start <= padding < own.stop else None
             rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight, padding)
-        else:  # more ranks than parts: nothing to look up, but the other ranks wait for this rank's contribution
+        # more ranks than parts: nothing to look up, but the other ranks wait for this rank's
+        # contribution
+        else:
             rows = weight.sum() * weight.new_ones(*ordered.shape, self.embedding_dim)
         rows = rows * mine[..., None].to(rows.dtype)
         if not self.sequence_parallel:
@@ -300,8 +349,9 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
 
 class SequenceGather(TensorParallelLayer):
-    """Gathers a tensor that every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the same on all ranks.
-    Without sequence parallelism each rank already has it, and only its gradient is summed over the ranks."""
+    """Gathers a tensor that every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the
+    same on all ranks. Without sequence parallelism each rank already has it, and only its gradient
+    is summed over the ranks."""
 
     def forward(self, input: Tensor) -> Tensor:  # named as in torch
         if not self.sequence_parallel:
@@ -309,19 +359,29 @@ class SequenceGather(TensorParallelLayer):
         return AllGather.apply(input.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
 
 
-def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement, axis: str = AXIS) -> nn.Parameter:
-    """A DTensor parameter of which this rank holds its part, with the values of the plain `parameter`."""
+def shard_parameter(
+    parameter: Tensor, mesh: Mesh, placement: Placement, axis: str = AXIS
+) -> nn.Parameter:
+    """A DTensor parameter of which this rank holds its part, with the values of the plain
+    `parameter`."""
     submesh = mesh.submesh(axis)
     assert submesh is not None  # the axis is larger than 1
     part = parameter.data
     if isinstance(placement, Shard):
         dim = placement.dim
         rows = chunk_range(parameter.shape[dim], mesh.size(axis), mesh.index(axis))
-        part = part.narrow(dim, rows.start, rows.stop - rows.start).clone(memory_format=torch.contiguous_format)
+        part = part.narrow(dim, rows.start, rows.stop - rows.start).clone(
+            memory_format=torch.contiguous_format
+        )
     shape, stride = parameter.shape, parameter.stride()
-    sharded = DTensor.from_local(part, submesh, [placement], run_check=False, shape=shape, stride=stride)
+    sharded = DTensor.from_local(
+        part, submesh, [placement], run_check=False, shape=shape, stride=stride
+    )
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 def _shape(layer: ColumnParallelLinear | RowParallelLinear) -> str:
-    return f"{layer.in_features}, {layer.out_features}, bias={layer.bias is not None}, tp={layer.axis_group.size}"
+    return (
+        f"{layer.in_features}, {layer.out_features}, bias={layer.bias is not None}, "
+        f"tp={layer.axis_group.size}"
+    )

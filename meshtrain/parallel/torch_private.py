@@ -28,13 +28,15 @@ def to_local(tensor: Tensor) -> Tensor:
     """This rank's local part of a parameter or gradient, as a plain tensor; differentiable."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if torch.compiler.is_compiling():  # the compiler knows DTensor.to_local, and leaves no trace of it in its graph
+    # the compiler knows DTensor.to_local, and leaves no trace of it in its graph
+    if torch.compiler.is_compiling():
         return tensor.to_local()
     return _FastToLocal.apply(tensor) if tensor.requires_grad else tensor._local_tensor
 
 
 class _FastToLocal(torch.autograd.Function):
-    """`DTensor.to_local` for a parameter, whose gradient is sharded like it: takes a third of the CPU time."""
+    """`DTensor.to_local` for a parameter, whose gradient is sharded like it: takes a third of the
+    CPU time."""
 
     elementwise = True  # see `accumulator_of`
 
@@ -52,7 +54,8 @@ class _FastToLocal(torch.autograd.Function):
 
 
 def from_local(local: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `to_local`, without gradients: a tensor sharded like `like`, with `local` as this rank's part."""
+    """The inverse of `to_local`, without gradients: a tensor sharded like `like`, with `local` as
+    this rank's part."""
     if not isinstance(like, DTensor):
         return local
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
@@ -61,19 +64,28 @@ def from_local(local: Tensor, like: Tensor) -> Tensor:
 
 def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
     """A gradient of `parameter` whose part on this rank is `local`: a faster `from_local`."""
-    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+    return (
+        DTensor(local, parameter._spec, requires_grad=False)
+        if isinstance(parameter, DTensor)
+        else local
+    )
 
 
 def is_plain_gradient(grad: Tensor, parameter: Tensor) -> bool:
     """Whether a gradient is dense, has no autograd history and is sharded like its parameter."""
-    dense = grad.layout == torch.strided and grad.dtype == parameter.dtype and not grad.requires_grad
+    dense = (
+        grad.layout == torch.strided and grad.dtype == parameter.dtype and not grad.requires_grad
+    )
     return dense and getattr(grad, "_spec", None) == getattr(parameter, "_spec", None)
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """`to_empty` for tensors on the meta device. Through `_apply` of the whole module, by which FSDP learns of the new
-    tensors: otherwise it would pad shards at the first forward, and the optimizer would hold the unpadded ones."""
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    """`to_empty` for tensors on the meta device. Through `_apply` of the whole module, by which
+    FSDP learns of the new tensors: otherwise it would pad shards at the first forward, and the
+    optimizer would hold the unpadded ones."""
+    module._apply(
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
 
 
 _meta = torch.library.Library("aten", "IMPL", "Meta")  # registrations last as long as it does
@@ -81,14 +93,21 @@ _meta = torch.library.Library("aten", "IMPL", "Meta")  # registrations last as l
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers that are part of its state."""
-    return {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    return {
+        name: x
+        for name, x in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 @cache
 def mend_attention_shapes() -> None:
-    """Corrects a meta function: before 2.13 torch assumes that CPU attention in float64 saves a float32 logsumexp, so
-    that a compiled backward fails."""
-    operator, key = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch._C.DispatchKey.Meta
+    """Corrects a meta function: before 2.13 torch assumes that CPU attention in float64 saves a
+    float32 logsumexp, so that a compiled backward fails."""
+    operator, key = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch._C.DispatchKey.Meta,
+    )
     q = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
     if operator(q, q, q)[1].dtype == q.dtype:
         return
@@ -98,7 +117,8 @@ def mend_attention_shapes() -> None:
         out, logsumexp = shapes_of(query, *args, **kwargs)
         return out, logsumexp.double() if query.dtype == torch.float64 else logsumexp
 
-    _meta.impl(operator, shapes, allow_override=True)  # for meta tensors, and next for the compiler's
+    # for meta tensors, and next for the compiler's
+    _meta.impl(operator, shapes, allow_override=True)
     operator.py_impl(key)(shapes)
     operator._dispatch_cache.clear()
 
@@ -119,7 +139,8 @@ def current_backward() -> int:
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the current backward adds to a parameter's gradient; one of `torch.autograd.grad` does not."""
+    """Whether the current backward adds to a parameter's gradient; one of `torch.autograd.grad`
+    does not."""
     return runs_in_backward(_get_grad_fn_or_grad_acc(parameter))
 
 
@@ -132,28 +153,36 @@ def runs_in_backward(node: Any) -> bool:
 
 
 def accumulator_of(node: Any) -> Any:
-    """The autograd node that adds the gradient arriving at `node` to that of a parameter, its `variable`, elementwise,
-    possibly in another dtype. None: it is added to a part of a parameter, to several parameters, or to none."""
+    """The autograd node that adds the gradient arriving at `node` to that of a parameter, its
+    `variable`, elementwise, possibly in another dtype. None: it is added to a part of a parameter,
+    to several parameters, or to none."""
     while node is not None and not hasattr(node, "variable"):
-        if not getattr(getattr(node, "_forward_cls", None), "elementwise", False) or len(node.next_functions) > 1:
+        if (
+            not getattr(getattr(node, "_forward_cls", None), "elementwise", False)
+            or len(node.next_functions) > 1
+        ):
             return None
         node = node.next_functions[0][0]
     return node
 
 
 def parameter_of(weight: Tensor) -> Tensor | None:
-    """The parameter that a tensor is the whole of, possibly in another dtype; None if there is none."""
+    """The parameter that a tensor is the whole of, possibly in another dtype; None if there is
+    none."""
     node = _get_grad_fn_or_grad_acc(weight) if weight.requires_grad else None
     return getattr(accumulator_of(node), "variable", None)
 
 
 def has_gradient_hooks(parameter: Tensor | None) -> bool:
     """Whether a hook observes, or may change, what is added to a parameter's gradient."""
-    return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return parameter is not None and bool(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    )
 
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
-    """Whether a hook runs after each accumulation of a parameter's gradient, and may change the sum so far."""
+    """Whether a hook runs after each accumulation of a parameter's gradient, and may change the sum
+    so far."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
@@ -162,14 +191,16 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
-    """Calls `callback` once a backward has accumulated all gradients of a parameter, also if products have added them.
-    The caller has to keep the returned node alive: a parameter does not hold a reference to it."""
+    """Calls `callback` once a backward has accumulated all gradients of a parameter, also if
+    products have added them. The caller has to keep the returned node alive: a parameter does not
+    hold a reference to it."""
     node = _get_grad_fn_or_grad_acc(parameter)
     node.register_hook(lambda *unused: callback())
     return node
 
 
-traced_for: str | None = None  # the device type that the meta device stands for, while a step is traced
+# the device type that the meta device stands for, while a step is traced
+traced_for: str | None = None
 
 
 def device_type_of(tensor: Tensor) -> str:
@@ -182,21 +213,33 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-never_compiled = _disable_dynamo  # decorates functions that compiled code may call; loads the compiler on first call
+# decorates functions that compiled code may call; loads the compiler on first call
+never_compiled = _disable_dynamo
 without_dispatch_modes = _disable_current_modes  # hides the operators inside from dispatch modes
 
 
 class KeepsBeforeWrites(_CachingTorchDispatchMode):
-    """The forward's half of selective checkpointing: what it keeps is copied before the forward writes to it in place.
-    torch would refuse it in backward or, where the write goes through `unsafe_chunk` (nn.GRU), take what was written.
-    The compiler makes of a write a tensor of its own."""
+    """The forward's half of selective checkpointing: what it keeps is copied before the forward
+    writes to it in place. torch would refuse it in backward or, where the write goes through
+    `unsafe_chunk` (nn.GRU), take what was written. The compiler makes of a write a tensor of its
+    own."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable and not _is_compiling(func, args, kwargs):
-            values = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | (kwargs or {})
-            written = [values.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-            memory = {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
+            values = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | (
+                kwargs or {}
+            )
+            written = [
+                values.get(a.name)
+                for a in schema.arguments
+                if a.alias_info and a.alias_info.is_write
+            ]
+            memory = {
+                x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)
+            }
             for entry in tree_leaves(list(self.storage.values())):
                 is_tensor = isinstance(entry, _VersionWrapper) and isinstance(entry.val, Tensor)
                 if is_tensor and entry.val.untyped_storage()._cdata in memory:
@@ -216,16 +259,18 @@ def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Runs FSDP's end of a backward: accumulates gradients in the reduce dtype, and sends them after the last one."""
+    """Runs FSDP's end of a backward: accumulates gradients in the reduce dtype, and sends them
+    after the last one."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def send_unused_as_zeros(module: FSDPModule) -> None:
-    """Makes an FSDP unit send a gradient for every parameter: zeros if the model did not use it. A backward raises
-    InputError if a forward has written to a parameter.
+    """Makes an FSDP unit send a gradient for every parameter: zeros if the model did not use it. A
+    backward raises InputError if a forward has written to a parameter.
 
-    FSDP concatenates only the gradients that exist: if ranks, or in HSDP microbatches, use different parameters, it
-    would add the gradient of one parameter to that of another. With 16 bits this also gives all gradients one dtype.
+    FSDP concatenates only the gradients that exist: if ranks, or in HSDP microbatches, use
+    different parameters, it would add the gradient of one parameter to that of another. With 16
+    bits this also gives all gradients one dtype.
     """
     unit = module._get_fsdp_state()._fsdp_param_group
     if unit is not None:  # None if all parameters are in inner units
@@ -234,7 +279,8 @@ def send_unused_as_zeros(module: FSDPModule) -> None:
 
 def writes_to_parameter(name: str | None) -> str:
     return (
-        f"the model's forward writes to the parameter {name}, and with dp_shard or cp that is a copy which is gathered "
+        f"the model's forward writes to the parameter {name}, and with dp_shard or cp that is a "
+        "copy which is gathered "
         "anew: compute with a tensor that is made of the parameter, or use dp_replicate"
     )
 
@@ -244,7 +290,8 @@ def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: 
     if not gathered:
         return  # its forward has not run
     for p in gathered:
-        if any(tensor._version for tensor in p.all_gather_outputs):  # not increased by FSDP's own writes
+        # not increased by FSDP's own writes
+        if any(tensor._version for tensor in p.all_gather_outputs):
             raise InputError(writes_to_parameter(p._param_fqn))
     trained = [p for p in gathered if unit.reduce_grads and p._unsharded_param.requires_grad]
     widened = any(p.unsharded_accumulated_grad is not None for p in trained)
@@ -255,16 +302,25 @@ def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: 
             if widened:
                 p.to_accumulated_grad_if_needed()
     post_backward()
-    partial_sum = unit._partial_reduce_output  # HSDP's sum over microbatches, in the dtype of a message
+    # HSDP's sum over microbatches, in the dtype of a message
+    partial_sum = unit._partial_reduce_output
     if partial_sum is not None and partial_sum.dtype != unit._orig_dtype:
-        with unit.device_handle.stream(unit.comm_ctx.reduce_scatter_stream):  # the stream that adds the next ones
+        # the stream that adds the next ones
+        with unit.device_handle.stream(unit.comm_ctx.reduce_scatter_stream):
             unit._partial_reduce_output = partial_sum.to(unit._orig_dtype)
 
 
 @contextmanager
-def replace_parameters(modules: Iterable[nn.Module], replacement: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+def replace_parameters(
+    modules: Iterable[nn.Module], replacement: Callable[[nn.Parameter], Tensor]
+) -> Iterator[None]:
     """Inside, the parameters of these modules are replaced by other tensors."""
-    places = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
+    places = [
+        (module, name, p)
+        for module in modules
+        for name, p in module._parameters.items()
+        if p is not None
+    ]
     try:
         for module, name, parameter in places:
             module._parameters[name] = replacement(parameter)  # type: ignore[assignment]
@@ -284,8 +340,9 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 def try_symmetric_memory(group: dist.ProcessGroup, together: bool) -> str | None:
-    """Why memory cannot be shared after all (a container may forbid it); None if it can. `together`: the collective
-    half of the test, which ranks may enter only after all of them have passed the other half."""
+    """Why memory cannot be shared after all (a container may forbid it); None if it can.
+    `together`: the collective half of the test, which ranks may enter only after all of them have
+    passed the other half."""
     from torch.distributed import _symmetric_memory
 
     try:
@@ -301,28 +358,37 @@ def try_symmetric_memory(group: dist.ProcessGroup, together: bool) -> str | None
 
 
 def nvlink_neighbours(device: torch.device) -> tuple[str, frozenset[str]]:
-    """The UUID of a GPU, and those of the visible GPUs linked to it by NVLink; empty if the driver does not tell."""
+    """The UUID of a GPU, and those of the visible GPUs linked to it by NVLink; empty if the driver
+    does not tell."""
     from torch._C import _distributed_c10d
     from torch._C._autograd import DeviceType
 
-    numbers = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    numbers = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
         links = _distributed_c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix  # type: ignore[attr-defined]
     except RuntimeError:
         return numbers[index], frozenset()
-    return numbers[index], frozenset(number for number, n in zip(numbers, links[index], strict=True) if n > 0)
+    return numbers[index], frozenset(
+        number for number, n in zip(numbers, links[index], strict=True) if n > 0
+    )
 
 
 def backward_is_running() -> bool:
-    """Whether this thread runs a backward; the recomputation of a block's forward also runs in one."""
+    """Whether this thread runs a backward; the recomputation of a block's forward also runs in
+    one."""
     return current_backward() >= 0
 
 
 @contextmanager
-def compile_callbacks(begins: Callable[[object], None], ends: Callable[[object], None]) -> Iterator[None]:
-    """Inside, these are called at the begin and end of compilation, in the thread that waits for it: only for the
-    outermost of nested compilations, also for a cached graph, and for a backward that is compiled on its first run."""
+def compile_callbacks(
+    begins: Callable[[object], None], ends: Callable[[object], None]
+) -> Iterator[None]:
+    """Inside, these are called at the begin and end of compilation, in the thread that waits for
+    it: only for the outermost of nested compilations, also for a cached graph, and for a backward
+    that is compiled on its first run."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(begins)
@@ -340,13 +406,20 @@ def compiled_graphs() -> int:
 
 
 def allow_side_effects_in_recomputation() -> AbstractContextManager[object]:
-    """Lets the compiler recompute a forward that changes Python objects; the recomputation omits those changes."""
+    """Lets the compiler recompute a forward that changes Python objects; the recomputation omits
+    those changes."""
     return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 
 
 def breaks_graph() -> tuple[type[Exception], ...]:
-    """The compiler's exceptions, before anything runs, if a function is not one graph or has too many variants."""
+    """The compiler's exceptions, before anything runs, if a function is not one graph or has too
+    many variants."""
     from torch._dynamo import exc
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DependsOnData
 
-    return exc.Unsupported, exc.UncapturedHigherOrderOpError, exc.FailOnRecompileLimitHit, DependsOnData
+    return (
+        exc.Unsupported,
+        exc.UncapturedHigherOrderOpError,
+        exc.FailOnRecompileLimitHit,
+        DependsOnData,
+    )

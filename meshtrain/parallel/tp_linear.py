@@ -1,7 +1,8 @@
 """Column- and row-parallel matrix products with their communication, as operators.
 
-Everything is two-dimensional here: x is (n, d), a row per token. With sequence parallelism a rank has (n/t, d), and
-tokens are ordered by sequence position first, so that the parts of the ranks are contiguous in memory.
+Everything is two-dimensional here: x is (n, d), a row per token. With sequence parallelism a rank
+has (n/t, d), and tokens are ordered by sequence position first, so that the parts of the ranks are
+contiguous in memory.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ Flags = Sequence[bool]
 
 
 def flatten_tokens(x: Tensor, sequence_first: bool) -> Tensor:
-    """(..., s, d) -> (n, d), a row per token; with `sequence_first`, to gather it, the sequence dim varies slowest."""
+    """(..., s, d) -> (n, d), a row per token; with `sequence_first`, to gather it, the sequence dim
+    varies slowest."""
     return (x.movedim(-2, 0) if sequence_first else x).reshape(-1, x.shape[-1])
 
 
@@ -32,8 +34,11 @@ def unflatten_tokens(rows: Tensor, shape: Sequence[int], sequence_first: bool) -
     return rows.view(s, *batch, rows.shape[-1]).movedim(0, -2)
 
 
-def _columns(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str) -> list[Tensor]:
-    """Products of one input, with `sequence` gathered first (and returned, with `keep`): [gathered,] y1, y2, ..."""
+def _columns(
+    x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str
+) -> list[Tensor]:
+    """Products of one input, with `sequence` gathered first (and returned, with `keep`):
+    [gathered,] y1, y2, ..."""
     forward = PRODUCTS[products].forward
     if not sequence:
         return [forward(x, weight) for weight in weights]
@@ -46,26 +51,47 @@ def _columns(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool
     return [gathered, *ys] if keep else list(ys)
 
 
-def _columns_shapes(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str) -> list[Tensor]:
+def _columns_shapes(
+    x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str
+) -> list[Tensor]:
     n = x.shape[0] * _parts(group, sequence)
     ys = [x.new_empty(n, weight.shape[0]) for weight in weights]
     return [x.new_empty(n, x.shape[1]), *ys] if sequence and keep else ys
 
 
 def _columns_backward(
-    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str, needs_dw: Flags
+    grads: Tensors,
+    x: Tensor,
+    weights: Tensors,
+    group: str,
+    sequence: bool,
+    keep: bool,
+    products: str,
+    needs_dw: Flags,
 ) -> list[Tensor]:
-    """The gradients of the input and of each trainable weight; the input's is summed over the ranks while the weights'
-    are computed. Without `keep`, x is this rank's part of the input, which is gathered again in the meantime."""
+    """The gradients of the input and of each trainable weight; the input's is summed over the ranks
+    while the weights' are computed. Without `keep`, x is this rank's part of the input, which is
+    gathered again in the meantime."""
     gather = sequence and not keep and any(needs_dw)
-    dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, any(needs_dw))
+    dx, whole = _start_columns_input(
+        grads, x, weights, group, sequence, gather, products, any(needs_dw)
+    )
     inputs = x if whole is None else whole.wait()
-    dws = [linear_weight_grad(grad, inputs) for grad, need in zip(grads, needs_dw, strict=True) if need]
+    dws = [
+        linear_weight_grad(grad, inputs) for grad, need in zip(grads, needs_dw, strict=True) if need
+    ]
     return [dx.wait(), *dws]
 
 
 def _columns_backward_shapes(
-    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str, needs_dw: Flags
+    grads: Tensors,
+    x: Tensor,
+    weights: Tensors,
+    group: str,
+    sequence: bool,
+    keep: bool,
+    products: str,
+    needs_dw: Flags,
 ) -> list[Tensor]:
     n = grads[0].shape[0] // _parts(group, sequence)
     trained = (weight for weight, need in zip(weights, needs_dw, strict=True) if need)
@@ -73,21 +99,32 @@ def _columns_backward_shapes(
 
 
 def _start_columns_input(
-    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, gather: bool, products: str, hidden: bool
+    grads: Tensors,
+    x: Tensor,
+    weights: Tensors,
+    group: str,
+    sequence: bool,
+    gather: bool,
+    products: str,
+    hidden: bool,
 ) -> tuple[AsyncResult, AsyncResult | None]:
-    """Starts the sum of the input's gradient, and before that, with `gather`, the all-gather of the input. `hidden`:
-    weight gradients are computed in the meantime; otherwise one kernel may compute the product and its sum."""
+    """Starts the sum of the input's gradient, and before that, with `gather`, the all-gather of the
+    input. `hidden`: weight gradients are computed in the meantime; otherwise one kernel may compute
+    the product and its sum."""
     axis = axis_group_by_name(group)
     whole = axis.start_all_gather(x.contiguous()) if gather else None
     if not hidden and _are_fused(axis, sequence, products):
         whole_of = torch.cat if len(grads) > 1 else lambda parts, dim: parts[0]
         dx = axis.matmul_scatter(whole_of(list(grads), 1), whole_of(list(weights), 0))
         return AsyncResult(axis, [], lambda: dx), whole
-    return _start_sum(axis, PRODUCTS[products].input_grad_sum(grads, weights, axis.maximum), sequence), whole
+    return _start_sum(
+        axis, PRODUCTS[products].input_grad_sum(grads, weights, axis.maximum), sequence
+    ), whole
 
 
 def _row(x: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> Tensor:
-    """The product, summed over ranks: the whole (n, d), or with `sequence` this rank's part (n/t, d)."""
+    """The product, summed over ranks: the whole (n, d), or with `sequence` this rank's part (n/t,
+    d)."""
     axis = axis_group_by_name(group)
     if _are_fused(axis, sequence, products):
         return axis.matmul_scatter(x, weight.t())
@@ -98,7 +135,9 @@ def _row_shapes(x: Tensor, weight: Tensor, group: str, sequence: bool, products:
     return x.new_empty(x.shape[0] // _parts(group, sequence), weight.shape[0])
 
 
-def _row_input(grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> list[Tensor]:
+def _row_input(
+    grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str
+) -> list[Tensor]:
     """The gradient of the input, and the gathered `grad`, if it had to be gathered."""
     input_grad_sum = PRODUCTS[products].input_grad_sum
     if not sequence:
@@ -111,7 +150,9 @@ def _row_input(grad: Tensor, weight: Tensor, group: str, sequence: bool, product
     return [input_grad_sum([whole], [weight]), whole]
 
 
-def _row_input_shapes(grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> list[Tensor]:
+def _row_input_shapes(
+    grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str
+) -> list[Tensor]:
     n = grad.shape[0] * _parts(group, sequence)
     dx = grad.new_empty(n, weight.shape[1])
     return [dx, grad.new_empty(n, grad.shape[1])] if sequence else [dx]
@@ -119,7 +160,11 @@ def _row_input_shapes(grad: Tensor, weight: Tensor, group: str, sequence: bool, 
 
 def _start_sum(axis: AxisGroup, addends: Tensor, sequence: bool) -> AsyncResult:
     """Sums `addends`, whose memory has no other use, over the ranks."""
-    return axis.start_reduce_scatter(addends) if sequence else axis.start_all_reduce(addends, overwrite=True)
+    return (
+        axis.start_reduce_scatter(addends)
+        if sequence
+        else axis.start_all_reduce(addends, overwrite=True)
+    )
 
 
 def _are_fused(axis: AxisGroup, sequence: bool, products: str) -> bool:
@@ -138,12 +183,14 @@ ops = torch.ops.meshtrain
 
 
 class ColumnParallelMatmul(torch.autograd.Function):
-    """x (n, d), or (n/t, d) with `sequence`, times several weights (f_i/t, d) -> each (n, f_i/t)."""
+    """x (n, d), or (n/t, d) with `sequence`, times several weights (f_i/t, d) -> each (n,
+    f_i/t)."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """`inputs`: x, axis, sequence, keep, products, queue, and the weights. A variadic parameter, because without
-        gradients the compiler omits `ctx` if the number of arguments equals the number of parameters."""
+        """`inputs`: x, axis, sequence, keep, products, queue, and the weights. A variadic
+        parameter, because without gradients the compiler omits `ctx` if the number of arguments
+        equals the number of parameters."""
         x, axis, sequence, keep, products, queue, *weights = inputs
         ys = ops.columns(x, weights, axis.name, sequence, keep, products)
         saved = x
@@ -167,16 +214,24 @@ class ColumnParallelMatmul(torch.autograd.Function):
         gather = sequence and not keep and any(needs_dw)
         hidden = any(needs_dw) and not (ctx.queue is not None and ctx.queue.is_recording)
         with without_dispatch_modes():  # hides communication, which elsewhere is inside operators
-            dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, hidden)
-            inputs = (x if whole is None else whole.wait()).detach()  # a queue must not keep the graph of x alive
-        dws = [product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None for i, grad in enumerate(grads)]
+            dx, whole = _start_columns_input(
+                grads, x, weights, group, sequence, gather, products, hidden
+            )
+            inputs = (
+                x if whole is None else whole.wait()
+            ).detach()  # a queue must not keep the graph of x alive
+        dws = [
+            product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None
+            for i, grad in enumerate(grads)
+        ]
         with without_dispatch_modes():
             return dx.wait(), *nothing, *dws
 
 
 class RowParallelMatmul(torch.autograd.Function):
-    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`. Saves the
-    original x: reordering its rows again in backward is cheaper than keeping both in memory."""
+    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with
+    `sequence`. Saves the original x: reordering its rows again in backward is cheaper than keeping
+    both in memory."""
 
     @staticmethod
     def forward(

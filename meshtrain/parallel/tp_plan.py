@@ -1,6 +1,8 @@
-"""Tensor-parallel plans: how each layer of a model is split over `tp`, checked against its sizes beforehand.
+"""Tensor-parallel plans: how each layer of a model is split over `tp`, checked against its sizes
+beforehand.
 
-Pure: from the names and sizes of a model's modules it derives the splits, or says why one is impossible and what works.
+Pure: from the names and sizes of a model's modules it derives the splits, or says why one is
+impossible and what works.
 """
 
 import sys
@@ -17,8 +19,14 @@ if TYPE_CHECKING:
 ATTENTION = "attention"  # the only word of a `cp_plan`
 EXPERTS = "ep_dispatch_experts"  # the only word of an `ep_plan`, from Hugging Face
 REPLICATED = "replicated_with_grad_allreduce"
-LORA_A, LORA_B = "lora_A", "lora_B"  # the layers of an adapter, children of the layer that it adapts (`linear/lora.py`)
-NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
+# the layers of an adapter, children of the layer that it adapts (`linear/lora.py`)
+LORA_A, LORA_B = (
+    "lora_A",
+    "lora_B",
+)
+NO_SEQUENCE = (
+    "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
+)
 
 
 class SplitError(InputError):
@@ -31,12 +39,14 @@ class SplitError(InputError):
 
 @dataclass(frozen=True)
 class Heads:
-    """The key/value heads that one rank computes, if there are too few for each rank to have its own."""
+    """The key/value heads that one rank computes, if there are too few for each rank to have its
+    own."""
 
     count: int  # heads of the whole layer, which every rank holds
     width: int  # rows of the weight per head
     rows: slice  # the rows of the weight that this rank uses: the heads that its queries attend to
-    repeated: tuple[int, ...] | None  # index among these heads for each query head, if they are not shared evenly
+    # index among these heads for each query head, if they are not shared evenly
+    repeated: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,8 @@ class Split:
 
     layer: str  # its name in the model
     style: str  # a word of STYLES
-    queries: int = 0  # for a layer of attention: the number of query heads, its own heads, and a head's width
+    # for a layer of attention: the number of query heads, its own heads, and a head's width
+    queries: int = 0
     heads: int = 0
     width: int = 0
     everywhere: bool = False  # the layer has too few heads to be split, so every rank holds it
@@ -55,7 +66,8 @@ class Split:
         return None if self.everywhere else STYLES[self.style].dim_of(parameter)
 
     def heads_of(self, tp: int, index: int) -> Heads | None:
-        """The heads that rank `index` of `tp` computes of a layer that every rank holds; None for any other layer."""
+        """The heads that rank `index` of `tp` computes of a layer that every rank holds; None for
+        any other layer."""
         if not self.everywhere:
             return None
         queries = range(index * self.queries // tp, (index + 1) * self.queries // tp)
@@ -64,54 +76,78 @@ class Split:
         queries_per_head = len(head_of) // different
         even = head_of == [first + i // queries_per_head for i in range(len(head_of))]
         rows = slice(first * self.width, (head_of[-1] + 1) * self.width)
-        return Heads(self.heads, self.width, rows, None if even else tuple(head - first for head in head_of))
+        return Heads(
+            self.heads, self.width, rows, None if even else tuple(head - first for head in head_of)
+        )
 
 
 class Style:
-    """The effect of a word of a plan on the layers of its pattern. A new style is a subclass and an entry in STYLES."""
+    """The effect of a word of a plan on the layers of its pattern. A new style is a subclass and an
+    entry in STYLES."""
 
     word: ClassVar[str]
     becomes: ClassVar[str] = ""  # the class of the layer that replaces the plain one, for messages
-    dim: ClassVar[int | None] = None  # the dim of the weight that is cut: 0: outputs (or vocabulary), 1: inputs
+    # the dim of the weight that is cut: 0: outputs (or vocabulary), 1: inputs
+    dim: ClassVar[int | None] = None
     kind: ClassVar[str] = "a linear layer"  # the kind of layer that it applies to, for messages
-    sizes: ClassVar[tuple[str, ...]] = ("in_features", "out_features")  # attributes that identify that kind
-    for_parameters: ClassVar[bool] = False  # patterns match parameters, or modules around them; no layer is replaced
+    # attributes that identify that kind
+    sizes: ClassVar[tuple[str, ...]] = (
+        "in_features",
+        "out_features",
+    )
+    # patterns match parameters, or modules around them; no layer is replaced
+    for_parameters: ClassVar[bool] = False
 
     def check(self, name: str, module: Any) -> list[str]:
-        """Why a layer cannot have this style, and what works instead; empty if it can. Only sizes are read."""
+        """Why a layer cannot have this style, and what works instead; empty if it can. Only sizes
+        are read."""
         if not all(hasattr(module, size) for size in self.sizes):
             return [self.refusal(name, module)]
         if _weight(module) is not None or not hasattr(module, "weight"):
             return []
-        computed = f"{name} has no parameter weight, but computes it from others (weight_norm, spectral_norm, pruning)"
+        computed = (
+            f"{name} has no parameter weight, but computes it from others (weight_norm, "
+            "spectral_norm, pruning)"
+        )
         return [f"{computed}, which tp cannot split: take {name} out of the tp_plan, or use tp: 1"]
 
     def refusal(self, name: str, module: Any) -> str:
-        return f"the tp_plan wants {name} {self.word}, which is for {self.kind}, and it is a {type(module).__name__}"
+        return (
+            f"the tp_plan wants {name} {self.word}, which is for {self.kind}, and it is a "
+            f"{type(module).__name__}"
+        )
 
-    def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
-        """The split of a layer that has passed `check`, and the problems of that split on `tp` ranks."""
+    def split(
+        self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int
+    ) -> tuple[Split, list[str]]:
+        """The split of a layer that has passed `check`, and the problems of that split on `tp`
+        ranks."""
         return Split(name, self.word), []
 
     def dim_of(self, parameter: str) -> int | None:
-        """The dim of the layer's "weight" or "bias" that is cut; None: every rank holds it whole."""
+        """The dim of the layer's "weight" or "bias" that is cut; None: every rank holds it
+        whole."""
         return self.dim
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
-        """The layer that replaces the plain one, with this rank's part of its parameters; by default the plain one."""
+        """The layer that replaces the plain one, with this rank's part of its parameters; by
+        default the plain one."""
         return plain
 
 
 class Colwise(Style):
-    """A linear layer whose outputs are split: between heads, if its module has a `head_dim` (as attention modules of
-    Hugging Face have) and it is one of the layers of attention (`_layers_of_attention`). The column-wise layer with the
-    most heads holds the queries; one with fewer, of keys or values, is split if `tp` divides its heads, and otherwise
-    held by every rank. In a module with `num_heads` and no `head_dim` (latent attention) each layer has that many
+    """A linear layer whose outputs are split: between heads, if its module has a `head_dim` (as
+    attention modules of Hugging Face have) and it is one of the layers of attention
+    (`_layers_of_attention`). The column-wise layer with the most heads holds the queries; one with
+    fewer, of keys or values, is split if `tp` divides its heads, and otherwise held by every rank.
+    In a module with `num_heads` and no `head_dim` (latent attention) each layer has that many
     heads, with its own head width."""
 
     word, becomes, dim = "colwise", "ColumnParallelLinear", 0
 
-    def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
+    def split(
+        self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int
+    ) -> tuple[Split, list[str]]:
         parent = base_of(name).rpartition(".")[0]
         width: Any = getattr(modules[parent], "head_dim", None)
         count: Any = getattr(modules[parent], "num_heads", None)
@@ -119,7 +155,9 @@ class Colwise(Style):
         if width is None and (not isinstance(count, int) or outputs % count):  # heads are unknown
             return Split(name, self.word), []
         if width is None:
-            return Split(name, self.word, count, count, outputs // count), _undivided_heads(count, tp)
+            return Split(name, self.word, count, count, outputs // count), _undivided_heads(
+                count, tp
+            )
         attention = _layers_of_attention(base_of(name), modules, plan)
         if not attention:
             return Split(name, self.word), []
@@ -132,7 +170,9 @@ class Colwise(Style):
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
         mesh = layers.mesh
-        return layers.column_parallel(plain, heads=split.heads_of(mesh.size("tp"), mesh.index("tp")))
+        return layers.column_parallel(
+            plain, heads=split.heads_of(mesh.size("tp"), mesh.index("tp"))
+        )
 
 
 class ColwiseGatherOutput(Style):
@@ -145,7 +185,8 @@ class ColwiseGatherOutput(Style):
 
 
 class Rowwise(Style):
-    """A linear layer whose inputs are split. Its bias is added to the sum over the ranks, so it is not split."""
+    """A linear layer whose inputs are split. Its bias is added to the sum over the ranks, so it is
+    not split."""
 
     word, becomes, dim = "rowwise", "RowParallelLinear", 1
 
@@ -157,7 +198,8 @@ class Rowwise(Style):
 
 
 class EmbeddingRowwise(Style):
-    """An embedding whose rows, one per token of the vocabulary, are split; its output is split along the sequence."""
+    """An embedding whose rows, one per token of the vocabulary, are split; its output is split
+    along the sequence."""
 
     word, becomes, dim = "embedding_rowwise", "VocabParallelEmbedding", 0
     kind, sizes = "an embedding", ("num_embeddings",)
@@ -170,7 +212,8 @@ class EmbeddingRowwise(Style):
 
 
 class ReplicatedWithGradAllReduce(Style):
-    """Parameters that all ranks hold and each uses with its own features (a norm of q and k): gradients are summed."""
+    """Parameters that all ranks hold and each uses with its own features (a norm of q and k):
+    gradients are summed."""
 
     word, for_parameters = REPLICATED, True
 
@@ -180,15 +223,17 @@ class ReplicatedWithGradAllReduce(Style):
 
 
 class Replicate(Style):
-    """Parameters next to column- and row-wise layers that all ranks hold and use with all features, like parameters
-    outside: the down-projections of latent attention. Only states that they are not between the split layers."""
+    """Parameters next to column- and row-wise layers that all ranks hold and use with all features,
+    like parameters outside: the down-projections of latent attention. Only states that they are not
+    between the split layers."""
 
     word, for_parameters = "replicate", True
 
 
 class GatherSequence(Style):
-    """An nn.Identity whose input every rank needs whole for its own heads, and which no column-wise layer gathers: the
-    shared rotary key of latent attention. Its gradient is summed over the ranks."""
+    """An nn.Identity whose input every rank needs whole for its own heads, and which no column-wise
+    layer gathers: the shared rotary key of latent attention. Its gradient is summed over the
+    ranks."""
 
     word, becomes, kind = "gather_sequence", "SequenceGather", "an nn.Identity"
 
@@ -202,16 +247,27 @@ class GatherSequence(Style):
 STYLES: dict[str, Style] = {  # with Hugging Face's words; `gather_sequence` is meshtrain's
     style.word: style
     for style in (
-        *(Colwise(), Rowwise(), ColwiseGatherOutput(), EmbeddingRowwise(), ReplicatedWithGradAllReduce()),
+        *(
+            Colwise(),
+            Rowwise(),
+            ColwiseGatherOutput(),
+            EmbeddingRowwise(),
+            ReplicatedWithGradAllReduce(),
+        ),
         *(Replicate(), GatherSequence()),
     )
 }
 
 
 def plan_of(model: type, key: str, plan: Any = None) -> Any:
-    """An option's plan, or else that in the file of the model's class or of a base class: FSDP derives classes."""
+    """An option's plan, or else that in the file of the model's class or of a base class: FSDP
+    derives classes."""
     modules = (sys.modules.get(base.__module__) for base in model.__mro__)
-    return next((getattr(module, key) for module in modules if hasattr(module, key)), None) if plan is None else plan
+    return (
+        next((getattr(module, key) for module in modules if hasattr(module, key)), None)
+        if plan is None
+        else plan
+    )
 
 
 def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
@@ -222,10 +278,14 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
         plan: pattern of layer names -> a word of STYLES; the first match counts.
 
     Raises:
-        SplitError: a pattern matches nothing, a word is not a style, or a layer cannot have its style.
+        SplitError: a pattern matches nothing, a word is not a style, or a layer cannot have its
+            style.
     """
     modules = dict(model.named_modules())
-    names = [*modules, *(f"{name}.{own}".lstrip(".") for name in modules for own in _parameters(modules[name]))]
+    names = [
+        *modules,
+        *(f"{name}.{own}".lstrip(".") for name in modules for own in _parameters(modules[name])),
+    ]
     problems = _unmatched("tp_plan", plan, names, "layer")
     problems += [
         f"the tp_plan's {pattern!r} is {word!r}: use one of {', '.join(STYLES)}"
@@ -249,22 +309,29 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
 
 
 def context_modules(model: Any, plan: Mapping[str, str]) -> list[str]:
-    """The modules in which, by a `cp_plan`, tokens attend to each other. Raises SplitError: a wrong pattern or word."""
+    """The modules in which, by a `cp_plan`, tokens attend to each other. Raises SplitError: a wrong
+    pattern or word."""
     return _planned_modules(model, "cp_plan", plan, ATTENTION)
 
 
 def expert_modules(model: Any, plan: Mapping[str, str]) -> dict[str, int]:
-    """The modules that hold experts by an `ep_plan`, and how many. SplitError: a wrong pattern, word or module."""
+    """The modules that hold experts by an `ep_plan`, and how many. SplitError: a wrong pattern,
+    word or module."""
     counts: dict[str, int] = {}
     problems = []
     for name in _planned_modules(model, "ep_plan", plan, EXPERTS):
         module = model.get_submodule(name)
-        sizes = {p.shape[0] if "." not in own and p.dim() > 1 else None for own, p in module.named_parameters()}
+        sizes = {
+            p.shape[0] if "." not in own and p.dim() > 1 else None
+            for own, p in module.named_parameters()
+        }
         counts[name] = next(iter(sizes), None) or 0
         if len(sizes) != 1 or None in sizes or not hasattr(module, "dispatch"):
             problems.append(
-                f"the ep_plan names {name}, which is no layer of experts: it has to compute by its `dispatch`, as "
-                "meshtrain.experts.Experts does, and its parameters have to be its own, with the experts as dim 0"
+                f"the ep_plan names {name}, which is no layer of experts: it has to compute by its "
+                "`dispatch`, as "
+                "meshtrain.experts.Experts does, and its parameters have to be its own, with the "
+                "experts as dim 0"
             )
     if problems:
         raise SplitError(problems)
@@ -274,21 +341,32 @@ def expert_modules(model: Any, plan: Mapping[str, str]) -> dict[str, int]:
 def _planned_modules(model: Any, kind: str, plan: Mapping[str, str], word: str) -> list[str]:
     names = [name for name, _ in model.named_modules()]
     problems = _unmatched(kind, plan, names, "module")
-    problems += [f"the {kind}'s {key!r} is {other!r}: use {word}" for key, other in plan.items() if other != word]
+    problems += [
+        f"the {kind}'s {key!r} is {other!r}: use {word}"
+        for key, other in plan.items()
+        if other != word
+    ]
     if problems:
         raise SplitError(problems)
     return [name for name in names if style_of(plan, [name])]
 
 
 def no_context_plan(model: str) -> str:
-    return f"{model} has no cp_plan, which says where it mixes tokens: use cp: 1, or give the model's file one"
+    return (
+        f"{model} has no cp_plan, which says where it mixes tokens: use cp: 1, or give the model's "
+        "file one"
+    )
 
 
 def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
-    """Modules with parameters that a plan gives a parameter style, by their own name or that of an enclosing module."""
+    """Modules with parameters that a plan gives a parameter style, by their own name or that of an
+    enclosing module."""
     for name, module in model.named_modules():
         around = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
-        words = {own: style_of(plan, [f"{name}.{own}".lstrip("."), *around]) for own in _parameters(module)}
+        words = {
+            own: style_of(plan, [f"{name}.{own}".lstrip("."), *around])
+            for own in _parameters(module)
+        }
         for word, style in STYLES.items():
             parameters = tuple(own for own in words if words[own] == word)
             if style.for_parameters and parameters:
@@ -296,34 +374,42 @@ def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
 
 
 def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> list[str]:
-    """Parameters for which a plan does not say whether each rank uses them with a part of the features or with all:
-    unsplit ones of a module that has both a column-wise and a row-wise layer, or of its children."""
+    """Parameters for which a plan does not say whether each rank uses them with a part of the
+    features or with all: unsplit ones of a module that has both a column-wise and a row-wise layer,
+    or of its children."""
     dims: dict[str, set[int | None]] = {}
     for split in splits:
         dims.setdefault(split.layer.rpartition(".")[0], set()).add(STYLES[split.style].dim)
     between = [name for name, split_dims in dims.items() if {0, 1} <= split_dims]
-    decided = {(split.layer, own) for split in styled_parameters(model, plan) for own in split.parameters}
+    decided = {
+        (split.layer, own) for split in styled_parameters(model, plan) for own in split.parameters
+    }
     layers = {split.layer for split in splits}
     return [
         f"{name}.{own}".lstrip(".")
         for name, module in model.named_modules()
         for own in _parameters(module)
-        if (name in between or name.rpartition(".")[0] in between) and name not in layers and (name, own) not in decided
+        if (name in between or name.rpartition(".")[0] in between)
+        and name not in layers
+        and (name, own) not in decided
     ]
 
 
 def shards_sequence(plan: Mapping[str, str]) -> bool:
-    """Whether a plan has an `embedding_rowwise` layer, whose output is a part of the sequence on each rank."""
+    """Whether a plan has an `embedding_rowwise` layer, whose output is a part of the sequence on
+    each rank."""
     return EmbeddingRowwise.word in plan.values()
 
 
 def has_sequence_parts(option: bool | None, plan: Mapping[str, str] | None) -> bool:
-    """Whether each rank of `tp` has a part of the sequence between layers: by the option, or else by the plan."""
+    """Whether each rank of `tp` has a part of the sequence between layers: by the option, or else
+    by the plan."""
     return shards_sequence(plan or {}) if option is None else option
 
 
 def unequal_parts(what: str, length: int, tp: int) -> str:
-    """The problem of `what`, a sequence of a `length` that `tp` does not divide, if its ranks share each sequence."""
+    """The problem of `what`, a sequence of a `length` that `tp` does not divide, if its ranks share
+    each sequence."""
     near = any_of([str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n])
     return (
         f"{what} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
@@ -342,19 +428,29 @@ def unsupported_options(embedding: Any) -> list[str]:
     ]
 
 
-def _layers_of_attention(layer: str, modules: Mapping[str, Any], plan: Mapping[str, str]) -> list[str]:
-    """The column-wise layers that have heads together with `layer`, itself included: queries, keys and values of one
-    attention. Empty if it has none.
+def _layers_of_attention(
+    layer: str, modules: Mapping[str, Any], plan: Mapping[str, str]
+) -> list[str]:
+    """The column-wise layers that have heads together with `layer`, itself included: queries, keys
+    and values of one attention. Empty if it has none.
 
-    Directly in a module with a `head_dim` all column-wise layers have heads, unless it has several row-wise layers,
-    because attention and a feed-forward net share it. Then each column-wise layer leads to a row-wise one. Those of
-    attention are the most (of equally many, those that are defined first), or differ in width, as queries and fewer
-    keys do.
+    Directly in a module with a `head_dim` all column-wise layers have heads, unless it has several
+    row-wise layers, because attention and a feed-forward net share it. Then each column-wise layer
+    leads to a row-wise one. Those of attention are the most (of equally many, those that are
+    defined first), or differ in width, as queries and fewer keys do.
     """
     parent = layer.rpartition(".")[0]
     words = {name: style_of(plan, [name]) for name in modules if name.rpartition(".")[0] == parent}
-    columns = [name for name in words if words[name] == Colwise.word and hasattr(modules[name], "out_features")]
-    rows = [name for name in words if words[name] == Rowwise.word and hasattr(modules[name], "in_features")]
+    columns = [
+        name
+        for name in words
+        if words[name] == Colwise.word and hasattr(modules[name], "out_features")
+    ]
+    rows = [
+        name
+        for name in words
+        if words[name] == Rowwise.word and hasattr(modules[name], "in_features")
+    ]
     if len(rows) < 2:
         return columns
     groups: dict[str, list[str]] = {name: [] for name in rows}
@@ -368,9 +464,9 @@ def _layers_of_attention(layer: str, modules: Mapping[str, Any], plan: Mapping[s
 
 
 def _leads_to(column: str, rows: Sequence[str], modules: Mapping[str, Any], before: str) -> str:
-    """The row-wise layer to which the outputs of a column-wise one lead: one that has as many inputs, or for keys and
-    values of few heads one that has a multiple. Of several it is that of the column-wise layer `before` this one, or
-    else the first that is defined behind it."""
+    """The row-wise layer to which the outputs of a column-wise one lead: one that has as many
+    inputs, or for keys and values of few heads one that has a multiple. Of several it is that of
+    the column-wise layer `before` this one, or else the first that is defined behind it."""
     outputs = modules[column].out_features
     equal = [row for row in rows if modules[row].in_features == outputs]
     multiple = [row for row in rows if modules[row].in_features % outputs == 0]
@@ -381,18 +477,24 @@ def _leads_to(column: str, rows: Sequence[str], modules: Mapping[str, Any], befo
 
 
 def cut_through_heads(splits: Sequence[Split], modules: Mapping[str, Any]) -> str | None:
-    """A module with column-wise layers of several widths, as queries and fewer keys have, that does not say how wide a
-    head is: its name."""
+    """A module with column-wise layers of several widths, as queries and fewer keys have, that does
+    not say how wide a head is: its name."""
     widths: dict[str, set[int]] = {}
     for split in splits:
         if split.style == Colwise.word and not split.width and base_of(split.layer) == split.layer:
-            widths.setdefault(split.layer.rpartition(".")[0], set()).add(modules[split.layer].out_features)
+            widths.setdefault(split.layer.rpartition(".")[0], set()).add(
+                modules[split.layer].out_features
+            )
     return next((name for name, of in widths.items() if len(of) > 1), None)
 
 
 def _undivided_heads(queries: int, tp: int) -> list[str]:
     near = ", ".join(str(n) for n in range(1, queries + 1) if queries % n == 0)
-    return [f"{queries} query heads do not divide over tp {tp}: use a tp of {near}"] if queries % tp else []
+    return (
+        [f"{queries} query heads do not divide over tp {tp}: use a tp of {near}"]
+        if queries % tp
+        else []
+    )
 
 
 def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: str) -> list[str]:
@@ -405,7 +507,10 @@ def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: st
 
 def style_of(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
     """The style of the first pattern that matches one of these names."""
-    return next((plan[pattern] for pattern in plan if any(fnmatchcase(name, pattern) for name in names)), None)
+    return next(
+        (plan[pattern] for pattern in plan if any(fnmatchcase(name, pattern) for name in names)),
+        None,
+    )
 
 
 def base_of(name: str) -> str:
@@ -415,8 +520,8 @@ def base_of(name: str) -> str:
 
 
 def style_of_layer(plan: Mapping[str, str], name: str) -> Style | None:
-    """The style of a layer. Of an adapter, the layer whose inputs or outputs are split in the adapted layer has its
-    style; the other works on features that every rank has."""
+    """The style of a layer. Of an adapter, the layer whose inputs or outputs are split in the
+    adapted layer has its style; the other works on features that every rank has."""
     style = STYLES.get(style_of(plan, [base_of(name)]) or "")
     if style is None or base_of(name) == name:
         return style
@@ -424,7 +529,11 @@ def style_of_layer(plan: Mapping[str, str], name: str) -> Style | None:
 
 
 def _parameters(module: Any) -> list[str]:
-    return [name for name, parameter in getattr(module, "_parameters", {}).items() if parameter is not None]
+    return [
+        name
+        for name, parameter in getattr(module, "_parameters", {}).items()
+        if parameter is not None
+    ]
 
 
 def _weight(module: Any) -> Any:
@@ -440,7 +549,8 @@ def _inconsistent_ties(splits: list[Split], modules: Mapping[str, Any]) -> list[
         if (weight := _weight(module)) is not None:
             sharing.setdefault(id(weight), []).append(name)
     return [
-        f"{' and '.join(names)} share one weight: the tp_plan has to split all of them in the same way"
+        f"{' and '.join(names)} share one weight: the tp_plan has to split all of them in the same "
+        "way"
         for names in sharing.values()
         if len({cut_by.get(name) for name in names}) > 1
     ]

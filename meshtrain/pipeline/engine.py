@@ -1,8 +1,9 @@
 """Pipeline engine: a small interpreter that runs any schedule on the stages of this rank.
 
-It runs the schedule's list of this rank action by action. It waits for a tensor from another rank only when an action
-needs it; sends and posted receives overlap with the actions. The autograd graph of a forward, and with a split backward
-the inputs of the weight gradients, are held until the last action that needs them.
+It runs the schedule's list of this rank action by action. It waits for a tensor from another rank
+only when an action needs it; sends and posted receives overlap with the actions. The autograd graph
+of a forward, and with a split backward the inputs of the weight gradients, are held until the last
+action that needs them.
 """
 
 import time
@@ -26,7 +27,11 @@ from meshtrain.parallel.grad_sync import (
     set_is_last_backward,
     start_reduce,
 )
-from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
+from meshtrain.parallel.linear.weight_grad import (
+    DeferredWeightGrad,
+    WeightGradQueue,
+    run_weight_grads,
+)
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.loop_schedules import forwards_alone
@@ -43,7 +48,8 @@ class MicrobatchSource(Protocol):
         """The shapes of `inputs`, which need not be on the device yet."""
 
     def inputs(self, microbatch: int) -> tuple[Any, ...]:
-        """The inputs of the model's forward, on the device; the first only on the first stage, as others receive it."""
+        """The inputs of the model's forward, on the device; the first only on the first stage, as
+        others receive it."""
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
         """The scalar to run backward from, computed from the model's output."""
@@ -52,8 +58,8 @@ class MicrobatchSource(Protocol):
         """Encloses every action: sets what a forward depends on, and measures time."""
 
 
-# A stage's forward of a microbatch: (stage, microbatch, received tensor or None on the first stage, whether the stage
-# is the last) -> output.
+# A stage's forward of a microbatch: (stage, microbatch, received tensor or None on the first stage,
+# whether the stage is the last) -> output.
 StageForward = Callable[[nn.Module, Any, Tensor | None, bool], Any]
 
 
@@ -61,12 +67,14 @@ class _SavedGraph(NamedTuple):
     """The saved state of a stage's forward of a microbatch, for its backward."""
 
     received: Tensor | None  # from the previous stage; its `.grad` is sent back there
-    output: Tensor | GradientEdge | None  # where the backward starts: the loss, or the graph of the stage's output
+    # where the backward starts: the loss, or the graph of the stage's output
+    output: Tensor | GradientEdge | None
 
 
 class Pipeline(nn.Module):
-    """The stages of this rank, as one module whose parameters have the names of the whole model. `run` executes a step:
-    forwards, backwards and gradient sums. Called as a model, it only computes a forward."""
+    """The stages of this rank, as one module whose parameters have the names of the whole model.
+    `run` executes a step: forwards, backwards and gradient sums. Called as a model, it only
+    computes a forward."""
 
     def __init__(
         self,
@@ -84,13 +92,14 @@ class Pipeline(nn.Module):
         """
         Args:
             stages: stage number -> parallelized stage of this rank.
-            parameter_stages: parameter name -> the stages that hold it; several for a tied parameter.
-            weight_grads: the queue where stages leave weight gradients; required if the schedule splits backwards. With
-                it, the last backward of each stage sends its input gradient, for which the previous stages wait, before
-                it computes weight gradients.
+            parameter_stages: parameter name -> the stages that hold it; several for a tied
+                parameter.
+            weight_grads: the queue where stages leave weight gradients; required if the schedule
+                splits backwards. With it, the last backward of each stage sends its input gradient,
+                for which the previous stages wait, before it computes weight gradients.
             about: a line of text about the stages.
-            schedule_of: number of microbatches -> schedule with the same stages on the same ranks, if that number
-                changes during the run.
+            schedule_of: number of microbatches -> schedule with the same stages on the same ranks,
+                if that number changes during the run.
         """
         super().__init__()
         self.about = about
@@ -108,18 +117,29 @@ class Pipeline(nn.Module):
         self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
         self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
-        self._tied: dict[str, Tensor] = {}  # tied weight -> meta tensor like this rank's part of its gradient
-        self._addends: dict[tuple[str, int], tuple[dist.Work, Tensor]] = {}  # (weight, stage) -> its receive
+        self._tied: dict[
+            str, Tensor
+        ] = {}  # tied weight -> meta tensor like this rank's part of its gradient
+        self._addends: dict[
+            tuple[str, int], tuple[dist.Work, Tensor]
+        ] = {}  # (weight, stage) -> its receive
 
     def _follow(self, schedule: Schedule) -> None:
         """Sets the schedule that is run from the next step on."""
         self.schedule = schedule
-        self._order, self._confirmed = transfer_order(schedule), sends_confirmed_by(schedule, self._rank)
+        self._order, self._confirmed = (
+            transfer_order(schedule),
+            sends_confirmed_by(schedule, self._rank),
+        )
         self._actions = schedule.actions_of(self._rank)
         self._last = {action.stage: i for i, action in enumerate(self._actions)}
         last = (self._actions[i] for i in self._last.values() if self._queue is not None)
-        hands_on_first = {action for action in last if action.kind is Kind.BACKWARD and schedule.sends(action)}
-        self._split = hands_on_first | {action for action in self._actions if action.kind is Kind.INPUT_GRAD}
+        hands_on_first = {
+            action for action in last if action.kind is Kind.BACKWARD and schedule.sends(action)
+        }
+        self._split = hands_on_first | {
+            action for action in self._actions if action.kind is Kind.INPUT_GRAD
+        }
         self._split_passes = {_key(action) for action in self._split}
 
     def stage(self, number: int) -> nn.Module:
@@ -129,13 +149,14 @@ class Pipeline(nn.Module):
         return list(self._stages.values())
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """With the names of the whole model. A parameter tied across two stages of this rank occurs twice."""
+        """With the names of the whole model. A parameter tied across two stages of this rank occurs
+        twice."""
         for stage in self._stages.values():
             yield from stage.named_parameters(*args, **named)
 
     def run(self, source: MicrobatchSource, microbatches: int | None = None) -> None:
-        """Runs forwards and backwards of all microbatches of a step, after which gradients are complete.
-        `microbatches`: their number, if it can differ from the schedule's."""
+        """Runs forwards and backwards of all microbatches of a step, after which gradients are
+        complete. `microbatches`: their number, if it can differ from the schedule's."""
         if microbatches not in (None, self.schedule.microbatches) and self._schedule_of is not None:
             self._follow(self._schedule_of(microbatches))
         for stage in self._stages.values():
@@ -144,7 +165,8 @@ class Pipeline(nn.Module):
         self._transfers.begin(self._order, keys, self._confirmed)
         for i, action in enumerate(self._actions):
             stage, last = self.stage(action.stage), self._last[action.stage] == i
-            if last and action.kind is Kind.BACKWARD and action not in self._split:  # else some gradients come later
+            # else some gradients come later
+            if last and action.kind is Kind.BACKWARD and action not in self._split:
                 set_is_last_backward(stage, True)
             self._act(action, source)
             if last:
@@ -168,7 +190,9 @@ class Pipeline(nn.Module):
             else:
                 self._backward(action, stage, received)
 
-    def _forward(self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None) -> None:
+    def _forward(
+        self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None
+    ) -> None:
         received = None if received is None else received.requires_grad_()
         output = call_stage(stage, source.inputs(action.microbatch), received)
         if action.stage == self.schedule.stages - 1:
@@ -189,8 +213,11 @@ class Pipeline(nn.Module):
             self._weight_grads[_key(action)] = weight_grads
         else:
             _run_backward(output, grad)
-        if received is not None:  # it has no gradient if a block stops it, by `detach` or `torch.no_grad`
-            self._hand_on(action, torch.zeros_like(received) if received.grad is None else received.grad)
+        # it has no gradient if a block stops it, by `detach` or `torch.no_grad`
+        if received is not None:
+            self._hand_on(
+                action, torch.zeros_like(received) if received.grad is None else received.grad
+            )
         if action.kind is Kind.BACKWARD and action in self._split:
             self._run_weight_grads(action, stage)
 
@@ -199,8 +226,8 @@ class Pipeline(nn.Module):
         accumulate_gradients(stage)
 
     def _take(self, action: Action) -> Tensor | None:
-        """Waits for the neighbouring stage's tensor for this action. None at the two ends of the model, and for weight
-        gradients, whose inputs were saved by the input gradient action."""
+        """Waits for the neighbouring stage's tensor for this action. None at the two ends of the
+        model, and for weight gradients, whose inputs were saved by the input gradient action."""
         for transfer in self.schedule.receives(action):
             return self._transfers.receive(transfer)
         return self._local_handoff.pop((action.kind.tensor, *_key(action)), None)
@@ -208,36 +235,49 @@ class Pipeline(nn.Module):
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
         for transfer in self.schedule.sends(action):
             return self._transfers.send(transfer, tensor)
-        self._local_handoff[action.kind.tensor, action.stage + action.kind.direction, action.microbatch] = tensor
+        self._local_handoff[
+            action.kind.tensor, action.stage + action.kind.direction, action.microbatch
+        ] = tensor
 
     @torch.no_grad()
-    def run_forwards(self, microbatches: Sequence[Any], keys: Sequence[Hashable], run: StageForward) -> list[Any]:
-        """Runs only forwards, each as soon as a stage is free; all ranks call it together. Returns the results of `run`
-        for the last stage, on the ranks that have it. `keys`: see `Transfers.begin`."""
+    def run_forwards(
+        self, microbatches: Sequence[Any], keys: Sequence[Hashable], run: StageForward
+    ) -> list[Any]:
+        """Runs only forwards, each as soon as a stage is free; all ranks call it together. Returns
+        the results of `run` for the last stage, on the ranks that have it. `keys`: see
+        `Transfers.begin`."""
         actions, order, confirmed = _forwards(self.schedule.placement, len(keys), self._rank)
         self._transfers.begin(order, keys, confirmed)
         results = []
         for action in actions:
             last = action.stage == self.schedule.stages - 1
-            result = run(self.stage(action.stage), microbatches[action.microbatch], self._take(action), last)
+            result = run(
+                self.stage(action.stage), microbatches[action.microbatch], self._take(action), last
+            )
             results.append(result) if last else self._hand_on(action, result)
         self._transfers.end()
         return results
 
     def forward(self, *inputs: Any) -> Tensor | None:
-        """The model's output on the ranks that have the last stage; None on all others. All ranks call it together."""
+        """The model's output on the ranks that have the last stage; None on all others. All ranks
+        call it together."""
         outputs = self.run_forwards([inputs], [shapes_of(inputs)], lambda *of: call_stage(*of[:3]))
         return outputs[0] if outputs else None
 
     def from_last(self, numbers: list[Number]) -> list[Number]:
-        """Broadcasts numbers from the ranks of the last stage; the others pass as many numbers of the same type."""
+        """Broadcasts numbers from the ranks of the last stage; the others pass as many numbers of
+        the same type."""
         dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
         values = torch.tensor(numbers, dtype=dtype, device=self._device)
         dist.broadcast(values, group_src=self._last_rank, group=self._mesh.group(AXIS))
         return values.tolist()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {name: value for stage in self._stages.values() for name, value in stage.state_dict(**named).items()}
+        return {
+            name: value
+            for stage in self._stages.values()
+            for name, value in stage.state_dict(**named).items()
+        }
 
     @contextmanager
     def _recording(self, action: Action) -> Iterator[None]:
@@ -254,8 +294,8 @@ class Pipeline(nn.Module):
         return time.time()  # the host's clock, which ranks share or synchronize to
 
     def _receive_tied(self) -> None:
-        """Posts the receives of other ranks' gradients of tied weights after all transfers, so that they overlap with
-        computation; from the second step on, when their shapes are known."""
+        """Posts the receives of other ranks' gradients of tied weights after all transfers, so that
+        they overlap with computation; from the second step on, when their shapes are known."""
         for name in self._tied:
             for stage in self.parameter_stages[name]:
                 rank = self.schedule.rank_of(stage)
@@ -271,16 +311,21 @@ class Pipeline(nn.Module):
         self._addends[name, stage] = self._transfers.start_receive(memory, rank), memory
 
     def _sum_tied(self) -> None:
-        """Sums the gradient of a weight that several stages hold over these stages, in stage order, on each of them."""
+        """Sums the gradient of a weight that several stages hold over these stages, in stage order,
+        on each of them."""
         for name, stages in self.parameter_stages.items():
             ranks = [self.schedule.rank_of(stage) for stage in stages]
             if len(stages) == 1 or self._rank not in ranks:
                 continue
-            if self._parameter(stages[ranks.index(self._rank)], name).requires_grad:  # else it is frozen in all stages
+            if self._parameter(
+                stages[ranks.index(self._rank)], name
+            ).requires_grad:  # else it is frozen in all stages
                 self._sum_over_stages(name, stages, ranks)
 
     def _sum_over_stages(self, name: str, stages: tuple[int, ...], ranks: list[int]) -> None:
-        own_stages = [stage for stage, rank in zip(stages, ranks, strict=True) if rank == self._rank]
+        own_stages = [
+            stage for stage, rank in zip(stages, ranks, strict=True) if rank == self._rank
+        ]
         own = {stage: self._gradient(stage, name) for stage in own_stages}
         self._tied[name] = torch.empty_like(own[own_stages[0]], device="meta")
         works, addends = [], []
@@ -336,10 +381,12 @@ def _key(action: Action) -> tuple[int, int]:
 
 
 def ends_of(model: nn.Module) -> tuple[bool, bool]:
-    """Whether this rank has a model's first stage, which uses the first input, and its last, which has the loss."""
+    """Whether this rank has a model's first stage, which uses the first input, and its last, which
+    has the loss."""
     return model.ends if isinstance(model, Pipeline) else (True, True)
 
 
 def shapes_of(inputs: tuple[Any, ...]) -> tuple[tuple[int, ...] | None, ...]:
-    """The shapes of a microbatch's inputs (tensors, or records of tensors), on which those of activations depend."""
+    """The shapes of a microbatch's inputs (tensors, or records of tensors), on which those of
+    activations depend."""
     return tuple(None if x is None else tuple(x.shape) for x in inputs)

@@ -1,10 +1,12 @@
-"""Point-to-point transfers: activations and gradients between neighbouring stages on different ranks.
+"""Point-to-point transfers: activations and gradients between neighbouring stages on different
+ranks.
 
-Only a receive whose tensor is needed waits. Sends do not block, and receives are posted ahead. This is safe because all
-ranks use one global order: the transfers of a step sorted by their time in the simulator. A rank posts its own
-transfers in that order, so both ends of every connection agree, even if a backend (NCCL) runs those of a group strictly
-in order. With such a backend neighbours have one group per direction (`Mesh.link`): in a shared group, a receive posted
-ahead would block every later send.
+Only a receive whose tensor is needed waits. Sends do not block, and receives are posted ahead. This
+is safe because all ranks use one global order: the transfers of a step sorted by their time in the
+simulator. A rank posts its own transfers in that order, so both ends of every connection agree,
+even if a backend (NCCL) runs those of a group strictly in order. With such a backend neighbours
+have one group per direction (`Mesh.link`): in a shared group, a receive posted ahead would block
+every later send.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -29,7 +31,8 @@ MOST_DIMS = 8
 
 
 def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
-    """All transfers of a schedule, in an order in which they can be executed one after the other."""
+    """All transfers of a schedule, in an order in which they can be executed one after the
+    other."""
     timeline = simulate(schedule)
     sends = [
         (event.end, event.rank, transfer)
@@ -43,14 +46,18 @@ def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
 def sends_confirmed_by(schedule: Schedule, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
     """Receive of this rank -> this rank's earlier sends that must have arrived by then.
 
-    A peer that sends a tensor has done its earlier actions, and so has received their inputs: the memory of those sends
-    can be freed, which a backend need not report (gloo does not).
+    A peer that sends a tensor has done its earlier actions, and so has received their inputs: the
+    memory of those sends can be freed, which a backend need not report (gloo does not).
     """
     confirmed = {}
     for peer in range(schedule.ranks):
-        arrived: list[Transfer] = []  # sends of this rank received by the peer since the peer's last send to it
+        arrived: list[
+            Transfer
+        ] = []  # sends of this rank received by the peer since the peer's last send to it
         for action in schedule.actions_of(peer):
-            arrived += [transfer for transfer in schedule.receives(action) if transfer.source == rank]
+            arrived += [
+                transfer for transfer in schedule.receives(action) if transfer.source == rank
+            ]
             for transfer in schedule.sends(action):
                 if transfer.target == rank:
                     confirmed[transfer], arrived = tuple(arrived), []
@@ -73,7 +80,16 @@ class TensorMeta:
 
     def packed(self) -> Tensor:
         padding = [0] * (MOST_DIMS - len(self.shape))
-        return torch.tensor([DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding, *self.order, *padding])
+        return torch.tensor(
+            [
+                DTYPES.index(self.dtype),
+                len(self.shape),
+                *self.shape,
+                *padding,
+                *self.order,
+                *padding,
+            ]
+        )
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> "TensorMeta":
@@ -111,11 +127,14 @@ class Transfers:
 
         Args:
             order: all of them, the same on every rank.
-            keys: for each microbatch, what the shapes of its tensors depend on, the same on every rank. Before the
-                first tensor between two stages with a new key, its `TensorMeta` is sent.
+            keys: for each microbatch, what the shapes of its tensors depend on, the same on every
+                rank. Before the first tensor between two stages with a new key, its `TensorMeta` is
+                sent.
             confirmed: see `sends_confirmed_by`; the memory of other sends is held until the end.
         """
-        self._order = [transfer for transfer in order if self._rank in (transfer.source, transfer.target)]
+        self._order = [
+            transfer for transfer in order if self._rank in (transfer.source, transfer.target)
+        ]
         self._next, self._confirmed = 0, confirmed or {}
         self._keys = keys
         self._ready: dict[Transfer, Tensor] = {}
@@ -146,8 +165,11 @@ class Transfers:
                 self._let_go(transfer)
 
     def can_receive_ahead(self, index: int) -> bool:
-        """Whether all transfers are posted, and a receive after them would not block sends to that rank."""
-        own_group = self._mesh.link(self._ranks[index], self._mesh.rank) is not self._mesh.group(AXIS)
+        """Whether all transfers are posted, and a receive after them would not block sends to that
+        rank."""
+        own_group = self._mesh.link(self._ranks[index], self._mesh.rank) is not self._mesh.group(
+            AXIS
+        )
         return self._next == len(self._order) and (own_group or self._device.type == "cpu")
 
     def _let_go(self, transfer: Transfer) -> None:
@@ -156,7 +178,8 @@ class Transfers:
                 work.wait()
 
     def _post(self, needed: Transfer | None = None) -> None:
-        """Posts the next transfers, as far as possible; those up to `needed` even if it has to wait."""
+        """Posts the next transfers, as far as possible; those up to `needed` even if it has to
+        wait."""
         while self._next < len(self._order):
             transfer = self._order[self._next]
             if transfer.source == self._rank:
@@ -165,7 +188,9 @@ class Transfers:
                     return
                 self._post_send(transfer, self._ready.pop(transfer))
             else:
-                if needed is None and (self._meta_key(transfer) not in self._metas or len(self._posted) >= AHEAD):
+                if needed is None and (
+                    self._meta_key(transfer) not in self._metas or len(self._posted) >= AHEAD
+                ):
                     return
                 self._post_receive(transfer)
             self._next += 1
@@ -179,9 +204,12 @@ class Transfers:
         expected = self._metas[key]
         if (own.shape, own.dtype) != (expected.shape, expected.dtype):
             raise InputError(
-                f"the {transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch} is "
-                f"{list(own.shape)} of {own.dtype}, and {list(expected.shape)} of {expected.dtype} is what is known of "
-                f"microbatches whose inputs are {key[0]}: with pp the shapes of inputs must tell those of activations. "
+                f"the {transfer.kind} for stage {transfer.stage} of microbatch "
+                f"{transfer.microbatch} is "
+                f"{list(own.shape)} of {own.dtype}, and {list(expected.shape)} of {expected.dtype} "
+                "is what is known of "
+                f"microbatches whose inputs are {key[0]}: with pp the shapes of inputs must tell "
+                "those of activations. "
                 "Pad to shapes that do, or use pp: 1"
             )
         laid_out = expected.lay_out(tensor)
@@ -189,7 +217,9 @@ class Transfers:
         self._start_send(transfer, laid_out)
 
     def _start_send(self, transfer: Transfer, tensor: Tensor) -> None:
-        self._sending.setdefault(transfer, []).append((self.start_send(tensor, transfer.target), tensor))
+        self._sending.setdefault(transfer, []).append(
+            (self.start_send(tensor, transfer.target), tensor)
+        )
 
     def start_send(self, tensor: Tensor, index: int) -> dist.Work:
         """Starts a send to a rank, by its index on `pp`, after all posted transfers."""
@@ -223,6 +253,7 @@ class Transfers:
         return waiting(label, self._mesh.link(source, target), missing=lambda: [other])
 
     def _meta_key(self, transfer: Transfer) -> tuple[Hashable, int]:
-        """The microbatch's key, and the later of the two stages: a gradient has the shape of the activation there."""
+        """The microbatch's key, and the later of the two stages: a gradient has the shape of the
+        activation there."""
         stage = transfer.stage if transfer.kind == "activation" else transfer.stage + 1
         return self._keys[transfer.microbatch], stage

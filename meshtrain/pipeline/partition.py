@@ -1,7 +1,8 @@
 """Partition of a model into pipeline stages: contiguous runs of its blocks, balanced by cost. Pure.
 
-The slowest stage limits a pipeline, so its cost is minimized; among the splits with that minimum, the one whose stages
-differ least is chosen. Costs are numbers per block (from `modeling.flops.block_flops`).
+The slowest stage limits a pipeline, so its cost is minimized; among the splits with that minimum,
+the one whose stages differ least is chosen. Costs are numbers per block (from
+`modeling.flops.block_flops`).
 """
 
 import math
@@ -15,8 +16,8 @@ from meshtrain.errors import plural
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """A model's blocks in execution order; the model itself if it has no function `blocks`. A submodule or a number of
-    that name, as the transformers of timm have, is the model's own."""
+    """A model's blocks in execution order; the model itself if it has no function `blocks`. A
+    submodule or a number of that name, as the transformers of timm have, is the model's own."""
     blocks = getattr(model, "blocks", None)
     is_submodule = hasattr(blocks, "named_modules")
     return blocks() if callable(blocks) and not is_submodule else [model]
@@ -30,7 +31,8 @@ class StageSplitError(ValueError):
 class StageSplit:
     """The split of blocks into stages."""
 
-    bounds: tuple[tuple[int, int], ...]  # for each stage, its first block and the one after its last
+    # for each stage, its first block and the one after its last
+    bounds: tuple[tuple[int, int], ...]
     costs: tuple[float, ...]  # for each stage, the sum of its blocks' costs
 
     @property
@@ -44,18 +46,26 @@ class StageSplit:
         return max(self.costs) * len(self.costs) / total - 1 if total else 0.0
 
     def describe(self) -> str:
-        """One line of text: `18 blocks in 4 stages: 5 + 5 + 5 + 3, the largest stage 4 % above the mean`."""
+        """One line of text: `18 blocks in 4 stages: 5 + 5 + 5 + 3, the largest stage 4 % above the
+        mean`."""
         stages, blocks = len(self.bounds), self.bounds[-1][1]
         line = f"{plural(blocks, 'block')} in {plural(stages, 'stage')}"
         if stages == 1:
             return line
-        sizes = f"{min(self.counts)} to {max(self.counts)} each" if stages > 16 else " + ".join(map(str, self.counts))
+        sizes = (
+            f"{min(self.counts)} to {max(self.counts)} each"
+            if stages > 16
+            else " + ".join(map(str, self.counts))
+        )
         excess = f"{100 * self.imbalance:.0f} %" if self.imbalance >= 0.005 else "less than 1 %"
         return f"{line}: {sizes}, the largest stage {excess} above the mean"
 
 
 def split_blocks(
-    costs: Sequence[float], ranks: int, stages_per_rank: int = 1, blocks_per_stage: Sequence[int] | None = None
+    costs: Sequence[float],
+    ranks: int,
+    stages_per_rank: int = 1,
+    blocks_per_stage: Sequence[int] | None = None,
 ) -> StageSplit:
     """Splits blocks into `ranks * stages_per_rank` stages of at least one block each.
 
@@ -67,9 +77,13 @@ def split_blocks(
     """
     stages = ranks * stages_per_rank
     if stages < 1:
-        raise StageSplitError(f"{ranks} ranks x {stages_per_rank} stages per rank: use at least one of each")
+        raise StageSplitError(
+            f"{ranks} ranks x {stages_per_rank} stages per rank: use at least one of each"
+        )
     if not all(0 <= cost < math.inf for cost in costs):
-        raise StageSplitError(f"the costs of the blocks are {list(costs)}: none may be negative or not finite")
+        raise StageSplitError(
+            f"the costs of the blocks are {list(costs)}: none may be negative or not finite"
+        )
     if stages > len(costs):
         raise StageSplitError(_too_many(len(costs), ranks, stages_per_rank))
     if blocks_per_stage is None:
@@ -86,7 +100,9 @@ def _too_many(blocks: int, ranks: int, stages_per_rank: int) -> str:
     most_ranks, most_each = blocks // stages_per_rank, blocks // ranks
     ways = []
     if most_ranks:
-        ways.append(f"at most {plural(most_ranks, 'rank')} with {plural(stages_per_rank, 'stage')} each")
+        ways.append(
+            f"at most {plural(most_ranks, 'rank')} with {plural(stages_per_rank, 'stage')} each"
+        )
     if most_each and stages_per_rank > 1:
         ways.append(f"{plural(ranks, 'rank')} with at most {plural(most_each, 'stage')} each")
     elif stages_per_rank > 1:
@@ -102,21 +118,24 @@ def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
     split = f"the split {list(counts)}"
     if len(counts) != stages:
         raise StageSplitError(
-            f"{split} has {plural(len(counts), 'number')}, and there are {plural(stages, 'stage')}: give the number "
+            f"{split} has {plural(len(counts), 'number')}, and there are "
+            f"{plural(stages, 'stage')}: give the number "
             "of blocks of each stage, or none to have them balanced"
         )
     if min(counts) < 1:
         raise StageSplitError(f"{split} has a stage without blocks: give each at least 1")
     if sum(counts) != blocks:
         raise StageSplitError(
-            f"{split} is for {plural(sum(counts), 'block')}, and the model has {blocks} (embedding and head included): "
+            f"{split} is for {plural(sum(counts), 'block')}, and the model has {blocks} (embedding "
+            "and head included): "
             f"make the numbers add up to {blocks}"
         )
 
 
 def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
-    """The end of each stage: minimizes the largest stage, and then the sum of squares, by dynamic programming over
-    stages: `best[end]` is the sum of squares of the blocks before `end` in the stages so far."""
+    """The end of each stage: minimizes the largest stage, and then the sum of squares, by dynamic
+    programming over stages: `best[end]` is the sum of squares of the blocks before `end` in the
+    stages so far."""
     before = list(accumulate(costs, initial=0.0))  # the total cost of all earlier blocks
     limit = _smallest_limit(before, stages)
     first_begin = [_reach_back(before, end, limit) for end in range(len(before))]
@@ -128,7 +147,9 @@ def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
         for end in range(1, len(before)):
             possible = [i for i in range(first_begin[end], end) if i in best]
             if possible:
-                squares[end], begin[end] = min((best[i] + (before[end] - before[i]) ** 2, i) for i in possible)
+                squares[end], begin[end] = min(
+                    (best[i] + (before[end] - before[i]) ** 2, i) for i in possible
+                )
         best = squares
         begins.append(begin)
     ends = [len(costs)]
@@ -147,7 +168,8 @@ def _smallest_limit(before: Sequence[float], stages: int) -> float:
 
 
 def _filled(before: Sequence[float], stages: int, limit: float) -> float | None:
-    """The cost of the largest stage if each takes as many blocks as the limit allows; None if blocks are left over."""
+    """The cost of the largest stage if each takes as many blocks as the limit allows; None if
+    blocks are left over."""
     end, largest = 0, 0.0
     for _ in range(stages):
         begin, end = end, _reach(before, end, limit)

@@ -1,9 +1,11 @@
-"""Pipeline schedules by name and from CSV files, and the checks that a schedule has to pass before training.
+"""Pipeline schedules by name and from CSV files, and the checks that a schedule has to pass before
+training.
 
-    build("1f1b", ranks=4, microbatches=8)      -> Schedule: for every rank the ordered list of its actions
-    read_csv("my_schedule.csv")                 -> Schedule, checked
+    build("1f1b", ranks=4, microbatches=8)      -> Schedule: for every rank the ordered list of its
+    actions read_csv("my_schedule.csv")                 -> Schedule, checked
 
-A new schedule is a function from (ranks, microbatches, stages per rank) to a `Schedule`, and a row of the table.
+A new schedule is a function from (ranks, microbatches, stages per rank) to a `Schedule`, and a row
+of the table.
 """
 
 import csv
@@ -26,7 +28,8 @@ from meshtrain.pipeline.simulate import simulate
 class _ScheduleSpec:
     make: Callable[[int, int, int], Schedule]  # (ranks, microbatches, stages per rank) -> schedule
     stages: int  # per rank, unless another number is requested and allowed
-    more_stages: str | None = None  # if more stages are allowed: the name of the schedule with one stage per rank
+    # if more stages are allowed: the name of the schedule with one stage per rank
+    more_stages: str | None = None
 
 
 _SPECS = {
@@ -46,34 +49,45 @@ NAMES = tuple(_SPECS)
 MOST_PASSES = 1 << 19  # maximum number of passes of a microbatch through a stage
 
 
-def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The named schedule. Every number of microbatches works, even one that is not a multiple of the ranks or smaller.
-    Raises ScheduleError: an unknown name, or invalid numbers; the message says which work."""
+def build(
+    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """The named schedule. Every number of microbatches works, even one that is not a multiple of
+    the ranks or smaller. Raises ScheduleError: an unknown name, or invalid numbers; the message
+    says which work."""
     if name not in _SPECS:
         near = difflib.get_close_matches(name.lower(), NAMES, n=1)
         hint = f"did you mean {near[0]}? There are " if near else "there are "
         raise ScheduleError(f"there is no schedule {name!r}: {hint}{', '.join(NAMES)}")
     for noun, count in (("ranks", ranks), ("microbatches", microbatches)):
         if count < 1:
-            raise ScheduleError(f"schedule {name} works with any number of {noun} from 1 on; found {count}")
+            raise ScheduleError(
+                f"schedule {name} works with any number of {noun} from 1 on; found {count}"
+            )
     per_rank = _stages_per_rank(name, stages_per_rank)
     passes = ranks * per_rank * microbatches
     if passes > MOST_PASSES:
         raise ScheduleError(
-            f"{microbatches:,} microbatches through {ranks * per_rank:,} stages are {passes:,} passes, and a schedule "
-            f"of at most {MOST_PASSES:,} is made: use fewer microbatches (a larger batch.micro_size), or fewer ranks"
+            f"{microbatches:,} microbatches through {ranks * per_rank:,} stages are {passes:,} "
+            "passes, and a schedule "
+            f"of at most {MOST_PASSES:,} is made: use fewer microbatches (a larger "
+            "batch.micro_size), or fewer ranks"
         )
     return _SPECS[name].make(ranks, microbatches, per_rank)
 
 
-def load(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule that a config names: one of NAMES, or a CSV file. Raises ScheduleError: it does not fit the run."""
+def load(
+    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """The schedule that a config names: one of NAMES, or a CSV file. Raises ScheduleError: it does
+    not fit the run."""
     if not name.endswith(".csv"):
         return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     schedule = read_csv(name, ranks=ranks, microbatches=microbatches)
     if stages_per_rank not in (None, schedule.stages_per_rank):
         raise ScheduleError(
-            f"the schedule {name} has {plural(schedule.stages_per_rank, 'stage')} per rank; found {stages_per_rank}"
+            f"the schedule {name} has {plural(schedule.stages_per_rank, 'stage')} per rank; found "
+            f"{stages_per_rank}"
         )
     return schedule
 
@@ -83,21 +97,28 @@ def _stages_per_rank(name: str, requested: int | None) -> int:
     if requested is None or requested == spec.stages:
         return spec.stages
     if spec.more_stages is None:
-        raise ScheduleError(f"schedule {name} has {plural(spec.stages, 'stage')} per rank; found {requested}")
+        raise ScheduleError(
+            f"schedule {name} has {plural(spec.stages, 'stage')} per rank; found {requested}"
+        )
     if requested < 2:
         instead = f": one is {spec.more_stages}" if requested == 1 else ""
-        raise ScheduleError(f"schedule {name} has 2 stages per rank or more; found {requested}{instead}")
+        raise ScheduleError(
+            f"schedule {name} has 2 stages per rank or more; found {requested}{instead}"
+        )
     return requested
 
 
 def check(schedule: Schedule) -> None:
-    """Checks a schedule before training. Raises ScheduleError: a microbatch does not pass every stage once in each
-    direction, or passes it on the wrong rank. DeadlockError: the schedule cannot finish; says which actions wait."""
+    """Checks a schedule before training. Raises ScheduleError: a microbatch does not pass every
+    stage once in each direction, or passes it on the wrong rank. DeadlockError: the schedule cannot
+    finish; says which actions wait."""
     if not schedule.placement or schedule.microbatches < 1:
         raise ScheduleError(f"schedule {schedule.name} has no stages or no microbatches")
     for rank in range(schedule.ranks):
         if not schedule.stages_of(rank):
-            raise ScheduleError(f"schedule {schedule.name}: rank {rank} has no stage; every rank needs one")
+            raise ScheduleError(
+                f"schedule {schedule.name}: rank {rank} has no stage; every rank needs one"
+            )
     counts: Counter[Action] = Counter()
     for rank in range(schedule.ranks):
         for action in schedule.actions_of(rank):
@@ -116,7 +137,9 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
     if not 0 <= action.microbatch < schedule.microbatches:
         raise ScheduleError(f"{text}, and the microbatches are 0 to {schedule.microbatches - 1}")
     if schedule.rank_of(action.stage) != rank:
-        raise ScheduleError(f"{text}, and stage {action.stage} is on rank {schedule.rank_of(action.stage)}")
+        raise ScheduleError(
+            f"{text}, and stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
+        )
 
 
 def _check_passes(schedule: Schedule, stage: int, microbatch: int, counts: Counter[Action]) -> None:
@@ -127,7 +150,8 @@ def _check_passes(schedule: Schedule, stage: int, microbatch: int, counts: Count
     if passes[Kind.FORWARD] != 1 or backward not in (whole, halves):
         listing = ", ".join(f"{n} of {kind}" for kind, n in passes.items() if n) or "nothing"
         raise ScheduleError(
-            f"schedule {schedule.name}: microbatch {microbatch} passes stage {stage} on rank {schedule.rank_of(stage)} "
+            f"schedule {schedule.name}: microbatch {microbatch} passes stage {stage} on rank "
+            f"{schedule.rank_of(stage)} "
             f"with {listing}; expected one F, and one B or one I and one W"
         )
 
@@ -135,13 +159,18 @@ def _check_passes(schedule: Schedule, stage: int, microbatch: int, counts: Count
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
-def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbatches: int | None = None) -> Schedule:
-    """The checked schedule in a file in torch.distributed.pipelining's format ("compute_only"), named after the file.
+def read_csv(
+    path: str | os.PathLike[str], *, ranks: int | None = None, microbatches: int | None = None
+) -> Schedule:
+    """The checked schedule in a file in torch.distributed.pipelining's format ("compute_only"),
+    named after the file.
 
-    A row per rank and an action per cell: `2F7` is stage 2, forward, microbatch 7. B is a whole backward, I and W are
-    its input and its weight gradients, `(0F1;3B2)OVERLAP_F_B` is a pair; empty cells are ignored.
+    A row per rank and an action per cell: `2F7` is stage 2, forward, microbatch 7. B is a whole
+    backward, I and W are its input and its weight gradients, `(0F1;3B2)OVERLAP_F_B` is a pair;
+    empty cells are ignored.
 
-    Raises ScheduleError: the file cannot be read, is for other `ranks` or `microbatches`, or does not pass `check`.
+    Raises ScheduleError: the file cannot be read, is for other `ranks` or `microbatches`, or does
+    not pass `check`.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
@@ -151,7 +180,9 @@ def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbat
     counts = ("ranks", schedule.ranks, ranks), ("microbatches", schedule.microbatches, microbatches)
     for noun, count, expected in counts:
         if expected not in (None, count):
-            raise ScheduleError(f"the schedule {os.fspath(path)} is for {count} {noun}; this is for {expected}")
+            raise ScheduleError(
+                f"the schedule {os.fspath(path)} is for {count} {noun}; this is for {expected}"
+            )
     return schedule
 
 
@@ -159,9 +190,14 @@ def parse_csv(text: str, name: str) -> Schedule:
     """The checked schedule in a file's text. Raises ScheduleError, with the row and cell."""
     rows = []
     for rank, cells in enumerate(csv.reader(io.StringIO(text))):
-        cells_with_text = ((column, cell.strip()) for column, cell in enumerate(cells) if cell.strip())
+        cells_with_text = (
+            (column, cell.strip()) for column, cell in enumerate(cells) if cell.strip()
+        )
         rows.append(
-            tuple(_parse_cell(cell, f"schedule {name}, row {rank + 1}, cell {c + 1}") for c, cell in cells_with_text)
+            tuple(
+                _parse_cell(cell, f"schedule {name}, row {rank + 1}, cell {c + 1}")
+                for c, cell in cells_with_text
+            )
         )
     holders: dict[int, int] = {}
     microbatches = 0
@@ -169,11 +205,16 @@ def parse_csv(text: str, name: str) -> Schedule:
         for part in (part for action in row for part in action.parts):
             microbatches = max(microbatches, part.microbatch + 1)
             if holders.setdefault(part.stage, rank) != rank:
-                raise ScheduleError(f"schedule {name}: stage {part.stage} is on ranks {holders[part.stage]} and {rank}")
+                raise ScheduleError(
+                    f"schedule {name}: stage {part.stage} is on ranks {holders[part.stage]} and "
+                    f"{rank}"
+                )
     missing = [stage for stage in range(max(holders, default=-1)) if stage not in holders]
     if missing:
         raise ScheduleError(f"schedule {name} has a stage {max(holders)} and no stage {missing[0]}")
-    schedule = Schedule(name, microbatches, tuple(holders[stage] for stage in sorted(holders)), tuple(rows))
+    schedule = Schedule(
+        name, microbatches, tuple(holders[stage] for stage in sorted(holders)), tuple(rows)
+    )
     check(schedule)
     return schedule
 
@@ -183,10 +224,18 @@ def _parse_cell(cell: str, location: str) -> Action | Pair:
     texts = pair.groups() if pair else (cell,)
     parts = [action for text in texts if (action := Action.parse(text.strip()))]
     if len(parts) < len(texts):
-        hint = "; sends, receives and the like are not written, they follow" if re.match(r"\d+[A-Z]{2}", cell) else ""
-        raise ScheduleError(f"{location}: expected an action like 2F7, with F, I, W or B; found {cell!r}{hint}")
+        hint = (
+            "; sends, receives and the like are not written, they follow"
+            if re.match(r"\d+[A-Z]{2}", cell)
+            else ""
+        )
+        raise ScheduleError(
+            f"{location}: expected an action like 2F7, with F, I, W or B; found {cell!r}{hint}"
+        )
     if pair is None:
         return parts[0]
     if parts[0].kind is not Kind.FORWARD or not parts[1].kind.gives_input_grad:
-        raise ScheduleError(f"{location}: a pair is a forward and then a backward, B or I; found {cell!r}")
+        raise ScheduleError(
+            f"{location}: a pair is a forward and then a backward, B or I; found {cell!r}"
+        )
     return Pair(*parts)

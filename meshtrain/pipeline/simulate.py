@@ -1,7 +1,9 @@
-"""Simulation of a schedule: start and end of every action, idle time, memory held, or why it cannot finish.
+"""Simulation of a schedule: start and end of every action, idle time, memory held, or why it cannot
+finish.
 
-As in the engine, a rank runs its list in order, one action at a time, and an action starts as soon as its inputs have
-arrived: after the neighbours' actions, plus the transfer time from another rank. Sends do not wait.
+As in the engine, a rank runs its list in order, one action at a time, and an action starts as soon
+as its inputs have arrived: after the neighbours' actions, plus the transfer time from another rank.
+Sends do not wait.
 """
 
 from collections import defaultdict
@@ -30,17 +32,21 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of every rank, simulated or measured in a real run. Values per rank are in rank order."""
+    """The events of every rank, simulated or measured in a real run. Values per rank are in rank
+    order."""
 
     events: tuple[tuple[Event, ...], ...] = field(repr=False)  # per rank, in order of their start
 
     @classmethod
     def measured(cls, events: Iterable[Event], ranks: int) -> "Timeline":
-        """A timeline from the recorded events of a real run of `ranks` ranks, in any order, on one clock."""
+        """A timeline from the recorded events of a real run of `ranks` ranks, in any order, on one
+        clock."""
         rows: list[list[Event]] = [[] for _ in range(ranks)]
         for event in events:
             rows[event.rank].append(event)
-        return cls(tuple(tuple(sorted(row, key=lambda event: (event.start, event.end))) for row in rows))
+        return cls(
+            tuple(tuple(sorted(row, key=lambda event: (event.start, event.end))) for row in rows)
+        )
 
     @property
     def ranks(self) -> int:
@@ -69,7 +75,9 @@ class Timeline:
     @cached_property
     def idle_in_span(self) -> tuple[float, ...]:
         """Idle time between a rank's own first start and last end."""
-        spans = (max(event.end for event in row) - row[0].start if row else 0 for row in self.events)
+        spans = (
+            max(event.end for event in row) - row[0].start if row else 0 for row in self.events
+        )
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
 
     @property
@@ -79,7 +87,8 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """The most forwards held in memory at once, each from its forward until its weight gradient is done."""
+        """The most forwards held in memory at once, each from its forward until its weight gradient
+        is done."""
         return tuple(_peak(row) for row in self.events)
 
 
@@ -96,8 +105,9 @@ class BlockedRank:
 
 
 class DeadlockError(ScheduleError):
-    """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for. `cycle`: ranks of
-    which each waits for the next, and the last for the first; empty if a missing action is in no rank's list."""
+    """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for.
+    `cycle`: ranks of which each waits for the next, and the last for the first; empty if a missing
+    action is in no rank's list."""
 
     def __init__(self, schedule: Schedule, waits: Sequence[BlockedRank]) -> None:
         self.waits, self.cycle = tuple(waits), _cycle(waits)
@@ -105,12 +115,18 @@ class DeadlockError(ScheduleError):
 
 
 def simulate(
-    schedule: Schedule, forward: Cost = 1, input_grad: Cost = 1, weight_grad: Cost = 1, transfer: float = 0
+    schedule: Schedule,
+    forward: Cost = 1,
+    input_grad: Cost = 1,
+    weight_grad: Cost = 1,
+    transfer: float = 0,
 ) -> Timeline:
-    """The timeline with every action as early as possible, computed in time linear in the number of actions.
+    """The timeline with every action as early as possible, computed in time linear in the number of
+    actions.
 
-    Costs are per action: a number, or one per stage. A whole backward costs `input_grad` + `weight_grad`, a pair the
-    sum of its parts. `transfer`: time from the end of an action until another rank has its output.
+    Costs are per action: a number, or one per stage. A whole backward costs `input_grad` +
+    `weight_grad`, a pair the sum of its parts. `transfer`: time from the end of an action until
+    another rank has its output.
 
     Raises:
         DeadlockError: the schedule cannot finish; the message says which ranks wait for what.
@@ -121,7 +137,9 @@ def simulate(
         Kind.INPUT_GRAD: _per_stage("input_grad", input_grad, schedule.stages),
         Kind.WEIGHT_GRAD: _per_stage("weight_grad", weight_grad, schedule.stages),
     }
-    costs[Kind.BACKWARD] = tuple(map(sum, zip(costs[Kind.INPUT_GRAD], costs[Kind.WEIGHT_GRAD], strict=True)))
+    costs[Kind.BACKWARD] = tuple(
+        map(sum, zip(costs[Kind.INPUT_GRAD], costs[Kind.WEIGHT_GRAD], strict=True))
+    )
     if transfer < 0:
         raise ScheduleError(f"a transfer takes a time of at least 0; found {transfer}")
     lists = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
@@ -138,7 +156,9 @@ def simulate(
             if missing is not None:
                 waiting[missing].append(rank)
                 break
-            arrivals = (done[need].end + (transfer if done[need].rank != rank else 0) for need in needed)
+            arrivals = (
+                done[need].end + (transfer if done[need].rank != rank else 0) for need in needed
+            )
             start = max(rows[rank][-1].end if rows[rank] else 0, *arrivals, 0)
             done[action] = Event(rank, action, start, start + costs[action.kind][action.stage])
             rows[rank].append(done[action])
@@ -151,7 +171,9 @@ def simulate(
 def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
     costs = (cost,) * stages if isinstance(cost, int | float) else tuple(cost)
     if len(costs) != stages:
-        raise ScheduleError(f"{name}: a number, or one for each of the {stages} stages; found {len(costs)} numbers")
+        raise ScheduleError(
+            f"{name}: a number, or one for each of the {stages} stages; found {len(costs)} numbers"
+        )
     if min(costs) < 0:
         raise ScheduleError(f"{name}: an action takes a time of at least 0; found {min(costs)}")
     return costs
@@ -192,15 +214,18 @@ def _deadlock(
             for missing in schedule.needs(action):
                 if missing not in done:
                     holder, position = ahead.get(missing, (None, None))
-                    waits.append(BlockedRank(rank, action, reached[rank], missing, holder, position))
+                    waits.append(
+                        BlockedRank(rank, action, reached[rank], missing, holder, position)
+                    )
     return DeadlockError(schedule, waits)
 
 
 def _cycle(waits: Sequence[BlockedRank]) -> tuple[int, ...]:
     """Ranks that wait for each other in a cycle, starting with the lowest; empty if there is none.
 
-    Every blocked rank waits for a blocked rank, or for an action that is in no list. So a walk from rank to rank ends
-    in a cycle, unless it reaches a rank that waits only for actions in no list, which is then the cause.
+    Every blocked rank waits for a blocked rank, or for an action that is in no list. So a walk from
+    rank to rank ends in a cycle, unless it reaches a rank that waits only for actions in no list,
+    which is then the cause.
     """
     next_rank: dict[int, int | None] = {}
     for wait in waits:
@@ -219,7 +244,9 @@ def _cycle(waits: Sequence[BlockedRank]) -> tuple[int, ...]:
     return ()
 
 
-def _deadlock_message(schedule: Schedule, waits: Sequence[BlockedRank], cycle: Sequence[int]) -> str:
+def _deadlock_message(
+    schedule: Schedule, waits: Sequence[BlockedRank], cycle: Sequence[int]
+) -> str:
     lines = [f"schedule {schedule.name} cannot finish:"]
     for wait in waits:
         if wait.missing_position is None:
@@ -227,9 +254,13 @@ def _deadlock_message(schedule: Schedule, waits: Sequence[BlockedRank], cycle: S
         elif wait.holder == wait.rank:
             reason = f"which comes later in its own list, as number {wait.missing_position + 1}"
         else:
-            reason = f"number {wait.missing_position + 1} of rank {wait.holder}, which has not come to it"
+            reason = (
+                f"number {wait.missing_position + 1} of rank {wait.holder}, which has not come to "
+                "it"
+            )
         lines.append(
-            f"  rank {wait.rank} stands before {wait.action}, number {wait.position + 1} of its actions, "
+            f"  rank {wait.rank} stands before {wait.action}, number {wait.position + 1} of its "
+            "actions, "
             f"and waits for {wait.missing}, {reason}"
         )
     if len(cycle) > 1:

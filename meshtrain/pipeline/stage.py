@@ -1,6 +1,8 @@
-"""Pipeline stages: a stage is the whole model, in which the blocks of other stages return their input.
+"""Pipeline stages: a stage is the whole model, in which the blocks of other stages return their
+input.
 
-So a stage runs the model's own `forward`, and its parameters keep the names that they have in the whole model.
+So a stage runs the model's own `forward`, and its parameters keep the names that they have in the
+whole model.
 """
 
 import copy
@@ -24,16 +26,21 @@ SETTINGS = (int, float, str, tuple, Enum, torch.dtype, type(None))
 
 
 class OtherStageBlock(nn.Module):
-    """Placeholder for a block of another stage, which returns its first input. It has the settings of the block, which
-    a model's forward may read. A weight that the block shares with a block of this stage (tied embeddings) stays in the
-    placeholder too, so that the weight keeps all of its names."""
+    """Placeholder for a block of another stage, which returns its first input. It has the settings
+    of the block, which a model's forward may read. A weight that the block shares with a block of
+    this stage (tied embeddings) stays in the placeholder too, so that the weight keeps all of its
+    names."""
 
     trained = True  # whether the block has trainable parameters, as far as a stage knows
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
         settings = vars(block).items() if block is not None else ()
-        vars(self).update((name, x) for name, x in settings if isinstance(x, SETTINGS) and not name.startswith("_"))
+        vars(self).update(
+            (name, x)
+            for name, x in settings
+            if isinstance(x, SETTINGS) and not name.startswith("_")
+        )
         self._first = "" if block is None else first_argument(block.forward)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -61,7 +68,8 @@ def first_argument(forward: Callable) -> str:
 
 
 def first_input(name: str, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """What a call passes as the first argument, which may be given by keyword. `name`: from `first_argument`."""
+    """What a call passes as the first argument, which may be given by keyword. `name`: from
+    `first_argument`."""
     if inputs:
         return inputs[0]
     if name in named:
@@ -75,8 +83,9 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class Derived(TorchDispatchMode):
-    """Tracks the tensors that are computed from the values of some, and not only from their shape, dtype and device.
-    A value that is read of them, as a number or an array, cannot be followed: `read` is called."""
+    """Tracks the tensors that are computed from the values of some, and not only from their shape,
+    dtype and device. A value that is read of them, as a number or an array, cannot be followed:
+    `read` is called."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         super().__init__()
@@ -98,14 +107,20 @@ class Derived(TorchDispatchMode):
         """Whether one of these values, or of those in a record among them, is tracked."""
         leaves = tree_leaves(values)
         records = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
-        leaves = leaves + [value for record in records for value in getattr(record, "__dict__", {}).values()]
+        leaves = leaves + [
+            value for record in records for value in getattr(record, "__dict__", {}).values()
+        ]
         return any(id(leaf) in self._derived for leaf in leaves)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         shape_only = func.__name__.startswith("new_") or "_like" in func.__name__
-        if not shape_only and any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
-            self._derived |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        if not shape_only and any(
+            id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))
+        ):
+            self._derived |= {
+                id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
+            }
             if any(isinstance(leaf, bool | int | float | complex) for leaf in tree_leaves(result)):
                 self.read()
         return result
@@ -132,7 +147,8 @@ class _NeedsValuesError(Exception):
 
 
 class _Trial(Derived):
-    """Ends where a value is read, or a random number drawn, which would be another one in each stage."""
+    """Ends where a value is read, or a random number drawn, which would be another one in each
+    stage."""
 
     def read(self) -> None:
         raise _NeedsValuesError
@@ -144,9 +160,10 @@ class _Trial(Derived):
 
 
 class OutsideModule:
-    """The forward, in another stage, of a module without parameters outside blocks. One that gets the activation for
-    its dtype and device alone, as rotary embeddings of transformers do, gives each stage the same, and so runs in each.
-    Any other (the dropout after an embedding) runs in one stage, and hands on its first input in the others.
+    """The forward, in another stage, of a module without parameters outside blocks. One that gets
+    the activation for its dtype and device alone, as rotary embeddings of transformers do, gives
+    each stage the same, and so runs in each. Any other (the dropout after an embedding) runs in one
+    stage, and hands on its first input in the others.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -156,19 +173,24 @@ class OutsideModule:
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        """Persistent buffers would be in the files of several stages, and may be changed by one of them."""
+        """Persistent buffers would be in the files of several stages, and may be changed by one of
+        them."""
         own = all(not persistent_buffers(inner) for inner in module.modules())
         return own and has_forward(module) and not any(True for _ in module.parameters())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return self._run(*inputs, **named) if self.runs(inputs, named) else self.activation(inputs, named)
+        return (
+            self._run(*inputs, **named)
+            if self.runs(inputs, named)
+            else self.activation(inputs, named)
+        )
 
     def activation(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return first_input(self._first, inputs, named)
 
     def runs(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Whether its results follow from its inputs without the values of real numbers. Found out by its first call,
-        with a copy of it, which must not change anything."""
+        """Whether its results follow from its inputs without the values of real numbers. Found out
+        by its first call, with a copy of it, which must not change anything."""
         training = self._module.training
         if training not in self._runs:
             try:
@@ -177,7 +199,9 @@ class OutsideModule:
                 raise
             except Exception:  # of the module's code, for an activation of another shape
                 if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((inputs, named))):
-                    raise  # it may read a value (of the positions), which there is on another device: nothing is known
+                    # it may read a value (of the positions), which there is on another device:
+                    # nothing is known
+                    raise
                 self._runs[training] = False
         return self._runs[training]
 
@@ -189,8 +213,12 @@ class OutsideModule:
             self._module.forward = now
         if self._own is not None:
             trial.forward = self._own
-        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (tuple(inputs), dict(named)))
-        reals = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not _is_whole(x)]
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: x.detach().clone(), (tuple(inputs), dict(named))
+        )
+        reals = [
+            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not _is_whole(x)
+        ]
         with _Trial(reals) as watch, torch.no_grad():
             return not watch.derives(trial(*args, **kwargs))
 
@@ -200,10 +228,12 @@ def _is_whole(x: Tensor) -> bool:
 
 
 def keep_stage(model: nn.Module, first: int, end: int) -> None:
-    """Removes from a model, on any device, all blocks except those from `first` up to, but not including, `end`.
+    """Removes from a model, on any device, all blocks except those from `first` up to, but not
+    including, `end`.
 
-    A module outside blocks (the dropout after an embedding) belongs to the preceding block, in the order in which the
-    model defines its modules, or to the first; see `OutsideModule`. Raises InputError as `owners` does.
+    A module outside blocks (the dropout after an embedding) belongs to the preceding block, in the
+    order in which the model defines its modules, or to the first; see `OutsideModule`. Raises
+    InputError as `owners` does.
     """
     blocks = blocks_of(model)
     own = {parameter for block in blocks[first:end] for parameter in block.parameters()}
@@ -236,8 +266,9 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def owners(model: nn.Module) -> list[tuple[str, int]]:
-    """(name, block) of every block, and of every maximal module that neither is inside a block nor contains one.
-    Raises InputError: the model has a parameter outside blocks, or a block that occurs twice."""
+    """(name, block) of every block, and of every maximal module that neither is inside a block nor
+    contains one. Raises InputError: the model has a parameter outside blocks, or a block that
+    occurs twice."""
     blocks = {block: i for i, block in enumerate(blocks_of(model))}
     _refuse_repeated(model, blocks)
     last = 0
@@ -259,19 +290,24 @@ def owners(model: nn.Module) -> list[tuple[str, int]]:
 
 def _refuse_repeated(model: nn.Module, blocks: Mapping[nn.Module, int]) -> None:
     """Rejects a module in two places, which could be needed in two stages."""
-    counts = Counter(inner for block in blocks_of(model) for inner in block.modules() if inner in blocks)
+    counts = Counter(
+        inner for block in blocks_of(model) for inner in block.modules() if inner in blocks
+    )
     for name, module in model.named_modules():
         if counts[module] > 1:
             raise InputError(
-                f"the model's blocks() name {name} twice, or within another block, and pp gives every stage blocks of "
-                "its own: give each place a module of its own, which may share its parameters, or use pp: 1"
+                f"the model's blocks() name {name} twice, or within another block, and pp gives "
+                "every stage blocks of "
+                "its own: give each place a module of its own, which may share its parameters, or "
+                "use pp: 1"
             )
 
 
 def _refuse_parameters(name: str, module: nn.Module, inner: bool) -> None:
     for parameter, _ in module.named_parameters(name, recurse=inner):
         raise InputError(
-            f"the parameter {parameter} is in none of the model's blocks(), and pp gives every stage its blocks: name "
+            f"the parameter {parameter} is in none of the model's blocks(), and pp gives every "
+            "stage its blocks: name "
             "the module that holds it among them, or use pp: 1"
         )
 
@@ -286,14 +322,22 @@ def _register_at(placeholder: OtherStageBlock, path: str, parameter: nn.Paramete
     holder.register_parameter(name, parameter)
 
 
-def stages_of_parameter(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """First name of each parameter of a whole model -> the stages that hold it: one, or several if it is tied.
-    `bounds`: for each stage, its first block and the one after its last. Raises InputError as `owners` does."""
+def stages_of_parameter(
+    model: nn.Module, bounds: Sequence[tuple[int, int]]
+) -> dict[str, tuple[int, ...]]:
+    """First name of each parameter of a whole model -> the stages that hold it: one, or several if
+    it is tied. `bounds`: for each stage, its first block and the one after its last. Raises
+    InputError as `owners` does."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     blocks = blocks_of(model)
     owners(model)  # raises if the model cannot be split
     parameter_stages: dict[str, tuple[int, ...]] = {}
     for stage, (first, end) in enumerate(bounds):
-        for parameter in dict.fromkeys(p for block in blocks[first:end] for p in block.parameters()):
-            parameter_stages[names[parameter]] = (*parameter_stages.get(names[parameter], ()), stage)
+        for parameter in dict.fromkeys(
+            p for block in blocks[first:end] for p in block.parameters()
+        ):
+            parameter_stages[names[parameter]] = (
+                *parameter_stages.get(names[parameter], ()),
+                stage,
+            )
     return parameter_stages

@@ -1,4 +1,5 @@
-"""Timelines on disk: as JSON, which meshtrain can read back, and as a trace for Perfetto or chrome://tracing."""
+"""Timelines on disk: as JSON, which meshtrain can read back, and as a trace for Perfetto or
+chrome://tracing."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,18 +29,23 @@ class Record:
 
     @property
     def microbatches(self) -> int:
-        return 1 + max((event.action.microbatch for row in self.timeline.events for event in row), default=-1)
+        return 1 + max(
+            (event.action.microbatch for row in self.timeline.events for event in row), default=-1
+        )
 
     @property
     def stages(self) -> int:
-        return 1 + max((event.action.stage for row in self.timeline.events for event in row), default=-1)
+        return 1 + max(
+            (event.action.stage for row in self.timeline.events for event in row), default=-1
+        )
 
     def stages_of(self, rank: int) -> list[int]:
         return sorted({event.action.stage for event in self.timeline.events[rank]})
 
 
 def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[str, Any]:
-    """The whole timeline, times in `unit`, for `read_timeline`; all other fields follow from the events."""
+    """The whole timeline, times in `unit`, for `read_timeline`; all other fields follow from the
+    events."""
     return {
         "format": FORMAT,
         "title": title,
@@ -58,18 +64,26 @@ def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[s
 
 
 def read_timeline(path: str | Path) -> Record:
-    """Reads the output of `timeline_json`. Raises InputError: the file cannot be read, or is not a timeline."""
+    """Reads the output of `timeline_json`. Raises InputError: the file cannot be read, or is not a
+    timeline."""
     try:
         content = parse_json(Path(path).read_bytes(), most=MOST_BYTES)
     except OSError as error:
         problem = f"cannot read {path} ({error.strerror})"
         raise InputError(f"{problem}: give a timeline that `--json` or a run has written") from None
     except ValueError as error:  # invalid JSON, or not text
-        raise InputError(f"{path} is no JSON ({error}): give a timeline that `--json` or a run has written") from None
+        raise InputError(
+            f"{path} is no JSON ({error}): give a timeline that `--json` or a run has written"
+        ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f'{path} is no timeline: it wants an object with "format": "{FORMAT}", as `--json` prints')
+        raise InputError(
+            f'{path} is no timeline: it wants an object with "format": "{FORMAT}", '
+            "as `--json` prints"
+        )
     try:
-        rows = [[_event(rank, event) for event in row] for rank, row in enumerate(content["events"])]
+        rows = [
+            [_event(rank, event) for event in row] for rank, row in enumerate(content["events"])
+        ]
         timeline = Timeline.measured((event for row in rows for event in row), len(rows))
         record = Record(str(content["title"]), timeline, content["unit"])
     except (KeyError, TypeError, ValueError) as error:
@@ -90,8 +104,9 @@ def _event(rank: int, fields: dict[str, Any]) -> Event:
 
 
 def measured_costs(record: Record) -> dict[str, Cost]:
-    """Mean times of each stage's actions, as `simulate` takes them. A whole backward counts half as input gradient and
-    half as weight gradient. Raises InputError: a stage has no forward, or no backward."""
+    """Mean times of each stage's actions, as `simulate` takes them. A whole backward counts half as
+    input gradient and half as weight gradient. Raises InputError: a stage has no forward, or no
+    backward."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for event in (event for row in record.timeline.events for event in row):
         durations[event.action.kind, event.action.stage].append(event.duration)
@@ -100,21 +115,30 @@ def measured_costs(record: Record) -> dict[str, Cost]:
         if kind is not Kind.FORWARD and (Kind.BACKWARD, stage) in mean:
             mean.setdefault((kind, stage), mean[Kind.BACKWARD, stage] / 2)
         if (kind, stage) not in mean:
-            raise InputError(f"{record.title}: stage {stage} has no {kind.name.lower()}: give the costs yourself")
-    return {cost: [mean[kind, stage] for stage in range(record.stages)] for cost, kind in _COSTS.items()}
+            raise InputError(
+                f"{record.title}: stage {stage} has no {kind.name.lower()}: give the costs yourself"
+            )
+    return {
+        cost: [mean[kind, stage] for stage in range(record.stages)] for cost, kind in _COSTS.items()
+    }
 
 
 def trace_json(records: Sequence[Record]) -> dict[str, Any]:
-    """Chrome's trace format: a process for each record, a thread for each rank, arrows for transfers between ranks.
-    Times are in microseconds; a time without a unit is taken as milliseconds."""
+    """Chrome's trace format: a process for each record, a thread for each rank, arrows for
+    transfers between ranks. Times are in microseconds; a time without a unit is taken as
+    milliseconds."""
     events: list[dict[str, Any]] = []
     for process, record in enumerate(records):
         scale = 1e6 if record.unit == "s" else 1e3
         metadata: dict[str, Any] = {"pid": process, "ph": "M"}
         events.append({**metadata, "name": "process_name", "args": {"name": record.title}})
         for rank, row in enumerate(record.timeline.events):
-            events.append({**metadata, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-            events.append({**metadata, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}})
+            events.append(
+                {**metadata, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+            )
+            events.append(
+                {**metadata, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+            )
             events += [_slice(process, event, scale) for event in row]
         events += _arrows(process, record, scale)
     return {"displayTimeUnit": "ms", "traceEvents": events}
@@ -135,7 +159,8 @@ def _slice(process: int, event: Event, scale: float) -> dict[str, Any]:
 
 
 def _arrows(process: int, record: Record, scale: float) -> list[dict[str, Any]]:
-    """Arrows from the action that produces a tensor to the action on another rank that consumes it."""
+    """Arrows from the action that produces a tensor to the action on another rank that consumes
+    it."""
     producers: dict[tuple[str, int, int], Event] = {}
     consumers: dict[tuple[str, int, int], Event] = {}
     for event in (event for row in record.timeline.events for event in row):
@@ -148,8 +173,16 @@ def _arrows(process: int, record: Record, scale: float) -> list[dict[str, Any]]:
         target = consumers.get((tensor, stage, microbatch))
         if target is None or target.rank == event.rank:
             continue
-        end = event.end - min(event.duration / 2, 0.01 / scale)  # inside its slice, so that the arrow attaches to it
-        arrow = {"name": tensor, "cat": "transfer", "pid": process, "id": f"{process}.{tensor}.{stage}.{microbatch}"}
+        # inside its slice, so that the arrow attaches to it
+        end = event.end - min(event.duration / 2, 0.01 / scale)
+        arrow = {
+            "name": tensor,
+            "cat": "transfer",
+            "pid": process,
+            "id": f"{process}.{tensor}.{stage}.{microbatch}",
+        }
         arrows.append({**arrow, "ph": "s", "tid": event.rank, "ts": end * scale})
-        arrows.append({**arrow, "ph": "f", "bp": "e", "tid": target.rank, "ts": target.start * scale})
+        arrows.append(
+            {**arrow, "ph": "f", "bp": "e", "tid": target.rank, "ts": target.start * scale}
+        )
     return arrows

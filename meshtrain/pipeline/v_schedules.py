@@ -1,21 +1,25 @@
-"""V-shaped schedules (zbv, v-half, v-min, dualpipev): with 2p stages on p ranks, rank r holds stages r and 2p - 1 - r.
+"""V-shaped schedules (zbv, v-half, v-min, dualpipev): with 2p stages on p ranks, rank r holds
+stages r and 2p - 1 - r.
 
-A microbatch goes down through the ranks and back up, so that the first and the last stage are on rank 0. Its gradients
-take the same path: down through the `up` stages, then up through the `down` stages.
+A microbatch goes down through the ranks and back up, so that the first and the last stage are on
+rank 0. Its gradients take the same path: down through the `up` stages, then up through the `down`
+stages.
 
     rank 0   0         7      forward:  0 1 2 3 | 4 5 6 7    down, then up
     rank 1     1     6        backward: 7 6 5 4 | 3 2 1 0    down, then up
     rank 2       2 5
     rank 3       3 4
 
-The turn in the middle needs no transfer, and all ranks hold about the same amount of activations: each rank combines a
-stage with long-lived activations (forward early, gradient late) and one with short-lived activations.
+The turn in the middle needs no transfer, and all ranks hold about the same amount of activations:
+each rank combines a stage with long-lived activations (forward early, gradient late) and one with
+short-lived activations.
 
-`zbv`, `v-half` and `v-min` come from one *building block*: the times at which one microbatch passes each rank, with
-every action taking one unit of time (Qi et al., controllable memory, arXiv 2405.15362). A rank has six actions per
-microbatch, two of each kind. So if its times differ modulo 6, the block can be repeated every 6 units, and no rank ever
-waits. The slope of the V determines how long a microbatch is in flight, and so the number in flight: the memory. At
-both ends of a step the pattern has holes, which are squeezed out.
+`zbv`, `v-half` and `v-min` come from one *building block*: the times at which one microbatch passes
+each rank, with every action taking one unit of time (Qi et al., controllable memory, arXiv
+2405.15362). A rank has six actions per microbatch, two of each kind. So if its times differ modulo
+6, the block can be repeated every 6 units, and no rank ever waits. The slope of the V determines
+how long a microbatch is in flight, and so the number in flight: the memory. At both ends of a step
+the pattern has holes, which are squeezed out.
 """
 
 from collections import Counter, deque
@@ -24,7 +28,8 @@ from dataclasses import dataclass
 
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule
 
-PERIOD = 6  # actions per rank and microbatch: forward, input gradient and weight gradient of two stages
+# actions per rank and microbatch: forward, input gradient and weight gradient of two stages
+PERIOD = 6
 
 
 @dataclass(frozen=True)
@@ -33,21 +38,30 @@ class VShape:
 
     down: int  # units of time from one rank to the next, on the way down
     up: int  # the same on the way up
-    # Units of time for the three turns: at the last rank, at the loss on rank 0, at the last rank again. V-half and
-    # V-min have two triples, because which one avoids collisions of a rank's actions depends on the number of ranks.
+    # Units of time for the three turns: at the last rank, at the loss on rank 0, at the last rank
+    # again. V-half and V-min have two triples, because which one avoids collisions of a rank's
+    # actions depends on the number of ranks.
     turns: tuple[tuple[int, int, int], ...]
     room: Callable[[int], int]  # ranks -> how many forwards a rank may hold in memory
-    ahead: Callable[[int, int], int]  # (ranks, rank) -> how many `down` forwards a rank may run before their turn
+    # (ranks, rank) -> how many `down` forwards a rank may run before their turn
+    ahead: Callable[[int, int], int]
 
 
-ZBV = VShape(3, 3, ((1, 1, 1),), lambda ranks: 2 * ranks, lambda ranks, rank: 2 * (ranks - rank) - 1)
-V_HALF = VShape(2, 1, ((1, 4, 2), (4, 1, 2)), lambda ranks: ranks + 2, lambda ranks, rank: ranks - rank)
-V_MIN = VShape(1, 1, ((1, 1, 1), (1, 3, 1)), lambda ranks: 2 * -(-(ranks - 1) // 3) + 2, lambda ranks, rank: 0)
+ZBV = VShape(
+    3, 3, ((1, 1, 1),), lambda ranks: 2 * ranks, lambda ranks, rank: 2 * (ranks - rank) - 1
+)
+V_HALF = VShape(
+    2, 1, ((1, 4, 2), (4, 1, 2)), lambda ranks: ranks + 2, lambda ranks, rank: ranks - rank
+)
+V_MIN = VShape(
+    1, 1, ((1, 1, 1), (1, 3, 1)), lambda ranks: 2 * -(-(ranks - 1) // 3) + 2, lambda ranks, rank: 0
+)
 
 
 def zbv(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Zero bubble in the memory of 1f1b (Qi et al., ZB-V, arXiv 2401.10241, and V-ZB, arXiv 2405.15362).
-    From 2 * ranks - 1 microbatches on, no rank waits between its first and last action."""
+    """Zero bubble in the memory of 1f1b (Qi et al., ZB-V, arXiv 2401.10241, and V-ZB, arXiv
+    2405.15362). From 2 * ranks - 1 microbatches on, no rank waits between its first and last
+    action."""
     return _squeeze("zbv", ZBV, ranks, microbatches)
 
 
@@ -57,13 +71,15 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """About a third of 1f1b's memory, for about 1f1b's waiting (Qi et al., V-Min, arXiv 2405.15362)."""
+    """About a third of 1f1b's memory, for about 1f1b's waiting (Qi et al., V-Min, arXiv
+    2405.15362)."""
     return _squeeze("v-min", V_MIN, ranks, microbatches)
 
 
 def dualpipev(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Forwards and backwards in pairs, so that communication of one overlaps computation of the other (DeepSeek-V3,
-    arXiv 2412.19437). DualPipe feeds microbatches from both ends, with two copies of the parameters; this is one half.
+    """Forwards and backwards in pairs, so that communication of one overlaps computation of the
+    other (DeepSeek-V3, arXiv 2412.19437). DualPipe feeds microbatches from both ends, with two
+    copies of the parameters; this is one half.
     """
     rows = tuple(_pairs_of(ranks, rank, microbatches) for rank in range(ranks))
     return Schedule("dualpipev", microbatches, _placement(ranks), rows)
@@ -87,19 +103,29 @@ def _block(shape: VShape, ranks: int) -> list[list[tuple[int, Kind, int]]]:
                     (shape.down * rank, Kind.FORWARD, down),
                     (loss - shape.up * rank, Kind.FORWARD, up),
                     (loss + at_loss + shape.down * rank, Kind.INPUT_GRAD, up),
-                    (gradient_at_last + at_last_again + shape.up * (last - rank), Kind.INPUT_GRAD, down),
+                    (
+                        gradient_at_last + at_last_again + shape.up * (last - rank),
+                        Kind.INPUT_GRAD,
+                        down,
+                    ),
                 ]
             )
         if all(len({time % PERIOD for time, _, _ in row}) == len(row) for row in block):
             return block
-    raise AssertionError(f"no turns of {shape} keep the actions of {ranks} ranks apart")  # one always avoids collisions
+    # one always avoids collisions
+    raise AssertionError(f"no turns of {shape} keep the actions of {ranks} ranks apart")
 
 
 class _Rank:
     """A rank's remaining actions and held activations while a pattern is squeezed."""
 
     def __init__(
-        self, rank: int, ranks: int, microbatches: int, shape: VShape, block: list[tuple[int, Kind, int]]
+        self,
+        rank: int,
+        ranks: int,
+        microbatches: int,
+        shape: VShape,
+        block: list[tuple[int, Kind, int]],
     ) -> None:
         self.row: list[Action] = []
         self._down, self._up = rank, 2 * ranks - 1 - rank
@@ -109,7 +135,8 @@ class _Rank:
             for time, kind, stage in block
             for microbatch in range(microbatches)
         )
-        self._order = deque(action for _, action in pattern)  # forwards and input gradients, in the pattern's order
+        # forwards and input gradients, in the pattern's order
+        self._order = deque(action for _, action in pattern)
         self._put_off: deque[Action] = deque()  # weight gradients
         self._next: Counter[tuple[Kind, int]] = Counter()  # (kind, stage) -> the next microbatch
         self._activations = 0
@@ -117,22 +144,33 @@ class _Rank:
         self._ahead = shape.ahead(ranks, rank)
 
     def step(self, now: int, ended: dict[Action, int]) -> None:
-        """Runs the best action that can run. `ended`: end times of the actions of all ranks; updated by this action."""
-        action = next((action for action in self._candidates() if self._ready(action, now, ended)), None)
+        """Runs the best action that can run. `ended`: end times of the actions of all ranks;
+        updated by this action."""
+        action = next(
+            (action for action in self._candidates() if self._ready(action, now, ended)), None
+        )
         if action is not None:
             self._run(action)
             ended[action] = now + 1
 
     def _candidates(self) -> Iterator[Action]:
-        """Actions that there is room for, best first: the one in turn; those that may run early; a weight gradient.
+        """Actions that there is room for, best first: the one in turn; those that may run early; a
+        weight gradient.
 
-        Early actions: while the pipeline fills, forwards of the first stage, which leave room for one of the second, as
-        otherwise no gradient would ever arrive; while it drains, input gradients of the second, for which others wait.
+        Early actions: while the pipeline fills, forwards of the first stage, which leave room for
+        one of the second, as otherwise no gradient would ever arrive; while it drains, input
+        gradients of the second, for which others wait.
         """
-        if self._order and (self._activations < self._room or self._order[0].kind is not Kind.FORWARD):
+        if self._order and (
+            self._activations < self._room or self._order[0].kind is not Kind.FORWARD
+        ):
             yield self._order[0]
         started, returned = self._next[Kind.FORWARD, self._down], self._next[Kind.FORWARD, self._up]
-        if started < self._microbatches and started - returned < self._ahead and self._activations < self._room - 1:
+        if (
+            started < self._microbatches
+            and started - returned < self._ahead
+            and self._activations < self._room - 1
+        ):
             yield Action(Kind.FORWARD, self._down, started)
         gradients = self._next[Kind.INPUT_GRAD, self._up]
         if gradients < self._microbatches and self._activations < self._room:
@@ -164,19 +202,24 @@ class _Rank:
 
 
 def _squeeze(name: str, shape: VShape, ranks: int, microbatches: int) -> Schedule:
-    """Simulates the pattern of the shape: every rank continues as soon as it can, and fills idle time with deferred
-    weight gradients, and with actions that may run before their turn."""
-    states = [_Rank(rank, ranks, microbatches, shape, block) for rank, block in enumerate(_block(shape, ranks))]
+    """Simulates the pattern of the shape: every rank continues as soon as it can, and fills idle
+    time with deferred weight gradients, and with actions that may run before their turn."""
+    states = [
+        _Rank(rank, ranks, microbatches, shape, block)
+        for rank, block in enumerate(_block(shape, ranks))
+    ]
     ended: dict[Action, int] = {}
     for now in range(PERIOD * (microbatches + ranks)):  # enough for all actions
         for state in states:
             state.step(now, ended)
-    return Schedule(name, microbatches, _placement(ranks), tuple(tuple(state.row) for state in states))
+    return Schedule(
+        name, microbatches, _placement(ranks), tuple(tuple(state.row) for state in states)
+    )
 
 
 class _PairRow:
-    """The remaining forwards and backwards of a rank, per stage in the order of the microbatches. A call appends one to
-    the row, or nothing if the stage has none left."""
+    """The remaining forwards and backwards of a rank, per stage in the order of the microbatches. A
+    call appends one to the row, or nothing if the stage has none left."""
 
     def __init__(self, microbatches: int) -> None:
         self.row: list[Action | Pair] = []
@@ -204,7 +247,8 @@ class _PairRow:
             self.row.append(self.put_off.popleft())
 
     def pair(self, forward: int, backward: int) -> None:
-        """Appends a pair of a forward and a backward of these stages, or only one if the other has none left."""
+        """Appends a pair of a forward and a backward of these stages, or only one if the other has
+        none left."""
         parts = (*self._take(Kind.FORWARD, forward), *self._take(Kind.BACKWARD, backward))
         self.row += [Pair(*parts)] if len(parts) == 2 else parts
 
@@ -226,7 +270,8 @@ def _pairs_of(ranks: int, rank: int, microbatches: int) -> tuple[Action | Pair, 
     for _ in range(rank + 1):  # until it reaches the loss, and its gradient this rank
         work.forward(down)
         work.forward(up)
-    for _ in range(to_end):  # until the gradient returns from the turn; later ranks wait for it, so it runs first
+    # until the gradient returns from the turn; later ranks wait for it, so it runs first
+    for _ in range(to_end):
         work.input_grad(up)
         work.weight_grad()
         work.forward(up)
@@ -238,7 +283,8 @@ def _pairs_of(ranks: int, rank: int, microbatches: int) -> tuple[Action | Pair, 
         work.backward(up)
         work.pair(up, down)
 
-    # Of the alternating backwards, the second half is split, so that the last gradients are sent sooner.
+    # Of the alternating backwards, the second half is split, so that the last gradients are sent
+    # sooner.
     alternate = [up, down] * work.remaining(Kind.BACKWARD, up)
     for stage in alternate[: len(alternate) // 2]:
         work.backward(stage)

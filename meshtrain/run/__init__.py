@@ -1,1 +1,2 @@
-"""What a run prints, writes and keeps: its folder, its metrics, its checkpoints, its exit status."""
+"""What a run prints, writes and keeps: its folder, its metrics, its checkpoints, its exit
+status."""

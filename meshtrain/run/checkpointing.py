@@ -1,4 +1,5 @@
-"""Checkpointing: when a run saves its state, and what a checkpoint records about the run besides its tensors."""
+"""Checkpointing: when a run saves its state, and what a checkpoint records about the run besides
+its tensors."""
 
 import json
 from contextlib import AbstractContextManager
@@ -19,15 +20,25 @@ from meshtrain.job.process import Job
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.run.step_logger import StepLogger
 
-RNG = "before each step torch, numpy and random are seeded from (seed, step, index of the data rank)"
+RNG = (
+    "before each step torch, numpy and random are seeded from (seed, step, index of the data rank)"
+)
 GUESSED_SPEED = 200e6  # bytes that a host writes per second, until that is measured
 
 
 class Checkpointer(AbstractContextManager["Checkpointer"]):
-    """Saves as the section `checkpoint` of the config says. All ranks do the same after the same steps."""
+    """Saves as the section `checkpoint` of the config says. All ranks do the same after the same
+    steps."""
 
     def __init__(
-        self, spec: RunSpec, resume: Resume, state: State, logger: StepLogger, monitor: PhaseMonitor, job: Job, say: Say
+        self,
+        spec: RunSpec,
+        resume: Resume,
+        state: State,
+        logger: StepLogger,
+        monitor: PhaseMonitor,
+        job: Job,
+        say: Say,
     ) -> None:
         section = spec.config.checkpoint
         short = find_short_hosts(state, job) if section.in_background else []
@@ -52,7 +63,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if resume.own:
             self._saver.saved = resume.step
         assert job.layout is not None
-        self._guess_s = checkpoint_bytes(state.placements, job.world_size) / GUESSED_SPEED / len(job.layout.hosts)
+        self._guess_s = (
+            checkpoint_bytes(state.placements, job.world_size)
+            / GUESSED_SPEED
+            / len(job.layout.hosts)
+        )
         self._config = json.loads(json.dumps(spec.config.plain()))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -70,15 +85,23 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return self.spec.checkpoints / name_of(self._monitor.finished_step)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step. The one after the last step is written by `finish`."""
+        """Whether a checkpoint is due after this step. The one after the last step is written by
+        `finish`."""
         every = self.spec.config.checkpoint.every
         if step == self.spec.steps:
             return False
-        return self._logger.ends_epoch(step) if every == "epoch" else bool(every) and step % int(every) == 0
+        return (
+            self._logger.ends_epoch(step)
+            if every == "epoch"
+            else bool(every) and step % int(every) == 0
+        )
 
     def save(self, *, wait: bool = False) -> None:
-        """Saves the state after the last finished step; waits for a copy in memory, or with `wait` for the disks."""
-        self._saver.save(self._monitor.finished_step, self._about(self._monitor.finished_step), wait=wait)
+        """Saves the state after the last finished step; waits for a copy in memory, or with `wait`
+        for the disks."""
+        self._saver.save(
+            self._monitor.finished_step, self._about(self._monitor.finished_step), wait=wait
+        )
         self._monitor.save_s = self._saver.last_save_s or None
 
     def stop_reason(self) -> str | None:
@@ -88,7 +111,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return self._saver.wants_stop
 
     def finish(self) -> None:
-        """Saves the last state; `check` raises if that failed. Raises TrainingError: saving shows the run must stop."""
+        """Saves the last state; `check` raises if that failed. Raises TrainingError: saving shows
+        the run must stop."""
         self._saver.wait()
         if self._saver.wants_stop is None and self._monitor.finished_step != self._saver.saved:
             self.save(wait=True)
@@ -119,7 +143,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
 
 def open_uploads(config: Config, job: Job) -> Uploads | None:
-    """The uploads on rank 0, if the config names storage for them. Raises InputError on every rank: it is unusable."""
+    """The uploads on rank 0, if the config names storage for them. Raises InputError on every rank:
+    it is unusable."""
     url = config.checkpoint.upload
     with job.collective_check("opening checkpoint.upload"):
         return Uploads(url, retention(config)) if url is not None and job.rank == 0 else None
@@ -137,6 +162,8 @@ def describe_saving(spec: RunSpec) -> str:
         section.every, f"every {section.every} steps"
     )
     rules = [f"the last {section.keep_last}" if section.keep_last > 1 else "the last one"]
-    rules += [f"those of every {section.keep_every} steps"] if section.keep_every is not None else []
+    rules += (
+        [f"those of every {section.keep_every} steps"] if section.keep_every is not None else []
+    )
     rules += ["the best one"] if section.keep_best else []
     return f"checkpoints {moment} in {spec.checkpoints}, {any_of(rules, 'and')} kept"

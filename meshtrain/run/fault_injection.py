@@ -1,4 +1,5 @@
-"""Fault injection (`train.chaos`): a rank is killed, stopped, slowed down or cannot save, as the config says."""
+"""Fault injection (`train.chaos`): a rank is killed, stopped, slowed down or cannot save, as the
+config says."""
 
 import errno
 import os
@@ -24,7 +25,9 @@ class PlantedError(Exception):
 
 
 class FaultInjector:
-    def __init__(self, faults: Sequence[Fault], job: Job, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, faults: Sequence[Fault], job: Job, *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         """`faults`: of the whole job. `sleep`: how a slow rank spends its time."""
         self.job, self._faults, self._sleep = job, faults, sleep
         self._planted = [fault for fault in faults if fault.again or not job.again]
@@ -32,21 +35,27 @@ class FaultInjector:
         self._struck: set[Fault] = set()  # a fault that lasts is reported once
 
     def about(self) -> Iterator[str]:
-        """Lines that rank 0 prints at the start, so that nobody searches for a fault that was planted."""
+        """Lines that rank 0 prints at the start, so that nobody searches for a fault that was
+        planted."""
         for fault in self._planted:
             yield f"warning: a fault is planted (train.chaos): {describe(fault)}"
         left_out = len(self._faults) - len(self._planted)
         if left_out:
-            yield f"train.chaos: {left_out} of its faults struck in the first start, and are not planted again"
+            yield (
+                f"train.chaos: {left_out} of its faults struck in the first start, and are not "
+                "planted again"
+            )
 
     def at_step(self, step: int) -> None:
-        """Called at the beginning of a step: within this rank's own time, before its first collective."""
+        """Called at the beginning of a step: within this rank's own time, before its first
+        collective."""
         for fault in self._mine:
             if not fault.in_save and _strikes(fault, step):
                 self._strike(fault)
 
     def in_save(self, step: int, path: Path) -> None:
-        """Called in the thread that writes this rank's file `path`, just before it. Raises OSError: disk full."""
+        """Called in the thread that writes this rank's file `path`, just before it. Raises OSError:
+        disk full."""
         for fault in self._mine:
             if fault.in_save and _strikes(fault, step):
                 self._strike(fault, path)
@@ -63,7 +72,9 @@ class FaultInjector:
             assert fault.seconds is not None  # the config was checked
             self._sleep(fault.seconds)
         elif fault.fault == "fail-save":
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (planted by train.chaos)", str(path))
+            raise OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (planted by train.chaos)", str(path)
+            )
         else:
             raise PlantedError(f"planted by train.chaos: {describe(fault)}")
 
@@ -73,7 +84,10 @@ def describe(fault: Fault) -> str:
     ranks = "every rank" if fault.rank is None else f"rank {fault.rank}"
     if fault.fault == "slow" and not fault.in_save:
         until = "on" if fault.until is None else f"to step {fault.until}"
-        return f"{ranks} takes {fault.seconds:g} s longer for each step, from step {fault.step} {until}"
+        return (
+            f"{ranks} takes {fault.seconds:g} s longer for each step, from step {fault.step} "
+            f"{until}"
+        )
     effect = f"takes {fault.seconds:g} s longer" if fault.fault == "slow" else _EFFECTS[fault.fault]
     moment = "in the save after" if fault.in_save else "at the beginning of"
     return f"{ranks} {effect} {moment} step {fault.step}"

@@ -1,4 +1,5 @@
-"""`train.on_exit`: a user's command that is told how a run has ended, to send a mail for instance."""
+"""`train.on_exit`: a user's command that is told how a run has ended, to send a mail for
+instance."""
 
 import os
 import subprocess
@@ -11,19 +12,28 @@ from meshtrain.job.storage import warn
 ON_EXIT_S = 30.0
 
 
-def run_on_exit(command: str, end: Mapping[str, Any], folder: Path, wait_s: float = ON_EXIT_S) -> None:
-    """Runs a shell command, which is killed after ON_EXIT_S. `end`: the fields of exit.json. A failure is only printed.
+def run_on_exit(
+    command: str, end: Mapping[str, Any], folder: Path, wait_s: float = ON_EXIT_S
+) -> None:
+    """Runs a shell command, which is killed after ON_EXIT_S. `end`: the fields of exit.json. A
+    failure is only printed.
 
-    `wait_s`: how long this process waits for the command, which then runs on, even if this process is killed.
+    `wait_s`: how long this process waits for the command, which then runs on, even if this process
+    is killed.
     """
     path = folder.absolute() / "exit.json"
     variables = {key: end[key] for key in ("status", "code", "kind", "step")}
     variables |= {"exit_json": path, "run": path.parent, "reason": end["reason"].replace("\0", " ")}
-    environment = os.environ | {f"MESHTRAIN_{name.upper()}": str(value) for name, value in variables.items()}
-    # `timeout` limits it, not this process: if the job is lost, this process may end before the command does.
+    environment = os.environ | {
+        f"MESHTRAIN_{name.upper()}": str(value) for name, value in variables.items()
+    }
+    # `timeout` limits it, not this process: if the job is lost, this process may end before the
+    # command does.
     limited = ["timeout", "--kill-after=2", str(ON_EXIT_S), "sh", "-c", command]
     try:
-        process = subprocess.Popen(limited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            limited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         code = process.wait(wait_s if wait_s < ON_EXIT_S else ON_EXIT_S + 5)
     except subprocess.TimeoutExpired:
         return

@@ -1,5 +1,6 @@
-"""The phases of a run: one object tells the step timer, the goodput tracker, the watchdog, the timeouts of process
-groups, the straggler detector, the profiler, planted faults and Python's garbage collector what the run is doing."""
+"""The phases of a run: one object tells the step timer, the goodput tracker, the watchdog, the
+timeouts of process groups, the straggler detector, the profiler, planted faults and Python's
+garbage collector what the run is doing."""
 
 import gc
 import time
@@ -24,7 +25,8 @@ COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
 class _Phase(NamedTuple):
     goodput: str  # the part of the wall time that it belongs to
     watchdog: str | None = None  # the phase of the deadlines; None: the current one stays
-    own_timeout: bool = False  # its collectives may take longer than a step's: the first time may compile
+    # its collectives may take longer than a step's: the first time may compile
+    own_timeout: bool = False
     saves: bool = False  # a later job may resume from here
 
 
@@ -38,7 +40,8 @@ PHASES = {
 
 
 class CompileTimer:
-    """Books the time of this process's compiler as goodput's `compile`, and prints what it compiled and recompiled."""
+    """Books the time of this process's compiler as goodput's `compile`, and prints what it compiled
+    and recompiled."""
 
     def __init__(self, goodput: GoodputTracker, say: Callable[[str], None]) -> None:
         self._goodput, self._say = goodput, say
@@ -61,20 +64,27 @@ class CompileTimer:
             yield
         graphs = compiled_graphs() - before
         if graphs > 0:
-            reason = ", for other shapes or values (TORCH_LOGS=recompiles names them)" * (name in self._again)
+            reason = ", for other shapes or values (TORCH_LOGS=recompiles names them)" * (
+                name in self._again
+            )
             again = " again" * (name in self._again)
             label = name if step is None else f"{name} {step}"
-            self._say(f"{label}: compiled {plural(graphs, 'graph')}{again} in {seconds:.1f} s{reason}")
+            self._say(
+                f"{label}: compiled {plural(graphs, 'graph')}{again} in {seconds:.1f} s{reason}"
+            )
             self._again.add(name)
 
 
 class PhaseMonitor:
-    """Tracks which step the run is in, or what it does between two steps; a context manager around the training loop.
+    """Tracks which step the run is in, or what it does between two steps; a context manager around
+    the training loop.
 
-    Inside, time counts as training, and Python collects garbage between steps only, on all ranks at once.
+    Inside, time counts as training, and Python collects garbage between steps only, on all ranks at
+    once.
 
     Attributes:
-        slowest_s: of the finished steps, except the first of this job, which starts readers and compiles.
+        slowest_s: of the finished steps, except the first of this job, which starts readers and
+            compiles.
         save_s: seconds that the last save took; None: there was none.
     """
 
@@ -131,7 +141,8 @@ class PhaseMonitor:
             self.mesh.set_timeout(limit_s)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Called when a step's result is known, during a later step. Returns the times of its row (docs/metrics.md)."""
+        """Called when a step's result is known, during a later step. Returns the times of its row
+        (docs/metrics.md)."""
         times = self.timer.pop()
         assert times is not None  # every update ends a step of the timer
         if step > self.first_step + 1:
@@ -143,7 +154,8 @@ class PhaseMonitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Wraps one of `PHASES`, between two steps or after the last. Its time belongs to no step."""
+        """Wraps one of `PHASES`, between two steps or after the last. Its time belongs to no
+        step."""
         phase = PHASES[name]
         if phase.own_timeout:
             self._set_timeout(self.watchdog.deadlines.longest(name))

@@ -1,4 +1,5 @@
-"""The timeline of a real step: recorded by the ranks of a pipeline, written into the run's folder by rank 0."""
+"""The timeline of a real step: recorded by the ranks of a pipeline, written into the run's folder
+by rank 0."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,18 @@ FILE = "timeline.json"
 
 @contextmanager
 def record_timeline(
-    config: "Config", model: nn.Module, step: int, *, job: Job, layout: Layout, folder: Path, say: Callable[[str], None]
+    config: "Config",
+    model: nn.Module,
+    step: int,
+    *,
+    job: Job,
+    layout: Layout,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Wraps a step's forwards and backwards, on all ranks: records them if it is the step that the config names. Ranks
-    of the same stage run in lockstep: those at the first coordinate of all axes but `pp` stand for all of them."""
+    """Wraps a step's forwards and backwards, on all ranks: records them if it is the step that the
+    config names. Ranks of the same stage run in lockstep: those at the first coordinate of all axes
+    but `pp` stand for all of them."""
     if step != config.metrics.timeline or not isinstance(model, Pipeline):
         yield
         return
@@ -36,17 +45,24 @@ def record_timeline(
     events, model.recorded = model.recorded, None
     first = not any(place for axis, place in layout.coordinate(job.rank).items() if axis != "pp")
     times = [(event.start, event.end) for event in events] if first else None
-    rows = [row for row in job.gather("gathering the timeline", times) if row is not None]  # in the order of pp
+    # in the order of pp
+    rows = [row for row in job.gather("gathering the timeline", times) if row is not None]
     if job.rank == 0:
         title = f"{model.schedule.title}, step {step} of {config.name}"
         path = folder / FILE
         with optional("there is no timeline"):
-            write_whole(path, json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n")
-            say(f"timeline of step {step} in {path}; this draws it below the plan: {_command(config, path)}")
+            write_whole(
+                path, json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n"
+            )
+            say(
+                f"timeline of step {step} in {path}; this draws it below the plan: "
+                f"{_command(config, path)}"
+            )
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
-    """A timeline from the start and end of each rank's actions, in the order of its list; times then begin at 0."""
+    """A timeline from the start and end of each rank's actions, in the order of its list; times
+    then begin at 0."""
     begin = min(start for row in rows for start, _ in row)
     events = (
         Event(rank, action, start - begin, end - begin)
@@ -58,6 +74,8 @@ def measured(schedule: Schedule, rows: Sequence[Sequence[tuple[float, float]]]) 
 
 def _command(config: "Config", path: Path) -> str:
     section = config.pipeline
-    stages = "" if section.stages_per_rank is None else f" --stages-per-rank {section.stages_per_rank}"
+    stages = (
+        "" if section.stages_per_rank is None else f" --stages-per-rank {section.stages_per_rank}"
+    )
     stages = "" if section.schedule.endswith(".csv") else stages
     return f"meshtrain pipeline {section.schedule}{stages} --beside {path}"

@@ -1,4 +1,5 @@
-"""Results of a run: a text sample, the picture of the loss, and exported weights. All ranks call each function."""
+"""Results of a run: a text sample, the picture of the loss, and exported weights. All ranks call
+each function."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,9 @@ from meshtrain.run.weights_export import export
 PROMPT_TOKENS = 16  # of held-out text, which the generated sample continues
 
 
-def show(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.Module, folder: Path) -> None:
+def show(
+    config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.Module, folder: Path
+) -> None:
     """Prints a text by a language model, and draws the loss in the run's folder."""
     if data.tokenizer is not None and config.train.sample_tokens > 0:
         job.say(sample_text(config, job, mesh, data, model))
@@ -36,7 +39,10 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
     inputs, _ = (data.validation or data.train).item(0, 0)
     assert inputs[0] is not None  # the tokens
     if len(inputs) > len(LANGUAGE) or inputs[0].is_floating_point():
-        return f"no sample: one is made of {', '.join(LANGUAGE)} alone, and the data give the model other inputs"
+        return (
+            f"no sample: one is made of {', '.join(LANGUAGE)} alone, and the data give the model "
+            "other inputs"
+        )
     prompt = inputs[0][:PROMPT_TOKENS].tolist()
     ids = generate(
         model,

@@ -1,4 +1,5 @@
-"""A run's folder, as rank 0 sees it: locked by one job at a time, with a record of how the last job ended."""
+"""A run's folder, as rank 0 sees it: locked by one job at a time, with a record of how the last job
+ended."""
 
 import json
 import time
@@ -9,7 +10,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.directory import InUseError, TakenError, check_owner, clear_unfinished, lock_folder
+from meshtrain.checkpoint.directory import (
+    InUseError,
+    TakenError,
+    check_owner,
+    clear_unfinished,
+    lock_folder,
+)
 from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
@@ -27,11 +34,13 @@ class RunFolder:
         self.path = Path(path)
 
     def lock(self, job: Job, wait_s: float) -> AbstractContextManager[None]:
-        """Rank 0 holds a lock on the folder while the body runs. Raises InputError, on every rank, if it cannot."""
+        """Rank 0 holds a lock on the folder while the body runs. Raises InputError, on every rank,
+        if it cannot."""
         return lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER", wait_s)
 
     def last_exit(self) -> dict[str, Any] | None:
-        """How the last job ended, as it recorded itself; None if none did. A damaged exit.json is moved away."""
+        """How the last job ended, as it recorded itself; None if none did. A damaged exit.json is
+        moved away."""
         path = self.path / EXIT
         with optional(f"{path} cannot be used"), suppress(FileNotFoundError):
             try:
@@ -48,13 +57,26 @@ class RunFolder:
             (self.path / EXIT).unlink(missing_ok=True)
 
     def write_exit(
-        self, status: str, code: int, reason: str, step: int, goodput: Mapping[str, float] | None = None, *, kind: str,
+        self,
+        status: str,
+        code: int,
+        reason: str,
+        step: int,
+        goodput: Mapping[str, float] | None = None,
+        *,
+        kind: str,
         hosts: Sequence[str] = (),
-    ) -> dict[str, Any]:  # fmt: skip
-        """Writes how this job ends, "done", "stopped" or "failed", after `step` updates, and returns that. On a disk
-        error it is only printed. `kind`: the machine-readable reason: "done", a StopKind, or a DiagnosisKind. `hosts`:
-        those at fault."""
-        end: dict[str, Any] = {"status": status, "code": code, "reason": reason, "kind": kind, "step": step}
+    ) -> dict[str, Any]:
+        """Writes how this job ends, "done", "stopped" or "failed", after `step` updates, and
+        returns that. On a disk error it is only printed. `kind`: the machine-readable reason:
+        "done", a StopKind, or a DiagnosisKind. `hosts`: those at fault."""
+        end: dict[str, Any] = {
+            "status": status,
+            "code": code,
+            "reason": reason,
+            "kind": kind,
+            "step": step,
+        }
         end["hosts"] = list(hosts)
         if goodput is not None:
             end["goodput"] = dict(goodput)
@@ -65,15 +87,19 @@ class RunFolder:
         return end
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file atomically. Raises OSError, or TakenError: another job has the folder now."""
+        """Writes a file atomically. Raises OSError, or TakenError: another job has the folder
+        now."""
         check_owner()
         write_whole(self.path / name, text)
 
 
 @contextmanager
-def lock_for_job(folder: Path, job: Job, purpose: str, option: str, wait_s: float) -> Iterator[None]:
-    """Rank 0 holds a lock on a folder, created if missing, while the body runs. A restarted job waits `wait_s` for the
-    one before it to release the lock: it may run on, for instance on a host to which a link was cut.
+def lock_for_job(
+    folder: Path, job: Job, purpose: str, option: str, wait_s: float
+) -> Iterator[None]:
+    """Rank 0 holds a lock on a folder, created if missing, while the body runs. A restarted job
+    waits `wait_s` for the one before it to release the lock: it may run on, for instance on a host
+    to which a link was cut.
 
     `purpose`: a readable name of the folder; `option`: the config key that names another one.
     Raises InputError: on every rank: rank 0 cannot get the lock.
@@ -84,7 +110,9 @@ def lock_for_job(folder: Path, job: Job, purpose: str, option: str, wait_s: floa
                 try:
                     _take(folder, stack, job, wait_s)
                 except InputError as error:
-                    raise InputError(f"{purpose}: {error}; or name another one with {option}") from error
+                    raise InputError(
+                        f"{purpose}: {error}; or name another one with {option}"
+                    ) from error
         yield
 
 
@@ -104,15 +132,21 @@ def _take(folder: Path, stack: ExitStack, job: Job, wait_s: float) -> None:
 
 
 @contextmanager
-def lock_checkpoints(path: str | None, folder: RunFolder, job: Job, wait_s: float) -> Iterator[Path]:
-    """The folder of a run's checkpoints (`path` of the config; None: `checkpoints` in the run's folder), which all
-    hosts see, and to which no other job writes while the body runs. Raises InputError, on every rank."""
+def lock_checkpoints(
+    path: str | None, folder: RunFolder, job: Job, wait_s: float
+) -> Iterator[Path]:
+    """The folder of a run's checkpoints (`path` of the config; None: `checkpoints` in the run's
+    folder), which all hosts see, and to which no other job writes while the body runs. Raises
+    InputError, on every rank."""
     checkpoints = folder.path / "checkpoints" if path is None else Path(path).expanduser()
     if checkpoints.resolve() == folder.path.resolve():
         raise AgreedError(
-            f"checkpoint.path is the run's folder itself, {folder.path}: name one inside of it, or another"
+            f"checkpoint.path is the run's folder itself, {folder.path}: name one inside of it, or "
+            "another"
         )
-    with lock_for_job(checkpoints, job, "the folder of the checkpoints", "checkpoint.path=FOLDER", wait_s):
+    with lock_for_job(
+        checkpoints, job, "the folder of the checkpoints", "checkpoint.path=FOLDER", wait_s
+    ):
         with job.collective_check("clearing the folder of the checkpoints"):
             for unfinished in clear_unfinished(checkpoints) if job.rank == 0 else ():
                 job.say(f"removed {unfinished}, which an earlier job did not finish")
@@ -121,7 +155,8 @@ def lock_checkpoints(path: str | None, folder: RunFolder, job: Job, wait_s: floa
 
 
 def check_shared_filesystem(job: Job, folder: Path) -> None:
-    """Raises InputError, on every rank, naming hosts that do not read in this folder what rank 0 has just written."""
+    """Raises InputError, on every rank, naming hosts that do not read in this folder what rank 0
+    has just written."""
     proof, token = folder / PROOF, uuid.uuid4().hex
     with job.collective_check("writing to the folder of the checkpoints"):
         try:
@@ -130,7 +165,8 @@ def check_shared_filesystem(job: Job, folder: Path) -> None:
                 write_whole(proof, token)
         except OSError as error:
             raise InputError(
-                f"the folder of the checkpoints, {folder.absolute()}, cannot be written to ({error.strerror}): name "
+                f"the folder of the checkpoints, {folder.absolute()}, cannot be written to "
+                f"({error.strerror}): name "
                 "another one with checkpoint.path=FOLDER"
             ) from error
     try:
@@ -142,14 +178,17 @@ def check_shared_filesystem(job: Job, folder: Path) -> None:
             proof.unlink(missing_ok=True)
     if blind:
         raise AgreedError(
-            f"the folder of the checkpoints, {folder.absolute()}, is not shared: what rank 0 on host {writer} "
-            f"wrote there is not seen on host {join_some(blind, 4)}. Name a folder that all hosts have in "
+            f"the folder of the checkpoints, {folder.absolute()}, is not shared: what rank 0 on "
+            f"host {writer} "
+            f"wrote there is not seen on host {join_some(blind, 4)}. Name a folder that all hosts "
+            "have in "
             "common with checkpoint.path=FOLDER"
         )
 
 
 def _blind_hosts(rows: list) -> tuple[str, list[str]]:
-    """The host of rank 0, and those that do not see what it wrote; from [host, whether it sees it] of every rank."""
+    """The host of rank 0, and those that do not see what it wrote; from [host, whether it sees it]
+    of every rank."""
     return rows[0][0], list(dict.fromkeys(host for host, sees in rows if not sees))
 
 

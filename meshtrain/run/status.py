@@ -1,4 +1,5 @@
-"""Exit status: how a run ends, written into `exit.json` for scripts and for the next start of the same run."""
+"""Exit status: how a run ends, written into `exit.json` for scripts and for the next start of the
+same run."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -23,13 +24,17 @@ from meshtrain.run.run_folder import EXIT, RunFolder
 if TYPE_CHECKING:
     from meshtrain.metrics.goodput import GoodputTracker
 
-EXIT_RESTART = 1  # the exit status of a process that stops because a node joins, and is to be restarted
-VERDICT_S = 2.0  # that sinks, and then the command of train.on_exit, may delay a process that is about to be killed
-STOPPED = 75  # the exit status of a run that was asked to stop and can be resumed: EX_TEMPFAIL of sysexits.h
+# the exit status of a process that stops because a node joins, and is to be restarted
+EXIT_RESTART = 1
+# that sinks, and then the command of train.on_exit, may delay a process that is about to be killed
+VERDICT_S = 2.0
+# the exit status of a run that was asked to stop and can be resumed: EX_TEMPFAIL of sysexits.h
+STOPPED = 75
 
 
 class RunStatus(AbstractContextManager["RunStatus"]):
-    """Wraps a run: rank 0 records how it ends, replacing the last record, unless the run is refused at its start."""
+    """Wraps a run: rank 0 records how it ends, replacing the last record, unless the run is refused
+    at its start."""
 
     def __init__(self, folder: RunFolder, job: Job, on_exit: str | None = None) -> None:
         self.folder = folder
@@ -46,23 +51,28 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         return 0 if self._goodput is None else self._goodput.finished_step
 
     def already_finished(self, steps: int, resume: Resume, config: Config) -> bool:
-        """Whether an earlier job has finished this run of `steps` steps; rank 0 then prints what the user can do.
-        Raises InputError: the folder holds a finished run of another number of steps, and no checkpoint of it."""
+        """Whether an earlier job has finished this run of `steps` steps; rank 0 then prints what
+        the user can do. Raises InputError: the folder holds a finished run of another number of
+        steps, and no checkpoint of it."""
         last = None
         with self.job.collective_check("looking at the run's folder"):
             last = self.folder.last_exit() if self.job.rank == 0 and not resume.back else None
             last = last if last is not None and last.get("status") == "done" else None
             if last is not None and last["step"] != steps and resume.checkpoint is None:
                 raise InputError(
-                    f"{self.folder.path} holds a finished run of {last['step']} steps and no checkpoint of it, and "
-                    f"this one has {steps}: name another folder, for instance train.output={self.folder.path}-{steps}"
+                    f"{self.folder.path} holds a finished run of {last['step']} steps and no "
+                    "checkpoint of it, and "
+                    f"this one has {steps}: name another folder, for instance "
+                    f"train.output={self.folder.path}-{steps}"
                 )
         done = last is not None and last["step"] == steps
         done = self.job.reduce("looking at the run's folder", done, itemgetter(0))
         if done:
             self.job.say(
-                f"{self.folder.path} is done: {steps} steps. Its loss is in metrics.jsonl and loss.png there.\n"
-                f"To start anew, remove the folder or name another:  train.output={self.folder.path}-2\n"
+                f"{self.folder.path} is done: {steps} steps. Its loss is in metrics.jsonl and "
+                "loss.png there.\n"
+                "To start anew, remove the folder or name another:  "
+                f"train.output={self.folder.path}-2\n"
                 f"To go further, train longer from its last step:    train.steps={2 * steps}"
             )
             export, average = config.train.export, " --ema" * config.train.use_ema
@@ -72,7 +82,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         return done
 
     def stop(self, own_reason: StopReason | None, checkpoint: Path, spec: RunSpec) -> None:
-        """The run has stopped: rank 0 prints why, and how to resume. `own_reason`: why this rank was asked to stop."""
+        """The run has stopped: rank 0 prints why, and how to resume. `own_reason`: why this rank
+        was asked to stop."""
         requests: dict[str, list[int]] = {}
         own = None if own_reason is None else [own_reason.kind, own_reason.text]
         for rank, reason in enumerate(self.job.gather("stopping", own)):
@@ -84,7 +95,9 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             reason if ranks[0] == 0 else f"{reason} on rank {', '.join(ranges(ranks))}"
             for reason, ranks in requests.items()
         )
-        again = "" if spec.config.checkpoint.resume == "latest" else " with checkpoint.resume=latest"
+        again = (
+            "" if spec.config.checkpoint.resume == "latest" else " with checkpoint.resume=latest"
+        )
         self.job.say(
             f"\nstopped after step {self.step} of {spec.steps}: {self.stopped}\n"
             f"the state is in {checkpoint}\n"
@@ -92,7 +105,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         )
 
     def begin(self, config: Config, layout_table: str, goodput: "GoodputTracker") -> None:
-        """The run is about to start, with weights or a checkpoint already read: from now on its folder shows that."""
+        """The run is about to start, with weights or a checkpoint already read: from now on its
+        folder shows that."""
         with self.job.collective_check("beginning the run"):
             if self.job.rank == 0:
                 self.folder.forget_exit()
@@ -102,7 +116,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         self._goodput = goodput
 
     def open_sinks(self, config: Config, steps: int, step: int) -> SinkThreads:
-        """Opens the sinks of the config, on rank 0. This object closes them, as it knows how the run ends."""
+        """Opens the sinks of the config, on rank 0. This object closes them, as it knows how the
+        run ends."""
         run = SinkRun(config.name, self.folder.path, steps, step, config.plain())
         self._sinks = SinkThreads(find_sinks(config.metrics), run)
         return self._sinks
@@ -119,21 +134,42 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             shared = isinstance(error, AgreedError | TrainingError)  # all ranks raise it
             asks = signal_of(error) is not None or (isinstance(error, Exception) and not shared)
             first = self.job.failures.first_failure(str(self.job), error) if asks else None
-            if first is not None and first.diagnosis.kind == DiagnosisKind.INPUT and self._goodput is None:
+            if (
+                first is not None
+                and first.diagnosis.kind == DiagnosisKind.INPUT
+                and self._goodput is None
+            ):
                 return  # another rank has refused the run
             if first is not None:
-                self._write("failed", 1, first.diagnosis.headline, first.diagnosis.kind, first.diagnosis.hosts)
+                self._write(
+                    "failed",
+                    1,
+                    first.diagnosis.headline,
+                    first.diagnosis.kind,
+                    first.diagnosis.hosts,
+                )
             else:
-                self._write("failed", 1, *_reason(error), () if shared or refused else (self.job.host,))
+                self._write(
+                    "failed", 1, *_reason(error), () if shared or refused else (self.job.host,)
+                )
 
     def write_failed(self, diagnosis: Diagnosis) -> None:
-        """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest surviving rank."""
+        """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest
+        surviving rank."""
         # Where a link is cut, both sides call this, and the exit.json of rank 0 counts.
-        if self._goodput is not None and (self.job.rank == 0 or not (self.folder.path / EXIT).exists()):
+        if self._goodput is not None and (
+            self.job.rank == 0 or not (self.folder.path / EXIT).exists()
+        ):
             self._write("failed", 1, diagnosis.headline, diagnosis.kind, diagnosis.hosts, VERDICT_S)
 
     def _write(
-        self, status: str, code: int, reason: str, kind: str, hosts: Sequence[str] = (), limit_s: float = ON_EXIT_S
+        self,
+        status: str,
+        code: int,
+        reason: str,
+        kind: str,
+        hosts: Sequence[str] = (),
+        limit_s: float = ON_EXIT_S,
     ) -> None:
         """`limit_s`: for the sinks to close, and then for train.on_exit."""
         goodput = self._goodput if self.job.rank == 0 else None  # only rank 0 has the run's ledger

@@ -1,4 +1,5 @@
-"""Step logging: turns the results of steps into rows, totals of the run and of its epochs, and decisions to stop."""
+"""Step logging: turns the results of steps into rows, totals of the run and of its epochs, and
+decisions to stop."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -27,10 +28,12 @@ MOST_BAD = 8  # ranks whose samples are listed, and samples of each
 
 
 class StepLogger(AbstractContextManager["StepLogger"]):
-    """Takes the results of the steps in order. All ranks have a logger, because all of them stop together.
+    """Takes the results of the steps in order. All ranks have a logger, because all of them stop
+    together.
 
     Attributes:
-        stop_asked: whether some rank asked for a stop before one of the steps whose results are known.
+        stop_asked: whether some rank asked for a stop before one of the steps whose results are
+            known.
         tokens: valid targets since the start of the run.
         evaluations: step -> numbers of the last evaluation, as in a checkpoint's manifest.
     """
@@ -45,8 +48,15 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         metrics: NoMetrics,
         counters: Mapping[str, Any] | None = None,
     ) -> None:
-        """`metrics`: on rank 0, a `Metrics`. `counters`: the `state_dict` in the checkpoint to resume from."""
-        self.config, self.steps, self.job, self.mesh, self.data = spec.config, spec.steps, job, mesh, data
+        """`metrics`: on rank 0, a `Metrics`. `counters`: the `state_dict` in the checkpoint to
+        resume from."""
+        self.config, self.steps, self.job, self.mesh, self.data = (
+            spec.config,
+            spec.steps,
+            job,
+            mesh,
+            data,
+        )
         self.stop_asked = False
         self.evaluations: dict[int, dict[str, float]] = {}
         self.tokens = 0 if counters is None else counters["tokens"]
@@ -60,7 +70,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             self._metrics.say(self._count_flops(spec.config.data.seq_len))
 
     def _count_flops(self, length: int) -> str:
-        """Counts the FLOPs of a sample, cut to `length` if it is tokens. Returns a line about them."""
+        """Counts the FLOPs of a sample, cut to `length` if it is tokens. Returns a line about
+        them."""
         batch, self._counted = self.data.train.read([(0, 0)], 1).batch().shortened(length), length
         self._causal, self._packed = CausalCalls(), batch.tensors.get("documents") is not None
         self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs, self._causal)
@@ -71,11 +82,13 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self._metrics.close()
 
     def defer(self, result: Callable[[], StepResult]) -> None:
-        """Takes the result of a step that the device may still be working on; `flush` waits for it."""
+        """Takes the result of a step that the device may still be working on; `flush` waits for
+        it."""
         self._pending = result
 
     def flush(self) -> None:
-        """Logs the deferred step, if any. Raises TrainingError, on every rank: it is not finite and stops the run."""
+        """Logs the deferred step, if any. Raises TrainingError, on every rank: it is not finite and
+        stops the run."""
         if self._pending is None:
             return
         result, self._pending = self._pending(), None
@@ -94,7 +107,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             self._epoch = _Sums()
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the config asks for an evaluation after this step. The last step has one unless evaluation is off."""
+        """Whether the config asks for an evaluation after this step. The last step has one unless
+        evaluation is off."""
         every = self.config.train.eval_every
         if every == "epoch":
             return step == self.steps or self.ends_epoch(step)
@@ -120,7 +134,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             self._count_flops(length)
         return {
             "step": result.step,
-            # That of its first sample: a last batch is filled from an epoch that the run does not have.
+            # That of its first sample: a last batch is filled from an epoch that the run does not
+            # have.
             "epoch": positions.start // self._order.samples + 1,
             "loss": result.loss if result.num_valid_tokens else None,
             "grad_norm": result.grad_norm,
@@ -129,8 +144,15 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             "samples": positions.stop,
             "samples_digest": samples_digest(sample for _, sample in self._items(result.step)),
             "tokens_per_s": result.num_valid_tokens / seconds,
-            "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
-            "mfu_causal": mfu(self._causal_flops(result.step), seconds, self._peak, self.job.world_size),
+            "mfu": mfu(
+                None if self._flops is None else self._flops * size,
+                seconds,
+                self._peak,
+                self.job.world_size,
+            ),
+            "mfu_causal": mfu(
+                self._causal_flops(result.step), seconds, self._peak, self.job.world_size
+            ),
             "memory_gib": memory_gib(self.job.device),
             "memory_reserved_gib": memory_reserved_gib(self.job.device),
             **times,
@@ -139,10 +161,14 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         }
 
     def _causal_flops(self, step: int) -> int | None:
-        """FLOPs of a step, counting only pairs of tokens of which one attends to the other; None if unknown."""
+        """FLOPs of a step, counting only pairs of tokens of which one attends to the other; None if
+        unknown."""
         if self._flops is None:
             return None
-        samples, whole = [sample for _, sample in self._items(step)], self._counted == self.config.data.seq_len
+        samples, whole = (
+            [sample for _, sample in self._items(step)],
+            self._counted == self.config.data.seq_len,
+        )
         lengths = self.data.train.document_lengths(samples) if whole else None
         if self._packed and lengths is None:
             return None
@@ -157,28 +183,42 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         if (self._empty == EMPTY_STEPS or in_vain) and self.job.rank == 0:
             steps = ranges(range(result.step - self._empty + 1, result.step + 1))[0]
             self._metrics.say(
-                f"no target of the steps {steps} had a loss: such steps change no weight; look at the prompts of the "
+                f"no target of the steps {steps} had a loss: such steps change no weight; look at "
+                "the prompts of the "
                 "data, or take a larger data.seq_len or batch.global_size"
             )
 
     def _handle_nonfinite(self, result: StepResult) -> None:
-        """Names the ranks and samples whose loss is not finite. All ranks call it, as all have the same result."""
+        """Names the ranks and samples whose loss is not finite. All ranks call it, as all have the
+        same result."""
         batch = self._items(result.step)
         own = share(len(batch), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
-        samples = [batch[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
+        samples = [
+            batch[own[i]][1]
+            for i in result.bad_samples
+            if i < len(own) and self.mesh.speaks_for_samples
+        ]
         report = [str(self.job), samples]
-        ranks = self.job.reduce("naming what is not finite", report, lambda rows: [row for row in rows if row[1]])
-        bad = [f"{rank}: samples {join_some(list(map(str, samples)), MOST_BAD)}" for rank, samples in ranks[:MOST_BAD]]
+        ranks = self.job.reduce(
+            "naming what is not finite", report, lambda rows: [row for row in rows if row[1]]
+        )
+        bad = [
+            f"{rank}: samples {join_some(list(map(str, samples)), MOST_BAD)}"
+            for rank, samples in ranks[:MOST_BAD]
+        ]
         others = f"; and {len(ranks) - MOST_BAD} other ranks" if len(ranks) > MOST_BAD else ""
         problem = (
             f"step {result.step}: the loss is not finite ({'; '.join(bad)}{others})"
             if bad
-            else f"step {result.step}: every sample's loss is finite, but the gradient's norm is {result.grad_norm}"
+            else f"step {result.step}: every sample's loss is finite, "
+            f"but the gradient's norm is {result.grad_norm}"
         )
         if self.config.train.on_nonfinite == "stop":
             raise TrainingError(
-                f"{problem}. Stopped before that update: the parameters are those of step {result.step - 1}. "
-                "Look at these samples, lower optimizer.lr, or leave such steps out with train.on_nonfinite=skip"
+                f"{problem}. Stopped before that update: the parameters are those of step "
+                f"{result.step - 1}. "
+                "Look at these samples, lower optimizer.lr, or leave such steps out with "
+                "train.on_nonfinite=skip"
             )
         self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
 

@@ -1,7 +1,8 @@
 """Distributed export: a model on any mesh becomes a Hugging Face directory, tensor by tensor.
 
-The files are distributed over the ranks that see the folder. In each turn each writer receives the parts of one stored
-tensor (of one expert) and writes it: no rank holds more than that besides its own shards.
+The files are distributed over the ranks that see the folder. In each turn each writer receives the
+parts of one stored tensor (of one expert) and writes it: no rank holds more than that besides its
+own shards.
 """
 
 import uuid
@@ -42,10 +43,19 @@ from meshtrain.job.parsing import read_limited
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.sharding import Part, local_part, overlap, overlapping, shape_of, tensor_spec, within
+from meshtrain.parallel.sharding import (
+    Part,
+    local_part,
+    overlap,
+    overlapping,
+    shape_of,
+    tensor_spec,
+    within,
+)
 from meshtrain.pipeline.engine import Pipeline
 
-MAX_SMALL_FILE = 2**27  # bytes of a file beside weights; tokenizers of large vocabularies have a third of that
+# bytes of a file beside weights; tokenizers of large vocabularies have a third of that
+MAX_SMALL_FILE = 2**27
 _MOST_STARTS = 100  # runs that may have started one from the other
 
 Turn = tuple[int, str, Entry]  # the rank that writes, its file, and the tensor
@@ -72,26 +82,33 @@ def export(
         folder: is created, or replaces an earlier export.
         dtype: of the floating tensors in the files.
         config: the contents of config.json, except for the dtype; None writes none.
-        tokenizer: a tokenizer.json to be copied beside the weights, with the files that belong to it.
+        tokenizer: a tokenizer.json to be copied beside the weights, with the files that belong to
+            it.
         data: the run's section `data`, which says how documents ended.
         weights: `model.weights`: what it says of the ends of texts, and its tokenizer, are kept.
         file_bytes: the maximum size of one file, unless a tensor is larger.
         file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
 
-    Raises on every rank: AgreedError: a rank may not write there; TrainingError: its disk is full, or has failed.
+    Raises on every rank: AgreedError: a rank may not write there; TrainingError: its disk is full,
+    or has failed.
     """
     place = ExportFolder(folder)
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
-    placements = gather_placements([tensor_spec(*pair) for pair in tensors.items()], job, mesh.layout)
+    placements = gather_placements(
+        [tensor_spec(*pair) for pair in tensors.items()], job, mesh.layout
+    )
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
     first = model.stages()[0] if isinstance(model, Pipeline) else model
     files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first), file_format))
     writers = _begin(place, job)
     try:
-        problem: OSError | None = None  # raised after the last turn: other ranks wait for this rank's parts
+        # raised after the last turn: other ranks wait for this rank's parts
+        problem: OSError | None = None
         with WeightFiles(place.making, files) as out, torch.no_grad():
             for turn in turns(files, writers):
-                for file, entry, whole in _exchange(turn, parts, tensors, placements, job, mesh.layout):
+                for file, entry, whole in _exchange(
+                    turn, parts, tensors, placements, job, mesh.layout
+                ):
                     try:
                         if problem is None:
                             out.write(file, entry, [whole.view(-1).view(torch.uint8).numpy().data])
@@ -111,11 +128,13 @@ def export(
 
 
 def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
-    """What the Hugging Face directory that a run started from says beside its tensors: texts by the files' names. Bytes
-    of a tokenizer.model that are no characters are surrogates in its text (PEP 383).
+    """What the Hugging Face directory that a run started from says beside its tensors: texts by the
+    files' names. Bytes of a tokenizer.model that are no characters are surrogates in its text (PEP
+    383).
 
-    A run may have started from a checkpoint, whose run started from the directory. Says if it is not there any more. A
-    checkpoint may come from a stranger, so no more is read than these files, if they are small and plain.
+    A run may have started from a checkpoint, whose run started from the directory. Says if it is
+    not there any more. A checkpoint may come from a stranger, so no more is read than these files,
+    if they are small and plain.
 
     Args:
         weights: the run's `model.weights`.
@@ -138,10 +157,15 @@ def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
         with suppress(InputError, OSError, RuntimeError, ValueError):
             content = read_limited(folder / name, MAX_SMALL_FILE)
             binary = name == SENTENCEPIECE
-            texts[name] = content.decode("utf-8", "surrogateescape") if binary else content.decode("utf-8-sig")
+            texts[name] = (
+                content.decode("utf-8", "surrogateescape")
+                if binary
+                else content.decode("utf-8-sig")
+            )
     if CONFIG not in texts:
         say(
-            f"the export has no ends of texts and no tokenizer of {printable(str(folder))}, from which the run "
+            f"the export has no ends of texts and no tokenizer of {printable(str(folder))}, from "
+            "which the run "
             f"started: no {CONFIG} can be read there"
         )
         return {}
@@ -149,7 +173,8 @@ def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
 
 
 def turns(files: Mapping[str, Sequence[Entry]], writers: Sequence[int]) -> Iterator[list[Turn]]:
-    """Which tensors are written at the same time, one by each writer; writers take the files in turn (round-robin)."""
+    """Which tensors are written at the same time, one by each writer; writers take the files in
+    turn (round-robin)."""
     queues: list[list[Turn]] = [[] for _ in writers]
     for n, (file, entries) in enumerate(files.items()):
         queues[n % len(writers)] += [(writers[n % len(writers)], file, entry) for entry in entries]
@@ -172,8 +197,9 @@ def _begin(place: ExportFolder, job: Job) -> list[int]:
 
 
 def _holders(tensor: Placement, part: Part, writer: int, layout: Layout) -> list[tuple[int, Part]]:
-    """Which ranks, the writer included, send which pieces of a part to a writer; together the pieces are the part. If
-    several groups hold the tensor, the writer's own sends it, or the one that differs from it in `pp` only."""
+    """Which ranks, the writer included, send which pieces of a part to a writer; together the
+    pieces are the part. If several groups hold the tensor, the writer's own sends it, or the one
+    that differs from it in `pp` only."""
     index, copy = layout.index(writer, "pp"), layout.copy(writer, *tensor.axes)
     stage = index if index in tensor.stages else tensor.stages[0]
     cuts = [(dim, layout.size(axis)) for axis, dim in tensor.cuts]
@@ -192,7 +218,8 @@ def _exchange(
     job: Job,
     layout: Layout,
 ) -> Iterator[tuple[str, Entry, Tensor]]:
-    """Sends this rank's pieces of the turn's tensors to their writers; yields the whole tensor that it must write."""
+    """Sends this rank's pieces of the turn's tensors to their writers; yields the whole tensor that
+    it must write."""
     operations, outputs = [], []
     for writer, file, entry in turn:
         name, stored = stored_parts[entry.name]

@@ -1,4 +1,5 @@
-"""`meshtrain watch RUN [RUN ...] [--port 8000] [--host 127.0.0.1]`: serves one page about runs until Ctrl-C."""
+"""`meshtrain watch RUN [RUN ...] [--port 8000] [--host 127.0.0.1]`: serves one page about runs
+until Ctrl-C."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +10,9 @@ from meshtrain.watch.server import PageServer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folders of runs (train.output)")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", type=Path, help="folders of runs (train.output)"
+    )
     parser.add_argument("--port", type=int, default=8000, help="port (8000); 0: any free port")
     parser.add_argument(
         "--host",
@@ -22,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     for folder in arguments.runs:
         if not folder.is_dir():
-            raise InputError(f"{folder} is no folder: name what train.output was, for instance runs/quickstart")
+            raise InputError(
+                f"{folder} is no folder: name what train.output was, for instance runs/quickstart"
+            )
     names = [folder.resolve().name for folder in arguments.runs]
     runs = [
         RunFiles(folder, name if names.count(name) == 1 else str(folder))
@@ -32,7 +37,8 @@ def run(arguments: argparse.Namespace) -> None:
         server = PageServer((arguments.host, arguments.port), runs)
     except (OSError, OverflowError) as error:
         raise InputError(
-            f"cannot serve on {arguments.host}:{arguments.port} ({error}): name another with --port or --host"
+            f"cannot serve on {arguments.host}:{arguments.port} ({error}): name another with "
+            "--port or --host"
         ) from error
     with server:
         print(f"{plural(len(runs), 'run')} on {server.url} (Ctrl-C ends it)", flush=True)

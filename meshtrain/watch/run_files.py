@@ -1,4 +1,5 @@
-"""What a run's folder tells of it, read again as the run writes: rows of metrics.jsonl as columns, and small files."""
+"""What a run's folder tells of it, read again as the run writes: rows of metrics.jsonl as columns,
+and small files."""
 
 import math
 import os
@@ -38,8 +39,8 @@ class RunFiles:
         self._means: dict[str, list[float | None]] = {}  # of the strides that are full
 
     def read_rows(self) -> None:
-        """Adds the rows that were written since; all anew where the last one read is no more where it was, as a resume
-        cuts the file and writes on."""
+        """Adds the rows that were written since; all anew where the last one read is no more where
+        it was, as a resume cuts the file and writes on."""
         descriptor = self._open("metrics.jsonl")
         if descriptor is None:
             return self._forget()
@@ -71,7 +72,11 @@ class RunFiles:
         try:
             row = parse_json(line, most=LONGEST)
             step = int(row["step"])
-            numbers = {name: float(x) for name, x in row.items() if type(x) in (int, float) and name not in NOT_SHOWN}
+            numbers = {
+                name: float(x)
+                for name, x in row.items()
+                if type(x) in (int, float) and name not in NOT_SHOWN
+            }
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             self.bad_lines += 1
             return
@@ -89,8 +94,9 @@ class RunFiles:
         self._steps.append(step)
 
     def rows(self, points: int) -> dict[str, Any]:
-        """Columns of at most so many rows: each is the mean of as many neighbours as it takes, a power of two, so that
-        means stay as they are while a run goes on; its step is their last. None where no neighbour has a value."""
+        """Columns of at most so many rows: each is the mean of as many neighbours as it takes, a
+        power of two, so that means stay as they are while a run goes on; its step is their last.
+        None where no neighbour has a value."""
         rows = len(self._steps)
         stride = 1 << max(0, math.ceil(rows / points) - 1).bit_length()
         if stride != self._stride:
@@ -99,10 +105,16 @@ class RunFiles:
         means = {}
         for name, column in self._columns.items():
             known = self._means.setdefault(name, [])
-            known += [_mean(column[at * stride : (at + 1) * stride]) for at in range(len(known), full)]
+            known += [
+                _mean(column[at * stride : (at + 1) * stride]) for at in range(len(known), full)
+            ]
             means[name] = known + [_mean(column[full * stride :])] * (rows % stride > 0)
         steps = [self._steps[min(at + stride, rows) - 1] for at in range(0, rows, stride)]
-        newest = {name: _finite(column[-1]) for name, column in self._columns.items() if len(column) == rows}
+        newest = {
+            name: _finite(column[-1])
+            for name, column in self._columns.items()
+            if len(column) == rows
+        }
         return {"rows": rows, "stride": stride, "step": steps, "columns": means, "newest": newest}
 
     def page_data(self, points: int) -> dict[str, Any]:
@@ -119,7 +131,9 @@ class RunFiles:
             "timeline": self._json("timeline.json"),
             "layout": (self._text("layout.txt") or "").partition("\n")[0],
             "events": self._events(),
-            "checkpoints": [name for name in self._names("checkpoints") if name.startswith("step_")],
+            "checkpoints": [
+                name for name in self._names("checkpoints") if name.startswith("step_")
+            ],
             "failures": self._names("failures")[-20:],
         }
 
@@ -184,4 +198,5 @@ def _finite(value: float) -> float | None:
 
 def _mean(values: "array[float]") -> float | None:
     finite = [value for value in values if math.isfinite(value)]
-    return float(f"{sum(finite) / len(finite):.6g}") if finite else None  # a curve shows no more, and it is sent often
+    # a curve shows no more, and it is sent often
+    return float(f"{sum(finite) / len(finite):.6g}") if finite else None

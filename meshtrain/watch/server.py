@@ -1,4 +1,5 @@
-"""The server of the page: a few fixed addresses, read-only, for this host alone unless it is asked for more."""
+"""The server of the page: a few fixed addresses, read-only, for this host alone unless it is asked
+for more."""
 
 import gzip
 import json
@@ -31,7 +32,8 @@ HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page at `url`, and of run number i what it shows at /runs/i. OSError: the address is taken."""
+    """Serves the page at `url`, and of run number i what it shows at /runs/i. OSError: the address
+    is taken."""
 
     daemon_threads = True
     address_family = socket.AF_INET
@@ -43,7 +45,8 @@ class PageServer(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a page that was closed while it was answered
+        # a page that was closed while it was answered
+        if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     @property
@@ -55,7 +58,9 @@ class PageServer(ThreadingHTTPServer):
         """Media type and content; None: there is no such page."""
         if path in PAGE:
             name, kind = PAGE[path]
-            return f"{kind}; charset=utf-8", files("meshtrain.watch").joinpath("page", name).read_bytes()
+            return f"{kind}; charset=utf-8", files("meshtrain.watch").joinpath(
+                "page", name
+            ).read_bytes()
         if path == "/runs":
             content: Any = [run.name for run in self.runs]
         elif path.removeprefix("/runs/") in map(str, range(len(self.runs))):
@@ -69,7 +74,8 @@ class PageServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
-    timeout = 60.0  # seconds after which a connection that asks nothing is closed: each has a thread
+    # seconds after which a connection that asks nothing is closed: each has a thread
+    timeout = 60.0
 
     def do_GET(self) -> None:
         # A page of another site, whose name was made to lead here, is not this host's.

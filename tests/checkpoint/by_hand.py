@@ -1,4 +1,5 @@
-"""Checkpoints as the ranks of any layout would write them, made by one process; and damage to them."""
+"""Checkpoints as the ranks of any layout would write them, made by one process; and damage to
+them."""
 
 import dataclasses
 import struct
@@ -40,7 +41,8 @@ def write_checkpoint(
     config: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> Path:
-    """Writes a checkpoint of these tensors into the folder `where`; `about`: other fields of the manifest."""
+    """Writes a checkpoint of these tensors into the folder `where`; `about`: other fields of the
+    manifest."""
     layout = Layout(sizes or {"dp_shard": 1})
     placements = {
         name: Placement(tuple(one.shape), KINDS[one.dtype], cuts(name, one), stages(name))
@@ -49,7 +51,9 @@ def write_checkpoint(
     unfinished = folder.begin(where, step)
     files = {}
     for rank in range(layout.world_size):
-        parts = {name: part_to_write(placement, layout, rank) for name, placement in placements.items()}
+        parts = {
+            name: part_to_write(placement, layout, rank) for name, placement in placements.items()
+        }
         rows = []
         for name, part in parts.items():
             if part is not None:

@@ -21,7 +21,8 @@ Train = Callable[..., str]
 
 @pytest.fixture(scope="package", autouse=True)
 def _quickly() -> Iterator[None]:
-    """Without what takes long once per run, and without pauses between attempts to read a missing file."""
+    """Without what takes long once per run, and without pauses between attempts to read a missing
+    file."""
     with pytest.MonkeyPatch.context() as patch:
         faster(patch.setattr)
         patch.setattr(storage, "PAUSES_S", (0.0, 0.0))
@@ -30,10 +31,13 @@ def _quickly() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def prepared(tmp_path_factory: pytest.TempPathFactory, _quickly: None) -> Path:
-    """A config that saves after every second step, a run of it with 4 steps, and one of 8 that nothing happened to."""
+    """A config that saves after every second step, a run of it with 4 steps, and one of 8 that
+    nothing happened to."""
     config = small_run(tmp_path_factory.mktemp("prepared"))
     text = config.read_text().replace("warmup_steps: 2", "warmup_steps: 2, schedule: constant")
-    config.write_text(text.replace("every: 4", "every: 2").replace("seq_len: 32", "seq_len: 32, workers: 0"))
+    config.write_text(
+        text.replace("every: 4", "every: 2").replace("seq_len: 32", "seq_len: 32, workers: 0")
+    )
     for steps in (4, 8):
         options = (f"train.steps={steps}", f"train.output={config.parent / f'{steps} steps'}")
         assert train_alone(config, options)[0] == 0
@@ -60,7 +64,9 @@ def train(fresh: Run) -> Train:
     """Trains a run in a folder, and waits until its checkpoints are uploaded."""
 
     def train(folder: str, *more: str, steps: int = 8, url: str = MEMORY, **how: Any) -> str:
-        printed = fresh.train(f"train.steps={steps}", f"checkpoint.upload={url}", *more, output=folder, **how)
+        printed = fresh.train(
+            f"train.steps={steps}", f"checkpoint.upload={url}", *more, output=folder, **how
+        )
         for thread in threading.enumerate():  # of a run that was interrupted
             if thread.name == "upload":
                 thread.join()

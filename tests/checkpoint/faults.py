@@ -1,8 +1,9 @@
 """Faults of checkpoints, and the one function that runs a row of a table of them.
 
-Each row is about a run of 8 steps, which saves after every second one and has done 4. A fault is there at rest, before
-the run is started again, or while that start loads or saves. The start ends as the row says; then the fault is over,
-and the next start ends as a run to which nothing has happened.
+Each row is about a run of 8 steps, which saves after every second one and has done 4. A fault is
+there at rest, before the run is started again, or while that start loads or saves. The start ends
+as the row says; then the fault is over, and the next start ends as a run to which nothing has
+happened.
 """
 
 import builtins
@@ -25,7 +26,14 @@ from typing import Any
 import pytest
 
 from meshtrain.checkpoint import commit, load_weights
-from meshtrain.checkpoint.directory import COMPLETE, LOCK, OWNER, complete_steps, complete_text, name_of
+from meshtrain.checkpoint.directory import (
+    COMPLETE,
+    LOCK,
+    OWNER,
+    complete_steps,
+    complete_text,
+    name_of,
+)
 from meshtrain.checkpoint.manifest import MANIFEST, file_of
 from meshtrain.cli import main as cli
 from meshtrain.config.locate import model_file
@@ -38,7 +46,7 @@ SHARD = file_of(0)
 OLDER, NEWER = name_of(2), name_of(4)
 
 
-# The run --------------------------------------------------------------------------------------------------------------
+# The run ------------------------------------------------------------------------------------------
 
 
 def train_alone(config: Path, options: Sequence[str], **case: Any) -> tuple[int, str]:
@@ -58,13 +66,16 @@ class Run:
         self.mounted = ExitStack()
 
     def train(self, *options: str, output: str = "run", status: int = 0, **case: Any) -> str:
-        """Trains; asserts the exit status and returns all that was printed, and the message of an error."""
+        """Trains; asserts the exit status and returns all that was printed, and the message of an
+        error."""
         options = (f"train.output={self.place / output}", *options)
         return self._ended(lambda: train_alone(self.config, options, **case), status)
 
     def command(self, *arguments: object, status: int = 0) -> str:
         """As `train`, for a command of `meshtrain`."""
-        return self._ended(lambda: (cli.main([str(argument) for argument in arguments]), ""), status)
+        return self._ended(
+            lambda: (cli.main([str(argument) for argument in arguments]), ""), status
+        )
 
     def _ended(self, start: Callable[[], tuple[int, str]], status: int) -> str:
         self._capsys.readouterr()
@@ -85,14 +96,17 @@ class Run:
     def mount(self, folder: Path, size: str) -> None:
         """Mounts an empty file system of this size."""
         folder.mkdir(exist_ok=True)
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=False)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=False
+        )
         if mounted.returncode != 0:
             pytest.skip("no file system can be mounted here")
         self.mounted.callback(subprocess.run, ["umount", folder], check=True)
 
 
 def tree(folder: Path) -> dict[str, bytes | str | None]:
-    """All that is in a folder. Locks and their owners do not count: whoever looks after a folder leaves one."""
+    """All that is in a folder. Locks and their owners do not count: whoever looks after a folder
+    leaves one."""
     content: dict[str, bytes | str | None] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -103,14 +117,19 @@ def tree(folder: Path) -> dict[str, bytes | str | None]:
     return content
 
 
-# Faults ---------------------------------------------------------------------------------------------------------------
+# Faults -------------------------------------------------------------------------------------------
 
 
 def failing(
-    _: Run | None, patch: pytest.MonkeyPatch, function: str, error: str, argument: str = "", times: int = 1000
+    _: Run | None,
+    patch: pytest.MonkeyPatch,
+    function: str,
+    error: str,
+    argument: str = "",
+    times: int = 1000,
 ) -> list[str]:
-    """A function fails, with an errno or an exception, if its first argument (a path, a thread) has this text; returns
-    the arguments with which it has."""
+    """A function fails, with an errno or an exception, if its first argument (a path, a thread) has
+    this text; returns the arguments with which it has."""
     module, _, name = function.rpartition(".")
     plain = getattr(pkgutil.resolve_name(module), name, getattr(builtins, name, None))
     met: list[str] = []
@@ -121,7 +140,11 @@ def failing(
             return plain(*arguments, **keywords)
         met.append(first)
         number = getattr(errno, error, None)
-        raise getattr(builtins, error)(error) if number is None else OSError(number, os.strerror(number), first)
+        raise (
+            getattr(builtins, error)(error)
+            if number is None
+            else OSError(number, os.strerror(number), first)
+        )
 
     patch.setattr(function, fail, raising=False)
     return met
@@ -161,11 +184,12 @@ def occupied(run: Run, _: pytest.MonkeyPatch) -> None:
     (run.checkpoints / name_of(6)).mkdir()
 
 
-# Damage of the newest checkpoint --------------------------------------------------------------------------------------
+# Damage of the newest checkpoint ------------------------------------------------------------------
 
 
 def write_manifest(run: Run, _: pytest.MonkeyPatch, text: str) -> None:
-    """Another manifest, and a COMPLETE that fits to it, as somebody would write them who means harm."""
+    """Another manifest, and a COMPLETE that fits to it, as somebody would write them who means
+    harm."""
     data = text.encode("latin-1")
     (run.newest / MANIFEST).write_bytes(data)
     (run.newest / COMPLETE).write_text(complete_text(hashlib.sha256(data).hexdigest()))
@@ -238,7 +262,7 @@ def pickled(run: Run, _: pytest.MonkeyPatch) -> None:
     (run.newest / SHARD).write_bytes(harm.ljust(size, b"\0"))  # nobody reads on behind its end
 
 
-# The driver -----------------------------------------------------------------------------------------------------------
+# The driver ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -273,7 +297,9 @@ def check(row: Row, run: Run) -> None:
         assert not asides, "what is intact was set aside"
     elif row.status == 0:
         assert f"goes on from {run.checkpoints / OLDER}: step 2" in printed
-        assert [tree(aside) for aside in asides] == [damage], "it stays for whoever wants to look at it"
+        assert [tree(aside) for aside in asides] == [damage], (
+            "it stays for whoever wants to look at it"
+        )
     else:
         return
     run.train()
@@ -282,7 +308,8 @@ def check(row: Row, run: Run) -> None:
 
 
 def refused_by_name(row: Row, run: Run) -> None:
-    """Whoever names a damaged checkpoint is told what is wrong with it, nothing is changed, and nothing is run."""
+    """Whoever names a damaged checkpoint is told what is wrong with it, nothing is changed, and
+    nothing is run."""
     content = tree(run.place)
     is_newer_format = row.status == 2
     module = model_file(str(run.config.parent / "model.py"))

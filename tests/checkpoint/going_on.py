@@ -31,7 +31,8 @@ from meshtrain.job.process import Job, join
 from meshtrain.job.signals import Signals
 from tests.launching import forked
 
-# A model and data so small that a step takes milliseconds. It draws from the generators of torch, numpy and Python.
+# A model and data so small that a step takes milliseconds. It draws from the generators of torch,
+# numpy and Python.
 MODEL = """
 import random
 from dataclasses import dataclass
@@ -69,9 +70,11 @@ class Case:
     """A job of a run.
 
     Attributes:
-        interrupt: what happens in the update of step `at` on rank `rank`: the name of a signal, `STOP` for the file, or
-            a failure: `crash`, or `end`, a TrainingError that all ranks agree on.
-        record: a folder into which each rank writes a line per sample that it has seen: the step and the tokens.
+        interrupt: what happens in the update of step `at` on rank `rank`: the name of a signal,
+            `STOP` for the file, or a failure: `crash`, or `end`, a TrainingError that all ranks
+            agree on.
+        record: a folder into which each rank writes a line per sample that it has seen: the step
+            and the tokens.
         again: whether the launcher has restarted the job.
     """
 
@@ -92,7 +95,8 @@ def small_run(folder: Path) -> Path:
     config = folder / "small.yaml"
     config.write_text(
         f"model: {{name: {folder}/model.py}}\n"
-        f"data: {{source: text, path: {folder}/text.txt, cache: {folder}/cache, validation: 0, seq_len: 32}}\n"
+        f"data: {{source: text, path: {folder}/text.txt, cache: {folder}/cache, validation: 0, "
+        f"seq_len: 32}}\n"
         "batch: {global_size: 12, micro_size: 2}\n"
         "optimizer: {lr: 1e-2, warmup_steps: 2}\n"
         f"train: {{steps: 8, eval_every: 0, sample_tokens: 0, output: {folder}/run}}\n"
@@ -104,7 +108,9 @@ def small_run(folder: Path) -> Path:
 def run_case(case: Case, job: Job, signals: Signals | None = None) -> dict[str, Any]:
     """Runs a case; returns its exit status, with the message if it was refused or failed."""
     try:
-        config = Config.load(case.config, case.overrides, world_size=job.world_size, for_training=True)
+        config = Config.load(
+            case.config, case.overrides, world_size=job.world_size, for_training=True
+        )
         with interrupted(case, job.rank, Path(config.train.output)):
             return {"status": meshtrain.train.run(config, job, signals)}
     except (InputError, TrainingError, Crash) as error:
@@ -187,7 +193,8 @@ def written_down(folder: Path) -> list[str]:
 
 
 def faster(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Leaves out what a run does only once because it takes long; and looks for a file STOP in each step."""
+    """Leaves out what a run does only once because it takes long; and looks for a file STOP in each
+    step."""
     replace(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
     replace(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
     replace(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
@@ -195,8 +202,11 @@ def faster(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(storage, "PAUSES_S", (0.01, 0.01))
 
 
-def run_cases(processes: int, cases: Sequence[Case], folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """Runs cases one after another in a job of its own; returns their results, and what the job printed."""
+def run_cases(
+    processes: int, cases: Sequence[Case], folder: Path
+) -> tuple[list[dict[str, Any]], str]:
+    """Runs cases one after another in a job of its own; returns their results, and what the job
+    printed."""
     requests, results = folder / f"cases_{processes}.json", folder / f"results_{processes}.json"
     requests.write_text(json.dumps([asdict(case) for case in cases]))
     job = forked(processes, Path(__file__), requests, results, timeout=900).check()

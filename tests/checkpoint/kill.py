@@ -2,13 +2,15 @@
 
     python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--forked]
 
-A job of a small model saves its state in the background every few steps. One rank or all processes, launcher included,
-are ended with SIGKILL, and the job is started again: while it starts or loads, in the middle of training, when a
-snapshot is taken, while files are written, and when the folder is renamed. Checked are:
+A job of a small model saves its state in the background every few steps. One rank or all processes,
+launcher included, are ended with SIGKILL, and the job is started again: while it starts or loads,
+in the middle of training, when a snapshot is taken, while files are written, and when the folder is
+renamed. Checked are:
 
-- after each kill: no process is left, and the newest complete checkpoint is at most two intervals old (one may be in
-  progress); the next start resumes from exactly that one
-- at the end: losses and norms of all steps, and the last checkpoint, are bit-equal to those of a run never killed
+- after each kill: no process is left, and the newest complete checkpoint is at most two intervals
+  old (one may be in progress); the next start resumes from exactly that one
+- at the end: losses and norms of all steps, and the last checkpoint, are bit-equal to those of a
+  run never killed
 
 The second half of the kills is for a run that writes its checkpoints to local disks first.
 """
@@ -89,12 +91,17 @@ class Job:
         """Polls until `there()` is true."""
         deadline = time.monotonic() + LIMIT_S
         while not there():
-            assert self.process.poll() is None, f"the job ended before it was killed:\n{self.log.read_text()}"
-            assert time.monotonic() < deadline, f"nothing to aim at in {LIMIT_S:.0f} s:\n{self.log.read_text()}"
+            assert self.process.poll() is None, (
+                f"the job ended before it was killed:\n{self.log.read_text()}"
+            )
+            assert time.monotonic() < deadline, (
+                f"nothing to aim at in {LIMIT_S:.0f} s:\n{self.log.read_text()}"
+            )
             time.sleep(every_s)
 
     def workers(self) -> list[int]:
-        """The pids of the ranks that have started, in rank order, since the launcher starts one after the other."""
+        """The pids of the ranks that have started, in rank order, since the launcher starts one
+        after the other."""
         lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return sorted(int(pid) for children in lists for pid in children.read_text().split())
 
@@ -122,16 +129,30 @@ class Job:
 class Run:
     """A run of a model in a folder, job after job."""
 
-    def __init__(self, folder: Path, config: Path, steps: int, forked: bool, local: bool = False) -> None:
+    def __init__(
+        self, folder: Path, config: Path, steps: int, forked: bool, local: bool = False
+    ) -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.local = folder.with_name(f"{folder.name}_local")
         self._jobs, self._forked, self._has_local = 0, forked, local
         launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={RANKS}"]
         if forked:
             launcher = [sys.executable, str(ROOT / "tests" / "forked.py"), str(RANKS)]
-        options = (f"train.steps={steps}", f"checkpoint.every={EVERY}", "data.workers=0", f"train.output={folder}")
+        options = (
+            f"train.steps={steps}",
+            f"checkpoint.every={EVERY}",
+            "data.workers=0",
+            f"train.output={folder}",
+        )
         options += (f"checkpoint.local={self.local}",) * local
-        self._command = [*launcher, "-m", "meshtrain.train", str(config), *options, f"layout={{dp_shard: {RANKS}}}"]
+        self._command = [
+            *launcher,
+            "-m",
+            "meshtrain.train",
+            str(config),
+            *options,
+            f"layout={{dp_shard: {RANKS}}}",
+        ]
 
     def start(self) -> Job:
         self._jobs += 1
@@ -148,7 +169,8 @@ class Run:
         return json.loads(lines[-1])["step"] if lines else 0
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint, including local ones that all ranks have; 0: there is none."""
+        """The step of the newest complete checkpoint, including local ones that all ranks have; 0:
+        there is none."""
         found = set(complete_steps(self.checkpoints)) if self.checkpoints.is_dir() else set()
         by_rank: list[set[tuple[int, str]]] = []
         for rank in self.local.glob("*/rank_*"):
@@ -173,7 +195,9 @@ class Run:
             if sys.exc_info()[0] is not None:
                 kill_marked(job.mark)
         assert job.ended() != 0, job.log.read_text()
-        left = tuple(f"{path.name}: {len(list(path.iterdir()))} files" for path in self.unfinished())
+        left = tuple(
+            f"{path.name}: {len(list(path.iterdir()))} files" for path in self.unfinished()
+        )
         found = Killed(moment, whom, self.step(), self.newest(), left, self._has_local)
         self._check(job, newest, found)
         return found
@@ -194,7 +218,9 @@ class Run:
             last = rng.choice(("manifest.json", "COMPLETE", "none: when it has its name"))
 
             def there() -> bool:
-                return self.newest() > newest or any((path / last).exists() for path in self.unfinished())
+                return self.newest() > newest or any(
+                    (path / last).exists() for path in self.unfinished()
+                )
 
             job.until(there, SHORT_S)
         else:
@@ -215,7 +241,10 @@ class Run:
 def rows(folder: Path) -> list[tuple]:
     """The values of each step that must be bit-equal."""
     found = metrics.read(folder / metrics.FILE)
-    return [(row["step"], row["loss"], row["grad_norm"], row["samples_digest"], row["tokens"]) for row in found]
+    return [
+        (row["step"], row["loss"], row["grad_norm"], row["samples_digest"], row["tokens"])
+        for row in found
+    ]
 
 
 def compare(run: Run, whole: Run, steps: int) -> None:
@@ -253,10 +282,16 @@ def go(folder: Path, *, kills: int, seed: int, forked: bool = False) -> list[Kil
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kills a run again and again, and compares it with one never killed.")
+    parser = argparse.ArgumentParser(
+        description="Kills a run again and again, and compares it with one never killed."
+    )
     parser.add_argument("--kills", type=int, default=50, help="how often (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks (%(default)s)")
-    parser.add_argument("--forked", action="store_true", help="start jobs without torchrun, which is faster")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the moments and the ranks (%(default)s)"
+    )
+    parser.add_argument(
+        "--forked", action="store_true", help="start jobs without torchrun, which is faster"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshtrain-kill-") as folder:
         begun = time.monotonic()

@@ -26,7 +26,8 @@ from tests.parity.experiments import QUICKSTART
 CPU = torch.device("cpu")
 # Sizes not divisible by 4, an embedding that several stages hold, and blocks for 8 stages.
 MODEL = (
-    "model={name: llama, hidden_size: 24, intermediate_size: 30, num_hidden_layers: 6, num_attention_heads: 4, "
+    "model={name: llama, hidden_size: 24, intermediate_size: 30, num_hidden_layers: 6, "
+    "num_attention_heads: 4, "
     "num_key_value_heads: 2, vocab_size: 42, tie_word_embeddings: true}",
     "data.source=tokens",
     "data.path=tests",
@@ -86,8 +87,14 @@ def alone() -> Job:
 def on(job: Job, layout: dict[str, int], *overrides: str, kind: str = "") -> State:
     """The state of a run on this layout. All ranks call it."""
     schedule = ("pipeline.schedule=zbv",) if kind == "V" else ()
-    config = Config.load(QUICKSTART, [*MODEL, f"layout={layout}", *schedule, *overrides], world_size=job.world_size)
-    mesh = build_mesh(Layout(layout), "cpu") if job.world_size > 1 else Mesh(Layout(layout), 0, "cpu", None, {})
+    config = Config.load(
+        QUICKSTART, [*MODEL, f"layout={layout}", *schedule, *overrides], world_size=job.world_size
+    )
+    mesh = (
+        build_mesh(Layout(layout), "cpu")
+        if job.world_size > 1
+        else Mesh(Layout(layout), 0, "cpu", None, {})
+    )
     model = build_model(config, mesh, CPU)
     scale = LossScale(CPU) if config.train.precision == "float16" else None
     return State(model, Optimizer(model, config.optimizer, mesh, 10), mesh, job, scale)
@@ -122,5 +129,7 @@ def wrong(state: State) -> list[str]:
     ]
     counted = {one["step"].item() for one in state._optimizer.rules["adamw"]._adamw.state.values()}
     return (
-        names if counted == {whole(UPDATES, state.placements[UPDATES]).item()} else [*names, f"AdamW is at {counted}"]
+        names
+        if counted == {whole(UPDATES, state.placements[UPDATES]).item()}
+        else [*names, f"AdamW is at {counted}"]
     )

@@ -1,4 +1,5 @@
-"""`meshtrain checkpoint`, as it is typed: what it prints, its exit status, and what it leaves alone."""
+"""`meshtrain checkpoint`, as it is typed: what it prints, its exit status, and what it leaves
+alone."""
 
 import json
 import math
@@ -53,7 +54,10 @@ def test_what_is_printed_and_what_is_wrong(run_folder: Path, typed: Any) -> None
     for row in yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text()):
         status, out, err = typed(*row["type"].format(**names).split())
         assert status == row.get("status", 0), row
-        assert {line.format(**names) for line in row.get("prints", ())} <= set(out.splitlines()), (row, out)
+        assert {line.format(**names) for line in row.get("prints", ())} <= set(out.splitlines()), (
+            row,
+            out,
+        )
         assert row.get("says", "") in err, row
         assert status != 2 or out == "", row
     assert not list(run_folder.parent.glob(LOCK))
@@ -81,15 +85,24 @@ def test_show_as_json(run_folder: Path, typed: Any) -> None:
     checkpoint = run_folder / "checkpoints" / "step_0000100"
     content = json.loads(typed("show", checkpoint, "--json")[1])
     assert content.pop("path") == str(checkpoint)
-    assert content.pop("manifest_sha256") == json.loads((checkpoint / COMPLETE).read_text())["manifest_sha256"]
+    assert (
+        content.pop("manifest_sha256")
+        == json.loads((checkpoint / COMPLETE).read_text())["manifest_sha256"]
+    )
     assert content == json.loads((checkpoint / MANIFEST).read_text())
     flip(checkpoint / MANIFEST)
     assert typed("show", checkpoint)[0] == 2
 
 
 def test_show_prints_nothing_that_a_terminal_obeys(tmp_path: Path, typed: Any) -> None:
-    found = write_checkpoint(tmp_path, {"model.a": torch.zeros(1)}, config={"\x1b[2J": {"\x1b[1m": "\x1b]0;x\x07"}})
-    out = typed("show", found, "--tensors")[1] + typed("show", found, "--json")[1] + typed("diff", found, found)[1]
+    found = write_checkpoint(
+        tmp_path, {"model.a": torch.zeros(1)}, config={"\x1b[2J": {"\x1b[1m": "\x1b]0;x\x07"}}
+    )
+    out = (
+        typed("show", found, "--tensors")[1]
+        + typed("show", found, "--json")[1]
+        + typed("diff", found, found)[1]
+    )
     assert all(character.isprintable() or character == "\n" for character in out)
 
 
@@ -109,7 +122,9 @@ def test_verify(run_folder: Path, typed: Any) -> None:
 
 
 def test_diff_as_json(run_folder: Path, typed: Any) -> None:
-    status, out, _ = typed("diff", run_folder / "checkpoints" / "step_0000100", run_folder, "--json")
+    status, out, _ = typed(
+        "diff", run_folder / "checkpoints" / "step_0000100", run_folder, "--json"
+    )
     answer = json.loads(out)
     assert (status, answer["same"], answer["compared"]) == (1, False, 2)
     assert answer["tensors"][0]["largest"] == 300.0
@@ -131,7 +146,9 @@ def test_prune(run_folder: Path, typed: Any, rules: list[object], kept: list[int
     status, out, _ = typed("prune", run_folder, *rules, "--dry-run")
     assert (status, steps_of(run_folder)) == (0, [100, 200, 300, 400])
     superfluous = [f"step_{step:07d}" for step in LOSSES if step not in kept]
-    assert out.startswith(f"would be removed: {', '.join(superfluous)}\n" if superfluous else "kept")
+    assert out.startswith(
+        f"would be removed: {', '.join(superfluous)}\n" if superfluous else "kept"
+    )
     assert typed("prune", run_folder, *rules)[0] == 0
     assert steps_of(run_folder) == kept
     answer = json.loads(typed("prune", run_folder / "checkpoints", *rules, "--json")[1])
@@ -146,7 +163,10 @@ def test_prune_of_what_was_set_aside(run_folder: Path, typed: Any) -> None:
         (place / name).mkdir()
         (place / name / "file").touch()
     status, out, _ = typed("prune", run_folder, "--set-aside", "--dry-run")
-    assert (status, "would be removed: step_0000100.aside-1, step_0000100.aside-12" in out) == (0, True), out
+    assert (status, "would be removed: step_0000100.aside-1, step_0000100.aside-12" in out) == (
+        0,
+        True,
+    ), out
     assert typed("prune", run_folder, "--set-aside")[0] == 0
     assert complete_steps(place) == before
     assert [path.name for path in place.glob("*aside*")] == ["step_0000100.aside-x"]
@@ -169,7 +189,9 @@ def test_prune_never_counts_a_damaged_one_as_kept(run_folder: Path, typed: Any) 
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints"])
-def test_prune_leaves_the_folder_of_a_running_job_alone(run_folder: Path, typed: Any, inside: str) -> None:
+def test_prune_leaves_the_folder_of_a_running_job_alone(
+    run_folder: Path, typed: Any, inside: str
+) -> None:
     with lock_folder(run_folder / inside):
         for path in (run_folder, run_folder / "checkpoints"):
             status, _, err = typed("prune", path, "--keep-last", 1)
@@ -179,16 +201,23 @@ def test_prune_leaves_the_folder_of_a_running_job_alone(run_folder: Path, typed:
     assert steps_of(run_folder) == [100, 200, 300, 400]
 
 
-def test_what_may_not_be_removed_is_named(run_folder: Path, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_removed_is_named(
+    run_folder: Path, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(path: Path, to: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "rename", refused)
     status, _, err = typed("prune", run_folder, "--keep-last", 1)
-    assert (status, err) == (2, f"{run_folder / 'checkpoints' / 'step_0000100'} may not be used: Permission denied\n")
+    assert (status, err) == (
+        2,
+        f"{run_folder / 'checkpoints' / 'step_0000100'} may not be used: Permission denied\n",
+    )
 
 
-def test_the_folder_that_one_is_in(run_folder: Path, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_that_one_is_in(
+    run_folder: Path, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run_folder / "checkpoints")
     assert typed("prune", ".", "--keep-last", 3)[:2] == (
         0,

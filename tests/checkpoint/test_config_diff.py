@@ -14,12 +14,29 @@ from meshtrain.layout import Layout
 from tests.checkpoint.test_manifest import made
 
 THEN: dict[str, Any] = {
-    "model": {"name": "llama", "hidden_size": 64, "rope_scaling": {"factor": 8.0}, "weights": "/there"},
-    "data": {"source": "/a/own.py", "path": "/a/x", "seq_len": 32, "validation": 0.02, "workers": 2},
+    "model": {
+        "name": "llama",
+        "hidden_size": 64,
+        "rope_scaling": {"factor": 8.0},
+        "weights": "/there",
+    },
+    "data": {
+        "source": "/a/own.py",
+        "path": "/a/x",
+        "seq_len": 32,
+        "validation": 0.02,
+        "workers": 2,
+    },
     "layout": {"dp_shard": -1},
     "batch": {"global_size": 16, "micro_size": 4},
     "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]},
-    "train": {"steps": 100, "seed": 0, "precision": "float32", "output": "runs/a", "time_limit": None},
+    "train": {
+        "steps": 100,
+        "seed": 0,
+        "precision": "float32",
+        "output": "runs/a",
+        "time_limit": None,
+    },
     "checkpoint": {"every": 100, "resume": "latest"},
     "parallel": {"expert_parallel": None},
 }
@@ -49,7 +66,9 @@ def test_what_may_change_is_listed_and_another_run_is_refused() -> None:
 
 
 def test_other_data_may_be_allowed() -> None:
-    changes = compare_configs(THEN, changed(data__seq_len=64, batch__global_size=8), other_data=True)
+    changes = compare_configs(
+        THEN, changed(data__seq_len=64, batch__global_size=8), other_data=True
+    )
     assert changes.refused == ["batch.global_size: 16 -> 8"]
     assert changes.listed == ["data.seq_len: 32 -> 64"]
 
@@ -67,13 +86,19 @@ def test_the_layouts_are_compared_with_what_experts_make_of_them() -> None:
     assert compare(then, spec, job).listed == ["experts: 4 -> 1"]
 
 
-@pytest.mark.parametrize(("older", "tokenizer"), [(True, "a.json"), (True, "bytes"), (False, "a.json")])
-def test_the_data_of_an_older_version_may_have_another_end_token(older: bool, tokenizer: str) -> None:
+@pytest.mark.parametrize(
+    ("older", "tokenizer"), [(True, "a.json"), (True, "bytes"), (False, "a.json")]
+)
+def test_the_data_of_an_older_version_may_have_another_end_token(
+    older: bool, tokenizer: str
+) -> None:
     section = {"tokenizer": tokenizer} | ({} if older else {"end_token": None})
     layout = Layout({"dp_shard": 1})
     then = made(layout, {}, config={"data": section}, counters={"steps": 3})
     spec: Any = SimpleNamespace(
-        config=SimpleNamespace(plain=lambda: {"data": section}, checkpoint=SimpleNamespace(allow_other_data=False)),
+        config=SimpleNamespace(
+            plain=lambda: {"data": section}, checkpoint=SimpleNamespace(allow_other_data=False)
+        ),
         data=then.data | {"fingerprint": "cd"},
         steps=3,
         versions={},
@@ -84,7 +109,8 @@ def test_the_data_of_an_older_version_may_have_another_end_token(older: bool, to
 
 
 def test_what_changes_at_later_steps_may_differ() -> None:
-    """Batch sizes and weights count up to the checkpoint's step; where the data of a source lies does not."""
+    """Batch sizes and weights count up to the checkpoint's step; where the data of a source lies
+    does not."""
 
     def with_values(size: Any, weight: Any, path: str = "a") -> dict[str, Any]:
         sources = [{"name": "a", "path": path, "weight": weight, "epochs": 1, "source": None}]

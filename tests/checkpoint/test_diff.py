@@ -1,4 +1,5 @@
-"""Two checkpoints side by side: equal whatever layouts wrote them, and if not, by how much, where, and in what else."""
+"""Two checkpoints side by side: equal whatever layouts wrote them, and if not, by how much, where,
+and in what else."""
 
 import math
 from pathlib import Path
@@ -19,7 +20,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "rows": {"sizes": {"dp_shard": 3}, "cuts": lambda name, tensor: (("dp_shard", 0),)},
     "columns": {"sizes": {"dp_shard": 2, "tp": 3}, "cuts": lambda name, tensor: last_dim(tensor)},
-    "stages": {"sizes": {"pp": 2, "dp_replicate": 2}, "stages": lambda name: (int(name.endswith("b")),)},
+    "stages": {
+        "sizes": {"pp": 2, "dp_replicate": 2},
+        "stages": lambda name: (int(name.endswith("b")),),
+    },
 }
 
 
@@ -46,7 +50,8 @@ def saved(where: Path, content: dict[str, Tensor], layout: str = "one", **about:
 
 @pytest.fixture(autouse=True, params=[64, 16 * 2**20])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test with blocks of a few elements, too, so that rows and parts of rows are compared by themselves."""
+    """Every test with blocks of a few elements, too, so that rows and parts of rows are compared by
+    themselves."""
     monkeypatch.setattr(room, "BLOCK", request.param)
 
 
@@ -59,7 +64,9 @@ def test_the_layout_makes_no_difference(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_element_that_differs_counts_and_the_largest_is_told(tmp_path: Path, layout: str) -> None:
+def test_each_element_that_differs_counts_and_the_largest_is_told(
+    tmp_path: Path, layout: str
+) -> None:
     other = tensors()
     other["model.a"][2, 3] += 0.25
     other["model.a"][12, 6] -= 0.5
@@ -68,7 +75,9 @@ def test_each_element_that_differs_counts_and_the_largest_is_told(tmp_path: Path
     other["model.wide"][0, 100] = math.nan
     other["model.mask"][1] = True
     other["model.zero"] = -other["model.zero"]
-    difference = diff(saved(tmp_path / "a", tensors(), "columns"), saved(tmp_path / "b", other, layout))
+    difference = diff(
+        saved(tmp_path / "a", tensors(), "columns"), saved(tmp_path / "b", other, layout)
+    )
     assert not difference.same
     assert {each.name: (each.elements, each.largest, each.at) for each in difference.tensors} == {
         "model.a": (2, pytest.approx(0.5), (12, 6)),
@@ -82,9 +91,13 @@ def test_each_element_that_differs_counts_and_the_largest_is_told(tmp_path: Path
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
-    a = saved(tmp_path / "a", {"model.a": torch.zeros(3), "model.b": torch.zeros(3), "model.c": torch.zeros(2)})
+    a = saved(
+        tmp_path / "a",
+        {"model.a": torch.zeros(3), "model.b": torch.zeros(3), "model.c": torch.zeros(2)},
+    )
     b = saved(
-        tmp_path / "b", {"model.b": torch.zeros(3).half(), "model.c": torch.zeros(2, 1), "model.d": torch.zeros(1)}
+        tmp_path / "b",
+        {"model.b": torch.zeros(3).half(), "model.c": torch.zeros(2, 1), "model.d": torch.zeros(1)},
     )
     assert diff(a, b).tensors == [
         TensorDifference("model.a", f"is only in {a}"),
@@ -95,7 +108,10 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_state_and_what_led_to_it_are_told_apart(tmp_path: Path) -> None:
-    one = {"config": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}}, "data": {"fingerprint": "a", "train": 10}}
+    one = {
+        "config": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}},
+        "data": {"fingerprint": "a", "train": 10},
+    }
     other = {
         "config": {"optimizer": {"lr": 0.2}},
         "data": {"fingerprint": "b", "train": 10},
@@ -117,7 +133,10 @@ def test_state_and_what_led_to_it_are_told_apart(tmp_path: Path) -> None:
     }
     assert not difference.same
     again = diff(a, saved(tmp_path / "c", tensors(), **one | {"config": {}}))
-    assert (again.same, list(again.about)) == (True, ["config.optimizer.lr", "config.optimizer.betas"])
+    assert (again.same, list(again.about)) == (
+        True,
+        ["config.optimizer.lr", "config.optimizer.betas"],
+    )
 
 
 def test_a_file_that_holds_another_shape_than_the_manifest_says(tmp_path: Path) -> None:
@@ -126,6 +145,10 @@ def test_a_file_that_holds_another_shape_than_the_manifest_says(tmp_path: Path) 
     text = (saved(tmp_path, {"model.a": torch.zeros(2, 2)}, step=200) / "manifest.json").read_text()
     unfinished = begin(tmp_path, 300)
     (unfinished / file_of(0)).write_bytes((tmp_path / "step_0000200" / file_of(0)).read_bytes())
-    other = finish(tmp_path, 300, text.replace('"step": 200', '"step": 300').replace("[2,2]", "[4]"))
-    with pytest.raises(DamagedError, match=r"model.a: is F32 \[2, 2\], and by the manifest it is F32 \[4\]"):
+    other = finish(
+        tmp_path, 300, text.replace('"step": 200', '"step": 300').replace("[2,2]", "[4]")
+    )
+    with pytest.raises(
+        DamagedError, match=r"model.a: is F32 \[2, 2\], and by the manifest it is F32 \[4\]"
+    ):
         diff(a, other)

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from meshtrain.checkpoint import directory as folder
-from meshtrain.checkpoint.directory import COMPLETE, complete_steps, name_of, open_manifest, step_of, steps
+from meshtrain.checkpoint.directory import (
+    COMPLETE,
+    complete_steps,
+    name_of,
+    open_manifest,
+    step_of,
+    steps,
+)
 from meshtrain.checkpoint.manifest import MANIFEST
 from meshtrain.errors import DamagedError
 from tests.checkpoint.by_hand import write_checkpoint
@@ -20,18 +27,28 @@ SHARD = "rank_00001.safetensors"
 
 
 def saved(where: Path, step: int = 100) -> Path:
-    return write_checkpoint(where, {"model.a": torch.arange(12.0).view(4, 3)}, step=step, sizes={"dp_shard": 2})
+    return write_checkpoint(
+        where, {"model.a": torch.arange(12.0).view(4, 3)}, step=step, sizes={"dp_shard": 2}
+    )
 
 
 def test_names_and_steps() -> None:
     for step in (0, 7, 9_999_999, 10_000_000):
         assert step_of(name_of(step)) == step
-    for name in ("step_100", "step_00000100", "step_٠٠٠٠١٠٠", "step_0000100.aside-1", "step_-000100", "step_0000100\n"):
+    for name in (
+        "step_100",
+        "step_00000100",
+        "step_٠٠٠٠١٠٠",
+        "step_0000100.aside-1",
+        "step_-000100",
+        "step_0000100\n",
+    ):
         assert step_of(name) is None
 
 
 def test_a_checkpoint_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order in which things reach the disk, a kill after any of them leaves no half checkpoint with a name."""
+    """In the order in which things reach the disk, a kill after any of them leaves no half
+    checkpoint with a name."""
     order: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -67,7 +84,8 @@ def test_a_checkpoint_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_not_finished_is_no_checkpoint(tmp_path: Path) -> None:
-    """Killed before COMPLETE, before the rename, or while it was removed: the next start clears it away."""
+    """Killed before COMPLETE, before the rename, or while it was removed: the next start clears it
+    away."""
     complete = saved(tmp_path)
     unfinished = folder.begin(tmp_path, 200)
     for path in complete.iterdir():
@@ -76,7 +94,10 @@ def test_what_is_not_finished_is_no_checkpoint(tmp_path: Path) -> None:
     assert complete_steps(tmp_path) == [100]
     assert sorted(folder.clear_unfinished(tmp_path)) == [unfinished, removed]
     assert os.listdir(tmp_path) == [complete.name]
-    assert (complete_steps(tmp_path / "nothing"), folder.clear_unfinished(tmp_path / "nothing")) == ([], [])
+    assert (
+        complete_steps(tmp_path / "nothing"),
+        folder.clear_unfinished(tmp_path / "nothing"),
+    ) == ([], [])
     folder.begin(tmp_path, 200).joinpath("rest").write_text("of an earlier try")
     assert os.listdir(folder.begin(tmp_path, 200)) == []
     folder.abandon(tmp_path, 200)
@@ -98,7 +119,8 @@ def test_what_is_in_the_way_is_renamed_and_said(tmp_path: Path) -> None:
     assert lines == [f"{first} was in the way of a new checkpoint and is step_0000100.aside-2 now"]
     assert complete_steps(tmp_path) == [100]
     open_manifest(first)
-    open_manifest(first.rename(tmp_path / "best"))  # it may have any name that is not another step's
+    # it may have any name that is not another step's
+    open_manifest(first.rename(tmp_path / "best"))
 
 
 def test_a_manifest_of_files_that_are_not_there_makes_no_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""`meshtrain export`: from checkpoints of any layout the same bytes as a run's own export; failures leave nothing."""
+"""`meshtrain export`: from checkpoints of any layout the same bytes as a run's own export; failures
+leave nothing."""
 
 import json
 import os
@@ -35,11 +36,16 @@ def made(**keys: Any) -> nn.Module:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Those of a checkpoint, with something of the optimizer's among them."""
-    optimizer = {"optimizer.lm_head.weight.exp_avg": torch.randn(9, 9), "optimizer.step": torch.tensor(3.0)}
+    optimizer = {
+        "optimizer.lm_head.weight.exp_avg": torch.randn(9, 9),
+        "optimizer.step": torch.tensor(3.0),
+    }
     return weights_of(model) | optimizer
 
 
-def config_of(model: nn.Module, precision: str = "float32", tokenizer: str = "bytes") -> dict[str, Any]:
+def config_of(
+    model: nn.Module, precision: str = "float32", tokenizer: str = "bytes"
+) -> dict[str, Any]:
     keys = {"name": "llama", **asdict(model.config)}
     return {"model": keys, "train": {"precision": precision}, "data": {"tokenizer": tokenizer}}
 
@@ -47,7 +53,11 @@ def config_of(model: nn.Module, precision: str = "float32", tokenizer: str = "by
 def over_tp_and_dp_shard(name: str, tensor: Tensor) -> Cuts:
     if tensor.dim() == 2 and name.endswith(("down_proj.weight", "o_proj.weight")):
         return (("tp", 1), ("dp_shard", 0))
-    return (("tp", 0), ("dp_shard", 0)) if tensor.dim() == 2 else (("dp_shard", 0),) * bool(tensor.dim())
+    return (
+        (("tp", 0), ("dp_shard", 0))
+        if tensor.dim() == 2
+        else (("dp_shard", 0),) * bool(tensor.dim())
+    )
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -78,9 +88,12 @@ def test_the_same_bytes_as_a_run_writes(
     layout: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made(tie_word_embeddings=tied)
-    monkeypatch.setattr(checkpoint_export, "BLOCK", 4000)  # so that tensors are read in several blocks
+    # so that tensors are read in several blocks
+    monkeypatch.setattr(checkpoint_export, "BLOCK", 4000)
     monkeypatch.setattr("meshtrain.checkpoint.shard_file.MOST_OPEN", 2 if layout == "FSDP" else 64)
-    checkpoint = write_checkpoint(tmp_path, tensors_of(model), config=config_of(model, "bfloat16"), **LAYOUTS[layout])
+    checkpoint = write_checkpoint(
+        tmp_path, tensors_of(model), config=config_of(model, "bfloat16"), **LAYOUTS[layout]
+    )
     for most in (2**30, 20_000):
         checkpoint_export.export(checkpoint, tmp_path / "ours", file_bytes=most)
         export_as_a_run_does(model, tmp_path / "run", torch.bfloat16, file_bytes=most)
@@ -90,9 +103,12 @@ def test_the_same_bytes_as_a_run_writes(
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a run's folder the newest complete checkpoint; --dtype; a tokenizer; once more into the same folder."""
+    """From a run's folder the newest complete checkpoint; --dtype; a tokenizer; once more into the
+    same folder."""
     listed = '"added_tokens": [{"id": 7, "content": "</s>"}, {"id": 3, "content": "<s>"}]'
-    (tmp_path / "mine.json").write_text(f'{{"model": {{"type": "BPE"}}, "ä": 1, {listed}}}', encoding="utf-8")
+    (tmp_path / "mine.json").write_text(
+        f'{{"model": {{"type": "BPE"}}, "ä": 1, {listed}}}', encoding="utf-8"
+    )
     named = '{"eos_token": "</s>", "bos_token": {"content": "<s>"}, "pad_token": null}'
     beside = {"tokenizer_config.json": named, "chat_template.jinja": "{{ messages }}"}
     for name, text in beside.items():
@@ -107,27 +123,43 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for dtype in (torch.float32, torch.float16, torch.float64):
         word = str(dtype).removeprefix("torch.")
         assert (
-            cli.main(["export", str(run), str(tmp_path / "out"), *([] if word == "float32" else ["--dtype", word])])
+            cli.main(
+                [
+                    "export",
+                    str(run),
+                    str(tmp_path / "out"),
+                    *([] if word == "float32" else ["--dtype", word]),
+                ]
+            )
             == 0
         )
-        export_as_a_run_does(model, tmp_path / "wanted", dtype, tokenizer=tmp_path / "mine.json", data=config["data"])
+        export_as_a_run_does(
+            model, tmp_path / "wanted", dtype, tokenizer=tmp_path / "mine.json", data=config["data"]
+        )
         assert files_in(tmp_path / "out") == files_in(tmp_path / "wanted")
-        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+            tmp_path / "mine.json"
+        ).read_bytes()
         assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
         written = json.loads((tmp_path / "out" / "config.json").read_text())
         assert (written["bos_token_id"], written["eos_token_id"]) == (3, 7)
     assert "weights of step 100 in" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["mine.json", "out", "run", "wanted", *beside])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["mine.json", "out", "run", "wanted", *beside]
+    )
 
 
-SOURCE = {"config.json": {"eos_token_id": [2, 3], "pad_token_id": 0, "bos_token_id": 1, "vocab_size": V}}
+SOURCE = {
+    "config.json": {"eos_token_id": [2, 3], "pad_token_id": 0, "bos_token_id": 1, "vocab_size": V}
+}
 GENERATION = {"generation_config.json": {"eos_token_id": [2, 3], "temperature": 0.6}}
 TEXT_DATA = {"source": "jsonl", "tokenizer": "bytes"}
 LISTED = {"model": {"vocab": {"</s>": 7, "<s>": 5, "<|im_end|>": 8, "x": 500}}}
 
 
 def ends_of(folder: Path) -> tuple[Any, ...]:
-    """`eos_token_id` of config.json and of generation_config.json; `bos_token_id` and `pad_token_id`."""
+    """`eos_token_id` of config.json and of generation_config.json; `bos_token_id` and
+    `pad_token_id`."""
     config = json.loads((folder / "config.json").read_text())
     generation = folder / "generation_config.json"
     stops = json.loads(generation.read_text())["eos_token_id"] if generation.exists() else None
@@ -137,25 +169,55 @@ def ends_of(folder: Path) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("source", "named", "data", "expected"),
     [
-        # Of the folder alone, of the run alone, of both; ids that the vocabulary does not have are of neither.
+        # Of the folder alone, of the run alone, of both; ids that the vocabulary does not have are
+        # of neither.
         (SOURCE | GENERATION, None, TEXT_DATA, ([2, 3], [2, 3], 1, 0)),
         (SOURCE, None, {"source": "tokens", "tokenizer": "bytes"}, ([2, 3], [2, 3], 1, 0)),
         ({}, None, TEXT_DATA, (0, 0, None, None)),
         ({}, None, {"source": "tokens", "tokenizer": "bytes"}, (None, None, None, None)),
-        ({}, None, {"sources": [{"source": None}, {"source": "megatron"}], **TEXT_DATA}, (None, None, None, None)),
+        (
+            {},
+            None,
+            {"sources": [{"source": None}, {"source": "megatron"}], **TEXT_DATA},
+            (None, None, None, None),
+        ),
         ({}, {"eos_token": "<|im_end|>", "bos_token": "<s>"}, {}, (8, 8, 5, None)),
         ({}, {"eos_token": "<|im_end|>"}, {"end_token": "</s>"}, ([7, 8], [7, 8], None, None)),
         ({}, {}, {"end_token": "</s>", "begin_token": "<s>"}, (7, 7, 5, None)),
-        (SOURCE | GENERATION, {"eos_token": "<|im_end|>", "bos_token": "<s>"}, {}, ([2, 3, 8], [2, 3, 8], 1, 0)),
-        (SOURCE | GENERATION, {"eos_token": "<|im_end|>"}, {"end_token": "</s>"}, ([2, 3, 7, 8],) * 2 + (1, 0)),
+        (
+            SOURCE | GENERATION,
+            {"eos_token": "<|im_end|>", "bos_token": "<s>"},
+            {},
+            ([2, 3, 8], [2, 3, 8], 1, 0),
+        ),
+        (
+            SOURCE | GENERATION,
+            {"eos_token": "<|im_end|>"},
+            {"end_token": "</s>"},
+            ([2, 3, 7, 8],) * 2 + (1, 0),
+        ),
         (SOURCE | GENERATION, {"eos_token": "x"}, {"end_token": "x"}, ([2, 3], [2, 3], 1, 0)),
-        (GENERATION | {"config.json": {"eos_token_id": 4}}, None, TEXT_DATA, ([4, 2, 3], [4, 2, 3], None, None)),
-        ({"config.json": {"eos_token_id": [True, -1, "2", V, None]}}, None, TEXT_DATA, (0, 0, None, None)),
+        (
+            GENERATION | {"config.json": {"eos_token_id": 4}},
+            None,
+            TEXT_DATA,
+            ([4, 2, 3], [4, 2, 3], None, None),
+        ),
+        (
+            {"config.json": {"eos_token_id": [True, -1, "2", V, None]}},
+            None,
+            TEXT_DATA,
+            (0, 0, None, None),
+        ),
         ({"config.json": [1], "generation_config.json": "["}, {}, {}, (7, 7, None, None)),
     ],
 )
 def test_an_export_has_the_ends_of_its_source_and_of_its_training(
-    source: dict[str, Any], named: Any, data: dict[str, Any], expected: tuple[Any, ...], tmp_path: Path
+    source: dict[str, Any],
+    named: Any,
+    data: dict[str, Any],
+    expected: tuple[Any, ...],
+    tmp_path: Path,
 ) -> None:
     """Also if the run started from a checkpoint, whose run started from the folder."""
     folder = tmp_path / "source"
@@ -180,11 +242,18 @@ def test_an_export_has_the_ends_of_its_source_and_of_its_training(
         checkpoint_export.export(checkpoint, out)
         assert ends_of(out) == expected
     export_as_a_run_does(
-        model, tmp_path / "run", torch.float32, tokenizer=tokenizer, data=data, weights=config["model"]["weights"]
+        model,
+        tmp_path / "run",
+        torch.float32,
+        tokenizer=tokenizer,
+        data=data,
+        weights=config["model"]["weights"],
     )
     assert files_in(tmp_path / "run") == files_in(out)
     if source == SOURCE | GENERATION and expected[0] == [2, 3]:
-        assert (out / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
+        assert (out / "generation_config.json").read_bytes() == (
+            folder / "generation_config.json"
+        ).read_bytes()
     checkpoint_export.export(second, out)  # it takes the place of an earlier one
 
 
@@ -207,7 +276,9 @@ def test_a_tokenizer_of_the_source_goes_with_its_vocabulary(tmp_path: Path) -> N
     def exported(tokenizer: str, **keys: Any) -> set[str]:
         config = config_of(model, tokenizer=tokenizer)
         config["model"] |= {"weights": str(folder)} | keys
-        checkpoint_export.export(write_checkpoint(tmp_path / "from", tensors_of(model), config=config), out)
+        checkpoint_export.export(
+            write_checkpoint(tmp_path / "from", tensors_of(model), config=config), out
+        )
         return {path.name for path in out.iterdir()} & files.keys() - {"config.json"}
 
     everything = files.keys() - {"config.json"}
@@ -229,11 +300,18 @@ def test_a_source_that_is_gone_is_told(tmp_path: Path) -> None:
     lines: list[str] = []
     checkpoint = write_checkpoint(tmp_path / "from", tensors_of(model), config=config)
     checkpoint_export.export(checkpoint, tmp_path / "out", say=lines.append)
-    assert f"no ends of texts and no tokenizer of {tmp_path}/gone\ufffd, from which the run started" in lines[0]
+    assert (
+        f"no ends of texts and no tokenizer of {tmp_path}/gone\ufffd, from which the run started"
+        in lines[0]
+    )
 
 
-@pytest.mark.parametrize("named", ["", "[]", "{}", '{"eos_token": "other"}', '{"eos_token": {}}', '{"eos_token": []}'])
-@pytest.mark.parametrize("listed", ['{"added_tokens": [{"id": 7, "content": "</s>"}]}', "{}", '{"added_tokens": 3}'])
+@pytest.mark.parametrize(
+    "named", ["", "[]", "{}", '{"eos_token": "other"}', '{"eos_token": {}}', '{"eos_token": []}']
+)
+@pytest.mark.parametrize(
+    "listed", ['{"added_tokens": [{"id": 7, "content": "</s>"}]}', "{}", '{"added_tokens": 3}']
+)
 def test_special_tokens_that_are_not_known(named: str, listed: str) -> None:
     assert special_tokens({"tokenizer.json": listed, "tokenizer_config.json": named}) == {}
 
@@ -252,12 +330,24 @@ def to_hugging_face(config):
 """
 
 
-def test_a_file_that_a_checkpoint_names_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_a_checkpoint_names_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     marker, own = tmp_path / "was_run", tmp_path / "own.py"
     own.write_text(USERS_OWN.format(marker=str(marker)))
-    for name in (str(own), f"../../../../../../../../..{str(own)[:-3]}", os.path.relpath(own, bundled("models"))[:-3]):
-        config = {"model": {"name": name, "width": 3}, "train": {"precision": "float32"}, "data": {}}
-        checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.arange(3.0)}, config=config)
+    for name in (
+        str(own),
+        f"../../../../../../../../..{str(own)[:-3]}",
+        os.path.relpath(own, bundled("models"))[:-3],
+    ):
+        config = {
+            "model": {"name": name, "width": 3},
+            "train": {"precision": "float32"},
+            "data": {},
+        }
+        checkpoint = write_checkpoint(
+            tmp_path / "from", {"model.w": torch.arange(3.0)}, config=config
+        )
         out = tmp_path / "out"
         assert cli.main(["export", str(checkpoint), str(out)]) == 0
         assert "config.json is not written" in capsys.readouterr().out
@@ -266,12 +356,15 @@ def test_a_file_that_a_checkpoint_names_is_not_run(tmp_path: Path, capsys: pytes
     assert cli.main(["export", str(checkpoint), str(out), "--model", str(own)]) == 0
     assert json.loads((out / weights.CONFIG).read_text())["width"] == 3
     assert marker.exists()
-    assert cli.main(["export", str(checkpoint), str(out), "--model", str(tmp_path / "gone.py")]) == 2
+    assert (
+        cli.main(["export", str(checkpoint), str(out), "--model", str(tmp_path / "gone.py")]) == 2
+    )
     assert "there is no file" in capsys.readouterr().err
 
 
 def test_a_model_without_a_hugging_face_form(tmp_path: Path) -> None:
-    """One file with plain names; what is no floating number keeps its type; a scalar and an empty tensor."""
+    """One file with plain names; what is no floating number keeps its type; a scalar and an empty
+    tensor."""
     tensors = {
         "model.conv.weight": torch.randn(4, 3, 2, 2),
         "model.norm.running_mean": torch.randn(5).double(),
@@ -294,8 +387,11 @@ def test_a_model_without_a_hugging_face_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_only_a_small_file_that_is_a_tokenizer_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger may name any file: a pipe is waited for, a device has no end, and a large one takes all memory."""
+def test_only_a_small_file_that_is_a_tokenizer_is_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may name any file: a pipe is waited for, a device has no end, and a large one
+    takes all memory."""
     monkeypatch.setattr(checkpoint_export, "MAX_TOKENIZER", 1000)
     tokenizer = '{"model":\r\n {}}'
     for name, text in {
@@ -308,9 +404,25 @@ def test_only_a_small_file_that_is_a_tokenizer_is_handed_on(tmp_path: Path, monk
     os.mkfifo(tmp_path / "pipe")
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "zero.json").symlink_to("/dev/zero")
-    (tmp_path / "mine.json").symlink_to(tmp_path / "blob")  # as all files are in Hugging Face's cache
-    names = ("secrets.json", "secrets", "large.json", "gone.json", ".", "pipe", "pipe.json", "zero.json", "mine.json")
-    for path in (*(str(tmp_path / name) for name in names), "/dev/zero", "~nobody-here/x.json", "\0.json"):
+    # as all files are in Hugging Face's cache
+    (tmp_path / "mine.json").symlink_to(tmp_path / "blob")
+    names = (
+        "secrets.json",
+        "secrets",
+        "large.json",
+        "gone.json",
+        ".",
+        "pipe",
+        "pipe.json",
+        "zero.json",
+        "mine.json",
+    )
+    for path in (
+        *(str(tmp_path / name) for name in names),
+        "/dev/zero",
+        "~nobody-here/x.json",
+        "\0.json",
+    ):
         config = {"model": {}, "train": {"precision": "float32"}, "data": {"tokenizer": path}}
         lines: list[str] = []
         checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.ones(3)}, config=config)
@@ -320,13 +432,17 @@ def test_only_a_small_file_that_is_a_tokenizer_is_handed_on(tmp_path: Path, monk
             assert written.read_bytes() == tokenizer.encode()
             continue
         assert not written.exists(), path
-        assert any("tokenizer.json is not written: the run's tokenizer is " in line for line in lines), lines
+        assert any(
+            "tokenizer.json is not written: the run's tokenizer is " in line for line in lines
+        ), lines
 
 
 def test_damage_leaves_an_earlier_export(tmp_path: Path) -> None:
     """How it is named, and that nothing else is left: test_faults.py."""
     model = made()
-    checkpoint = write_checkpoint(tmp_path / "from", weights_of(model), config=config_of(model), **SHARDED)
+    checkpoint = write_checkpoint(
+        tmp_path / "from", weights_of(model), config=config_of(model), **SHARDED
+    )
     out = tmp_path / "out"
     export_as_a_run_does(model, out, torch.float32)
     content = files_in(out)
@@ -342,7 +458,9 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         return write_checkpoint(tmp_path / name, {tensor: torch.ones(3)}, config=config)
 
     checkpoint = saved("from", model={"name": "llama"})
-    unknown_key = saved("unknown", model={"name": "llama", "hidden_sise": 3}, train={"precision": "float32"})
+    unknown_key = saved(
+        "unknown", model={"name": "llama", "hidden_sise": 3}, train={"precision": "float32"}
+    )
     mine, float32 = tmp_path / "mine", ("--dtype", "float32")
     mine.mkdir()
     (mine / "notes.txt").touch()
@@ -355,7 +473,10 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ((mine, tmp_path / "out"), "mine holds no checkpoint: name a checkpoint"),
         ((tmp_path / "gone", tmp_path / "out"), "gone is no folder"),
         ((tmp_path / "run", tmp_path / "out"), "run is complete"),
-        ((unknown_key, tmp_path / "out"), "the model llama refuses the keys in the checkpoint's config"),
+        (
+            (unknown_key, tmp_path / "out"),
+            "the model llama refuses the keys in the checkpoint's config",
+        ),
         ((saved("none", "optimizer.step"), tmp_path / "out", *float32), "holds no weights"),
     ):
         assert cli.main(["export", *map(str, arguments)]) == 2, problem

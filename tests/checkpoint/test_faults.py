@@ -1,4 +1,5 @@
-"""Faults of checkpoints, a row each of faults.yaml: damaged files, reads that fail, and saves that fail."""
+"""Faults of checkpoints, a row each of faults.yaml: damaged files, reads that fail, and saves that
+fail."""
 
 from pathlib import Path
 
@@ -16,9 +17,13 @@ def test_a_fault(run: Run, name: str) -> None:
     check(ROWS[name], run)
 
 
-def test_no_memory_for_the_manifest_is_a_failed_save(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_manifest_is_a_failed_save(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(run, monkeypatch, "meshtrain.checkpoint.commit.Manifest", "MemoryError")
-    assert "are done and not saved: rank 0 on host here (dp_shard 0): MemoryError" in run.train(status=1)
+    assert "are done and not saved: rank 0 on host here (dp_shard 0): MemoryError" in run.train(
+        status=1
+    )
 
 
 def test_a_fault_of_the_program_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

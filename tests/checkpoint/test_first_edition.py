@@ -1,9 +1,11 @@
-"""Checkpoints that the first edition (commit 9cfe131) wrote are read and gone on from as that edition did itself.
+"""Checkpoints that the first edition (commit 9cfe131) wrote are read and gone on from as that
+edition did itself.
 
-`first_edition/` holds a small run's config and text, checkpoints of step 4 that two layouts wrote, and `expected.json`:
-what a run gets that goes on from each, on the same layout and on one process. What is loaded has the same bits. The
-numbers were 9cfe131's own, to 1e-6 (its steps have since been computed in another order: the loss a chunk at a time,
-clipping in AdamW's kernel), until the learning rates of steps 5 to 8 changed: the schedule no longer ends at 0.
+`first_edition/` holds a small run's config and text, checkpoints of step 4 that two layouts wrote,
+and `expected.json`: what a run gets that goes on from each, on the same layout and on one process.
+What is loaded has the same bits. The numbers were 9cfe131's own, to 1e-6 (its steps have since been
+computed in another order: the loss a chunk at a time, clipping in AdamW's kernel), until the
+learning rates of steps 5 to 8 changed: the schedule no longer ends at 0.
 """
 
 import json
@@ -28,15 +30,31 @@ ALONE = (1, "{dp_shard: 1}")
 
 def steps_of(folder: Path) -> list[list[float]]:
     """Loss and gradient norm of the steps of a run."""
-    return [[row["loss"], row["grad_norm"]] for row in read(folder / "metrics.jsonl") if row["step"] > SAVED]
+    return [
+        [row["loss"], row["grad_norm"]]
+        for row in read(folder / "metrics.jsonl")
+        if row["step"] > SAVED
+    ]
 
 
 def go_on(name: str, where: str, folder: Path, *options: str) -> Path:
     """The folder of a run that goes on from the checkpoint."""
     world, layout = LAYOUTS[name] if where == "same" else ALONE
-    paths = (f"data.path={HERE}/text.txt", f"data.cache={folder}/cache", f"train.output={folder}/run")
+    paths = (
+        f"data.path={HERE}/text.txt",
+        f"data.cache={folder}/cache",
+        f"train.output={folder}/run",
+    )
     checkpoint = f"checkpoint.resume={HERE}/{name}/step_{SAVED:07d}"
-    train = ("-m", "meshtrain.train", f"{HERE}/small.yaml", *paths, f"layout={layout}", checkpoint, *options)
+    train = (
+        "-m",
+        "meshtrain.train",
+        f"{HERE}/small.yaml",
+        *paths,
+        f"layout={layout}",
+        checkpoint,
+        *options,
+    )
     forked(world, *train).check()
     return folder / "run"
 
@@ -70,4 +88,6 @@ def test_it_is_intact_and_its_weights_load(name: str) -> None:
     model = Model(Config(**{key: value for key, value in keys.items() if key != "name"}))
     first = [weight.detach().clone() for weight in model.parameters()]
     load_weights(checkpoint, model)
-    assert not any(torch.equal(weight, other) for weight, other in zip(model.parameters(), first, strict=True))
+    assert not any(
+        torch.equal(weight, other) for weight, other in zip(model.parameters(), first, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""A run that is killed at any moment ends with the bits of one that is not; .ci/run kills torchrun's jobs 50 times."""
+"""A run that is killed at any moment ends with the bits of one that is not; .ci/run kills
+torchrun's jobs 50 times."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Loading onto any layout, to the bit; what does not fit is named before anything is read (damage: test_faults.py)."""
+"""Loading onto any layout, to the bit; what does not fit is named before anything is read (damage:
+test_faults.py)."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,9 @@ def test_every_layout_loads_what_every_other_has_written(job: Job, shared_path: 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", ["HSDP", "V", "pp x tp"])
-def test_files_have_the_same_bytes_without_a_copy_in_host_memory(job: Job, shared_path: Path, kind: str) -> None:
+def test_files_have_the_same_bytes_without_a_copy_in_host_memory(
+    job: Job, shared_path: Path, kind: str
+) -> None:
     state = on(job, OF_4[kind], kind=kind)
     fill(state)
     files = []
@@ -85,11 +88,15 @@ def test_all_ranks_together_read_each_byte_once(
     state = on(job, OF_4[kind], kind=kind)
     check_loaded(checkpoint, state)
     total = sum(job.gather("counting", sum(counted)))
-    size = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in state.placements.items())
-    assert total == size or ("tp" in kind and total > size), "ranks read whole rows to get their columns"
+    size = sum(
+        Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in state.placements.items()
+    )
+    assert total == size or ("tp" in kind and total > size), (
+        "ranks read whole rows to get their columns"
+    )
 
 
-# Sharded over axes that the layout does not name ---------------------------------------------------------------------
+# Sharded over axes that the layout does not name --------------------------------------------------
 
 DERIVED = {  # (sizes, expert_parallel)
     "dp_shard x cp": ({"dp_shard": 2, "cp": 2}, 1),
@@ -111,7 +118,8 @@ def with_experts(job: Job, kind: str) -> State:
     layout = Layout(sizes).with_experts(expert_parallel)
     mesh = build_mesh(layout, "cpu")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 11), Experts(5, 3, 2))  # 5 on 4 ranks are 2, 2, 1 and 0
+    # 5 on 4 ranks are 2, 2, 1 and 0
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 11), Experts(5, 3, 2))
     squares = sum(parameter.detach().double().square().sum() for parameter in model.parameters())
     apply_expert_parallel(model, mesh, ParallelOptions(ep_plan={"2": "ep_dispatch_experts"}))
     if layout.size("fsdp") > 1:
@@ -144,7 +152,7 @@ def test_parameters_that_are_sharded_over_a_derived_axis(job: Job, shared_path: 
             check_loaded(checkpoint, state)
 
 
-# Parts of tensors ----------------------------------------------------------------------------------------------------
+# Parts of tensors ---------------------------------------------------------------------------------
 
 
 def part_of(tensors: dict[str, torch.Tensor], wanted: dict[str, tuple[slice, ...]]) -> Any:
@@ -155,74 +163,109 @@ def part_of(tensors: dict[str, torch.Tensor], wanted: dict[str, tuple[slice, ...
         target = torch.zeros(shape_of(part))
         shards.append(LocalShard(name, placements[name], part, True, lambda target=target: target))
     return SimpleNamespace(
-        placements=placements, shards=shards, loaded=lambda: None, layout=Layout({}), mesh=SimpleNamespace(rank=0)
+        placements=placements,
+        shards=shards,
+        loaded=lambda: None,
+        layout=Layout({}),
+        mesh=SimpleNamespace(rank=0),
     )
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 2**25])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, dim: int) -> None:
+def test_parts_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, dim: int
+) -> None:
     """Rows, columns and both, of pieces that were cut otherwise, read in one go or row by row."""
     monkeypatch.setattr(load, "CHUNK", chunk)
     x = torch.randn(50, 30)
     checkpoint = write_checkpoint(
-        tmp_path, {"x": x}, sizes={"dp_replicate": 2, "tp": 3}, cuts=lambda name, tensor: (("tp", dim),)
+        tmp_path,
+        {"x": x},
+        sizes={"dp_replicate": 2, "tp": 3},
+        cuts=lambda name, tensor: (("tp", dim),),
     )
-    for part in ((slice(0, 50), slice(0, 30)), (slice(7, 31), slice(0, 30)), (slice(3, 49), slice(4, 21))):
+    for part in (
+        (slice(0, 50), slice(0, 30)),
+        (slice(7, 31), slice(0, 30)),
+        (slice(3, 49), slice(4, 21)),
+    ):
         state = part_of({"x": x}, {"x": part})
         restore(checkpoint, state)
         assert torch.equal(state.shards[0].local, x[part]), part
 
 
 def test_a_part_is_read_without_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 32 MiB a quarter of the rows: no more bytes are read than these and the rest of the blocks at their ends."""
+    """Of 32 MiB a quarter of the rows: no more bytes are read than these and the rest of the blocks
+    at their ends."""
     x = torch.randn(2**13, 2**10)
     checkpoint = write_checkpoint(tmp_path, {"x": x})
     read, counted = Shard._read, []
-    monkeypatch.setattr(Shard, "_read", lambda *given: (counted.append(len(given[2])), read(*given))[1])
+    monkeypatch.setattr(
+        Shard, "_read", lambda *given: (counted.append(len(given[2])), read(*given))[1]
+    )
     state = part_of({"x": x}, {"x": (slice(1000, 1000 + 2**11), slice(0, 2**10))})
     restore(checkpoint, state)
     assert torch.equal(state.shards[0].local, x[1000 : 1000 + 2**11])
     assert 2**23 < sum(counted) <= 2**23 + 2 * 2**22 + 10_000
 
 
-def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_named_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = alone()
     state = on(job, {})
     fill(state)
     checkpoint = save(state, job, tmp_path)
-    other = on(job, {}, "model.vocab_size=44", "model.num_hidden_layers=5", "train.precision=float64")
+    other = on(
+        job, {}, "model.vocab_size=44", "model.num_hidden_layers=5", "train.precision=float64"
+    )
     monkeypatch.setattr(Shard, "__init__", lambda *_: pytest.fail("a file was opened"))
     with pytest.raises(InputError) as refused:
         restore(checkpoint, other)
     problem = str(refused.value)
     assert problem.startswith(
-        f"{checkpoint} does not fit the model: the model has no model.model.layers.5.input_layernorm"
+        f"{checkpoint} does not fit the model: the model has no "
+        "model.model.layers.5.input_layernorm"
     )
-    assert "other shapes: model.model.embed_tokens.weight (there [42, 24], the model's [44, 24])" in problem
+    assert (
+        "other shapes: model.model.embed_tokens.weight (there [42, 24], the model's [44, 24])"
+        in problem
+    )
     assert "other types: model.model.embed_tokens.weight (there F32, the model's F64)" in problem
 
 
 def test_differences_are_told_in_lists() -> None:
     f32, f64 = Placement((2, 3), "F32"), Placement((2, 3), "F64")
-    assert differences({"a": f32}, {"a": Placement((2, 3), "F32", (("tp", 0),), (1,))}) == [], "layouts may differ"
+    assert differences({"a": f32}, {"a": Placement((2, 3), "F32", (("tp", 0),), (1,))}) == [], (
+        "layouts may differ"
+    )
     assert differences({"a": f32}, {"a": f64}) == ["other types: a (there F32, the model's F64)"]
     assert differences({"a": f32}, {}) == ["the model has no a"]
-    adam, sgd = {"model.a": f32, "optimizer.a.exp_avg": f32}, {"model.a": f32, "optimizer.a.momentum_buffer": f32}
+    adam, sgd = (
+        {"model.a": f32, "optimizer.a.exp_avg": f32},
+        {"model.a": f32, "optimizer.a.momentum_buffer": f32},
+    )
     optimizer = (
-        "it was written with another optimizer (optimizer.name, state_precision or groups): take those of its config"
+        "it was written with another optimizer (optimizer.name, state_precision or groups): take "
+        "those of its config"
     )
     assert differences(adam, sgd)[-1].startswith(optimizer)
-    assert differences(adam, adam | {"optimizer.a.exp_avg": Placement((2, 3), "BF16")})[-1].startswith(optimizer)
+    assert differences(adam, adam | {"optimizer.a.exp_avg": Placement((2, 3), "BF16")})[
+        -1
+    ].startswith(optimizer)
     assert not differences(adam, sgd | {"model.b": f32})[-1].startswith("it was")
     many = {f"t{i}": f32 for i in range(6)}
     assert differences({}, many) == ["missing t0, t1, t2, t3 and 2 more"]
     scale = {"loss_scale.value": Placement((), "F32"), "loss_scale.good": Placement((), "I64")}
-    assert differences({}, scale) == differences(scale, {}) == [], "a run may go on in another precision"
+    assert differences({}, scale) == differences(scale, {}) == [], (
+        "a run may go on in another precision"
+    )
 
 
 def test_a_run_goes_on_in_float16_and_back(tmp_path: Path) -> None:
-    """The loss scale begins anew where the checkpoint has none, and is passed over where the run needs none."""
+    """The loss scale begins anew where the checkpoint has none, and is passed over where the run
+    needs none."""
     job = alone()
     half, single = on(job, {}, "train.precision=float16"), on(job, {})
     fill(half)

@@ -1,4 +1,5 @@
-"""Checkpoints on the hosts' own disks: a run goes on from the newest that is whole over all of them, or is shared."""
+"""Checkpoints on the hosts' own disks: a run goes on from the newest that is whole over all of
+them, or is shared."""
 
 import os
 import shutil
@@ -54,13 +55,16 @@ def test_a_run_goes_on_from_what_is_whole(
     name: str, hosts: Job, small: Path, shared_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Full disks, a lost one, changed and cut files: no more is lost than the steps since the newest whole one."""
+    """Full disks, a lost one, changed and cut files: no more is lost than the steps since the
+    newest whole one."""
     options = ("train.steps=20", "data.workers=0", "checkpoint.every=2", "layout={dp_replicate: 2}")
     whole = Case(str(small), (*options, f"train.output={shared_path}/whole"))
     assert run_case(whole, hosts) == {"status": 0}
 
     own_disk = shared_path / f"disk_{hosts.rank}"
-    monkeypatch.setattr(meshtrain.train, "LocalDisk", lambda root, *rest: LocalDisk(own_disk, *rest))
+    monkeypatch.setattr(
+        meshtrain.train, "LocalDisk", lambda root, *rest: LocalDisk(own_disk, *rest)
+    )
     restore = Resume.restore
     begun: list[tuple[int, bool]] = []
 
@@ -79,11 +83,19 @@ def test_a_run_goes_on_from_what_is_whole(
         with monkeypatch.context() as patch:
             if hosts.rank == 1:
                 for step in start.refused:
-                    failing(None, patch, "meshtrain.checkpoint.commit.write_shard", "ENOSPC", name_of(step))
+                    failing(
+                        None,
+                        patch,
+                        "meshtrain.checkpoint.commit.write_shard",
+                        "ENOSPC",
+                        name_of(step),
+                    )
                 if start.own_full:
                     failing(None, patch, "meshtrain.checkpoint.local.write_shard", "ENOSPC")
             interrupt = "end" if start.fails_at else None
-            result = run_case(Case(str(small), options, interrupt, start.fails_at, hosts.rank), hosts)
+            result = run_case(
+                Case(str(small), options, interrupt, start.fails_at, hosts.rank), hosts
+            )
         for thread in threading.enumerate():
             if thread.name == "upload":
                 thread.join()
@@ -99,6 +111,8 @@ def test_a_run_goes_on_from_what_is_whole(
         hosts.gather("going on", None)
 
     expected = rows(shared_path / "whole")
-    assert rows(shared_path / name) == expected[16 if name == "branch" else 0 :], "no step was lost or mixed"
+    assert rows(shared_path / name) == expected[16 if name == "branch" else 0 :], (
+        "no step was lost or mixed"
+    )
     (disk,) = shared_path.glob("disk_0/*/rank_00000")
     assert sorted(path.name for path in disk.iterdir()) == [name_of(18), name_of(20)]

@@ -1,4 +1,5 @@
-"""One job has a folder. Where its lock does not hold between hosts, the job that had it stops when another takes it."""
+"""One job has a folder. Where its lock does not hold between hosts, the job that had it stops when
+another takes it."""
 
 import errno
 import fcntl
@@ -21,7 +22,7 @@ from meshtrain.job.environment import TORCHRUN, read_environment
 from meshtrain.metrics.logger import read
 from tests.checkpoint.faults import Run, failing, take, taken
 
-# The lock -----------------------------------------------------------------------------------------------------------
+# The lock -----------------------------------------------------------------------------------------
 
 
 def test_one_process_has_a_folder(tmp_path: Path) -> None:
@@ -35,7 +36,8 @@ def test_one_process_has_a_folder(tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed_lets_go_though_its_child_lives_on(tmp_path: Path) -> None:
     code = (
-        "import os, time\nfrom pathlib import Path\nfrom meshtrain.checkpoint.directory import lock_folder\n"
+        "import os, time\nfrom pathlib import Path\nfrom meshtrain.checkpoint.directory import "
+        "lock_folder\n"
         f"with lock_folder(Path({str(tmp_path)!r})):\n"
         "    if os.fork() == 0:\n"
         "        print(os.getpid(), flush=True)\n"
@@ -45,7 +47,10 @@ def test_a_process_that_is_killed_lets_go_though_its_child_lives_on(tmp_path: Pa
         assert other.stdout is not None
         child = int(other.stdout.readline())
         try:
-            with pytest.raises(InputError, match=f"in use by process {other.pid}"), lock_folder(tmp_path):
+            with (
+                pytest.raises(InputError, match=f"in use by process {other.pid}"),
+                lock_folder(tmp_path),
+            ):
                 pytest.fail("two have the folder")
             other.kill()
             other.wait()
@@ -64,7 +69,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "outside").read_text() == "precious"
 
 
-# The owner ----------------------------------------------------------------------------------------------------------
+# The owner ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -83,13 +88,17 @@ def _no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda place: folder.set_aside(place / "step_0000001"),
     ],
 )
-def test_nothing_is_touched_in_a_folder_that_another_job_has(tmp_path: Path, act: Callable[[Path], Any]) -> None:
+def test_nothing_is_touched_in_a_folder_that_another_job_has(
+    tmp_path: Path, act: Callable[[Path], Any]
+) -> None:
     (tmp_path / "step_0000001").mkdir()
     (tmp_path / ".step_0000001.tmp").mkdir()
     with lock_folder(tmp_path):
         take(tmp_path)
         names = sorted(os.listdir(tmp_path))
-        with pytest.raises(TakenError, match=r"was taken by another job meanwhile \(process 7 on host b\)"):
+        with pytest.raises(
+            TakenError, match=r"was taken by another job meanwhile \(process 7 on host b\)"
+        ):
             act(tmp_path)
         assert sorted(os.listdir(tmp_path)) == names
         (tmp_path / folder.OWNER).unlink()
@@ -106,13 +115,17 @@ def test_the_second_job_has_it(tmp_path: Path) -> None:
     with lock_folder(tmp_path):
         folder.check_owner()
         folder._OWNED[tmp_path] = token  # as the first one's process has it
-        assert f"the folder {tmp_path} was taken by another job meanwhile (process" in str(folder.owner_changed())
+        assert f"the folder {tmp_path} was taken by another job meanwhile (process" in str(
+            folder.owner_changed()
+        )
     first.__exit__(None, None, None)
     assert folder.owner_changed() is None
 
 
 @pytest.mark.usefixtures("_no_lock")
-def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(tmp_path: Path) -> None:
+def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(
+    tmp_path: Path,
+) -> None:
     """torchrun starts the job that stopped again, and that would stop the other one, and so on."""
     many = [f"{number}" + "\N{SNOWMAN}" * 500 for number in range(20)]
     for launch, again, refused in (
@@ -130,8 +143,13 @@ def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(t
         (many[18], True, True),
     ):
         token = (tmp_path / folder.OWNER).read_bytes() if refused else b""
-        refusal = pytest.raises(TakenError, match=r"taken by another job since this one was first started \(process")
-        with refusal if refused else nullcontext(), lock_folder(tmp_path, launch=launch, again=again):
+        refusal = pytest.raises(
+            TakenError, match=r"taken by another job since this one was first started \(process"
+        )
+        with (
+            refusal if refused else nullcontext(),
+            lock_folder(tmp_path, launch=launch, again=again),
+        ):
             folder.check_owner()
         assert not refused or (tmp_path / folder.OWNER).read_bytes() == token
 
@@ -142,18 +160,27 @@ def test_the_launch_is_told_from_others() -> None:
         ({}, None),
         ({"SLURM_JOB_ID": "7"}, "7"),
         (torchrun | {"TORCHELASTIC_RUN_ID": "a b"}, "a b"),
-        (torchrun | {"TORCHELASTIC_RUN_ID": "none"}, None),  # as torchrun has it without --standalone and --rdzv-id
+        (
+            torchrun | {"TORCHELASTIC_RUN_ID": "none"},
+            None,
+        ),  # as torchrun has it without --standalone and --rdzv-id
         (torchrun | {"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, "7"),
     ):
         assert read_environment(variables).launch == launch
 
 
-def test_a_run_whose_folder_was_taken_ends_and_leaves_it_alone(fresh: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a step or two, and not with its next checkpoint: what it would write besides is the other job's."""
+def test_a_run_whose_folder_was_taken_ends_and_leaves_it_alone(
+    fresh: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a step or two, and not with its next checkpoint: what it would write besides is the
+    other job's."""
     with monkeypatch.context() as patch:
         taken(fresh, patch, "meshtrain.metrics.goodput.GoodputTracker.begin")
         printed = fresh.train("train.steps=100", "checkpoint.every=50", status=1)
-    assert f"the folder {fresh.folder} was taken by another job meanwhile (process 7 on host b)" in printed
+    assert (
+        f"the folder {fresh.folder} was taken by another job meanwhile (process 7 on host b)"
+        in printed
+    )
     assert "there is no exit.json, which would say {" in printed
     assert read(fresh.folder / "metrics.jsonl")[-1]["step"] < 5
     assert not (fresh.folder / "exit.json").exists()

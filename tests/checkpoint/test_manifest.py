@@ -1,4 +1,5 @@
-"""The manifest: what is written is read again, any other text is refused with a reason, and it stays small."""
+"""The manifest: what is written is read again, any other text is refused with a reason, and it
+stays small."""
 
 import json
 import math
@@ -63,12 +64,18 @@ JSON = st.recursive(
 
 
 @settings(max_examples=40)
-@given(st.data(), st.dictionaries(st.text(), JSON, max_size=3), st.none() | st.dictionaries(st.just("x"), st.floats()))
+@given(
+    st.data(),
+    st.dictionaries(st.text(), JSON, max_size=3),
+    st.none() | st.dictionaries(st.just("x"), st.floats()),
+)
 def test_what_is_written_is_read(
     schema: Any, data: st.DataObject, counters: dict[str, Any], evaluation: dict[str, float] | None
 ) -> None:
     layout = data.draw(with_experts())
-    names = data.draw(st.sets(st.text(st.characters(categories=["L", "N", "P"]), min_size=1), max_size=4))
+    names = data.draw(
+        st.sets(st.text(st.characters(categories=["L", "N", "P"]), min_size=1), max_size=4)
+    )
     tensors = {name: data.draw(placements(layout)) for name in sorted(names)}
     manifest = made(layout, tensors, counters=counters, evaluation=evaluation)
     text = manifest.to_json()
@@ -81,7 +88,9 @@ def test_what_is_written_is_read(
 
 def test_infinity_and_nan_are_json_that_any_program_reads() -> None:
     clip = {"clip": [math.inf, -math.inf]}
-    manifest = made(Layout({}), {}, counters={"loss": math.nan}, config=clip, evaluation={"l": math.inf})
+    manifest = made(
+        Layout({}), {}, counters={"loss": math.nan}, config=clip, evaluation={"l": math.inf}
+    )
     plain = json.loads(manifest.to_json(), parse_constant=pytest.fail)
     assert plain["books"] == {"loss": {"$float": "nan"}}
     assert repr(Manifest.parse(manifest.to_json(), WHERE)) == repr(manifest)
@@ -89,20 +98,36 @@ def test_infinity_and_nan_are_json_that_any_program_reads() -> None:
 
 def test_a_tensor_and_a_file_have_a_line_each() -> None:
     lines = GOOD.to_json().splitlines()
-    assert '"model.a": {"dtype":"F32","shape":[4,2],"cuts":[["dp_shard",0]],"stages":[0,1]}' in lines
+    assert (
+        '"model.a": {"dtype":"F32","shape":[4,2],"cuts":[["dp_shard",0]],"stages":[0,1]}' in lines
+    )
     assert '"rank_00001.safetensors": {"size":10000,"crc32":"00000001"},' in lines
 
 
 def test_it_does_not_grow_with_ranks_times_tensors() -> None:
-    """A model of 405 billion parameters: 126 layers of 9 tensors, 3 more, and AdamW's two moments; 4,096 ranks."""
+    """A model of 405 billion parameters: 126 layers of 9 tensors, 3 more, and AdamW's two moments;
+    4,096 ranks."""
     layout = Layout({"pp": 16, "dp_replicate": 1, "dp_shard": 32, "tp": 8})
     whole = {"embed_tokens": (128256, 16384), "norm": (16384,), "lm_head": (128256, 16384)}
-    shapes = [(16384, 16384), (1024, 16384), (1024, 16384), (16384, 16384), (53248, 16384), (53248, 16384)]
+    shapes = [
+        (16384, 16384),
+        (1024, 16384),
+        (1024, 16384),
+        (16384, 16384),
+        (53248, 16384),
+        (53248, 16384),
+    ]
     shapes += [(16384, 53248), (16384,), (16384,)]
-    whole |= {f"model.layers.{layer}.{i}.weight": shape for layer in range(126) for i, shape in enumerate(shapes)}
+    whole |= {
+        f"model.layers.{layer}.{i}.weight": shape
+        for layer in range(126)
+        for i, shape in enumerate(shapes)
+    }
     cuts = {1: (("dp_shard", 0),), 2: (("tp", 0), ("dp_shard", 0))}
     tensors = {
-        f"{kind}.{name}{end}": Placement(shape, "F32", cuts[len(shape)], (index * 16 // len(whole),))
+        f"{kind}.{name}{end}": Placement(
+            shape, "F32", cuts[len(shape)], (index * 16 // len(whole),)
+        )
         for kind, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq"))
         for index, (name, shape) in enumerate(whole.items())
     }
@@ -116,7 +141,7 @@ def test_it_does_not_grow_with_ranks_times_tensors() -> None:
     assert len(text) * 32 < MAX_BYTES, "131,072 ranks have room, too"
 
 
-# Refused ------------------------------------------------------------------------------------------------------------
+# Refused ------------------------------------------------------------------------------------------
 
 
 def changed(row: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +167,9 @@ def texts() -> dict[str | bytes, str]:
         "9" * 4000: "step: expected",
         "9" * 9000: "no JSON",
     }
-    without_step = {key: value for key, value in changed({"set": "step", "to": 0}).items() if key != "step"}
+    without_step = {
+        key: value for key, value in changed({"set": "step", "to": 0}).items() if key != "step"
+    }
     return {
         "": "is empty",
         "{": "no JSON",
@@ -152,8 +179,13 @@ def texts() -> dict[str | bytes, str]:
         '{"format": 1, "format": 1}': "'format' stands twice",
         json.dumps(without_step): "lacks 'step'",
         json.dumps(changed({"set": "books", "to": deep})): "more than 50 deep",
-        json.dumps(changed({"set": ["tensors", "model.a", "shape"], "to": [1] * 65})): "model.a: expected a shape",
-        **{GOOD.to_json().replace('"step": 100', f'"step": {step}'): reason for step, reason in steps.items()},
+        json.dumps(
+            changed({"set": ["tensors", "model.a", "shape"], "to": [1] * 65})
+        ): "model.a: expected a shape",
+        **{
+            GOOD.to_json().replace('"step": 100', f'"step": {step}'): reason
+            for step, reason in steps.items()
+        },
         **{json.dumps(changed(row)): row["says"] for row in REFUSED},
     }
 
@@ -170,7 +202,8 @@ def test_hostile_manifests_are_refused() -> None:
         if not good or len(message) >= 500 or not message.isprintable():
             problems.append((text[:1000], reason, message))
     assert not problems
-    Manifest.parse(json.dumps(changed({"set": "step", "to": 7})), WHERE)  # how they are made is not what is wrong
+    # how they are made is not what is wrong
+    Manifest.parse(json.dumps(changed({"set": "step", "to": 7})), WHERE)
 
 
 def test_the_schema_refuses_some_too(schema: Any) -> None:
@@ -180,7 +213,9 @@ def test_the_schema_refuses_some_too(schema: Any) -> None:
 
 
 def test_a_newer_format_is_no_damage() -> None:
-    with pytest.raises(InputError, match=r"step_0000100/manifest.json has format 3, and this meshtrain") as refused:
+    with pytest.raises(
+        InputError, match=r"step_0000100/manifest.json has format 3, and this meshtrain"
+    ) as refused:
         Manifest.parse('{"format": 3, "tensors": "elsewhere"}', WHERE)
     assert not isinstance(refused.value, DamagedError)
 

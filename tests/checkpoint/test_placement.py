@@ -1,4 +1,5 @@
-"""Where bytes lie, against brute force over every rank and element; and the sums that go with it."""
+"""Where bytes lie, against brute force over every rank and element; and the sums that go with
+it."""
 
 import itertools
 import math
@@ -41,12 +42,24 @@ def with_experts(draw: st.DrawFn) -> Layout:
 @st.composite
 def placements(draw: st.DrawFn, layout: Layout, smallest: int = 1) -> Placement:
     shape = tuple(draw(st.lists(st.integers(smallest, 7), max_size=3)))
-    # Axes of the layout, some of which a derived one may stand for; or, with experts, those of the other factorization.
+    # Axes of the layout, some of which a derived one may stand for; or, with experts, those of the
+    # other factorization.
     dense = [*(axis for axis in layout.axes if axis not in ("pp", "dp_shard", "cp")), "fsdp"]
-    kinds = [[axis for axis in layout.axes if axis != "pp"], dense, EXPERT_AXES if layout.experts > 1 else dense]
-    known = [axis for axis in draw(st.sampled_from(kinds)) if axis in layout.axes or layout.size(axis) > 1]
+    kinds = [
+        [axis for axis in layout.axes if axis != "pp"],
+        dense,
+        EXPERT_AXES if layout.experts > 1 else dense,
+    ]
+    known = [
+        axis
+        for axis in draw(st.sampled_from(kinds))
+        if axis in layout.axes or layout.size(axis) > 1
+    ]
     axes = draw(st.permutations(known))
-    cuts = tuple((axis, draw(st.integers(0, max(0, len(shape) - 1)))) for axis in axes[: draw(st.integers(0, 4))])
+    cuts = tuple(
+        (axis, draw(st.integers(0, max(0, len(shape) - 1))))
+        for axis in axes[: draw(st.integers(0, 4))]
+    )
     stages = draw(st.sets(st.integers(0, layout.size("pp") - 1), min_size=1))
     return Placement(shape, "F32", cuts, tuple(sorted(stages)))
 
@@ -64,7 +77,9 @@ def test_each_element_is_written_once_by_one_who_holds_it(data: st.DataObject) -
     held: Counter[tuple[int, ...]] = Counter()
     for rank in range(layout.world_size):
         mine, part = part_of_rank(tensor, layout, rank), part_to_write(tensor, layout, rank)
-        assert part is None or (mine is not None and elements(part) <= elements(mine) and not is_empty(part))
+        assert part is None or (
+            mine is not None and elements(part) <= elements(mine) and not is_empty(part)
+        )
         held.update(() if mine is None else elements(mine))
         written.update(() if part is None else elements(part))
     assert written == dict.fromkeys(itertools.product(*map(range, tensor.dims)), 1)
@@ -80,7 +95,9 @@ def test_a_reader_is_told_all_pieces_that_it_needs_and_no_other(data: st.DataObj
     ends = [st.integers(start + 1, size) for start, size in zip(starts, tensor.dims, strict=True)]
     wanted = tuple(slice(start, data.draw(end)) for start, end in zip(starts, ends, strict=True))
     written = ((rank, part_to_write(tensor, layout, rank)) for rank in range(layout.world_size))
-    expected = [(rank, part) for rank, part in written if part and not is_empty(overlap(part, wanted))]
+    expected = [
+        (rank, part) for rank, part in written if part and not is_empty(overlap(part, wanted))
+    ]
     assert sorted(pieces(tensor, layout, wanted), key=str) == sorted(expected, key=str)
 
 
@@ -98,7 +115,9 @@ def test_pieces_of_a_large_layout_are_found_without_a_walk_over_its_ranks() -> N
     tensor = Placement((16384, 53248), "F32", (("tp", 1), ("dp_shard", 0)), (3,))
     found = list(pieces(tensor, layout, (slice(0, 8), slice(0, 53248))))
     # 1,024 rows of each of tp's 8 columns are shared by 64 copies, 16 rows each.
-    assert [rank for rank, _ in found] == [layout.rank(pp=3, dp_replicate=0, dp_shard=0, tp=tp) for tp in range(8)]
+    assert [rank for rank, _ in found] == [
+        layout.rank(pp=3, dp_replicate=0, dp_shard=0, tp=tp) for tp in range(8)
+    ]
     assert {shape_of(piece) for _, piece in found} == {(16, 6656)}
 
 
@@ -106,4 +125,6 @@ def test_pieces_of_a_large_layout_are_found_without_a_walk_over_its_ranks() -> N
 @given(st.lists(st.binary(max_size=40), max_size=6), st.integers(0, 1_000_000))
 def test_the_crc_of_a_whole_follows_from_its_pieces(pieces: list[bytes], zeros: int) -> None:
     pieces = [*pieces, bytes(zeros)]
-    assert combine((zlib.crc32(piece), len(piece)) for piece in pieces) == zlib.crc32(b"".join(pieces))
+    assert combine((zlib.crc32(piece), len(piece)) for piece in pieces) == zlib.crc32(
+        b"".join(pieces)
+    )

@@ -16,7 +16,14 @@ from meshtrain.data import OpenData
 from meshtrain.job.process import Job
 from meshtrain.metrics.logger import read
 from tests.checkpoint.faults import NEWER, OLDER, SHARD, Run, damage, tree
-from tests.checkpoint.going_on import Case, run_case, run_cases, signals_installed, small_run, written_down
+from tests.checkpoint.going_on import (
+    Case,
+    run_case,
+    run_cases,
+    signals_installed,
+    small_run,
+    written_down,
+)
 from tests.parity.experiments import QUICKSTART, SMALL
 
 TIMES = re.compile(r"time|per_s|mfu|memory|sent_bytes|goodput|wall")
@@ -33,7 +40,7 @@ def exit_of(run: Run) -> dict[str, Any]:
     return json.loads((run.folder / "exit.json").read_text())
 
 
-# The same bits ------------------------------------------------------------------------------------------------------
+# The same bits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "float64"])
@@ -64,7 +71,7 @@ def test_an_epoch_that_was_interrupted_has_its_sum(fresh: Run) -> None:
     assert epoch.findall(printed + fresh.train(*options)) == epochs
 
 
-# What it goes on from -----------------------------------------------------------------------------------------------
+# What it goes on from -----------------------------------------------------------------------------
 
 
 def test_where_nothing_is_whole_nothing_begins_anew(run: Run) -> None:
@@ -89,7 +96,11 @@ def test_a_used_folder_is_no_fresh_one(fresh: Run) -> None:
 
 def test_a_run_branches_off_another_and_then_goes_on_from_its_own(run: Run) -> None:
     content = tree(run.folder)
-    for output, start, name in (("a", 4, "run"), ("b", 4, "run/checkpoints"), ("c", 2, f"run/checkpoints/{OLDER}")):
+    for output, start, name in (
+        ("a", 4, "run"),
+        ("b", 4, "run/checkpoints"),
+        ("c", 2, f"run/checkpoints/{OLDER}"),
+    ):
         branch = f"checkpoint.resume={run.place}/{name}"
         run.train(branch, "train.steps=6", output=output)
         assert run.rows(output) == run.undisturbed()[start:6]
@@ -105,8 +116,13 @@ def test_a_run_can_go_back(run: Run) -> None:
     assert f"{run.newest} is set aside as {NEWER}.aside-1" in printed
     assert "start the same command again with checkpoint.resume=latest" in printed
     printed = run.train(*back)
-    assert "to which this run went back with the same config before; it goes on from its newest" in printed
-    assert f"goes on from {run.newest}: step 4" in printed, "the next job of a chain does not go back once more"
+    assert (
+        "to which this run went back with the same config before; it goes on from its newest"
+        in printed
+    )
+    assert f"goes on from {run.newest}: step 4" in printed, (
+        "the next job of a chain does not go back once more"
+    )
     assert run.rows() == run.undisturbed()
     another = (*back, "optimizer.lr=1e-5")
     printed = run.train(*another, interrupt="SIGTERM", at=3, status=75)
@@ -136,13 +152,15 @@ def test_a_run_that_goes_on_does_not_ask_for_the_weights_that_it_began_with(run:
     shutil.copytree(run.newest, run.place / NEWER)
     begun = (f"model.weights={run.place / NEWER}", "train.steps=2")
     run.train(*begun, output="new")
-    assert run.rows("new")[0][1] < run.rows()[0][1] - 0.01, "it starts with what the other run had learned"
+    assert run.rows("new")[0][1] < run.rows()[0][1] - 0.01, (
+        "it starts with what the other run had learned"
+    )
     damage(run.place / NEWER)
     run.train(*begun, "train.steps=3", output="new")
     run.train(*begun, output="another", status=2)
 
 
-# Folders ------------------------------------------------------------------------------------------------------------
+# Folders ------------------------------------------------------------------------------------------
 
 
 def test_a_read_only_folder_can_be_read(run: Run) -> None:
@@ -174,13 +192,18 @@ def test_two_runs_on_one_folder(run: Run) -> None:
     assert complete_steps(run.place / "elsewhere") == [2]
 
 
-# What has to agree --------------------------------------------------------------------------------------------------
+# What has to agree --------------------------------------------------------------------------------
 
 
 def test_another_run_is_refused_with_all_that_differs(run: Run) -> None:
     content = tree(run.place)
     refused = run.train(
-        "model.width=16", "batch.global_size=24", "train.seed=1", "train.steps=9", "optimizer.lr=0.1", status=2
+        "model.width=16",
+        "batch.global_size=24",
+        "train.seed=1",
+        "train.steps=9",
+        "optimizer.lr=0.1",
+        status=2,
     )
     for line in ("model.width: 8 -> 16", "batch.global_size: 12 -> 24", "train.seed: 0 -> 1"):
         assert line in refused
@@ -191,7 +214,11 @@ def test_another_run_is_refused_with_all_that_differs(run: Run) -> None:
 def test_what_may_change_is_said(run: Run) -> None:
     printed = run.train("batch.micro_size=3", "optimizer.min_lr=1e-3", "train.steps=5")
     (line,) = re.findall(r"^changed since that checkpoint: (.*)$", printed, re.MULTILINE)
-    for change in ("batch.micro_size: 2 -> 3", "optimizer.min_lr: 0.0 -> 0.001", "the learning rate ends: 4 -> 5"):
+    for change in (
+        "batch.micro_size: 2 -> 3",
+        "optimizer.min_lr: 0.0 -> 0.001",
+        "the learning rate ends: 4 -> 5",
+    ):
         assert change in line
     assert "train.output" not in line
 
@@ -213,8 +240,11 @@ def test_other_data_is_refused_unless_allowed(own: Run) -> None:
     assert "changed since that checkpoint: checkpoint.allow_other_data" in printed
 
 
-def test_another_validation_of_the_same_training_data_is_other_data(own: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a checkpoint whose fingerprint was of the training's data alone, as long as these are the same."""
+def test_another_validation_of_the_same_training_data_is_other_data(
+    own: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a checkpoint whose fingerprint was of the training's data alone, as long as these are
+    the same."""
     held_out = own.place / "held.txt"
     validation = f"data.validation={held_out}"
     held_out.write_text("7 days are a week. " * 20)
@@ -243,29 +273,44 @@ def test_a_manifest_says_what_the_run_was(fresh: Run) -> None:
     assert manifest.config["train"]["steps"] == 4
     assert manifest.evaluation is not None
     assert manifest.evaluation["eval_loss"] == last["eval_loss"]
-    assert manifest.evaluation["eval_samples"] == 3, "by which evaluations are known to be comparable"
+    assert manifest.evaluation["eval_samples"] == 3, (
+        "by which evaluations are known to be comparable"
+    )
     assert set(manifest.versions) == {"meshtrain", "torch", "python", "code"}
     assert manifest.rng["seed"] == 0
 
 
-# Several ranks ------------------------------------------------------------------------------------------------------
+# Several ranks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "axis", [*(pytest.param(axis, marks=pytest.mark.slow) for axis in ("dp_replicate", "cp", "tp")), "dp_shard", "pp"]
+    "axis",
+    [
+        *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("dp_replicate", "cp", "tp")),
+        "dp_shard",
+        "pp",
+    ],
 )
 def test_two_ranks_go_on_with_the_same_bits(
     axis: str, hosts: Job, shared_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """When the run was stopped on the request of one of them."""
-    keys = (*SMALL, f"layout={{{axis}: 2}}", "model.hidden_dropout=0.1", "train.steps=6", "checkpoint.every=2")
+    keys = (
+        *SMALL,
+        f"layout={{{axis}: 2}}",
+        "model.hidden_dropout=0.1",
+        "train.steps=6",
+        "checkpoint.every=2",
+    )
     keys += (f"data.cache={shared_path}/cache",)
     whole = Case(QUICKSTART, (*keys, f"train.output={shared_path}/whole"))
     case = Case(QUICKSTART, (*keys, f"train.output={shared_path}/run"))
     assert run_case(whole, hosts) == {"status": 0}
     with signals_installed() as signals:
-        assert run_case(replace(case, interrupt="SIGUSR1", at=2, rank=1), hosts, signals) == {"status": 75}
+        assert run_case(replace(case, interrupt="SIGUSR1", at=2, rank=1), hosts, signals) == {
+            "status": 75
+        }
     assert run_case(case, hosts) == {"status": 0}
     rows = values(shared_path / "run")
     assert rows == values(shared_path / "whole")
@@ -294,7 +339,9 @@ def test_other_worlds_use_every_sample_of_the_epoch_once(fresh: Run, tmp_path: P
         (6, "{dp_replicate: 3, dp_shard: 2}", 0),
     ):
         own = (*options, f"train.output={fresh.folder}", f"layout={layout}")
-        case = Case(str(fresh.config), own, "STOP" if at else None, at, record=f"{seen}-{processes}")
+        case = Case(
+            str(fresh.config), own, "STOP" if at else None, at, record=f"{seen}-{processes}"
+        )
         results, printed[processes] = run_cases(processes, [case], tmp_path)
         assert results == [{"status": 75 if at else 0}]
     assert not (fresh.folder / "STOP").exists()

@@ -35,10 +35,19 @@ def of_samples(count: int, losses: dict[int, float]) -> dict[int, dict[str, floa
         (Retention(1, 2), {}, {2, 4, 5}),
         (Retention(1, None, True), named("eval_loss", LOSSES), {4, 5}),  # of equal ones the newest
         (Retention(1, None, True), named("accuracy", LOSSES), {1, 5}),
-        (Retention(1, None, True), {1: {"eval_loss": 0.0}, 2: {"eval_loss": 1.0, "accuracy": 0.5}}, {2, 5}),
+        (
+            Retention(1, None, True),
+            {1: {"eval_loss": 0.0}, 2: {"eval_loss": 1.0, "accuracy": 0.5}},
+            {2, 5},
+        ),
         (Retention(1, None, True), named("eval_loss", dict.fromkeys((1, 2), -math.inf)), {5}),
-        # Only evaluations of the same number of samples are compared; older checkpoints do not say how many.
-        (Retention(1, None, True), named("eval_loss", {1: 2.0, 2: 1.0}) | of_samples(8, {3: 5.0, 4: 4.0}), {2, 4, 5}),
+        # Only evaluations of the same number of samples are compared; older checkpoints do not say
+        # how many.
+        (
+            Retention(1, None, True),
+            named("eval_loss", {1: 2.0, 2: 1.0}) | of_samples(8, {3: 5.0, 4: 4.0}),
+            {2, 4, 5},
+        ),
         (Retention(9, 7, True), named("eval_loss", LOSSES), {1, 2, 3, 4, 5}),
     ],
 )
@@ -68,10 +77,12 @@ def test_what_is_true_of_any_rules(
     assert len(kept - newest - multiples) <= (1 if best and known else 0)
     if best and known:
         assert min(known[step] for step in kept if step in known) == min(known.values())
-    assert steps_to_keep(kept, evaluations, rules) == kept, "what stays once stays when nothing was added"
+    assert steps_to_keep(kept, evaluations, rules) == kept, (
+        "what stays once stays when nothing was added"
+    )
 
 
-# In a folder --------------------------------------------------------------------------------------------------------
+# In a folder --------------------------------------------------------------------------------------
 
 
 def save(folder: Path, step: int, **evaluation: Any) -> None:
@@ -94,7 +105,8 @@ def save(folder: Path, step: int, **evaluation: Any) -> None:
 def test_what_no_rule_keeps_is_deleted(
     tmp_path: Path, rules: Retention, evaluations: dict[str, list[float]], kept: list[int]
 ) -> None:
-    """After each save, by two jobs one after the other: the second one reads what the first has written."""
+    """After each save, by two jobs one after the other: the second one reads what the first has
+    written."""
     for steps in ((1, 2, 3), (4, 5, 6)):
         pruner = Pruner(tmp_path, rules, 0)
         for step in steps:
@@ -127,15 +139,21 @@ def test_the_newest_and_what_is_kept_never_make_room(
     assert (note is None) == (list(steps) == left)
 
 
-def test_a_warning_comes_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_comes_before_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, and again only if there was room in between."""
     need = 2**20
     pruner = Pruner(tmp_path, Retention(), need)
     counts = []
     for free in (2 * need, 2 * need - 1, need, 3 * need, need):
-        monkeypatch.setattr(retention, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(
+            retention, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)
+        )
         pruner.prune(1, None)
         counts.append(len(pruner.notes))
     assert counts == [0, 1, 1, 1, 2]
-    assert pruner.notes[1].startswith(f"warning: the file system of {tmp_path} has {bytes_text(need)} free")
+    assert pruner.notes[1].startswith(
+        f"warning: the file system of {tmp_path} has {bytes_text(need)} free"
+    )
     assert f"not enough for two more checkpoints of {bytes_text(need)} each" in pruner.notes[1]

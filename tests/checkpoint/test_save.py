@@ -1,4 +1,5 @@
-"""Saving: whole or not at all, beside the training, and told aloud when it goes wrong (more faults: test_faults.py)."""
+"""Saving: whole or not at all, beside the training, and told aloud when it goes wrong (more faults:
+test_faults.py)."""
 
 import errno
 import os
@@ -67,7 +68,9 @@ def saver(state: State, tmp_path: Path, printed: list[str]) -> Iterator[Callable
     """Makes one that writes to the test's folder."""
     savers: list[Saver] = []
 
-    def make(job: Job | None = None, *, of: State = state, folder: Path = tmp_path, **options: Any) -> Saver:
+    def make(
+        job: Job | None = None, *, of: State = state, folder: Path = tmp_path, **options: Any
+    ) -> Saver:
         savers.append(Saver(of, folder, job or alone(), say=printed.append, **options))
         return savers[-1]
 
@@ -90,7 +93,8 @@ def of_four(job: Job, saver: Callable[..., Saver], shared_path: Path) -> OfFour:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A disk on which writing begins, and goes on when it is let go; `at_begin` is called in between."""
+    """A disk on which writing begins, and goes on when it is let go; `at_begin` is called in
+    between."""
     disk = SimpleNamespace(begun=threading.Event(), go=threading.Event(), at_begin=lambda: None)
 
     def write(*arguments: Any) -> Any:
@@ -110,7 +114,11 @@ def time_is_over(one: Saver) -> None:
 
 
 def test_training_goes_on_while_its_state_is_written(
-    saver: Callable[..., Saver], state: State, tmp_path: Path, printed: list[str], slow: SimpleNamespace
+    saver: Callable[..., Saver],
+    state: State,
+    tmp_path: Path,
+    printed: list[str],
+    slow: SimpleNamespace,
 ) -> None:
     """The checkpoint has the state of its step, and other programs can read it."""
     one = saver()
@@ -138,12 +146,18 @@ def test_training_goes_on_while_its_state_is_written(
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_save_is_given_up_and_none_begun_until_it_ends(
-    saver: Callable[..., Saver], tmp_path: Path, printed: list[str], slow: SimpleNamespace, in_background: bool
+    saver: Callable[..., Saver],
+    tmp_path: Path,
+    printed: list[str],
+    slow: SimpleNamespace,
+    in_background: bool,
 ) -> None:
     one = saver(in_background=in_background)
     slow.at_begin = lambda: time_is_over(one)
     one.save(1, ABOUT, wait=True)
-    problem = "it took longer than 0 s (checkpoint.timeout_s): rank 0 on host here has not finished it"
+    problem = (
+        "it took longer than 0 s (checkpoint.timeout_s): rank 0 on host here has not finished it"
+    )
     assert (one.saved, one.problem, one.wants_stop) == (None, problem, None)
     one.save(2, ABOUT)
     assert one.problem == "rank 0 still waits for the disk with that of step 1, which was given up"
@@ -158,7 +172,11 @@ def test_a_save_is_given_up_and_none_begun_until_it_ends(
 
 @pytest.mark.parametrize("given_up", [True, False])
 def test_a_run_that_ends_does_not_wait_for_the_disk(
-    saver: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: SimpleNamespace, given_up: bool
+    saver: Callable[..., Saver],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slow: SimpleNamespace,
+    given_up: bool,
 ) -> None:
     monkeypatch.setattr(save, "CLOSING_S", 0.1)
     one = saver(on_failure="stop")
@@ -174,7 +192,10 @@ def test_a_run_that_ends_does_not_wait_for_the_disk(
 
 
 def test_a_slow_save_is_said_once(
-    saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, printed: list[str], slow: SimpleNamespace
+    saver: Callable[..., Saver],
+    monkeypatch: pytest.MonkeyPatch,
+    printed: list[str],
+    slow: SimpleNamespace,
 ) -> None:
     one = saver()
     one.last_save_s = 1e-9
@@ -189,7 +210,7 @@ def test_a_slow_save_is_said_once(
     assert line.endswith("and the last one took 0 s: the file system is slow, or hangs")
 
 
-# Two ranks, one of which is not there -------------------------------------------------------------------------------
+# Two ranks, one of which is not there -------------------------------------------------------------
 
 
 def of_two(rank: int, store: dist.Store | None) -> Job:
@@ -223,7 +244,9 @@ def test_a_rank_that_is_stuck_when_ranks_have_diverged_is_given_up(
     thread.join(60)
     assert first.done.is_set()
     assert stuck.problem == first.problem
-    assert str(first.problem).endswith("rank 1 has not said what it holds; what must be equal on several ranks is not")
+    assert str(first.problem).endswith(
+        "rank 1 has not said what it holds; what must be equal on several ranks is not"
+    )
     assert [(one.given_up, one.diverged) for one in (first, stuck)] == [(True, True)] * 2
     one = saver()
     one._conclude(first)
@@ -231,13 +254,18 @@ def test_a_rank_that_is_stuck_when_ranks_have_diverged_is_given_up(
     assert one.wants_stop == f"there is no checkpoint of step 1: {first.problem}"
 
 
-def test_a_save_is_given_up_before_its_word_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that hears it must know what to leave; and it may end its wait while the main thread looks."""
+def test_a_save_is_given_up_before_its_word_is_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that hears it must know what to leave; and it may end its wait while the main
+    thread looks."""
     one = write_of(of_two(0, dist.HashStore()), tmp_path)
     known: list[bool] = []
     monkeypatch.setattr(one._commit_round, "broadcast", lambda _: known.append(one.given_up))
     seen = iter([one._prepare_round, None])
-    monkeypatch.setattr(CheckpointWrite, "_gathering", property(lambda _: next(seen)), raising=False)
+    monkeypatch.setattr(
+        CheckpointWrite, "_gathering", property(lambda _: next(seen)), raising=False
+    )
     assert one.poll()
     assert known == [True]
     assert str(one.problem).endswith("rank 0, 1 has not begun to write")
@@ -258,11 +286,16 @@ def test_who_has_no_thread_gives_a_save_up_as_well(
     assert str(one.problem).endswith("rank 1 has not begun to write")
 
 
-# Copies that differ -------------------------------------------------------------------------------------------------
+# Copies that differ -------------------------------------------------------------------------------
 
 
 def test_one_changed_bit_changes_the_sum() -> None:
-    for tensor in (torch.randn(5, 3), torch.randn(7).double(), torch.randn(9).bfloat16(), torch.tensor([True, False])):
+    for tensor in (
+        torch.randn(5, 3),
+        torch.randn(7).double(),
+        torch.randn(9).bfloat16(),
+        torch.tensor([True, False]),
+    ):
         total = bit_sum(tensor)
         for at in range(tensor.nbytes):
             data = tensor.clone().view(-1).view(torch.uint8)
@@ -290,7 +323,10 @@ def test_the_majority_is_right_and_few_are_asked() -> None:
     assert (divergence.odd, divergence.reporters) == ((9, 11, 13), (9, 11, 13, 1))
     sums = {rank: {"b": [rank], "c": [5]} for rank in (9, 11, 13, 1)}
     description = describe_divergence(divergence, sums, [f"rank {rank}" for rank in range(16)])
-    assert description == "rank 9 and rank 11 and rank 13 differ from the 5 other ranks that hold the same part, in b"
+    assert (
+        description
+        == "rank 9 and rank 11 and rank 13 differ from the 5 other ranks that hold the same part, in b"
+    )
 
 
 def test_nothing_is_summed_up_where_nobody_else_holds_the_same(state: State) -> None:
@@ -302,13 +338,19 @@ def test_nothing_is_summed_up_where_nobody_else_holds_the_same(state: State) -> 
 def test_weights_that_no_batch_has_used_are_named_at_a_save_if_they_are_not_finite(
     saver: Callable[..., Saver], state: State, printed: list[str]
 ) -> None:
-    """No loss and no norm shows them; the optimizer's state and buffers are not looked at, nor is an infinite weight
-    anything else."""
+    """No loss and no norm shows them; the optimizer's state and buffers are not looked at, nor is
+    an infinite weight anything else."""
     one = saver()
     one.save(1, ABOUT, wait=True)
     assert not [line for line in printed if "finite" in line]
-    weights = [shard for shard in state.shards if shard.name.startswith("model.") and shard.compared]
-    others = [shard for shard in state.shards if shard.name.startswith("optimizer.") and shard.local.numel() > 1]
+    weights = [
+        shard for shard in state.shards if shard.name.startswith("model.") and shard.compared
+    ]
+    others = [
+        shard
+        for shard in state.shards
+        if shard.name.startswith("optimizer.") and shard.local.numel() > 1
+    ]
     weights[0].local.view(-1)[0] = torch.nan
     weights[1].local.view(-1)[-1] = -torch.inf
     others[0].local.view(-1)[0] = torch.inf
@@ -316,10 +358,13 @@ def test_weights_that_no_batch_has_used_are_named_at_a_save_if_they_are_not_fini
     assert one.saved == 2
     (line,) = [line for line in printed if "finite" in line]
     named = ", ".join(sorted(shard.name for shard in weights[:2]))
-    assert f"the weights of step 2 are not all finite, though their loss was: rank 0 on host here: {named}. No" in line
+    assert (
+        "the weights of step 2 are not all finite, though their loss was: rank 0 on host here: "
+        f"{named}. No" in line
+    )
 
 
-# Several ranks ------------------------------------------------------------------------------------------------------
+# Several ranks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(4)
@@ -356,7 +401,8 @@ def test_all_ranks_go_on_while_the_disk_of_one_is_slow(
     job: Job, of_four: OfFour, shared_path: Path, printed: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With their collectives. A second save waits for the first, in which is what the snapshot had."""
+    """With their collectives. A second save waits for the first, in which is what the snapshot
+    had."""
     waits = job.round()
 
     def write_slowly(*arguments: Any) -> Any:
@@ -374,7 +420,8 @@ def test_all_ranks_go_on_while_the_disk_of_one_is_slow(
     assert one.saved is None
     clear(state)
     if job.rank == 0:
-        monkeypatch.setattr(Saver, "_warn_if_slow", lambda *_: waits.broadcast(None))  # it is called while one waits
+        # it is called while one waits
+        monkeypatch.setattr(Saver, "_warn_if_slow", lambda *_: waits.broadcast(None))
     one.save(8, ABOUT)
     assert one.saved == 7
     assert one.last_wait_s > 0
@@ -433,7 +480,9 @@ def test_only_a_rank_whose_disk_is_full_writes_again(
     one.save(3, ABOUT, wait=True)
     assert (one.saved, one.problem) == (3, None)
     assert len(written) == (2 if job.rank == 2 else 1)
-    made_room = [line for line in printed if "step_0000001 was deleted before step 3 was saved" in line]
+    made_room = [
+        line for line in printed if "step_0000001 was deleted before step 3 was saved" in line
+    ]
     assert len(made_room) == (job.rank == 0)
     check_loaded(shared_path / name_of(3), state)
 
@@ -469,7 +518,11 @@ def test_all_give_up_a_save_when_the_disk_of_one_hangs(
     if job.rank == stuck:
         assert begun.wait(60)
     if job.rank == 0 and stuck != 0:
-        wait_for(lambda: write._gathering is write._commit_round and write._gathering.missing() == [stuck])
+        wait_for(
+            lambda: (
+                write._gathering is write._commit_round and write._gathering.missing() == [stuck]
+            )
+        )
     job.gather("hanging", None)
     time_is_over(one)
     one.wait()
@@ -491,7 +544,10 @@ def test_all_give_up_a_save_when_the_disk_of_one_hangs(
 
 
 AVERAGE = "optimizer.model.layers.3.mlp.up_proj.weight.exp_avg_sq"
-TWO = "rank 0 on host HOST (dp_replicate 0, dp_shard 0) and rank 2 on host HOST (dp_replicate 1, dp_shard 0)"
+TWO = (
+    "rank 0 on host HOST (dp_replicate 0, dp_shard 0) and rank 2 on host HOST (dp_replicate 1, "
+    "dp_shard 0)"
+)
 STAGES = "rank 0 on host HOST (pp 0) and rank 3 on host HOST (pp 3) differ from each other"
 
 
@@ -501,9 +557,19 @@ STAGES = "rank 0 on host HOST (pp 0) and rank 3 on host HOST (pp 3) differ from 
     [
         ("DDP", 2, AVERAGE, "rank 2 on host HOST (dp_replicate 2) differs from the 3 other ranks"),
         ("HSDP", 2, "model.model.layers.0.mlp.up_proj.weight", f"{TWO} differ from each other"),
-        ("tp", 1, "model.model.norm.weight", "rank 1 on host HOST (tp 1) differs from the 3 other ranks"),
+        (
+            "tp",
+            1,
+            "model.model.norm.weight",
+            "rank 1 on host HOST (tp 1) differs from the 3 other ranks",
+        ),
         ("pp", 3, "model.model.embed_tokens.weight", STAGES),
-        ("V", 0, "model.model.embed_tokens.weight", "rank 0 on host HOST (pp 0) holds two different copies"),
+        (
+            "V",
+            0,
+            "model.model.embed_tokens.weight",
+            "rank 0 on host HOST (pp 0) holds two different copies",
+        ),
     ],
 )
 def test_copies_that_differ_in_a_bit_are_not_saved(
@@ -520,7 +586,9 @@ def test_copies_that_differ_in_a_bit_are_not_saved(
         bits[-1] ^= 1 << 20
     one.save(2, ABOUT, wait=True)
     assert one.diverged
-    assert f"what must be equal on several ranks is not: {says.replace('HOST', job.host)}" in str(one.wants_stop)
+    assert f"what must be equal on several ranks is not: {says.replace('HOST', job.host)}" in str(
+        one.wants_stop
+    )
     assert tensor in str(one.wants_stop)
     job.gather("looking", None)
     assert os.listdir(shared_path) == ["step_0000001"]
@@ -541,13 +609,13 @@ def test_running_statistics_may_differ(job: Job, shared_path: Path) -> None:
     save_once(state, job, shared_path)
 
 
-# A whole job --------------------------------------------------------------------------------------------------------
+# A whole job --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
-    """Rank 1 takes several deadlines for its second file: in the background, and while all wait, in jobs side by side,
-    which sleep for most of their time."""
+    """Rank 1 takes several deadlines for its second file: in the background, and while all wait, in
+    jobs side by side, which sleep for most of their time."""
     options = (
         "train.steps=8",
         "train.step_timeout_s=2",
@@ -563,7 +631,11 @@ def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
         in_background = f"checkpoint.in_background={place.name}"
         return forked(2, "-m", "meshtrain.train", small_run(place), *options, in_background)
 
-    for place, job in zip(folders, side_by_side(*(partial(train, place) for place in folders)), strict=True):
+    for place, job in zip(
+        folders, side_by_side(*(partial(train, place) for place in folders)), strict=True
+    ):
         job.check()
         assert folder.complete_steps(place / "run/checkpoints") == [4, 6, 8]
-        assert "waiting for rank 1 on host" in job.err, "a deadline has passed, and who is waited for was said"
+        assert "waiting for rank 1 on host" in job.err, (
+            "a deadline has passed, and who is waited for was said"
+        )

@@ -1,4 +1,5 @@
-"""One rank's file: what is written is read, by any rows and by the safetensors library; what is damaged is named."""
+"""One rank's file: what is written is read, by any rows and by the safetensors library; what is
+damaged is named."""
 
 import json
 import math
@@ -22,7 +23,8 @@ from meshtrain.job.storage import fsync_file
 from tests.checkpoint.by_hand import data_of, flip
 from tests.properties import given, settings, st
 
-LARGE = np.random.default_rng(0).integers(0, 2**32, (1100, 2048), dtype=np.uint32).view(np.int32)  # 8.6 MiB: 3 blocks
+# 8.6 MiB: 3 blocks
+LARGE = np.random.default_rng(0).integers(0, 2**32, (1100, 2048), dtype=np.uint32).view(np.int32)
 TENSORS = {
     "model.large": LARGE,
     "model.half": np.arange(7, dtype=np.float16),  # what follows lies at an odd place
@@ -34,7 +36,9 @@ TYPES = {"float32": "F32", "float16": "F16", "int32": "I32", "int64": "I64"}
 
 
 def write(path: Path, tensors: dict[str, np.ndarray] = TENSORS) -> File:
-    named = [(Entry(name, TYPES[one.dtype.name], one.shape), one.data) for name, one in tensors.items()]
+    named = [
+        (Entry(name, TYPES[one.dtype.name], one.shape), one.data) for name, one in tensors.items()
+    ]
     return write_shard(path, named)
 
 
@@ -90,16 +94,22 @@ def test_what_the_writer_is_given_has_to_fit(shard: tuple[Path, File], tmp_path:
         write(shard[0])
 
 
-def test_a_disk_that_takes_a_little_at_a_time_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_a_little_at_a_time_gets_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_some, read_some = os.write, os.preadv
-    monkeypatch.setattr(shard_file.os, "write", lambda file, view: write_some(file, view[:1_000_000]))
+    monkeypatch.setattr(
+        shard_file.os, "write", lambda file, view: write_some(file, view[:1_000_000])
+    )
     file = write(tmp_path / "a")
-    monkeypatch.setattr(shard_file.os, "preadv", lambda file, views, at: read_some(file, [views[0][:999_999]], at))
+    monkeypatch.setattr(
+        shard_file.os, "preadv", lambda file, views, at: read_some(file, [views[0][:999_999]], at)
+    )
     with Shard(tmp_path / "a", file) as opened:
         assert read(opened, "model.large") == LARGE.tobytes()
 
 
-# Damage -------------------------------------------------------------------------------------------------------------
+# Damage -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 5, LARGE.nbytes - 1])
@@ -109,7 +119,9 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_block(tmp_path: Path, at: i
     flip(path, 8 * (data_of(path) + at) + 4)
     with Shard(path, file) as damaged:
         assert read(damaged, "model.half") == TENSORS["model.half"].tobytes()
-        with pytest.raises(DamagedError, match=r"rank_00000.safetensors: model.large: its bytes") as caught:
+        with pytest.raises(
+            DamagedError, match=r"rank_00000.safetensors: model.large: its bytes"
+        ) as caught:
             read(damaged, "model.large", slice(at // (4 * 2048), at // (4 * 2048) + 1))
         assert (caught.value.file, caught.value.tensor) == (path, "model.large")
         assert [problem.tensor for problem in damaged.verify()] == ["model.large"]
@@ -173,7 +185,11 @@ def made(
     if header is not None:
         return headed(header, length=length)
     metadata = json.dumps({"format": format, "block": block, "crc32": sums})
-    entries = entry.format(shape=shape, dtype=dtype, offsets=offsets) if entry.startswith('"x": {{') else entry
+    entries = (
+        entry.format(shape=shape, dtype=dtype, offsets=offsets)
+        if entry.startswith('"x": {{')
+        else entry
+    )
     return headed(f'{{"__metadata__": {metadata}{", " if entries else ""}{entries}}}', bytes(data))
 
 
@@ -221,17 +237,27 @@ def test_a_large_header_takes_no_memory_before_it_is_known_to_be_there(
     asked: list[int] = []
     read: Callable[..., int] = os.preadv
     monkeypatch.setattr(
-        shard_file.os, "preadv", lambda file, views, at: asked.append(len(views[0])) or read(file, views, at)
+        shard_file.os,
+        "preadv",
+        lambda file, views, at: asked.append(len(views[0])) or read(file, views, at),
     )
     with pytest.raises(DamagedError, match="its header would have"):
         Shard(path, None)
     assert asked == [8]
 
 
-def test_what_was_written_leaves_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_leaves_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: calls.append("fsync"))
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: calls.append(f"{begin} {size} {advice}"))
+    monkeypatch.setattr(
+        os,
+        "posix_fadvise",
+        lambda file, begin, size, advice: calls.append(f"{begin} {size} {advice}"),
+    )
     with (tmp_path / "file").open("wb") as file:
         fsync_file(file)
-    assert calls == ["fsync", f"0 0 {os.POSIX_FADV_DONTNEED}"], "pages that are not on disk would stay"
+    assert calls == ["fsync", f"0 0 {os.POSIX_FADV_DONTNEED}"], (
+        "pages that are not on disk would stay"
+    )

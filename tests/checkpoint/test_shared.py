@@ -1,4 +1,5 @@
-"""Every host has to see what rank 0 wrote. Here ranks are threads that meet at a store in memory."""
+"""Every host has to see what rank 0 wrote. Here ranks are threads that meet at a store in
+memory."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,11 @@ def prove(folders: list[Path], hosts: list[str]) -> list[str | None]:
     store = dist.HashStore()
     local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     jobs = [
-        Job(Environment("torchrun", rank, len(hosts), local[rank], hosts[rank], None), torch.device("cpu"), store)
+        Job(
+            Environment("torchrun", rank, len(hosts), local[rank], hosts[rank], None),
+            torch.device("cpu"),
+            store,
+        )
         for rank in range(len(hosts))
     ]
 
@@ -41,13 +46,17 @@ def test_a_folder_that_all_hosts_see(tmp_path: Path) -> None:
     assert not list((tmp_path / "a").iterdir()), "nothing is left"
 
 
-def test_a_folder_of_one_host_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_one_host_is_refused_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "LOOK_FOR_S", 0.2)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / shared.PROOF).write_text("an older token, which proves nothing")
     errors = prove([tmp_path / name for name in "aaabc"], ["x", "x", "z", "y", "w"])
     assert None not in errors
-    problem = f"{tmp_path}/a, is not shared: what rank 0 on host x wrote there is not seen on host y, w"
+    problem = (
+        f"{tmp_path}/a, is not shared: what rank 0 on host x wrote there is not seen on host y, w"
+    )
     assert problem in str(errors[0])
     assert "checkpoint.path=FOLDER" in str(errors[0])
     assert len({str(text).replace("/b", "/a").replace("/c", "/a") for text in errors}) == 1

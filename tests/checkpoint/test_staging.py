@@ -1,4 +1,5 @@
-"""Where host memory is short the state is streamed: the same bytes, in bounded memory, and told once."""
+"""Where host memory is short the state is streamed: the same bytes, in bounded memory, and told
+once."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -28,7 +29,9 @@ MIB = 2**20
 
 def resident(peak: bool = False) -> int:
     """Bytes of this process in memory, or the most since they were last counted anew."""
-    found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(
+        rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", Path("/proc/self/status").read_text()
+    )
     assert found is not None
     return 1024 * int(found[1])
 
@@ -86,7 +89,9 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(staging, "memory_gib", lambda spare=spare: (40.0, 4.0 + spare / gib))
         found = find_short_hosts(state, job)
         assert len(found) == short, (spare, found)
-        assert all(line.startswith(f"host {host} needs ") for line, host in zip(found, "ab", strict=False))
+        assert all(
+            line.startswith(f"host {host} needs ") for line, host in zip(found, "ab", strict=False)
+        )
 
     def unknown() -> Any:
         raise FileNotFoundError("/proc/meminfo")
@@ -108,11 +113,17 @@ def test_a_run_goes_on_in_little_memory(run: Run, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(staging, "memory_gib", lambda: (64.0, 6.4))
     monkeypatch.setattr(Snapshot, "__init__", noted)
-    problem = "checkpoints are written while training waits, because the memory for copies of the state is short: host"
+    problem = (
+        "checkpoints are written while training waits, because the memory for copies of the state "
+        "is short: host"
+    )
     assert run.train().count(f"{problem} here") == 1
     assert streaming == [True]
     assert run.rows() == run.undisturbed()
     for step in run.steps():
-        names = [folder / "checkpoints" / name_of(step) for folder in (run.folder, run.config.parent / "8 steps")]
+        names = [
+            folder / "checkpoints" / name_of(step)
+            for folder in (run.folder, run.config.parent / "8 steps")
+        ]
         files = [open_manifest(name)[0].files for name in names]
         assert files[0] == files[1]

@@ -1,4 +1,5 @@
-"""What a checkpoint is made of: every tensor that training changes, once, under one name on every layout."""
+"""What a checkpoint is made of: every tensor that training changes, once, under one name on every
+layout."""
 
 from collections import Counter
 
@@ -23,7 +24,8 @@ from tests.parity.experiments import QUICKSTART
 
 
 class Model(nn.Module):
-    """Tied, frozen and scalar parameters; a buffer that a forward replaces, and one that is no part of the state."""
+    """Tied, frozen and scalar parameters; a buffer that a forward replaces, and one that is no part
+    of the state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +53,9 @@ def test_names_shapes_and_types() -> None:
     trained = {"a.weight": (3, 3), "b.bias": (3,), "gain": ()}
     expected = {f"model.{name}": Placement(shape, "F64") for name, shape in trained.items()}
     for kind in ("exp_avg", "exp_avg_sq"):
-        expected |= {f"optimizer.{name}.{kind}": Placement(shape, "F64") for name, shape in trained.items()}
+        expected |= {
+            f"optimizer.{name}.{kind}": Placement(shape, "F64") for name, shape in trained.items()
+        }
     expected |= {"model.frozen": Placement((2,), "F64"), "model.mean": Placement((3,), "F64")}
     expected |= {name: Placement((), "F32") for name in ("optimizer.step", "loss_scale.value")}
     expected |= {"loss_scale.good": Placement((), "I64")}
@@ -85,8 +89,13 @@ def test_the_memory_is_that_of_the_training() -> None:
 
 
 def test_a_type_that_no_file_holds_is_refused() -> None:
-    with pytest.raises(InputError, match=r"w has the type torch.complex64, and files of weights hold float64, float32"):
-        gather_placements([tensor_spec("w", torch.zeros(2, dtype=torch.complex64))], alone(), Layout({}))
+    with pytest.raises(
+        InputError,
+        match=r"w has the type torch.complex64, and files of weights hold float64, float32",
+    ):
+        gather_placements(
+            [tensor_spec("w", torch.zeros(2, dtype=torch.complex64))], alone(), Layout({})
+        )
 
 
 def test_a_buffer_that_has_grown_is_not_cut_to_the_shape_that_it_had() -> None:
@@ -94,7 +103,9 @@ def test_a_buffer_that_has_grown_is_not_cut_to_the_shape_that_it_had() -> None:
     state = State(model, optimizer_of(model), ALONE, alone())
     model.mean = torch.zeros(5)
     (held,) = (held for held in state.shards if held.name == "model.mean")
-    with pytest.raises(InputError, match=r"model\.mean has the shape \(5,\), and had \(3,\) when the run began"):
+    with pytest.raises(
+        InputError, match=r"model\.mean has the shape \(5,\), and had \(3,\) when the run began"
+    ):
         _ = held.local
 
 
@@ -104,11 +115,15 @@ def test_each_rank_holds_the_parts_that_the_layout_says(job: Job, kind: str) -> 
     """All ranks list the same tensors."""
     layout = OF_4[kind]
     state = on(job, layout, "train.precision=float16", kind=kind)
-    placements = [[name, *map(str, vars(placement).values())] for name, placement in state.placements.items()]
+    placements = [
+        [name, *map(str, vars(placement).values())] for name, placement in state.placements.items()
+    ]
     assert job.gather("comparing", placements) == [placements] * 4
 
     config = Config.load(QUICKSTART, [*MODEL, "layout={}"], world_size=1)
-    plain = {f"model.{name}": value for name, value in build_model(config, ALONE, CPU).named_parameters()}
+    plain = {
+        f"model.{name}": value for name, value in build_model(config, ALONE, CPU).named_parameters()
+    }
     assert {name for name in state.placements if name.startswith("model.")} == set(plain)
     assert len(state.placements) == 3 * len(plain) + 3, "averages, updates, and the loss scale"
     for held in state.shards:
@@ -119,7 +134,11 @@ def test_each_rank_holds_the_parts_that_the_layout_says(job: Job, kind: str) -> 
     embedding = "model.model.embed_tokens.weight"
     copies = Counter(held.name for held in state.shards)
     twice = {name for name, count in copies.items() if count > 1}
-    tied = {embedding, f"optimizer.{embedding[6:]}.exp_avg", f"optimizer.{embedding[6:]}.exp_avg_sq"}
+    tied = {
+        embedding,
+        f"optimizer.{embedding[6:]}.exp_avg",
+        f"optimizer.{embedding[6:]}.exp_avg_sq",
+    }
     assert twice == (tied if kind == "V" and job.rank == 0 else set())
     last_stage = 0 if kind == "V" else layout.get("pp", 1) - 1
     assert state.placements[embedding].stages == tuple(sorted({0, last_stage}))

@@ -1,4 +1,5 @@
-"""A file that cannot be read now, or not by every host, is not damaged (what a run does then: test_faults.py)."""
+"""A file that cannot be read now, or not by every host, is not damaged (what a run does then:
+test_faults.py)."""
 
 import errno
 import os
@@ -25,7 +26,9 @@ def test_commands_do_not_take_it_for_damage(run: Run, monkeypatch: pytest.Monkey
     problem = f"{SHARD}: cannot be read (Input/output error)"
     assert problem in run.command("checkpoint", "verify", run.newest, status=1)
     assert problem.replace(":", "") in run.command("checkpoint", "ls", run.folder)
-    assert "cannot read" in run.command("checkpoint", "prune", run.folder, "--keep-last", 1, status=2)
+    assert "cannot read" in run.command(
+        "checkpoint", "prune", run.folder, "--keep-last", 1, status=2
+    )
     assert run.steps() == [2, 4]
 
 
@@ -52,7 +55,11 @@ def test_as_many_files_stay_open_as_the_limit_allows_by_then(
     ],
 )
 def test_patience_has_an_end(
-    capsys: pytest.CaptureFixture[str], error: Exception, retried: tuple, raised: type[Exception], attempts: int
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    retried: tuple,
+    raised: type[Exception],
+    attempts: int,
 ) -> None:
     tried: list[bool] = []
 
@@ -82,11 +89,22 @@ def test_patience_has_an_end(
     ],
 )
 def test_what_one_host_alone_finds_damaged_is_not(
-    hosts: Job, small: Path, shared_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: str, file: str,
+    hosts: Job,
+    small: Path,
+    shared_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    error: str,
+    file: str,
     times: int,
-) -> None:  # fmt: skip
+) -> None:
     """It reads once more; then the run ends and names it. Nothing is set aside."""
-    options = (f"train.output={shared_path}/run", "data.workers=0", "checkpoint.every=2", "layout={dp_shard: 2}")
+    options = (
+        f"train.output={shared_path}/run",
+        "data.workers=0",
+        "checkpoint.every=2",
+        "layout={dp_shard: 2}",
+    )
     assert run_case(Case(str(small), (*options, "train.steps=4")), hosts) == {"status": 0}
     if hosts.rank == rank and error == "other bits":
         misread(monkeypatch)

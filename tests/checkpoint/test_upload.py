@@ -1,4 +1,5 @@
-"""Uploads: what is in storage is whole, a refusing storage costs nothing, and a run goes on from there to the bit."""
+"""Uploads: what is in storage is whole, a refusing storage costs nothing, and a run goes on from
+there to the bit."""
 
 import asyncio
 import shutil
@@ -35,14 +36,18 @@ def uploaded(url: str = URL) -> list[int]:
     return Uploads(url, Retention()).steps()
 
 
-def test_a_run_goes_on_elsewhere_from_what_was_uploaded(train: Train, fresh: Run, storage: Any) -> None:
+def test_a_run_goes_on_elsewhere_from_what_was_uploaded(
+    train: Train, fresh: Run, storage: Any
+) -> None:
     train("run", interrupt="end", at=7, status=1)
     assert uploaded() == [2, 4, 6]
     # Of step 6 a byte is another one; a further one lacks COMPLETE: half of it was uploaded.
     with storage.open(f"/bucket/prefix/step_0000006/{SHARD}", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"?")
-    storage.copy("/bucket/prefix/step_0000004/manifest.json", "/bucket/prefix/step_0000009/manifest.json")
+    storage.copy(
+        "/bucket/prefix/step_0000004/manifest.json", "/bucket/prefix/step_0000009/manifest.json"
+    )
     shutil.move(fresh.checkpoints, fresh.place / "lost")
     printed = train("run")
     assert f"{URL}/step_0000006 is passed over" in printed
@@ -57,29 +62,44 @@ def test_a_run_goes_on_elsewhere_from_what_was_uploaded(train: Train, fresh: Run
     assert (fresh.checkpoints / name_of(8) / SHARD).read_bytes() == whole.read_bytes()
 
 
-def test_storage_that_refuses_costs_a_line(train: Train, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_refuses_costs_a_line(
+    train: Train, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It refuses in the middle of the first two; with the third all are there."""
     put, targets = type(storage).put_file, []
 
     def refuse(self: Any, source: str, target: str, *rest: Any, **options: Any) -> None:
         targets.append(target)
-        if target.endswith("manifest.json") and ("0000002" in target or "0000004" in target) and len(targets) < 5:
+        if (
+            target.endswith("manifest.json")
+            and ("0000002" in target or "0000004" in target)
+            and len(targets) < 5
+        ):
             raise PermissionError("AccessDenied")
         put(self, source, target, *rest, **options)
 
     monkeypatch.setattr(type(storage), "put_file", refuse)
     printed = train("run", steps=6)
-    assert f"warning: the upload to {URL} failed: PermissionError: AccessDenied; it is tried again" in printed
+    assert (
+        f"warning: the upload to {URL} failed: PermissionError: AccessDenied; it is tried again"
+        in printed
+    )
     assert uploaded() == [2, 4, 6], targets
 
 
-def test_a_storage_that_stays_away_is_said_once(train: Train, fresh: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each checkpoint is a try, and the end a last one; the run has all its checkpoints in its folder."""
+def test_a_storage_that_stays_away_is_said_once(
+    train: Train, fresh: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each checkpoint is a try, and the end a last one; the run has all its checkpoints in its
+    folder."""
     with monkeypatch.context() as patch:
         tries = failing(fresh, patch, "meshtrain.checkpoint.upload.read_manifest", "TimeoutError")
         printed = train("run")
     assert printed.count(f"warning: the upload to {URL} failed: TimeoutError: TimeoutError") == 1
-    assert printed.count(f"warning: {URL} lacks checkpoints of this run: TimeoutError: TimeoutError") == 1
+    assert (
+        printed.count(f"warning: {URL} lacks checkpoints of this run: TimeoutError: TimeoutError")
+        == 1
+    )
     assert tries[-1].endswith(name_of(8))
     assert len(tries) >= 2, "the end tries again"
     assert fresh.steps() == [4, 6, 8]
@@ -91,7 +111,8 @@ def test_a_storage_that_stays_away_is_said_once(train: Train, fresh: Run, monkey
 def test_what_cannot_be_read_for_the_moment_is_not_given_up(
     train: Train, fresh: Run, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that is in storage alone, and storage does not hand it out: an older one would lose the steps between."""
+    """A step that is in storage alone, and storage does not hand it out: an older one would lose
+    the steps between."""
     train("run", interrupt="end", at=7, status=1)
     shutil.rmtree(fresh.checkpoints / name_of(6))
     with monkeypatch.context() as patch:
@@ -105,8 +126,8 @@ def test_what_cannot_be_read_for_the_moment_is_not_given_up(
 
 
 def test_steps_that_are_made_again(train: Train, fresh: Run, storage: Any) -> None:
-    """A run that went back does not go on from what it has left, nor when it is started again before its next
-    checkpoint: that is set aside, or replaced."""
+    """A run that went back does not go on from what it has left, nor when it is started again
+    before its next checkpoint: that is set aside, or replaced."""
     train("run")
     back = f"checkpoint.resume={fresh.newest}"
     other = (back, "optimizer.lr=1e-3")
@@ -121,7 +142,9 @@ def test_steps_that_are_made_again(train: Train, fresh: Run, storage: Any) -> No
     assert storage.cat_file(f"/bucket/prefix/step_0000006/{COMPLETE}") == second_time
 
 
-def test_what_cannot_be_used_is_refused_at_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_used_is_refused_at_once(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     assert "pip install 'meshtrain[s3]'" in train("run", url="s3://bucket/prefix", status=2)
     with pytest.raises(InputError, match="expected such as s3://bucket/prefix"):
@@ -130,8 +153,11 @@ def test_what_cannot_be_used_is_refused_at_once(train: Train, monkeypatch: pytes
     assert "cannot be asked for checkpoints (ZeroDivisionError" in train("run", status=2)
 
 
-def test_a_checkpoint_that_storage_has_in_part_stops_no_upload(train: Train, fresh: Run, storage: Any) -> None:
-    """A bucket deletes what is old object by object; the evaluation of each is asked for the best one."""
+def test_a_checkpoint_that_storage_has_in_part_stops_no_upload(
+    train: Train, fresh: Run, storage: Any
+) -> None:
+    """A bucket deletes what is old object by object; the evaluation of each is asked for the best
+    one."""
     best = ("checkpoint.keep_best=true", "train.eval_every=2", "data.validation=0.1")
     train("run", *best, steps=4)
     shutil.rmtree(fresh.checkpoints / name_of(2))
@@ -140,7 +166,9 @@ def test_a_checkpoint_that_storage_has_in_part_stops_no_upload(train: Train, fre
     assert 6 in uploaded()
 
 
-def test_a_run_neither_takes_nor_replaces_checkpoints_of_another_one(train: Train, fresh: Run) -> None:
+def test_a_run_neither_takes_nor_replaces_checkpoints_of_another_one(
+    train: Train, fresh: Run
+) -> None:
     train("run", steps=4)
     refused = train("fresh", "checkpoint.resume=none", status=2)
     assert f"{URL} holds step_0000004 of a run already" in refused
@@ -150,7 +178,8 @@ def test_a_run_neither_takes_nor_replaces_checkpoints_of_another_one(train: Trai
     refused = train("other", "optimizer.lr=1e-3", status=2)
     assert f"{URL} holds step_0000004 of another run than {folder}: name a prefix" in refused
     train("third", f"checkpoint.resume={fresh.checkpoints / name_of(2)}", status=2)
-    uploads = Uploads(URL, Retention())  # of two runs that begin at once the second finds it when it uploads
+    # of two runs that begin at once the second finds it when it uploads
+    uploads = Uploads(URL, Retention())
     uploads.offer(folder)
     assert uploads.wait()
     assert "of another run" in str(uploads.problem)
@@ -165,11 +194,12 @@ def test_a_folder_is_storage_too(train: Train, tmp_path: Path, scheme: str) -> N
     assert not verify(tmp_path / "store" / name_of(4))
 
 
-# A server that does not answer --------------------------------------------------------------------------------------
+# A server that does not answer --------------------------------------------------------------------
 
 
 class Mute(AsyncFileSystemWrapper):
-    """Storage in memory whose client is asynchronous, and waits for ever where the server does not answer."""
+    """Storage in memory whose client is asynchronous, and waits for ever where the server does not
+    answer."""
 
     mute: str | None = None  # the method
     cancelled: ClassVar[list[str]] = []
@@ -193,7 +223,9 @@ class Mute(AsyncFileSystemWrapper):
 
 @pytest.fixture
 def mute(storage: Any, monkeypatch: pytest.MonkeyPatch) -> type[Mute]:
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda *_, **__: (Mute(storage, asynchronous=False), "/bucket"))
+    monkeypatch.setattr(
+        fsspec.core, "url_to_fs", lambda *_, **__: (Mute(storage, asynchronous=False), "/bucket")
+    )
     monkeypatch.setattr(upload, "ANSWER_S", 2.0)
     monkeypatch.setattr(upload, "SILENCE_S", 2.0)
     monkeypatch.setattr(Mute, "mute", None)
@@ -203,25 +235,42 @@ def mute(storage: Any, monkeypatch: pytest.MonkeyPatch) -> type[Mute]:
 
 @pytest.mark.slow
 def test_a_server_that_never_answers(train: Train, fresh: Run, mute: type[Mute]) -> None:
-    """Each call is given up and cancelled, the run ends and says so, and its checkpoints are in its folder."""
+    """Each call is given up and cancelled, the run ends and says so, and its checkpoints are in its
+    folder."""
     mute.mute = "put_file"
     printed = train("run")
-    assert printed.count(f"warning: the upload to {URL} failed: TimeoutError: no answer for 2 s") == 1, printed
-    assert printed.count(f"warning: {URL} lacks checkpoints of this run: TimeoutError: no answer for 2 s") == 1
+    assert (
+        printed.count(f"warning: the upload to {URL} failed: TimeoutError: no answer for 2 s") == 1
+    ), printed
+    assert (
+        printed.count(
+            f"warning: {URL} lacks checkpoints of this run: TimeoutError: no answer for 2 s"
+        )
+        == 1
+    )
     assert "/bucket/step_0000008/manifest.json" in mute.cancelled, "no connection is left behind"
     assert fresh.steps()[-2:] == [6, 8]
     mute.mute = "ls"
     printed = train("run", steps=9)
-    assert f"warning: {URL} cannot be asked for checkpoints (TimeoutError: no answer for 2 s)" in printed
+    assert (
+        f"warning: {URL} cannot be asked for checkpoints (TimeoutError: no answer for 2 s)"
+        in printed
+    )
     assert "step_0000008" in printed, "it goes on from there"
 
 
 @pytest.mark.usefixtures("mute")
-def test_a_server_that_is_slow(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_slow(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight files one after another take longer than a silence may last, each of them less."""
     names = list("abcdefgh")
     for name in names:
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(upload, "AT_ONCE", 1)
-    Uploads(URL, Retention())._transfer("put_file", [(str(tmp_path / name), f"/bucket/{name}") for name in names])
-    assert [storage.cat_file(f"/bucket/{name}") for name in names] == [name.encode() for name in names]
+    Uploads(URL, Retention())._transfer(
+        "put_file", [(str(tmp_path / name), f"/bucket/{name}") for name in names]
+    )
+    assert [storage.cat_file(f"/bucket/{name}") for name in names] == [
+        name.encode() for name in names
+    ]

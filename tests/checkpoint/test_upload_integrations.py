@@ -28,7 +28,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server that has it."""
     boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
     pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()  # of another server
-    for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):
+    for name, value in (
+        ("ACCESS_KEY_ID", "a"),
+        ("SECRET_ACCESS_KEY", "b"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
         monkeypatch.setenv(f"AWS_{name}", value)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     running.start()
@@ -68,9 +72,13 @@ def test_a_bucket_that_is_not_there_costs_lines(train: Train, fresh: Run) -> Non
 class Refusing(BaseHTTPRequestHandler):
     """Hands requests on to a server, but for those that write as long as it refuses."""
 
-    protocol_version = "HTTP/1.1"  # so that it answers `Expect: 100-continue`, which clients wait for
+    # so that it answers `Expect: 100-continue`, which clients wait for
+    protocol_version = "HTTP/1.1"
     behind = ""  # the address of the server
-    how: int | None = None  # the status with which it refuses; 0: it does not answer; 100: it never lets a client go on
+    how: int | None = (
+        # the status with which it refuses; 0: it does not answer; 100: it never lets a client go on
+        None
+    )
     refused = 0
 
     def _serve(self) -> None:
@@ -99,10 +107,18 @@ class Refusing(BaseHTTPRequestHandler):
         with suppress(OSError):  # the client has gone
             self.send_response(status)
             for name, value in headers:
-                if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                if name.lower() not in (
+                    "content-length",
+                    "transfer-encoding",
+                    "connection",
+                    "date",
+                    "server",
+                ):
                     self.send_header(name, value)
             length = {name.lower(): value for name, value in headers}.get("content-length")
-            self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(body)))
+            self.send_header(
+                "Content-Length", length if self.command == "HEAD" and length else str(len(body))
+            )
             self.end_headers()
             self.wfile.write(body)
 
@@ -135,7 +151,8 @@ def refusing(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refu
 def test_a_server_that_refuses_or_does_not_answer(
     how: int, refusing: type[Refusing], train: Train, fresh: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is as without it, one line says so, and when the server is well again all comes with the next."""
+    """The run is as without it, one line says so, and when the server is well again all comes with
+    the next."""
     import s3fs.core
 
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)

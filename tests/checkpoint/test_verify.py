@@ -52,7 +52,8 @@ def test_all_of_1000_random_flipped_bits_are_found_and_the_file_named(copy: Path
         flip(path, bit)
         problems = verify(copy)
         flip(path, bit)
-        # The manifest's checksum is in COMPLETE: where they do not fit together, either may be the damaged one.
+        # The manifest's checksum is in COMPLETE: where they do not fit together, either may be the
+        # damaged one.
         expected = MANIFEST if path.name == COMPLETE else path.name
         assert [problem.file for problem in problems] == [expected], f"bit {bit} of {path.name}"
     assert verify(copy) == []
@@ -69,16 +70,23 @@ def test_each_damaged_tensor_of_each_file_is_named(copy: Path) -> None:
         (first.name, "model.4"),
         (second.name, None),
     ]
-    assert str(problems[0]) == "rank_00000.safetensors: model.2: its bytes 0 to 6,656 are not those that were written"
+    assert (
+        str(problems[0])
+        == "rank_00000.safetensors: model.2: its bytes 0 to 6,656 are not those that were written"
+    )
     assert str(problems[2]) == "rank_00003.safetensors: is missing"
 
 
 def test_a_shard_that_is_whole_and_not_what_the_manifest_says(tmp_path: Path) -> None:
-    """Whoever wrote it was wrong: the checksums fit, and a tensor is missing, another unknown, one of another shape."""
+    """Whoever wrote it was wrong: the checksums fit, and a tensor is missing, another unknown, one
+    of another shape."""
     whole = write_checkpoint(tmp_path, {"model.a": torch.zeros(4), "model.b": torch.zeros(4)})
     manifest = Manifest.parse((whole / MANIFEST).read_text(), whole / MANIFEST)
     unfinished = begin(tmp_path, 200)
-    tensors = [(Entry("model.b", "F32", (2, 2)), memoryview(bytes(16))), (Entry("x", "U8", (1,)), memoryview(b"1"))]
+    tensors = [
+        (Entry("model.b", "F32", (2, 2)), memoryview(bytes(16))),
+        (Entry("x", "U8", (1,)), memoryview(b"1")),
+    ]
     file = write_shard(unfinished / file_of(0), tensors)
     about = {name: value for name, value in vars(manifest).items() if name not in ("files", "step")}
     other = finish(tmp_path, 200, Manifest(files={file_of(0): file}, step=200, **about).to_json())
@@ -96,5 +104,7 @@ def test_it_does_not_import_torch(checkpoint: Path) -> None:
         f"status = main(['checkpoint', 'verify', {str(checkpoint)!r}])\n"
         "print(status, sorted({'torch', 'numpy'} & set(sys.modules)))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ended.stdout.splitlines() == [f"{checkpoint}: intact", "0 []"]

@@ -22,7 +22,9 @@ from meshtrain.modeling.build import build_model, check_start
 from tests.checkpoint.by_hand import SHARDED, weights_of, write_checkpoint
 from tests.comparing import small_llama
 
-REST = "\nbatch: {global_size: 4, micro_size: 4}\ntrain: {steps: 2}\ndata: {seq_len: 32, workers: 0}\n"
+REST = (
+    "\nbatch: {global_size: 4, micro_size: 4}\ntrain: {steps: 2}\ndata: {seq_len: 32, workers: 0}\n"
+)
 llama = model_file("llama")
 
 
@@ -32,19 +34,25 @@ def made(**keys: Any) -> nn.Module:
 
 def checkpoint_of(model: nn.Module, where: Path, **how: Any) -> Path:
     config = {"model": {"name": "llama", **asdict(model.config)}, "train": {"precision": "float32"}}
-    return write_checkpoint(where, weights_of(model) | {"optimizer.step": torch.tensor(1.0)}, config=config, **how)
+    return write_checkpoint(
+        where, weights_of(model) | {"optimizer.step": torch.tensor(1.0)}, config=config, **how
+    )
 
 
 def equal(one: nn.Module, other: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
     wanted = other.state_dict()
-    return all(torch.equal(value, wanted[name].to(dtype)) for name, value in one.state_dict().items())
+    return all(
+        torch.equal(value, wanted[name].to(dtype)) for name, value in one.state_dict().items()
+    )
 
 
 def test_any_part_of_a_tensor(tmp_path: Path) -> None:
     """Rows and columns that begin and end anywhere, of a tensor that two axes cut."""
     whole = torch.arange(7.0 * 11 * 3).view(7, 11, 3)
     sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 3}
-    path = write_checkpoint(tmp_path, {"w": whole}, sizes=sizes, cuts=lambda *_: (("tp", 1), ("dp_shard", 0)))
+    path = write_checkpoint(
+        tmp_path, {"w": whole}, sizes=sizes, cuts=lambda *_: (("tp", 1), ("dp_shard", 0))
+    )
     with ShardReader(path, open_manifest(path)[0]) as files:
         for top, bottom in combinations(range(8), 2):
             for left, right in combinations(range(12), 2):
@@ -53,10 +61,12 @@ def test_any_part_of_a_tensor(tmp_path: Path) -> None:
                     assert torch.equal(read_part(files, "w", part), whole[part])
 
 
-# Into a plain model -------------------------------------------------------------------------------------------------
+# Into a plain model -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("tied", "dtype"), [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)]
+)
 def test_a_plain_model_of_any_type(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     model = made(tie_word_embeddings=tied)
     checkpoint_of(model, tmp_path / "run" / "checkpoints", step=3, **SHARDED)
@@ -93,9 +103,11 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path: Path) -> No
     with pytest.raises(InputError) as caught:
         load_weights(checkpoint, other)
     for says in (
-        f"the weights in {checkpoint} do not fit the model: missing model.norm.weight, lm_head.weight;",
+        f"the weights in {checkpoint} do not fit the model: missing model.norm.weight, "
+        "lm_head.weight;",
         "the model has no one, two;",
-        "other shapes: model.layers.{0-1}.self_attn.q_proj.weight (there [24, 23], the model's [24, 24]);",
+        "other shapes: model.layers.{0-1}.self_attn.q_proj.weight (there [24, 23], the model's "
+        "[24, 24]);",
         "model.layers.0.mlp.up_proj.weight (I32)",
     ):
         assert says in str(caught.value)
@@ -124,7 +136,7 @@ def test_no_checkpoint_holds_no_weights() -> None:
         load_weights(Path(__file__).parent, made())
 
 
-# model.weights ------------------------------------------------------------------------------------------------------
+# model.weights ------------------------------------------------------------------------------------
 
 
 def read(start: Path, *overrides: str, model: str = "", **given: Any) -> Config:
@@ -163,8 +175,14 @@ def test_a_new_run_has_these_weights(precision: str, run: Path) -> None:
 
 
 def test_a_model_of_ones_own_without_a_hugging_face_form(tmp_path: Path) -> None:
-    source = "from dataclasses import dataclass\nfrom torch import nn\n@dataclass\nclass Config:\n    width: int\n"
-    source += "class Model(nn.Linear):\n    def __init__(self, config):\n        super().__init__(config.width, 2)\n"
+    source = (
+        "from dataclasses import dataclass\nfrom torch import nn\n@dataclass\nclass Config:\n    "
+        "width: int\n"
+    )
+    source += (
+        "class Model(nn.Linear):\n    def __init__(self, config):\n        "
+        "super().__init__(config.width, 2)\n"
+    )
     for name in ("before.py", "after.py"):  # the file has moved
         (tmp_path / name).write_text(source)
     config = {"model": {"name": str(tmp_path / "before.py"), "width": 5}}
@@ -184,14 +202,19 @@ def test_what_is_refused(run: Path) -> None:
     refused("preset and model.weights both give the sizes", "model.preset=llama-3.2-1b")
     refused("holds the model llama, and model.name is convnet", "model.name=convnet")
     (run.parent / "empty").mkdir()
-    refused(r"there is no .*empty/config.json: .*a run's folder has checkpoints", start=run.parent / "empty")
+    refused(
+        r"there is no .*empty/config.json: .*a run's folder has checkpoints",
+        start=run.parent / "empty",
+    )
     (run / "checkpoints" / "step_0000010").mkdir()
     refused("COMPLETE: is missing", start=run / "checkpoints" / "step_0000010")
     (newest / "rank_00000.safetensors").rename(newest / "gone")
     refused(r"mine.yaml:1: model.weights: .*rank_00000.safetensors: is missing")
     (newest / "gone").rename(newest / "rank_00000.safetensors")
     config = read(run, "model.vocab_size=300")
-    with pytest.raises(InputError, match=r"vocab_size \(there 257, here 300\): take those keys away"):
+    with pytest.raises(
+        InputError, match=r"vocab_size \(there 257, here 300\): take those keys away"
+    ):
         check_start(config)
     (newest / "COMPLETE").unlink()
     (run / "checkpoints" / "step_0000002" / "COMPLETE").unlink()
@@ -204,5 +227,8 @@ def test_keys_that_this_meshtrain_does_not_know_are_named_with_the_manifest(tmp_
     with pytest.raises(ConfigErrors) as caught:
         read(checkpoint)
     assert len(caught.value.errors) == 2
-    for says in ("manifest.json: config: there is no key model.hidden_sise", "attention_bias: true is not built"):
+    for says in (
+        "manifest.json: config: there is no key model.hidden_sise",
+        "attention_bias: true is not built",
+    ):
         assert says in str(caught.value)

@@ -1,4 +1,5 @@
-"""The commands that run a checkpoint's model: the same text and the same scores on every layout, and lm-eval's."""
+"""The commands that run a checkpoint's model: the same text and the same scores on every layout,
+and lm-eval's."""
 
 import json
 import re
@@ -45,13 +46,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "the mesh has ranks, and every rank has a shard of each layer\n" * 12
     (folder / "text.txt").write_text(text)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator([text], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     data = (
-        f"data: {{source: text, path: {folder}/text.txt, tokenizer: {folder}/tokenizer.json, seq_len: {S}, workers: 0, "
+        f"data: {{source: text, path: {folder}/text.txt, tokenizer: {folder}/tokenizer.json, "
+        f"seq_len: {S}, workers: 0, "
     )
     data += f"validation: 0, cache: {folder}/cache}}\n"
     train = f"train: {{steps: 2, eval_every: 0, sample_tokens: 0, output: {folder}/runs}}\n"
@@ -66,7 +73,15 @@ def command(processes: int, *arguments: str | Path) -> str:
 
 def test_text_from_the_command_line(run: Path) -> None:
     prompts = ["--prompt", "the mesh", "--prompt", "every"]
-    words: list[str | Path] = ["generate", run / "runs", *prompts, "--length", "8", "--temperature", "0"]
+    words: list[str | Path] = [
+        "generate",
+        run / "runs",
+        *prompts,
+        "--length",
+        "8",
+        "--temperature",
+        "0",
+    ]
     done = forked(1, "-m", "meshtrain.cli", *words).check()
     assert done.out.startswith("the mesh")
     assert "\nevery" in done.out
@@ -75,7 +90,8 @@ def test_text_from_the_command_line(run: Path) -> None:
 
 
 def test_a_text_ends_where_a_document_would(run: Path) -> None:
-    """The token that ends documents is not printed; --ignore-end goes on behind it. A prompt may spell it."""
+    """The token that ends documents is not printed; --ignore-end goes on behind it. A prompt may
+    spell it."""
     from tokenizers import Tokenizer
 
     made = Tokenizer.from_file(str(run / "tokenizer.json"))
@@ -93,7 +109,16 @@ def test_a_text_ends_where_a_document_would(run: Path) -> None:
     config.mkdir()
     made.save(str(config / "tokenizer.json"))
     (config / "tokenizer_config.json").write_text(json.dumps({"eos_token": made.id_to_token(stop)}))
-    words: list[str | Path] = ["generate", run / "runs", "--prompt", "the mesh", "--length", "8", "--temperature", "0"]
+    words: list[str | Path] = [
+        "generate",
+        run / "runs",
+        "--prompt",
+        "the mesh",
+        "--length",
+        "8",
+        "--temperature",
+        "0",
+    ]
     own: list[str | Path] = [*words, "--tokenizer", config / "tokenizer.json"]
     done = forked(1, "-m", "meshtrain.cli", *own).check()
     assert done.out == made.decode(ids[: len(prompt) + first], skip_special_tokens=False) + "\n"
@@ -110,7 +135,11 @@ def test_a_prompt_begins_as_documents_do(tmp_path: Path) -> None:
     plain = tokenizer.encode("a<s>", plain=True)
     assert ids_of("a", tokenizer, config) == [tokenizer.begin, *tokenizer.encode("a")]
     assert ids_of("<s>a", tokenizer, config) == [tokenizer.begin, *tokenizer.encode("a")], "once"
-    assert ids_of("a<s>", tokenizer, config) == [tokenizer.begin, *tokenizer.encode("a"), tokenizer.begin]
+    assert ids_of("a<s>", tokenizer, config) == [
+        tokenizer.begin,
+        *tokenizer.encode("a"),
+        tokenizer.begin,
+    ]
     assert ids_of("a<s>", tokenizer, config, plain=True) == [tokenizer.begin, *plain]
     assert ids_of("a", open_tokenizer(str(file)), config) == tokenizer.encode("a")
 
@@ -122,21 +151,39 @@ def test_the_tokens_that_begin_and_end_a_text_are_not_printed(tmp_path: Path) ->
     assert begin is not None
     assert text_of([begin, a, b, end], 2, tokenizer, tokenizer.stops) == "ab"
     assert text_of([begin, a, b], 2, tokenizer, tokenizer.stops) == "ab"
-    assert text_of([begin, a, end], 3, tokenizer, tokenizer.stops) == f"a{tokenizer.decode([end])}", "of the prompt"
-    assert text_of([begin, a, end, b], 2, tokenizer, ()) == f"a{tokenizer.decode([end])}b", "with --ignore-end"
+    assert (
+        text_of([begin, a, end], 3, tokenizer, tokenizer.stops) == f"a{tokenizer.decode([end])}"
+    ), "of the prompt"
+    assert text_of([begin, a, end, b], 2, tokenizer, ()) == f"a{tokenizer.decode([end])}b", (
+        "with --ignore-end"
+    )
     plain = open_tokenizer(str(tmp_path / "tokenizer.json"))
     assert text_of([begin, a], 2, plain, plain.stops) == f"{plain.decode([begin])}a"
 
 
 def test_a_text_goes_on_as_its_tokenizer_writes_words(run: Path) -> None:
-    """A decoder of words leaves out the space before the first: there is one between the prompt and what follows."""
+    """A decoder of words leaves out the space before the first: there is one between the prompt and
+    what follows."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({"</s>": 0} | {f"\u2581w{i}": i for i in range(1, 300)}, unk_token="</s>"))
+    words = Tokenizer(
+        models.WordLevel({"</s>": 0} | {f"\u2581w{i}": i for i in range(1, 300)}, unk_token="</s>")
+    )
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     words.save(str(run / "words.json"))
-    arguments = ["--tokenizer", run / "words.json", "--prompt", "w1 w2", "--length", "4", "--temperature", "0"]
-    assert re.fullmatch(r"w1 w2( (w\d+|</s>)){4}\n", command(1, "generate", run / "runs", *arguments))
+    arguments = [
+        "--tokenizer",
+        run / "words.json",
+        "--prompt",
+        "w1 w2",
+        "--length",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    assert re.fullmatch(
+        r"w1 w2( (w\d+|</s>)){4}\n", command(1, "generate", run / "runs", *arguments)
+    )
 
 
 def test_perplexity_of_a_file(run: Path) -> None:
@@ -151,7 +198,16 @@ def test_perplexity_of_a_file(run: Path) -> None:
             row = torch.tensor([before + predicted])
             total += float(F.cross_entropy(model(row[:, :-1])[0], row[0, 1:], reduction="sum"))
     for processes, layout in ((1, "{}"), (2, "{pp: 2}")):
-        out = command(processes, "eval", run / "runs", "--files", run / "text.txt", "--layout", layout, "--json")
+        out = command(
+            processes,
+            "eval",
+            run / "runs",
+            "--files",
+            run / "text.txt",
+            "--layout",
+            layout,
+            "--json",
+        )
         (scores,) = json.loads(out.splitlines()[-1]).values()
         assert scores["tokens"] == len(tokens) - 1
         assert scores["loss"] == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
@@ -209,7 +265,9 @@ def test_what_does_not_fit_the_model(run: Path) -> None:
     Tokenizer(models.WordLevel({"a": 300, "</s>": 0}, "a")).save(str(other))
     for prompt, options, reason in TABLES["no fit"]:
         words = [word.replace("OTHER", str(other)) for word in shlex.split(options)]
-        wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", prompt, *words)
+        wrong = forked(
+            1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", prompt, *words
+        )
         assert wrong.status == 2
         assert reason in wrong.err
 
@@ -238,11 +296,15 @@ with opened_model(options) as (model, config, job, _):
 
 @pytest.mark.integrations
 @pytest.mark.timeout(600)
-def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an exported checkpoint in float32: the answer to each request, and the scores; ours over tp too.
+def test_lm_eval_gives_what_it_gives_transformers(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an exported checkpoint in float32: the answer to each request, and the scores; ours over
+    tp too.
 
-    Theirs without `logits_cache`: with it, of requests with the same tokens in a batch, cut into context and
-    continuation at different places, theirs takes the logits of wrong positions (lm_eval 0.4.13).
+    Theirs without `logits_cache`: with it, of requests with the same tokens in a batch, cut into
+    context and continuation at different places, theirs takes the logits of wrong positions
+    (lm_eval 0.4.13).
     """
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -251,7 +313,20 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
     from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    words = ["the", "mesh", "has", "ranks", "and", "every", "rank", "a", "shard", "of", "each", "layer"]
+    words = [
+        "the",
+        "mesh",
+        "has",
+        "ranks",
+        "and",
+        "every",
+        "rank",
+        "a",
+        "shard",
+        "of",
+        "each",
+        "layer",
+    ]
     documents = [
         {
             "question": f"{a} {b}" * (1 + 9 * (i % 2)),  # some are longer than what the model sees
@@ -261,20 +336,37 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
         }
         for i, (a, b, c) in enumerate(zip(words, words[3:], words[5:], strict=False))
     ]
-    (tmp_path / "documents.json").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (tmp_path / "documents.json").write_text(
+        "".join(json.dumps(document) + "\n" for document in documents)
+    )
     files = {"test": f"{tmp_path}/documents.json"}
     for name, task in TASKS.items():
-        head = {"task": name, "dataset_path": "json", "test_split": "test", "dataset_kwargs": {"data_files": files}}
+        head = {
+            "task": name,
+            "dataset_path": "json",
+            "test_split": "test",
+            "dataset_kwargs": {"data_files": files},
+        }
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(head | task))
     assert cli.main(["export", str(run / "runs"), str(tmp_path / "exported")]) == 0
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(run / "tokenizer.json"), eos_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(run / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
-    theirs = HFLM(pretrained=exported, tokenizer=tokenizer, max_length=S, batch_size=3, logits_cache=False)
-    settings = {"tasks": [*TASKS], "task_manager": TaskManager(include_path=str(tmp_path)), "bootstrap_iters": 0}
+    theirs = HFLM(
+        pretrained=exported, tokenizer=tokenizer, max_length=S, batch_size=3, logits_cache=False
+    )
+    settings = {
+        "tasks": [*TASKS],
+        "task_manager": TaskManager(include_path=str(tmp_path)),
+        "bootstrap_iters": 0,
+    }
     expected = lm_eval.simple_evaluate(theirs, log_samples=True, **settings)
     requests: dict[str, list[list[Any]]] = {}
     answers: dict[str, list[Any]] = {}
-    for name, kind in zip(TASKS, ("loglikelihood", "loglikelihood_rolling", "generate_until"), strict=True):
+    for name, kind in zip(
+        TASKS, ("loglikelihood", "loglikelihood_rolling", "generate_until"), strict=True
+    ):
         samples = expected["samples"][name]
         requests[kind] = [list(request) for sample in samples for request in sample["arguments"]]
         answers[kind] = [answer[0] for sample in samples for answer in sample["resps"]]
@@ -284,32 +376,50 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
     (tmp_path / "requests.json").write_text(json.dumps(requests))
     (tmp_path / "ours.py").write_text(OURS)
     for processes, layout in ((1, "{}"), (2, "{tp: 2}")):
-        on_layout: list[str | Path] = [run / "runs", "--requests", tmp_path / "requests.json", "--layout", layout]
+        on_layout: list[str | Path] = [
+            run / "runs",
+            "--requests",
+            tmp_path / "requests.json",
+            "--layout",
+            layout,
+        ]
         out = forked(processes, tmp_path / "ours.py", *on_layout).check().out
         ours = json.loads(out.splitlines()[-1])
         assert ours["generate_until"] == answers["generate_until"], layout
-        assert ours["loglikelihood_rolling"] == pytest.approx(answers["loglikelihood_rolling"], rel=1e-6), layout
+        assert ours["loglikelihood_rolling"] == pytest.approx(
+            answers["loglikelihood_rolling"], rel=1e-6
+        ), layout
         numbers = [[value for value, _ in of["loglikelihood"]] for of in (ours, answers)]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-6), layout
-        assert [likeliest for _, likeliest in ours["loglikelihood"]] == [it for _, it in answers["loglikelihood"]]
+        assert [likeliest for _, likeliest in ours["loglikelihood"]] == [
+            it for _, it in answers["loglikelihood"]
+        ]
 
     tasks: list[str | Path] = ["--tasks", ",".join(TASKS), "--include-path", tmp_path]
     out = command(2, "eval", run / "runs", *tasks, "--layout", "{tp: 2}", "--json")
     ours_of = json.loads(out.splitlines()[-1])
     for name, of_task in expected["results"].items():
-        scores = {key: value for key, value in of_task.items() if isinstance(value, float) and "stderr" not in key}
+        scores = {
+            key: value
+            for key, value in of_task.items()
+            if isinstance(value, float) and "stderr" not in key
+        }
         assert len(scores) in (1, 2)
         assert {key: ours_of[name][key] for key in scores} == pytest.approx(scores, rel=1e-5), name
     assert 0 < ours_of["tiny_choice"]["acc,none"] < 1, "worth comparing"
 
 
 @pytest.mark.integrations
-def test_options_of_generation_mean_what_they_mean_to_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_generation_mean_what_they_mean_to_lm_eval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from meshtrain.cli import harness
 
     calls = []
 
-    def generate_batch(model: None, prompts: list[list[int]], length: int, **settings: Any) -> list[list[int]]:
+    def generate_batch(
+        model: None, prompts: list[list[int]], length: int, **settings: Any
+    ) -> list[list[int]]:
         calls.append((len(prompts[0]), length, settings["temperature"], settings["top_p"]))
         return prompts
 
@@ -328,12 +438,16 @@ def test_options_of_generation_mean_what_they_mean_to_lm_eval(monkeypatch: pytes
 
 
 @pytest.mark.integrations
-def test_a_begin_token_is_the_prefix_and_begins_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_begin_token_is_the_prefix_and_begins_prompts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from lm_eval.api.instance import Instance
 
     from meshtrain.cli import harness
 
-    tokenizer = open_tokenizer(str(tokenizer_folder(tmp_path, eos_token="<|im_end|>")), "auto", "<|endoftext|>")
+    tokenizer = open_tokenizer(
+        str(tokenizer_folder(tmp_path, eos_token="<|im_end|>")), "auto", "<|endoftext|>"
+    )
     begin, (a, b, c) = tokenizer.begin, tokenizer.encode("abc")
     assert begin is not None
     asked: list[Any] = []
@@ -342,7 +456,9 @@ def test_a_begin_token_is_the_prefix_and_begins_prompts(monkeypatch: pytest.Monk
         asked.extend(pairs)
         return [(0.0, True)] * len(pairs)
 
-    def generate_batch(model: None, prompts: list[list[int]], length: int, **settings: Any) -> list[list[int]]:
+    def generate_batch(
+        model: None, prompts: list[list[int]], length: int, **settings: Any
+    ) -> list[list[int]]:
         assert settings["stops"] == {tokenizer.end, tokenizer.encode("<|im_end|>")[0]}
         return [[*prompts[0], c, tokenizer.encode("<|im_end|>")[0]]]
 
@@ -351,7 +467,10 @@ def test_a_begin_token_is_the_prefix_and_begins_prompts(monkeypatch: pytest.Monk
     model = harness.HarnessModel(scorer, tokenizer)
     pairs = [Instance("loglikelihood", {}, request, 0) for request in (("a", "b"), ("", "b"))]
     model.loglikelihood(pairs)
-    assert [(list(before), list(predicted)) for before, predicted in asked] == [([begin, a], [b]), ([begin], [b])]
+    assert [(list(before), list(predicted)) for before, predicted in asked] == [
+        ([begin, a], [b]),
+        ([begin], [b]),
+    ]
     asked.clear()
     model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("ab",), 0)])
     assert [(list(before), list(predicted)) for before, predicted in asked] == [([begin], [a, b])]

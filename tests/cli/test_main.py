@@ -33,7 +33,9 @@ def test_help_has_an_example_that_the_command_takes(capsys: pytest.CaptureFixtur
             parser.parse_intermixed_args(words)
 
 
-def test_the_overview_fits_a_terminal_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overview_fits_a_terminal_and_names_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words in ([], ["--help"], ["-h"]):
         assert main(words) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -58,7 +60,15 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_a_reader_that_has_seen_enough() -> None:
-    command = [sys.executable, "-m", "meshtrain.cli", "plan", "quickstart", "layout={dp_shard: 2000}", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.cli",
+        "plan",
+        "quickstart",
+        "layout={dp_shard: 2000}",
+        "--json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -72,8 +82,13 @@ def test_bash_completes_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "completion"
     script.write_text(capsys.readouterr().out)
-    ask = f"source {script}; COMP_WORDS=(meshtrain pl); COMP_CWORD=1; _shtab_meshtrain; echo ${{COMPREPLY[@]}}"
-    assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split() == ["plan"]
+    ask = (
+        f"source {script}; COMP_WORDS=(meshtrain pl); COMP_CWORD=1; _shtab_meshtrain; echo "
+        f"${{COMPREPLY[@]}}"
+    )
+    assert subprocess.run(
+        ["bash", "-c", ask], capture_output=True, text=True, check=True
+    ).stdout.split() == ["plan"]
 
 
 def test_info_tells_what_a_bug_report_needs_and_no_host(

@@ -1,4 +1,5 @@
-"""The project that `meshtrain new` writes: whole, refused where something lies, and its own test passes."""
+"""The project that `meshtrain new` writes: whole, refused where something lies, and its own test
+passes."""
 
 import subprocess
 import sys
@@ -15,7 +16,14 @@ def test_a_project_is_whole_and_overwrites_nothing(
     folder = tmp_path / "deep" / "project"
     assert main(["new", str(folder)]) == 0
     names = {path.name for path in folder.iterdir()}
-    assert names == {"README.md", "data.py", "job.sbatch", "model.py", "test_model.py", "train.yaml"}
+    assert names == {
+        "README.md",
+        "data.py",
+        "job.sbatch",
+        "model.py",
+        "test_model.py",
+        "train.yaml",
+    }
     monkeypatch.chdir(folder)
     for layout in ("{dp_shard: 2, tp: 2, pp: 2}", "{dp_replicate: 8}"):
         assert main(["plan", "train.yaml", "--hosts", "8", f"layout={layout}"]) == 0
@@ -32,6 +40,8 @@ def test_a_project_is_whole_and_overwrites_nothing(
 def test_the_projects_own_test_passes(tmp_path: Path) -> None:
     assert main(["new", str(tmp_path / "project")]) == 0
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_model.py"]
-    done = subprocess.run(command, cwd=tmp_path / "project", capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path / "project", capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout

@@ -1,4 +1,5 @@
-"""What becomes of each parameter: the plan's numbers against torch's own, and against what the ranks of a job hold."""
+"""What becomes of each parameter: the plan's numbers against torch's own, and against what the
+ranks of a job hold."""
 
 import json
 import math
@@ -75,7 +76,9 @@ def test_parameters_of_a_model_without_its_memory(model: str) -> None:
     assert specs[1].shape == (2 * 10**6 + 1, 10**6)  # 8 TB if it were real
 
 
-def spec_on(layout: Layout, shape: tuple[int, ...], dim: int | None = None, **more: object) -> ParameterSpec:
+def spec_on(
+    layout: Layout, shape: tuple[int, ...], dim: int | None = None, **more: object
+) -> ParameterSpec:
     """A parameter that `tp` cuts along `dim`."""
     tp = [] if dim is None or layout.size("tp") == 1 else [Cut("tp", dim, layout.size("tp"))]
     return ParameterSpec("", shape, (*tp, *fsdp_cut(layout)), **more)
@@ -94,15 +97,21 @@ def test_the_fewest_and_the_most_of_a_rank(data: st.DataObject, layout: Layout) 
     """The rank with the most experts need not be that with the most of the rest."""
     sizes = st.integers(1, 9)
     dense = [
-        spec_on(layout, (data.draw(sizes), data.draw(sizes)), data.draw(st.sampled_from([None, 0, 1])))
+        spec_on(
+            layout, (data.draw(sizes), data.draw(sizes)), data.draw(st.sampled_from([None, 0, 1]))
+        )
         for _ in range(data.draw(st.integers(0, 3)))
     ]
     shapes = [(data.draw(sizes), data.draw(st.sampled_from([2, 4, 6])), 5) for _ in range(2)]
-    specs = dense + [ParameterSpec("", shape, tuple(_expert_cuts(shape, layout))) for shape in shapes]
+    specs = dense + [
+        ParameterSpec("", shape, tuple(_expert_cuts(shape, layout))) for shape in shapes
+    ]
     counts = []
     shapes_on_ranks: list[set[tuple[int, ...]]] = [set() for _ in specs]
     for rank in layout.group(0, *(axis for axis in layout.axes if axis != "pp")):
-        parts = [spec.part(layout.coordinate(rank, *(cut.axis for cut in spec.cuts))) for spec in specs]
+        parts = [
+            spec.part(layout.coordinate(rank, *(cut.axis for cut in spec.cuts))) for spec in specs
+        ]
         sizes_of_parts = [tuple(span.stop - span.start for span in part) for part in parts]
         for on_ranks, size in zip(shapes_on_ranks, sizes_of_parts, strict=True):
             on_ranks.add(size)
@@ -115,24 +124,35 @@ def test_the_fewest_and_the_most_of_a_rank(data: st.DataObject, layout: Layout) 
 
 def test_experts_of_131072_ranks_are_counted_at_once() -> None:
     layout = Layout({"dp_replicate": 4, "dp_shard": 2048, "cp": 2, "tp": 8}).with_experts(64)
-    specs = [spec_on(layout, (1000, 8), 0), ParameterSpec("", (1000, 512), tuple(_expert_cuts((1000, 512), layout)))]
+    specs = [
+        spec_on(layout, (1000, 8), 0),
+        ParameterSpec("", (1000, 512), tuple(_expert_cuts((1000, 512), layout))),
+    ]
     held = held_by_ranks(specs, layout, "float32", Optimizer())
-    assert (held.fewest, held.most) == (0, 8 + 16)  # 16 experts on a rank of ep, or 8 or none; a row of each over efsdp
+    # 16 experts on a rank of ep, or 8 or none; a row of each over efsdp
+    assert (held.fewest, held.most) == (
+        0,
+        8 + 16,
+    )
 
 
 def test_bytes_of_a_rank() -> None:
     layout = Layout({"dp_shard": 4})
-    held = held_by_ranks([spec_on(layout, (6, 10))], layout, "bfloat16", Optimizer())  # rows 2, 2, 2, 0
+    # rows 2, 2, 2, 0
+    held = held_by_ranks([spec_on(layout, (6, 10))], layout, "bfloat16", Optimizer())
     assert (held.fewest, held.most) == (0, 20)
     assert (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) == (80, 80, 160)
-    assert held_by_ranks([spec_on(layout, (6, 10))], layout, "float64", Optimizer()).optimizer_bytes == 320
+    assert (
+        held_by_ranks([spec_on(layout, (6, 10))], layout, "float64", Optimizer()).optimizer_bytes
+        == 320
+    )
     frozen = spec_on(layout, (6, 10), trainable=False)
     assert held_by_ranks([frozen], layout, "float32", Optimizer()).optimizer_bytes == 0
     copies = Layout({"dp_replicate": 4})
     assert held_by_ranks([spec_on(copies, (6, 10))], copies, "float32", Optimizer()).fewest == 60
 
 
-# The table ----------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
 
 def test_equal_layers_are_one_row(model: str) -> None:
@@ -141,9 +161,12 @@ def test_equal_layers_are_one_row(model: str) -> None:
     assert rows == EXPECTED["equal layers"]
 
 
-def layers(count: int, width: Callable[[int], int], stage: Callable[[int], int]) -> list[ParameterSpec]:
+def layers(
+    count: int, width: Callable[[int], int], stage: Callable[[int], int]
+) -> list[ParameterSpec]:
     return [
-        ParameterSpec(f"layers.{i}.up.weight", (width(i), 4), layer="Linear", stages=(stage(i),)) for i in range(count)
+        ParameterSpec(f"layers.{i}.up.weight", (width(i), 4), layer="Linear", stages=(stage(i),))
+        for i in range(count)
     ]
 
 
@@ -152,14 +175,19 @@ def test_rows_are_of_one_stage_and_of_one_size() -> None:
     rows = table([tied, *layers(4, lambda i: 4, lambda i: i // 2)], Layout({"pp": 2}))
     assert rows == EXPECTED["stages"]
     shared = ParameterSpec("shared.0", (4,), layer="Norm", tied=("shared.1", "shared.2"))
-    rows = table([*layers(6, lambda i: 8 if i % 3 == 2 else 4, lambda i: 0), shared], Layout({"dp_replicate": 2}))
+    rows = table(
+        [*layers(6, lambda i: 8 if i % 3 == 2 else 4, lambda i: 0), shared],
+        Layout({"dp_replicate": 2}),
+    )
     assert rows == EXPECTED["other layers"]
 
 
 def test_the_table_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "tensor-parallel.md").read_text()
     shown = re.search(
-        r"```bash\nmeshtrain (plan [^\n]* --parameters)\n```\n\n[^\n]*:\n\n```\n(.*?)\n```", text, re.DOTALL
+        r"```bash\nmeshtrain (plan [^\n]* --parameters)\n```\n\n[^\n]*:\n\n```\n(.*?)\n```",
+        text,
+        re.DOTALL,
     )
     assert shown is not None
     assert cli.main(shlex.split(shown[1])) == 0
@@ -174,11 +202,12 @@ def test_a_large_model_is_a_screen() -> None:
     assert len(table(specs, layout)) == 9 + 3 + 1
 
 
-# Against a job ------------------------------------------------------------------------------------------------------
+# Against a job ------------------------------------------------------------------------------------
 
 
 def held_by_this_rank(config: Config) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """Of each parameter the layer and the shape of its parts: two stages of a rank may both hold a tied parameter."""
+    """Of each parameter the layer and the shape of its parts: two stages of a rank may both hold a
+    tied parameter."""
     assert config.resolved is not None
     mesh = meshtrain.build_mesh(config.resolved)
     model = build_model(config, mesh, torch.device("cpu"))
@@ -213,19 +242,29 @@ def test_the_plan_is_what_the_ranks_of_a_job_hold(
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(config))
     ranks: list[Any] = [None] * 4
-    dist.all_gather_object(ranks, held_by_this_rank(Config.load(str(path), world_size=4, for_training=True)))
+    dist.all_gather_object(
+        ranks, held_by_this_rank(Config.load(str(path), world_size=4, for_training=True))
+    )
     assert cli.main(["plan", str(path), "parallel.compile=false", "--json"]) == 0
     compare(json.loads(capsys.readouterr().out)["parameters"], ranks)
 
 
 def compare(plan: dict, ranks: list[dict]) -> None:
     """The plan's parameters and what each rank holds."""
-    counts = [sum(math.prod(shape) for parts in held.values() for _, shape in parts) for held in ranks]
+    counts = [
+        sum(math.prod(shape) for parts in held.values() for _, shape in parts) for held in ranks
+    ]
     assert (plan["fewest"], plan["most"]) == (min(counts), max(counts))
     for held in ranks:
         assert set(held) <= {row["name"] for row in plan["each"]}
     for row in plan["each"]:
-        layers, shapes = zip(*(part for held in ranks for part in held.get(row["name"], ())), strict=True)
-        assert {*layers} - {"OtherStageBlock"} == {row["layer"]}  # which holds another stage's tied weight
+        layers, shapes = zip(
+            *(part for held in ranks for part in held.get(row["name"], ())), strict=True
+        )
+        # which holds another stage's tied weight
+        assert {*layers} - {"OtherStageBlock"} == {row["layer"]}
         sizes = list(zip(*shapes, strict=True))
-        assert row["on_a_rank"] == {"largest": [*map(max, sizes)], "smallest": [*map(min, sizes)]}, row["name"]
+        assert row["on_a_rank"] == {
+            "largest": [*map(max, sizes)],
+            "smallest": [*map(min, sizes)],
+        }, row["name"]

@@ -79,7 +79,7 @@ def refused(capsys: Captured, *words: str) -> str:
     return captured.err
 
 
-# Lines and tables ---------------------------------------------------------------------------------------------------
+# Lines and tables ---------------------------------------------------------------------------------
 
 
 def test_the_lines_of_the_batch_and_of_the_hosts() -> None:
@@ -90,7 +90,9 @@ def test_the_lines_of_the_batch_and_of_the_hosts() -> None:
 
 
 @given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 60))
-def test_the_numbers_of_the_batch_are_those_of_the_ranks(global_size: int, micro_size: int, data_ranks: int) -> None:
+def test_the_numbers_of_the_batch_are_those_of_the_ranks(
+    global_size: int, micro_size: int, data_ranks: int
+) -> None:
     batch = BatchSplit(global_size, micro_size, data_ranks)
     counts = [len(share(global_size, data_ranks, part)) for part in range(data_ranks)]
     assert batch.shares == (min(counts), max(counts))
@@ -107,10 +109,14 @@ def test_the_table_of_a_layout() -> None:
 
 def test_the_table_has_the_groups_of_parameters_and_of_attention() -> None:
     layout = Layout({"dp_shard": 2, "cp": 4}).with_context_heads(2).on_hosts((8,))
-    titles = [line.partition(":")[0] for line in layout_text(layout).splitlines() if " ranks, " in line]
+    titles = [
+        line.partition(":")[0] for line in layout_text(layout).splitlines() if " ranks, " in line
+    ]
     assert titles == ["dp_shard", "cp", "fsdp", "cp_ring", "cp_heads"]
     assert "fsdp: 1 group of 8 ranks" in layout_text(layout)
-    assert "cp_ring: 4 groups of 2 ranks, none crosses hosts\n  [0, 2]  host 0" in layout_text(layout)
+    assert "cp_ring: 4 groups of 2 ranks, none crosses hosts\n  [0, 2]  host 0" in layout_text(
+        layout
+    )
 
 
 def test_a_long_table_loses_its_middle_and_the_file_does_not() -> None:
@@ -119,13 +125,16 @@ def test_a_long_table_loses_its_middle_and_the_file_does_not() -> None:
     assert len(short) < 60
     assert max(map(len, short)) < 120
     assert "... 4088 more ranks ..." in short
-    assert sum(line.strip() == "... 508 more groups ..." for line in short) == 2  # of dp_replicate and of tp
+    # of dp_replicate and of tp
+    assert sum(line.strip() == "... 508 more groups ..." for line in short) == 2
     full = layout_text(layout).splitlines()
     assert [line.split()[0] for line in full[3 : 3 + 4096]] == [str(rank) for rank in range(4096)]
-    assert "crosses 512 hosts" in next(line for line in full if line.startswith(f"  {list(range(0, 4096, 8))} "))
+    assert "crosses 512 hosts" in next(
+        line for line in full if line.startswith(f"  {list(range(0, 4096, 8))} ")
+    )
 
 
-# The command --------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_config_on_uneven_hosts(tmp_path: Path, capsys: Captured) -> None:
@@ -136,12 +145,16 @@ def test_the_plan_of_a_config_on_uneven_hosts(tmp_path: Path, capsys: Captured) 
 
 
 @pytest.mark.slow
-def test_the_plan_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_the_plan_in_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     text = (ROOT / "docs" / "layouts.md").read_text()
     small = re.search(r"`small.yaml`\n\n```yaml\n(.*?)```", text, re.DOTALL)
     shown = re.search(r"```\n\$ meshtrain plan (small.yaml [^\n]*)\n(.*?)```", text, re.DOTALL)
     pipeline = re.search(
-        r"```\n\$ meshtrain plan (small.yaml [^\n]*pp: [^\n]*)\n\.\.\.\n(.*?)\.\.\.\n```", text, re.DOTALL
+        r"```\n\$ meshtrain plan (small.yaml [^\n]*pp: [^\n]*)\n\.\.\.\n(.*?)\.\.\.\n```",
+        text,
+        re.DOTALL,
     )
     assert small is not None
     assert shown is not None
@@ -179,13 +192,22 @@ def test_a_plan_with_experts(tmp_path: Path, capsys: Captured) -> None:
     config.write_text(WITH_EXPERTS)
     hosts = (str(config), "--hosts", "4x8")
     assert set(EXPECTED["experts"].splitlines()) <= set(planned(capsys, *hosts).splitlines())
-    several = ["layout={dp_shard: 32}", "parallel={expert_parallel: 32, recompute: full}", "model.num_experts=40"]
+    several = [
+        "layout={dp_shard: 32}",
+        "parallel={expert_parallel: 32, recompute: full}",
+        "model.num_experts=40",
+    ]
     printed = planned(capsys, *hosts, *several)
-    assert "over ep 32: 2 on a rank, none on 12 ranks of ep; 1 copy\nwith even loads a layer sends 6 x " in printed
+    assert (
+        "over ep 32: 2 on a rank, none on 12 ranks of ep; 1 copy\nwith even loads a layer sends 6 "
+        "x " in printed
+    )
     assert "warning: expert_parallel: 32 crosses hosts in 1 of 1 groups" in printed
     plan = planned_json(capsys, *hosts, "parallel.recompute=full")
     assert plan["expert_parallel"] == 8
-    assert plan["ranks"][13]["coordinate"].items() >= {"edp_replicate": 0, "efsdp": 1, "ep": 5}.items()
+    assert (
+        plan["ranks"][13]["coordinate"].items() >= {"edp_replicate": 0, "efsdp": 1, "ep": 5}.items()
+    )
     assert plan["experts"]["sent"] == 6 * plan["experts"]["message"] + 8 * 112
     name = "model.layers.7.mlp.experts.down_proj"
     (experts,) = [row for row in plan["parameters"]["each"] if row["name"] == name]
@@ -213,20 +235,26 @@ def test_a_pipeline_as_json(tmp_path: Path, capsys: Captured) -> None:
     plan = planned_json(capsys, config, "--hosts", "4", "model.tied=true")
     pipeline = plan["pipeline"]
     assert (pipeline["schedule"], pipeline["microbatches"]) == ("1f1b", 8)
-    assert [(stage["pp"], stage["blocks"]) for stage in pipeline["stages"]] == [(0, [0, 1]), (1, [1, 2])]
+    assert [(stage["pp"], stage["blocks"]) for stage in pipeline["stages"]] == [
+        (0, [0, 1]),
+        (1, [1, 2]),
+    ]
     numbers = {"fewest_parameters": 42, "most_parameters": 42, "idle_share": pytest.approx(1 / 9)}
     assert pipeline["ranks"] == [
         {"pp": 0, "stages": [0], **numbers, "peak_activations": 2},
         {"pp": 1, "stages": [1], **numbers, "peak_activations": 1},
     ]
-    assert plan["parameters"]["total"] == 36 + 6 + 6  # both ranks have the weight that their stages share
+    # both ranks have the weight that their stages share
+    assert plan["parameters"]["total"] == 36 + 6 + 6
     assert [row["stages"] for row in plan["parameters"]["each"]] == [[0, 1], [0], [1]]
 
 
 def test_costs_of_stages_and_the_schedule_make_the_idle_time(capsys: Captured) -> None:
     even = ["quickstart", "layout={pp: 2}", "parallel.compile=false"]
     changes = ([], ["pipeline.split=[6, 1]"], ["pipeline.schedule=zbv"])
-    evenly, unevenly, zbv = (planned_json(capsys, *even, *more)["pipeline"]["idle_share"] for more in changes)
+    evenly, unevenly, zbv = (
+        planned_json(capsys, *even, *more)["pipeline"]["idle_share"] for more in changes
+    )
     assert zbv < evenly < unevenly
 
 
@@ -275,7 +303,9 @@ tp_plan = {"embed": "embedding_rowwise", "layer.up": "colwise", "layer.down": "r
 """
 
 
-def test_a_model_that_runs_only_without_sequence_parallelism(tmp_path: Path, capsys: Captured) -> None:
+def test_a_model_that_runs_only_without_sequence_parallelism(
+    tmp_path: Path, capsys: Captured
+) -> None:
     """As attention of transformers: a run turns it off, so the plan is that of a run without."""
     (tmp_path / "own.py").write_text(TAKES_LENGTH_FROM_ITS_INPUT)
     keys = ("quickstart", f"model={{name: {tmp_path / 'own.py'}}}", "layout={tp: 2}")
@@ -283,20 +313,32 @@ def test_a_model_that_runs_only_without_sequence_parallelism(tmp_path: Path, cap
     without = planned(capsys, *keys, "parallel.sequence_parallel=false", "--hosts=2")
     added = [line for line in by_default.splitlines() if line not in without.splitlines()]
     assert len(added) == 2
-    assert added[0].startswith("note: parallel.sequence_parallel is on by default: a run turns it off")
-    assert added[1].startswith("  for parallel.sequence_parallel: false, as the run will turn it off")
+    assert added[0].startswith(
+        "note: parallel.sequence_parallel is on by default: a run turns it off"
+    )
+    assert added[1].startswith(
+        "  for parallel.sequence_parallel: false, as the run will turn it off"
+    )
 
 
 def test_without_hosts_a_plan_says_what_it_assumes(tmp_path: Path) -> None:
     plan = make_plan(write_config(tmp_path, "{dp_replicate: 2, dp_shard: -1}"))
     assert plan.layout == Layout({"dp_replicate": 2, "dp_shard": 1}).on_hosts((2,))
-    assert plan.notes == ("no --hosts given: the smallest world that this layout fits, 2 processes = 1 host x 2",)
+    assert plan.notes == (
+        "no --hosts given: the smallest world that this layout fits, 2 processes = 1 host x 2",
+    )
     plan = make_plan(write_config(tmp_path, "{dp_shard: 3}"))
     assert plan.notes == ("no --hosts given: all on one host, 3 processes = 1 host x 3",)
 
 
 def test_experts_of_a_token_or_two() -> None:
-    keys = ["model.head_dim=2", "model.hidden_size=4", "data.seq_len=1", "batch.micro_size=1", "layout={dp_shard: 2}"]
+    keys = [
+        "model.head_dim=2",
+        "model.hidden_size=4",
+        "data.seq_len=1",
+        "batch.micro_size=1",
+        "layout={dp_shard: 2}",
+    ]
     for per_token, line in ((1, "sends 0 x 0 bytes over"), (2, "sends 4 x 16 bytes over")):
         experts = [f"model.num_experts_per_tok={per_token}", "parallel.expert_parallel=2"]
         plan = make_plan("moe", [*keys, *experts])
@@ -308,7 +350,9 @@ def test_hosts_are_read(tmp_path: Path, capsys: Captured) -> None:
     for text, counts in EXPECTED["counts"].items():
         assert read_hosts(text) == tuple(counts)
     for text in EXPECTED["no counts"]:
-        with pytest.raises(InputError, match=r"give one per host, such as 4,2, or 4x8 for four hosts of 8"):
+        with pytest.raises(
+            InputError, match=r"give one per host, such as 4,2, or 4x8 for four hosts of 8"
+        ):
             read_hosts(text)
     config = write_config(tmp_path, "{dp_shard: 2}")
     assert refused(capsys, config, "--hosts=4;2").startswith("--hosts 4;2: ")

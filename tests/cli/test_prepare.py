@@ -1,5 +1,5 @@
-"""`meshtrain prepare` gives the token files of a run's own preparation, to the byte, whoever has done how much of it;
-`meshtrain data verify` finds what is no longer what was written."""
+"""`meshtrain prepare` gives the token files of a run's own preparation, to the byte, whoever has
+done how much of it; `meshtrain data verify` finds what is no longer what was written."""
 
 import gzip
 import json
@@ -29,21 +29,29 @@ LARGE = 300_000  # characters of one document
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that makes some ten shards: lines, some with a loss mask, files without text, a long document."""
+    """A folder that makes some ten shards: lines, some with a loss mask, files without text, a long
+    document."""
     monkeypatch.setattr(text, "_LEAST_SHARD", 15_000)
     folder = tmp_path / "corpus"
     folder.mkdir()
     rows = [{"text": f"ü {i} " + "word " * (i % 90)} for i in range(250)]
     write_lines(folder / "a.jsonl", rows)
     write_lines(folder / "b.jsonl", [{"text": ""}] * 900)  # shards without a token
-    write_lines(folder / "c.jsonl", [{"prompt": f"{i}?", "completion": "yes " * i} for i in range(60)])
+    write_lines(
+        folder / "c.jsonl", [{"prompt": f"{i}?", "completion": "yes " * i} for i in range(60)]
+    )
     write_lines(folder / "d.jsonl", [{"text": "long " * (LARGE // 5)}])
     write_lines(folder / "e.jsonl", rows)
     return folder
 
 
 def arguments(corpus: Path, cache: str) -> list[str]:
-    data = f"data.path={corpus}", "data.tokenizer=bytes", f"data.cache={corpus.parent / cache}", "data.validation=0.1"
+    data = (
+        f"data.path={corpus}",
+        "data.tokenizer=bytes",
+        f"data.cache={corpus.parent / cache}",
+        "data.validation=0.1",
+    )
     return ["configs/jsonl.yaml", *data]
 
 
@@ -52,12 +60,20 @@ def prepare(corpus: Path, cache: str, *options: str) -> int:
 
 
 def section(corpus: Path, cache: str) -> Data:
-    return Data(source="jsonl", path=str(corpus), validation=0.1, cache=str(corpus.parent / cache), seq_len=64)
+    return Data(
+        source="jsonl",
+        path=str(corpus),
+        validation=0.1,
+        cache=str(corpus.parent / cache),
+        seq_len=64,
+    )
 
 
 def prepared(corpus: Path, cache: str) -> Path:
     """The prepared folder; nothing but a lock may be beside it."""
-    (folder,) = [path for path in (corpus.parent / cache).iterdir() if not path.name.endswith(".lock")]
+    (folder,) = [
+        path for path in (corpus.parent / cache).iterdir() if not path.name.endswith(".lock")
+    ]
     return folder
 
 
@@ -84,7 +100,10 @@ def whole(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 def test_the_files_are_the_same_whoever_makes_them(
-    corpus: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tokens, "_PART", 10_000)
     prepare_data(section(corpus, "own"), say=lambda line: None)
@@ -96,7 +115,10 @@ def test_the_files_are_the_same_whoever_makes_them(
     assert re.search(r"corpus: \d+ shards in 3 processes\nmerging \d+ shards into", printed)
     header = json.loads(whole["header.json"])
     fingerprint = header["fingerprint"]
-    assert f"is prepared: 561 documents, {header['tokens']:,} tokens, fingerprint {fingerprint[:16]}" in printed
+    assert (
+        f"is prepared: 561 documents, {header['tokens']:,} tokens, fingerprint {fingerprint[:16]}"
+        in printed
+    )
     lines: list[str] = []
     prepare_data(section(corpus, "by 3"), say=lines.append)
     data = open_data(section(corpus, "by 3"), n_outputs=256, seed=0, say=lines.append)
@@ -107,7 +129,10 @@ def test_hosts_may_take_turns_or_work_at_once(
     corpus: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare(corpus, "turns", "--workers", "1", "--host", "1/2") == 0
-    assert re.search(r"host 1/2 has done its share of .*; the others have \d+ shards to do", capsys.readouterr().out)
+    assert re.search(
+        r"host 1/2 has done its share of .*; the others have \d+ shards to do",
+        capsys.readouterr().out,
+    )
     assert prepare(corpus, "turns", "--workers", "2", "--host", "0/2") == 0
     assert contents(corpus, "turns") == whole
     hosts = [forked_host(corpus, "at once", "--workers", "2") for _ in range(2)]
@@ -121,7 +146,9 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, flag: Path, at: int) -> None:
     """The process that begins shard `at` is killed in it, the first time."""
     plain = text.documents
 
-    def documents(source: text.TextSource, shard: list[text.Piece], *how: Any) -> Iterator[Document]:
+    def documents(
+        source: text.TextSource, shard: list[text.Piece], *how: Any
+    ) -> Iterator[Document]:
         for document in plain(source, shard, *how):
             yield document
             if shard == source.shards()[at] and not flag.exists():
@@ -132,7 +159,10 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, flag: Path, at: int) -> None:
 
 
 def test_what_a_killed_worker_leaves_is_done_by_the_others(
-    corpus: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     kill_once(monkeypatch, corpus.parent / "killed", 4)
     assert prepare(corpus, "cache", "--workers", "2") == 0
@@ -153,7 +183,9 @@ def test_a_restart_keeps_what_is_finished(
     assert len(list(shards.glob(".00004.*.tmp"))) == 1, "half a shard"
     plain, begun = text.documents, []
 
-    def documents(source: text.TextSource, shard: list[text.Piece], *how: Any) -> Iterator[Document]:
+    def documents(
+        source: text.TextSource, shard: list[text.Piece], *how: Any
+    ) -> Iterator[Document]:
         begun.append(source.shards().index(shard))
         return plain(source, shard, *how)
 
@@ -163,10 +195,13 @@ def test_a_restart_keeps_what_is_finished(
     assert contents(corpus, "cache") == whole
 
 
-def test_a_full_disk_is_said_and_finished_shards_stay(corpus: Path, whole: dict[str, bytes]) -> None:
+def test_a_full_disk_is_said_and_finished_shards_stay(
+    corpus: Path, whole: dict[str, bytes]
+) -> None:
     def limited() -> None:
         sys.stderr = open(corpus.parent / "error", "w")  # noqa: SIM115
-        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE // 2, LARGE // 2))  # what the long document does not get
+        # what the long document does not get
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE // 2, LARGE // 2))
         status = prepare(corpus, "cache", "--workers", "2")
         sys.stderr.close()
         os._exit(status)
@@ -177,7 +212,9 @@ def test_a_full_disk_is_said_and_finished_shards_stay(corpus: Path, whole: dict[
     assert process.exitcode == 1
     error = (corpus.parent / "error").read_text()
     assert re.search(
-        r"is not prepared: .*File too large.*; \d+ of \d+ shards are finished, and the same command", error
+        r"is not prepared: .*File too large.*; \d+ of \d+ shards are finished, and the same "
+        r"command",
+        error,
     )
     (shards,) = (corpus.parent / "cache").glob(".*.shards")
     assert list(shards.glob("[0-9]*"))
@@ -185,7 +222,9 @@ def test_a_full_disk_is_said_and_finished_shards_stay(corpus: Path, whole: dict[
     assert contents(corpus, "cache") == whole
 
 
-def test_what_is_wrong_ends_it_with_one_sentence(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_ends_it_with_one_sentence(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines(corpus / "e.jsonl", [{"text": "good"}] * 500 + [{"body": "bad"}])
     for options in (["--workers", "1"], ["--workers", "3"]):
         assert prepare(corpus, "cache", *options) == 2
@@ -197,7 +236,10 @@ def test_what_is_wrong_ends_it_with_one_sentence(corpus: Path, capsys: pytest.Ca
         with pytest.raises(SystemExit, match="2"):
             prepare(corpus, "cache", f"--host={share}")
     assert main(["prepare", "configs/digits.yaml"]) == 2
-    assert "data.source digits is read as it is: python-stdlib, text, jsonl or parquet" in capsys.readouterr().err
+    assert (
+        "data.source digits is read as it is: python-stdlib, text, jsonl or parquet"
+        in capsys.readouterr().err
+    )
 
 
 MEASURED = """
@@ -217,7 +259,9 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(line * (60_000_000 // len(line)))  # one document
     row = json.dumps({"text": line * 8000}) + "\n"
     (tmp_path / "x.jsonl").write_text(row * (60_000_000 // len(row)))
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress((row * (60_000_000 // len(row))).encode(), 1))
+    (tmp_path / "x.jsonl.gz").write_bytes(
+        gzip.compress((row * (60_000_000 // len(row))).encode(), 1)
+    )
     out = run([sys.executable, "-c", MEASURED], cwd=tmp_path).check().out
     peaks = [int(peak) for peak, torch in re.findall(r"MiB (\d+) (\w+)", out) if torch == "False"]
     assert len(peaks) == 3
@@ -232,23 +276,35 @@ def verify(corpus: Path, cache: str, *more: str) -> int:
 
 
 def test_a_damaged_block_is_found(
-    corpus: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tokens, "BLOCK", 5000)
     assert verify(corpus, "cache") == 2
-    assert re.search(r"there is no folder .*cache.* yet: `meshtrain prepare", capsys.readouterr().err)
+    assert re.search(
+        r"there is no folder .*cache.* yet: `meshtrain prepare", capsys.readouterr().err
+    )
     assert prepare(corpus, "cache", "--workers", "2") == 0
     assert verify(corpus, "cache") == 0
     assert capsys.readouterr().out.endswith(": intact\n")
     folder = prepared(corpus, "cache")
-    for name, at in (("tokens.bin", 12_345), ("loss.bin", 12_345), ("bytes.bin", len(whole["bytes.bin"]) - 1000)):
+    for name, at in (
+        ("tokens.bin", 12_345),
+        ("loss.bin", 12_345),
+        ("bytes.bin", len(whole["bytes.bin"]) - 1000),
+    ):
         damaged = bytearray(whole[name])
         damaged[at] ^= 1
         (folder / name).write_bytes(damaged)
         assert main(["data", "verify", str(folder)]) == 1
         (folder / name).write_bytes(whole[name])
         block = at // 5000 * 5000
-        problem = f"bytes {block:,} to {min(block + 5000, len(damaged)):,} are not those that were written"
+        problem = (
+            f"bytes {block:,} to {min(block + 5000, len(damaged)):,} are not those that were "
+            "written"
+        )
         printed = capsys.readouterr().out
         assert "1 problem\n" in printed
         assert printed.endswith(f"{name}: {problem}\n")
@@ -285,6 +341,8 @@ def test_of_a_mixture_what_has_token_files_is_verified(
     ours = f"{{name: ours, path: {corpus}}}"
     command = ["data", "verify", *arguments(corpus, "whole"), "data.path=null"]
     assert main([*command, f"data.sources=[{ours}, {megatron}]"]) == 0
-    assert re.fullmatch(r"theirs: left out, as megatron .*\n.*whole/.*: intact\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"theirs: left out, as megatron .*\n.*whole/.*: intact\n", capsys.readouterr().out
+    )
     assert main([*command, f"data.sources=[{megatron}]"]) == 2
     assert "there is nothing to verify" in capsys.readouterr().err

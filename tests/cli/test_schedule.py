@@ -17,7 +17,8 @@ KEYS = [
     "optimizer.schedule=wsd",
     "optimizer.decay_steps=10",
     "batch.global_size=[[0, 16], [8, 32], [90, 64]]",
-    "data.sources=[{name: lib, weight: [[0, 3], [20, 1]]}, {name: own, source: tokens, path: there}]",
+    "data.sources=[{name: lib, weight: [[0, 3], [20, 1]]}, {name: own, source: tokens, path: "
+    "there}]",
 ]
 
 
@@ -35,7 +36,9 @@ def test_drawn_in_a_terminal_and_as_numbers() -> None:
     lines = schedule_text(config, courses_of(config)).splitlines()
     assert lines[0] == "schedule of quickstart: 40 steps, 1,152 samples"
     assert lines[2] == f"batch size     {LEVELS[4] * 8}{LEVELS[-1] * 32}  16 -> 32, at most 32"
-    assert lines[5].startswith("from step 9 on, after 128 samples: batch size 32, share of lib 0.75")
+    assert lines[5].startswith(
+        "from step 9 on, after 128 samples: batch size 32, share of lib 0.75"
+    )
     assert len(lines) == 7
     plain = schedule_json(config, courses_of(config))
     assert plain["steps"] == list(range(1, 41))
@@ -44,7 +47,20 @@ def test_drawn_in_a_terminal_and_as_numbers() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "schedule.png"
-    assert main(["plan", "configs/quickstart.yaml", "--schedule", "--json", "--png", str(picture), *KEYS]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "configs/quickstart.yaml",
+                "--schedule",
+                "--json",
+                "--png",
+                str(picture),
+                *KEYS,
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["courses"]["batch size"][:9] == [16] * 8 + [32]
     assert picture.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(InputError, match=r"give train\.steps=N"):

@@ -1,4 +1,5 @@
-"""Reading a config: what is refused and how, overrides, numbers, the resolved config, the published schema."""
+"""Reading a config: what is refused and how, overrides, numbers, the resolved config, the published
+schema."""
 
 import json
 import pickle
@@ -23,7 +24,8 @@ from tests.properties import evaluated, given, settings, st
 
 HERE = Path(__file__).parent
 BROKEN, ACCEPTED, FILES = (
-    yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in ("broken", "accepted", "model_files")
+    yaml.safe_load((HERE / f"{name}.yaml").read_text())
+    for name in ("broken", "accepted", "model_files")
 )
 NEEDED = {
     "model": "{name: MODEL, width: 8}",
@@ -47,7 +49,8 @@ def text_of(row: Mapping[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def fill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Replaces the capital words of the tables; the plain model is in a folder, beside files that are no models."""
+    """Replaces the capital words of the tables; the plain model is in a folder, beside files that
+    are no models."""
     model = tmp_path_factory.mktemp("model") / "plain.py"
     model.write_text(FILES["plain"])
     with_layer = FILES["plain"] + FILES["one_layer"]
@@ -95,11 +98,13 @@ def refused(load: Load, text: str | bytes, *overrides: str, **options: Any) -> l
     return caught.value.errors
 
 
-# Broken configs -----------------------------------------------------------------------------------------------------
+# Broken configs -----------------------------------------------------------------------------------
 
 
 def test_broken(load: Load) -> None:
-    problems = {name: problem for name, row in BROKEN.items() if (problem := wrongly_refused(load, row))}
+    problems = {
+        name: problem for name, row in BROKEN.items() if (problem := wrongly_refused(load, row))
+    }
     assert not problems, "\n".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
@@ -112,7 +117,11 @@ def wrongly_refused(load: Load, row: Mapping[str, Any]) -> str:
     else:
         return "it is accepted"
     messages = "\n".join(map(str, errors))
-    expected = [(line, *texts[i : i + 2]) for line, texts in row["says"].items() for i in range(0, len(texts), 2)]
+    expected = [
+        (line, *texts[i : i + 2])
+        for line, texts in row["says"].items()
+        for i in range(0, len(texts), 2)
+    ]
     if len(errors) != len(expected):
         return f"expected {len(expected)} errors: {messages}"
     for error, (line, what, remedy) in zip(errors, expected, strict=True):
@@ -131,9 +140,13 @@ def test_paths_that_cannot_be(load: Load) -> None:
             assert remedy in error.message, (key, value)
 
 
-def test_the_block_is_sorted_and_each_line_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_is_sorted_and_each_line_has_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("model: {name: llama}\nbatch: {global_size: 0, micro_size: x}\ntrain: {step: 1}\n")
+    Path("mine.yaml").write_text(
+        "model: {name: llama}\nbatch: {global_size: 0, micro_size: x}\ntrain: {step: 1}\n"
+    )
     with pytest.raises(InputError) as caught:
         Config.load("mine.yaml", ["optimizer.lr=0"])
     lines = str(caught.value).splitlines()
@@ -151,7 +164,9 @@ def test_the_block_is_sorted_and_each_line_has_its_place(tmp_path: Path, monkeyp
 def test_a_schedule_in_a_file_is_for_its_counts(load: Load, tmp_path: Path) -> None:
     """8 samples of 2 are four microbatches, and each data rank has its share of them."""
     (tmp_path / "mine.csv").write_text(SCHEDULE)
-    text = plus(f"layout: {{pp: 2}}\npipeline:\n  schedule: {tmp_path}/mine.csv", model="{name: llama}")
+    text = plus(
+        f"layout: {{pp: 2}}\npipeline:\n  schedule: {tmp_path}/mine.csv", model="{name: llama}"
+    )
     assert load(text, "layout.dp_shard=2").pipeline.schedule.endswith("mine.csv")
     for overrides, problem in (
         ([], "is for 2 microbatches; this is for 4"),
@@ -165,34 +180,53 @@ def test_a_schedule_in_a_file_is_for_its_counts(load: Load, tmp_path: Path) -> N
 
 def test_what_is_not_known_yet_is_no_error(load: Load) -> None:
     """A layout with a -1 is judged where the world is known."""
-    text = plus("layout: {pp: -1}\npipeline: {schedule: zbv}", model="{name: llama, num_hidden_layers: 3}")
+    text = plus(
+        "layout: {pp: -1}\npipeline: {schedule: zbv}", model="{name: llama, num_hidden_layers: 3}"
+    )
     assert load(text).layout == {"pp": -1}
     assert load(text, world_size=2).layout == {"pp": -1}
     assert "8 stages" in refused(load, text, world_size=4)[0].message
 
 
-def test_files_that_are_no_configs(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_no_configs(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (error,) = refused(load, b"model: {}\ntrain: {}\n# caf\xe9\n")
     assert error.place.line == 3
     assert "0xe9: save the file as UTF-8" in error.message
     (error,) = refused(load, b"# filler\n" * 200_000)
     assert "1,800,000" in error.message
     monkeypatch.chdir(tmp_path)
-    for name in ("quickstart", "quickstart.yaml", "configs/quickstart.yaml", "./configs/quickstart.yaml"):
+    for name in (
+        "quickstart",
+        "quickstart.yaml",
+        "configs/quickstart.yaml",
+        "./configs/quickstart.yaml",
+    ):
         assert locate.config_path(name) == locate.bundled("configs") / "quickstart.yaml"
-    for name in ("gone.yaml", "/quickstart.yaml", "other/configs/quickstart.yaml", str(tmp_path / ("x" * 5000))):
-        with pytest.raises(InputError, match=r"there is no config .*configs|cannot be read|too long"):
+    for name in (
+        "gone.yaml",
+        "/quickstart.yaml",
+        "other/configs/quickstart.yaml",
+        str(tmp_path / ("x" * 5000)),
+    ):
+        with pytest.raises(
+            InputError, match=r"there is no config .*configs|cannot be read|too long"
+        ):
             Config.load(name)
 
 
 def test_a_home_folder_is_one_wherever_a_path_is_given(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of a user's own; that of a run, the launcher's script and logs have tests where they are made."""
+    """The files of a user's own; that of a run, the launcher's script and logs have tests where
+    they are made."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "own.py").write_text(FILES["plain"] + FILES["one_layer"])
     (tmp_path / "own.csv").write_text(SCHEDULE)
-    config = load(plus(model="{name: ~/own.py, width: 8}"), "data.source=~/own.py", for_training=True)
+    config = load(
+        plus(model="{name: ~/own.py, width: 8}"), "data.source=~/own.py", for_training=True
+    )
     code = next(part for part in run_fingerprints(config, {}) if part.name == "the code")
     assert "~/own.py" in code.values
     two_microbatches = plus("layout: {pp: 2}", model="{}", batch="{global_size: 4, micro_size: 2}")
@@ -201,13 +235,38 @@ def test_a_home_folder_is_one_wherever_a_path_is_given(
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_nothing_else_is_ever_raised(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_nothing_else_is_ever_raised(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Any damage to a file is an error with a place, never a crash."""
-    text = plus("layout: {dp_shard: 2, tp: 1}\ndata:\n  validation: 0.1", model="{name: convnet, channels: [8, 8]}")
-    pieces = ["\n", "  ", ": ", "- ", "{", "}", "[", "]", "&a ", "*a", "!x ", "? ", "'", "-1", "\x00"]
+    text = plus(
+        "layout: {dp_shard: 2, tp: 1}\ndata:\n  validation: 0.1",
+        model="{name: convnet, channels: [8, 8]}",
+    )
+    pieces = [
+        "\n",
+        "  ",
+        ": ",
+        "- ",
+        "{",
+        "}",
+        "[",
+        "]",
+        "&a ",
+        "*a",
+        "!x ",
+        "? ",
+        "'",
+        "-1",
+        "\x00",
+    ]
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(text)))
-        text = text[:at] + data.draw(st.sampled_from(pieces)) + text[at + data.draw(st.integers(0, 3)) :]
+        text = (
+            text[:at]
+            + data.draw(st.sampled_from(pieces))
+            + text[at + data.draw(st.integers(0, 3)) :]
+        )
     path = tmp_path_factory.getbasetemp() / "damaged.yaml"
     path.write_text(text)
     errors = []
@@ -218,7 +277,7 @@ def test_nothing_else_is_ever_raised(data: st.DataObject, tmp_path_factory: pyte
     assert all(isinstance(error.place, Place) and error.message for error in errors)
 
 
-# What is right ------------------------------------------------------------------------------------------------------
+# What is right ------------------------------------------------------------------------------------
 
 
 def test_accepted(load: Load) -> None:
@@ -243,11 +302,15 @@ def test_a_pasted_hugging_face_config(load: Load) -> None:
     keys = load(plus(model=pasted)).model.keys
     assert keys["head_dim"] == 64
     assert keys == load(plus(model="{preset: llama-3.2-1b}")).model.keys
-    (error,) = refused(load, plus(model=pasted.replace('"attention_bias": false', '"attention_bias": true')))
+    (error,) = refused(
+        load, plus(model=pasted.replace('"attention_bias": false', '"attention_bias": true'))
+    )
     assert error.place.line == 6
 
 
-def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Load, tmp_path: Path) -> None:
+def test_missing_files_are_found_before_training_and_not_for_a_plan(
+    load: Load, tmp_path: Path
+) -> None:
     text = plus(f"data: {{source: megatron, path: {tmp_path}/corpus}}")
     assert load(text).data.path == f"{tmp_path}/corpus"
     assert refused(load, text, for_training=True)
@@ -258,7 +321,9 @@ def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Load, 
 
 
 def test_heads_of_cp_are_the_layouts(load: Load) -> None:
-    text = plus("layout: {cp: 4, dp_shard: -1, tp: 2}\nparallel: {context_heads: 2}", model="{name: llama}")
+    text = plus(
+        "layout: {cp: 4, dp_shard: -1, tp: 2}\nparallel: {context_heads: 2}", model="{name: llama}"
+    )
     layout = load(text, world_size=8, for_training=True).resolved
     assert (layout.size("cp_heads"), layout.size("cp_ring")) == (2, 2)
     # A layout without cp has no use for them: a config stays one config on one process.
@@ -274,16 +339,19 @@ def test_lengths_of_time(load: Load) -> None:
             seconds(text)
 
 
-# Overrides ----------------------------------------------------------------------------------------------------------
+# Overrides ----------------------------------------------------------------------------------------
 
 
 def test_overrides_say_what_they_replace(load: Load, tmp_path: Path) -> None:
-    config = load(plus(), "train.steps=50", "optimizer.lr=1e-3", "train.steps=60", "train.output=a b")
+    config = load(
+        plus(), "train.steps=50", "optimizer.lr=1e-3", "train.steps=60", "train.output=a b"
+    )
     assert (config.train.steps, config.optimizer.lr, config.train.output) == (60, 1e-3, "a b")
     assert config.overrides == (
         f"train.steps = 50 (command line; the file says 100 at {tmp_path / 'mine.yaml'}:3)",
         "optimizer.lr = 0.001 (command line; the file does not give it)",
-        "train.steps = 60 (command line; in place of 50 from earlier on the command line: train.steps=50)",
+        "train.steps = 60 (command line; in place of 50 from earlier on the command line: "
+        "train.steps=50)",
         "train.output = a b (command line; the file does not give it)",
     )
     head = config.to_yaml().splitlines()[:2]
@@ -297,7 +365,7 @@ def test_overrides_of_the_layout(load: Load) -> None:
         assert list(config.layout.items()) == list(expected.items()), (layout, overrides)
 
 
-# YAML 1.2 -----------------------------------------------------------------------------------------------------------
+# YAML 1.2 -----------------------------------------------------------------------------------------
 
 
 def test_scalars_of_yaml_1_2() -> None:
@@ -307,13 +375,37 @@ def test_scalars_of_yaml_1_2() -> None:
 
 
 SCALARS = (
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f")).filter(str.isprintable)
-    | st.sampled_from(["1e-3", "0o17", "yes", "no", "1_000", "null", "~", "<<", "=", "2001-01-01", "*a", "", "a: b"])
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f")).filter(
+        str.isprintable
+    )
+    | st.sampled_from(
+        [
+            "1e-3",
+            "0o17",
+            "yes",
+            "no",
+            "1_000",
+            "null",
+            "~",
+            "<<",
+            "=",
+            "2001-01-01",
+            "*a",
+            "",
+            "a: b",
+        ]
+    )
+)
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab_1 :#e-", max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text("ab_1 :#e-", max_size=5), inner, max_size=4)
+    ),
 )
 
 
@@ -331,7 +423,7 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
     assert repr(read_back(write(value)).plain) == repr(value)  # 1 is not 1.0 here, nor True
 
 
-# The resolved config ------------------------------------------------------------------------------------------------
+# The resolved config ------------------------------------------------------------------------------
 
 TEXTS = st.sampled_from(
     ["1e-3", "yes", "null", "0o17", "a: b", "# x", "ü", " x ", "*a", "12", "-", "'", '"', "a\nb"],
@@ -378,7 +470,7 @@ def test_the_resolved_config_gives_an_equal_one(
     assert list(config.plain()) == list(NAMES)
 
 
-# What is generated --------------------------------------------------------------------------------------------------
+# What is generated --------------------------------------------------------------------------------
 
 
 def valid(text: str) -> bool:
@@ -392,8 +484,12 @@ def test_the_published_files_are_current() -> None:
     import jsonschema
 
     hint = "run `python -m meshtrain.config.docs`"
-    assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_docs.schema_text(), hint
-    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == config_docs.markdown(), hint
+    assert (ROOT / "configs" / "schema.json").read_text(
+        encoding="utf-8"
+    ) == config_docs.schema_text(), hint
+    assert (ROOT / "docs" / "configuration.md").read_text(
+        encoding="utf-8"
+    ) == config_docs.markdown(), hint
     schema = json.loads(config_docs.schema_text())
     jsonschema.Draft7Validator.check_schema(schema)
     for section in set(schema["properties"]) - {"model"}:

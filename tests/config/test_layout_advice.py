@@ -23,7 +23,9 @@ def test_a_layout_that_does_not_fit_is_told_which_would() -> None:
 
 
 @given(layouts(), st.integers(1, 200), st.sampled_from([None, *AXES]))
-def test_there_is_always_a_near_layout_and_it_works(layout: Layout, world_size: int, free: str | None) -> None:
+def test_there_is_always_a_near_layout_and_it_works(
+    layout: Layout, world_size: int, free: str | None
+) -> None:
     sizes = layout.sizes | ({free: -1} if free in layout.axes else {})
     proposals = nearest(sizes, world_size, limit=5)
     assert proposals
@@ -32,7 +34,11 @@ def test_there_is_always_a_near_layout_and_it_works(layout: Layout, world_size: 
         assert [axis for axis in near if axis in sizes] == list(sizes)  # the order stays
 
     def changes(near: dict[str, int]) -> int:
-        return sum(size not in (-1, near[axis]) for axis, size in sizes.items()) + len(near) - len(sizes)
+        return (
+            sum(size not in (-1, near[axis]) for axis, size in sizes.items())
+            + len(near)
+            - len(sizes)
+        )
 
     assert [changes(near) for near in proposals] == sorted(changes(near) for near in proposals)
 
@@ -44,7 +50,11 @@ def test_the_nearest_layout_of_a_layout_that_works_is_itself() -> None:
 
 
 def test_an_axis_is_added_where_the_usual_order_has_it() -> None:
-    assert list(add_axis({"pp": 2, "tp": 2}, "dp_shard", 3).items()) == [("pp", 2), ("dp_shard", 3), ("tp", 2)]
+    assert list(add_axis({"pp": 2, "tp": 2}, "dp_shard", 3).items()) == [
+        ("pp", 2),
+        ("dp_shard", 3),
+        ("tp", 2),
+    ]
     assert list(add_axis({"tp": 2, "pp": 2}, "dp_shard", 3)) == ["dp_shard", "tp", "pp"]
     assert list(add_axis({"pp": 2}, "tp", 2)) == ["pp", "tp"]
     assert add_axis({"pp": 2}, "pp", 4) == {"pp": 4}

@@ -70,18 +70,29 @@ class Model(llama.Model):
 """
 
 
-@pytest.mark.parametrize(("layout", "plan"), [("{pp: 2}", "init_plan = llama.init_plan"), ("{dp_shard: 2}", "")])
+@pytest.mark.parametrize(
+    ("layout", "plan"), [("{pp: 2}", "init_plan = llama.init_plan"), ("{dp_shard: 2}", "")]
+)
 def test_a_start_constructs_the_model_once(layout: str, plan: str, tmp_path: Path) -> None:
     """On the meta device; and once more with values where only the constructor knows them."""
     log, file = tmp_path / "log", tmp_path / "counted.py"
     file.write_text(COUNTED.format(plan=plan, log=str(log)))
-    keys = [f"model.name={file}", "model.tie_word_embeddings=true", "train.steps=1", f"train.output={tmp_path}/run"]
-    forked(2, "-m", "meshtrain.train", QUICKSTART, *SMALL, *keys, f"layout={layout}", timeout=280).check()
+    keys = [
+        f"model.name={file}",
+        "model.tie_word_embeddings=true",
+        "train.steps=1",
+        f"train.output={tmp_path}/run",
+    ]
+    forked(
+        2, "-m", "meshtrain.train", QUICKSTART, *SMALL, *keys, f"layout={layout}", timeout=280
+    ).check()
     devices: dict[str, list[str]] = {}
     for line in log.read_text().splitlines():
         pid, device = line.split()
         devices.setdefault(pid, []).append(device)
-    assert [sorted(used) for used in devices.values()] == [["meta"] if plan else ["cpu", "meta"]] * 2
+    assert [sorted(used) for used in devices.values()] == [
+        ["meta"] if plan else ["cpu", "meta"]
+    ] * 2
 
 
 def test_a_copy_is_the_model_and_shares_nothing_with_it() -> None:
@@ -91,7 +102,10 @@ def test_a_copy_is_the_model_and_shares_nothing_with_it() -> None:
     assert [(name, p.shape, p.device) for name, p in copy.named_parameters()] == [
         (name, p.shape, torch.device("meta")) for name, p in spec.meta.named_parameters()
     ]
-    assert not {*copy.modules(), *copy.parameters()} & {*spec.meta.modules(), *spec.meta.parameters()}
+    assert not {*copy.modules(), *copy.parameters()} & {
+        *spec.meta.modules(),
+        *spec.meta.parameters(),
+    }
 
 
 def test_a_hook_of_a_copy_is_its_own(tmp_path: Path) -> None:
@@ -104,12 +118,19 @@ def test_a_hook_of_a_copy_is_its_own(tmp_path: Path) -> None:
 
 
 def test_a_constructor_may_ask_for_values_keep_tensors_and_draw_by_numpy(tmp_path: Path) -> None:
-    """The meta device has no values, an attribute none by an `init_plan`, and each rank must draw the same."""
+    """The meta device has no values, an attribute none by an `init_plan`, and each rank must draw
+    the same."""
     (tmp_path / "values.py").write_text(VALUES)
-    keys = [f"model.name={tmp_path / 'values.py'}", "model.tie_word_embeddings=true", "layout={dp_shard: 1}"]
+    keys = [
+        f"model.name={tmp_path / 'values.py'}",
+        "model.tie_word_embeddings=true",
+        "layout={dp_shard: 1}",
+    ]
     config = Config.load(QUICKSTART, [*SMALL, *keys])
     assert spec_of(config).meta.lm_head.weight is spec_of(config).meta.model.embed_tokens.weight
     assert {p.device.type for p in spec_of(config).meta.parameters()} == {"meta"}
-    model, same = (build_model(config, build_mesh(Layout({})), torch.device("cpu")) for _ in range(2))
+    model, same = (
+        build_model(config, build_mesh(Layout({})), torch.device("cpu")) for _ in range(2)
+    )
     assert model.order == same.order
     assert model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], None).isfinite().all()

@@ -8,7 +8,10 @@ from meshtrain.errors import InputError
 WRONG = {
     "deep": (3_000 * "[", "nested more than 32 deep"),
     "an escape beyond Unicode": (r'a: "\UFFFFFFFF"', "this is not YAML"),
-    "a version of thousands of digits": ("%YAML " + 5_000 * "9" + ".1\n---\na: 1", "this is not YAML"),
+    "a version of thousands of digits": (
+        "%YAML " + 5_000 * "9" + ".1\n---\na: 1",
+        "this is not YAML",
+    ),
     "a tag": ("a: !!python/object/apply:os.system [x]", "tags such as"),
     "an alias": ("a: &a [1]\nb: *a", "anchors"),
     "a control character": ("a: \0", r"U\+0000"),

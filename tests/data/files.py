@@ -11,7 +11,16 @@ import pytest
 
 from meshtrain.data import Document, write
 
-MEGATRON_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+MEGATRON_CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "float32": 7,
+    "uint16": 8,
+}
 
 
 def write_texts(folder: Path, texts: list[str], suffix: str = ".txt") -> Path:
@@ -27,11 +36,17 @@ def write_lines(path: Path, objects: list) -> Path:
 
 
 def write_tokens(
-    folder: Path, *documents: Any, vocab_size: int = 300, tokenizer: str = "made up", text_bytes: int | None = None
+    folder: Path,
+    *documents: Any,
+    vocab_size: int = 300,
+    tokenizer: str = "made up",
+    text_bytes: int | None = None,
 ) -> Path:
     """A prepared folder; a document is its ids, or a Document."""
     entries = [
-        document if isinstance(document, Document) else Document(np.array(document), text_bytes=text_bytes)
+        document
+        if isinstance(document, Document)
+        else Document(np.array(document), text_bytes=text_bytes)
         for document in documents
     ]
     write(folder, entries, vocab_size=vocab_size, tokenizer=tokenizer, source="a test")
@@ -52,22 +67,36 @@ def write_pair(
     bounds = np.array(documents if documents is not None else range(len(sequences) + 1), "<i8")
     header = struct.pack("<QBQQ", 1, MEGATRON_CODES[dtype], len(sequences), len(bounds))
     arrays = lengths.tobytes() + places.astype("<i8").tobytes() + bounds.tobytes()
-    prefix.with_suffix(".bin").write_bytes(b"".join(np.array(sequence, dtype).tobytes() for sequence in sequences))
-    prefix.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0" + header + arrays + bytes(len(sequences) * modes))
+    prefix.with_suffix(".bin").write_bytes(
+        b"".join(np.array(sequence, dtype).tobytes() for sequence in sequences)
+    )
+    prefix.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\0\0" + header + arrays + bytes(len(sequences) * modes)
+    )
     return str(prefix)
 
 
-def write_mnist(folder: Path, n: int, *, stem: str = "train", suffix: str = "", size: int = 8) -> np.ndarray:
+def write_mnist(
+    folder: Path, n: int, *, stem: str = "train", suffix: str = "", size: int = 8
+) -> np.ndarray:
     folder.mkdir(exist_ok=True)
     pixels = np.random.default_rng(n).integers(0, 256, (n, size, size), np.uint8)
-    for name, values in (("images-idx3", pixels), ("labels-idx1", np.arange(n, dtype=np.uint8) % 10)):
-        raw = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}i", *values.shape) + values.tobytes()
+    for name, values in (
+        ("images-idx3", pixels),
+        ("labels-idx1", np.arange(n, dtype=np.uint8) % 10),
+    ):
+        raw = (
+            bytes([0, 0, 8, values.ndim])
+            + struct.pack(f">{values.ndim}i", *values.shape)
+            + values.tobytes()
+        )
         (folder / f"{stem}-{name}-ubyte{suffix}").write_bytes(gzip.compress(raw) if suffix else raw)
     return pixels
 
 
 def write_images(root: Path, classes: dict[str, int], size: tuple[int, int] = (40, 24)) -> Path:
-    """A folder of images for each class, brighter on the left, each with a brightness of its own."""
+    """A folder of images for each class, brighter on the left, each with a brightness of its
+    own."""
     image = pytest.importorskip("PIL.Image")
     for level, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
@@ -91,7 +120,8 @@ def write_tokenizer(path: Path, end: str | None = "</s>") -> Path:
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' "
+    "}}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

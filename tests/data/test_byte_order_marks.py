@@ -47,7 +47,9 @@ def test_the_byte_order_mark_of_lines(opened: Opener, tmp_path: Path) -> None:
     assert bytes(read_all(data.train)[0]) == b"abc\0de"
 
 
-def test_a_line_that_is_longer_than_memory(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_longer_than_memory(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a small compressed file may hold it."""
     monkeypatch.setattr(text, "_MOST_LINE", 100)
     file = tmp_path / "x.jsonl"
@@ -56,7 +58,9 @@ def test_a_line_that_is_longer_than_memory(opened: Opener, tmp_path: Path, monke
     file.write_text(2 * line)
     assert len(read_all(opened(source="jsonl", path=file, validation=0, seq_len=1).train)[0]) == 175
     file.write_text(2 * line + "a" + line)
-    with pytest.raises(InputError, match=r"the line after the first 2 lines .* has more than 100 bytes"):
+    with pytest.raises(
+        InputError, match=r"the line after the first 2 lines .* has more than 100 bytes"
+    ):
         opened(source="jsonl", path=file, validation=0, seq_len=1)
 
 

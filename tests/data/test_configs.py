@@ -21,7 +21,10 @@ def text(folder: Path) -> Path:
 
 
 def jsonl(folder: Path) -> Path:
-    return write_lines(folder / "a.jsonl", [{"prompt": f"{i} + {i} = ", "completion": str(2 * i)} for i in range(2000)])
+    return write_lines(
+        folder / "a.jsonl",
+        [{"prompt": f"{i} + {i} = ", "completion": str(2 * i)} for i in range(2000)],
+    )
 
 
 def mnist(folder: Path) -> Path:
@@ -54,11 +57,23 @@ def test_a_config_opens_its_data_and_its_model_takes_it(
     if name == "mnist":
         overrides.append(f"data.validation={data}")
     if name in ("tokens", "megatron"):  # a smaller model of the same kind
-        overrides += ["model.hidden_size=96", "model.num_hidden_layers=1", "model.intermediate_size=64"]
+        overrides += [
+            "model.hidden_size=96",
+            "model.num_hidden_layers=1",
+            "model.intermediate_size=64",
+        ]
     config = Config.load(path, overrides, world_size=1, for_training=True)
     opened = open_data(config.data, n_outputs=outputs(config), seed=0, say=print)
     assert opened.validation is not None
-    keys = {"seed": 0, "first_step": 0, "steps": 1, "global_size": 2, "micro_size": 2, "rank": 0, "ranks": 1}
+    keys = {
+        "seed": 0,
+        "first_step": 0,
+        "steps": 1,
+        "global_size": 2,
+        "micro_size": 2,
+        "rank": 0,
+        "ranks": 1,
+    }
     [[batch]] = train_batches(opened.train, **keys)
     with torch.no_grad():
         logits = plain_model(config).to_empty(device="cpu")(*batch.inputs)

@@ -91,7 +91,9 @@ def tokens(folder: Path, zeros: int = 0) -> dict[str, Any]:
 def megatron(folder: Path, zeros: int = 0) -> dict[str, Any]:
     folder.mkdir()
     prefix = write_pair(folder / "x", [list(range(1, 100))] * 30_000)
-    with open(f"{prefix}.bin", "r+b") as file:  # in the middle: the ends are a part of the fingerprint
+    with open(
+        f"{prefix}.bin", "r+b"
+    ) as file:  # in the middle: the ends are a part of the fingerprint
         file.seek(3_000_000 - zeros)
         file.write(bytes(zeros))
     return {"source": "megatron", "path": prefix}
@@ -102,7 +104,9 @@ def mnist(folder: Path, zeros: int = 0) -> dict[str, Any]:
     write_mnist(folder, 20)
     write_mnist(folder, 10, stem="t10k")
     if zeros:
-        (folder / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 10]) + bytes(10))
+        (folder / "t10k-labels-idx1-ubyte").write_bytes(
+            bytes([0, 0, 8, 1, 0, 0, 0, 10]) + bytes(10)
+        )
     return {"source": "mnist", "path": str(folder), "validation": str(folder)}
 
 
@@ -118,7 +122,9 @@ def images(folder: Path, zeros: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [tokens, megatron, mnist, images], ids=lambda make: make.__name__)
-def test_hosts_with_damaged_copies_do_not_look_alike(opened: Opener, tmp_path: Path, make: Callable) -> None:
+def test_hosts_with_damaged_copies_do_not_look_alike(
+    opened: Opener, tmp_path: Path, make: Callable
+) -> None:
     copies = []
     for name, zeros in (("a", 0), ("b", 0), ("c", 10_000)):
         data = opened(**({"seq_len": 8} | make(tmp_path / name, zeros=zeros)))
@@ -136,7 +142,10 @@ def test_an_id_that_only_damage_explains_is_an_input_error(opened: Opener, tmp_p
     ids[15_150] = 65_535
     ids.tofile(tmp_path / "a" / "tokens.bin")
     for n_outputs in (300, None):
-        with pytest.raises(InputError, match=r"holds the token id 65535, and its header says that 199 is the largest"):
+        with pytest.raises(
+            InputError,
+            match=r"holds the token id 65535, and its header says that 199 is the largest",
+        ):
             opened(**keys, n_outputs=n_outputs)  # the beginning of the file is looked at
     samples.read([(0, 150)], 1)
     with pytest.raises(InputError, match=r"sample 151 .* 65535, and its header says"):

@@ -1,4 +1,5 @@
-"""Images: digits, MNIST's files, folders; what is augmented. What is refused is in refusals.yaml."""
+"""Images: digits, MNIST's files, folders; what is augmented. What is refused is in
+refusals.yaml."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ def labels_of(samples) -> list[int]:
 
 def test_digits(opened: Opener) -> None:
     pytest.importorskip("sklearn")
-    data, other = (opened(source="digits", validation=0.2, n_outputs=10, seed=seed) for seed in (0, 1))
+    data, other = (
+        opened(source="digits", validation=0.2, n_outputs=10, seed=seed) for seed in (0, 1)
+    )
     assert data.task == "classification"
     assert data.about[0].startswith("digits: images of 1 x 8 x 8, 10 classes")
     assert len(data.train) + len(data.validation) == 1797
@@ -67,8 +70,15 @@ def test_a_folder_of_images(opened: Opener, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["mnist", "images"])
-def test_augmented_images_are_a_function_of_seed_epoch_and_sample(opened: Opener, tmp_path: Path, source: str) -> None:
-    keys: dict[str, Any] = {"source": source, "path": tmp_path / source, "validation": 0.3, "image_size": 8}
+def test_augmented_images_are_a_function_of_seed_epoch_and_sample(
+    opened: Opener, tmp_path: Path, source: str
+) -> None:
+    keys: dict[str, Any] = {
+        "source": source,
+        "path": tmp_path / source,
+        "validation": 0.3,
+        "image_size": 8,
+    }
     if source == "mnist":
         write_mnist(keys["path"], 40)
     else:
@@ -77,7 +87,11 @@ def test_augmented_images_are_a_function_of_seed_epoch_and_sample(opened: Opener
     augmented, same, other = (opened(**keys, augment=True, seed=seed) for seed in (0, 0, 1))
     first = images_of(augmented.train)
     assert torch.equal(first, images_of(same.train))
-    for different in (images_of(augmented.train, epoch=1), images_of(other.train), images_of(plain.train)):
+    for different in (
+        images_of(augmented.train, epoch=1),
+        images_of(other.train),
+        images_of(plain.train),
+    ):
         assert not torch.equal(first, different)
     assert torch.equal(images_of(augmented.validation, epoch=1), images_of(plain.validation))
     assert labels_of(augmented.train) == labels_of(plain.train)
@@ -85,7 +99,9 @@ def test_augmented_images_are_a_function_of_seed_epoch_and_sample(opened: Opener
     assert torch.equal(batch.inputs[0][0], augmented.train.item(5, 1)[0][0])
     assert torch.equal(batch.inputs[0][1], augmented.train.item(5, 0)[0][0])
     assert (batch.targets == IGNORE).tolist() == [False, False, True]
-    assert IGNORE not in labels_of(augmented.train), "the padding of a batch marks no label for good"
+    assert IGNORE not in labels_of(augmented.train), (
+        "the padding of a batch marks no label for good"
+    )
     if source == "images":
         left_is_brighter = first[:, 0, 4, 0] > first[:, 0, 4, -1]
         assert 0 < int(left_is_brighter.sum()) < len(first), "some are mirrored, some are not"

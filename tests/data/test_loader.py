@@ -1,4 +1,5 @@
-"""The loader: the same microbatches with any number of workers and ranks, and what goes wrong in a worker."""
+"""The loader: the same microbatches with any number of workers and ranks, and what goes wrong in a
+worker."""
 
 import multiprocessing
 import os
@@ -45,7 +46,15 @@ def values(batches: Sequence[Batch]) -> list[int]:
 
 
 def batches_of(samples: Samples, **keys: Any) -> Iterator[list[Batch]]:
-    default = {"seed": 0, "first_step": 0, "steps": 2, "global_size": 4, "micro_size": 2, "rank": 0, "ranks": 1}
+    default = {
+        "seed": 0,
+        "first_step": 0,
+        "steps": 2,
+        "global_size": 4,
+        "micro_size": 2,
+        "rank": 0,
+        "ranks": 1,
+    }
     return train_batches(samples, **(default | keys))
 
 
@@ -60,9 +69,19 @@ def assert_same(batches: Sequence[Batch], others: Sequence[Batch]) -> None:
             assert torch.equal(a, b)
 
 
-@given(st.integers(1, 30), st.integers(1, 20), st.integers(1, 6), st.integers(1, 7), st.integers(0, 9))
-def test_the_ranks_together_have_the_global_batch(n: int, size: int, micro: int, ranks: int, first_step: int) -> None:
-    keys = {"seed": 5, "first_step": first_step, "steps": first_step + 3, "global_size": size, "micro_size": micro}
+@given(
+    st.integers(1, 30), st.integers(1, 20), st.integers(1, 6), st.integers(1, 7), st.integers(0, 9)
+)
+def test_the_ranks_together_have_the_global_batch(
+    n: int, size: int, micro: int, ranks: int, first_step: int
+) -> None:
+    keys = {
+        "seed": 5,
+        "first_step": first_step,
+        "steps": first_step + 3,
+        "global_size": size,
+        "micro_size": micro,
+    }
     shares = [list(batches_of(Numbers(n), **keys, rank=rank, ranks=ranks)) for rank in range(ranks)]
     assert {len(share) for share in shares} == {3}
     for number in range(3):
@@ -80,15 +99,21 @@ def test_the_ranks_together_have_the_global_batch(n: int, size: int, micro: int,
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 7))
 def test_evaluation_sees_each_sample_once(n: int, micro: int, ranks: int) -> None:
-    loaders = [EvalBatches(Numbers(n), micro_size=micro, rank=rank, ranks=ranks) for rank in range(ranks)]
+    loaders = [
+        EvalBatches(Numbers(n), micro_size=micro, rank=rank, ranks=ranks) for rank in range(ranks)
+    ]
     shares = [list(loader) for loader in loaders]
     assert [value for share in shares for value in values(share)] == list(range(n))
-    assert {len(loader) for loader in loaders} == {len(share) for share in shares} == {len(shares[0])}
+    assert (
+        {len(loader) for loader in loaders} == {len(share) for share in shares} == {len(shares[0])}
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) -> None:
-    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "question ", "completion": "answer"}] * 200)
+    path = write_lines(
+        tmp_path / "x.jsonl", [{"prompt": "question ", "completion": "answer"}] * 200
+    )
     data = opened(source="jsonl", path=path, seq_len=16, mask_documents=True, validation=0.2)
     keys = {"seed": 1, "steps": 6, "global_size": 10, "micro_size": 4, "rank": 1, "ranks": 3}
     alone, helped = (list(batches_of(data.train, **keys, workers=count)) for count in (0, workers))
@@ -98,16 +123,23 @@ def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) ->
     loader = EvalBatches(data.validation, micro_size=4, rank=0, ranks=1, workers=workers)
     expected = torch.stack([data.validation.item(i, 0)[0][0] for i in range(len(data.validation))])
     for _ in range(2):
-        assert torch.equal(torch.cat([batch.inputs[0] for batch in loader])[: len(expected)], expected)
+        assert torch.equal(
+            torch.cat([batch.inputs[0] for batch in loader])[: len(expected)], expected
+        )
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
-@pytest.mark.parametrize(("workers", "prefetch", "ahead"), [(2, 1, 8), (2, 2, 8), (3, 1, 9), (2, 6, 12), (1, 2, 8)])
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "ahead"), [(2, 1, 8), (2, 2, 8), (3, 1, 9), (2, 6, 12), (1, 2, 8)]
+)
 def test_a_whole_step_is_read_ahead(monkeypatch, workers: int, prefetch: int, ahead: int) -> None:
-    """And no more than that, or than what was asked for: what is asked of the workers has to fit into memory."""
+    """And no more than that, or than what was asked for: what is asked of the workers has to fit
+    into memory."""
     asked = []
     filled = loader._fill
-    monkeypatch.setattr(loader, "_fill", lambda *slots: (asked.append(slot) or slot for slot in filled(*slots)))
+    monkeypatch.setattr(
+        loader, "_fill", lambda *slots: (asked.append(slot) or slot for slot in filled(*slots))
+    )
     batches = batches_of(Numbers(99), steps=9, global_size=16, workers=workers, prefetch=prefetch)
     for step in (1, 2, 3):
         assert len(next(batches)) == 8
@@ -123,7 +155,9 @@ def test_evaluation_keeps_its_workers_and_may_be_left_early() -> None:
     loader = EvalBatches(Pids(20), micro_size=2, rank=0, ranks=1, workers=1)
     first = next(iter(loader)).inputs[0][0].item()
     rounds = [list(loader) for _ in range(2)]
-    assert {pid for batches in rounds for batch in batches for pid in batch.inputs[0].flatten().tolist()} == {first}
+    assert {
+        pid for batches in rounds for batch in batches for pid in batch.inputs[0].flatten().tolist()
+    } == {first}
     assert first != os.getpid()
     assert [values(batches) for batches in rounds] == [list(range(20))] * 2
 
@@ -141,11 +175,21 @@ def test_reading_ahead_leaves_the_random_numbers_alone() -> None:
 @pytest.mark.parametrize(
     ("error", "seen", "message"),
     [
-        (OSError("the disk is gone"), RuntimeError, r"sample 7 \(epoch 0\) of numbers .* OSError: the disk is gone"),
-        (InputError("sample 7 is not what it should be"), InputError, "^sample 7 is not what it should be$"),
+        (
+            OSError("the disk is gone"),
+            RuntimeError,
+            r"sample 7 \(epoch 0\) of numbers .* OSError: the disk is gone",
+        ),
+        (
+            InputError("sample 7 is not what it should be"),
+            InputError,
+            "^sample 7 is not what it should be$",
+        ),
     ],
 )
-def test_a_sample_that_cannot_be_read_is_named(workers: int, error: Exception, seen: Any, message: str) -> None:
+def test_a_sample_that_cannot_be_read_is_named(
+    workers: int, error: Exception, seen: Any, message: str
+) -> None:
     samples = Numbers(20, failing=7, error=error)
     with pytest.raises(seen, match=message) as caught:
         list(batches_of(samples, steps=9, global_size=8, workers=workers))
@@ -183,9 +227,14 @@ while sys.argv[1] == "linger":
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_workers_survive_a_signal_to_the_whole_group_and_end_with_their_parent(number: signal.Signals) -> None:
+def test_workers_survive_a_signal_to_the_whole_group_and_end_with_their_parent(
+    number: signal.Signals,
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "leave"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", SCRIPT, "leave"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         workers = [int(pid) for pid in process.stdout.readline().split()]
         os.killpg(process.pid, number)
@@ -196,7 +245,9 @@ def test_workers_survive_a_signal_to_the_whole_group_and_end_with_their_parent(n
 
 
 def test_workers_end_when_their_parent_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, "linger"], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "linger"], stdout=subprocess.PIPE
+    ) as process:
         workers = [int(pid) for pid in process.stdout.readline().split()]
         process.kill()
     deadline = time.monotonic() + 60
@@ -228,7 +279,9 @@ def test_a_users_own_data(opened: Opener, own: str) -> None:
         opened(source=own, path="disk")  # that is not for the user to mend
 
 
-def test_a_users_own_text_gets_positions_and_may_change_with_the_epoch(opened: Opener, own: str) -> None:
+def test_a_users_own_text_gets_positions_and_may_change_with_the_epoch(
+    opened: Opener, own: str
+) -> None:
     data = opened(source=own, path="text", validation=0)
     assert data.task == "language"
     assert data.tokenizer is not None
@@ -254,14 +307,18 @@ def test_batches_are_pinned_where_there_is_a_gpu(opened: Opener, workers: int) -
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_model_with_a_cp_plan_gets_the_record_in_the_place_of_documents(opened: Opener, masked: bool) -> None:
+def test_a_model_with_a_cp_plan_gets_the_record_in_the_place_of_documents(
+    opened: Opener, masked: bool
+) -> None:
     data = opened(seq_len=32, mask_documents=masked)
     plain = flat(batches_of(data.train))
     records = flat(batches_of(data.train, prepare=Batch.with_context))
     for one, other in zip(plain, records, strict=True):
         documents, context = one.inputs[2], other.inputs[2]
         assert isinstance(context, AttentionContext)
-        for a, b in zip((*one.inputs[:2], one.targets), (*other.inputs[:2], other.targets), strict=True):
+        for a, b in zip(
+            (*one.inputs[:2], one.targets), (*other.inputs[:2], other.targets), strict=True
+        ):
             assert torch.equal(a, b)
         assert (context.documents is None) is (documents is None) is not masked
         if masked:
@@ -278,10 +335,18 @@ def test_tensors_have_names_and_some_of_them_lie_along_the_sequence() -> None:
     batch = Batch.of((tokens, tokens, None, torch.zeros(2, 3), tokens), tokens)
     assert list(batch.tensors) == ["tokens", "positions", "documents", "input_3", "input_4"]
     halves = batch.along_sequence(lambda x, dim: x.narrow(dim, 0, 3))
-    assert [None if x is None else tuple(x.shape) for x in halves.inputs] == [(2, 3), (2, 3), None, (2, 3), (2, 3)]
+    assert [None if x is None else tuple(x.shape) for x in halves.inputs] == [
+        (2, 3),
+        (2, 3),
+        None,
+        (2, 3),
+        (2, 3),
+    ]
     assert torch.equal(halves.inputs[4], tokens[:, :3])
     assert torch.equal(halves.targets, tokens[:, :3])
-    images = Batch.of((torch.zeros(2, 1, 8, 8), torch.zeros(2, 2)), torch.zeros(2, dtype=torch.int64))
+    images = Batch.of(
+        (torch.zeros(2, 1, 8, 8), torch.zeros(2, 2)), torch.zeros(2, dtype=torch.int64)
+    )
     assert list(images.tensors) == ["images", "input_1"]
     assert images.along_sequence(lambda x, dim: x.narrow(dim, 0, 1)).inputs[1].shape == (2, 2)
     assert images.with_context() is images

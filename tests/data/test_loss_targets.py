@@ -1,4 +1,5 @@
-"""Which share of the targets has a loss, as the banner, `prepare` and `plan` say it, and data of which none has one."""
+"""Which share of the targets has a loss, as the banner, `prepare` and `plan` say it, and data of
+which none has one."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ def of_lines(opened: Opener, folder: Path, *lines: dict[str, str], **keys: Any) 
 
 def test_targets_are_those_of_whole_samples(opened: Opener, tmp_path: Path) -> None:
     data = of_lines(opened, tmp_path, LINE)
-    assert data.train.loss_targets() == {"training": LossTargets(8, 5)}, "and not the two of the last tokens"
+    assert data.train.loss_targets() == {"training": LossTargets(8, 5)}, (
+        "and not the two of the last tokens"
+    )
     assert list(loss_lines(data)) == ["training: 5 of 8 targets have a loss (62.5 %)"]
     require_training_targets(data.train)
 
@@ -48,7 +51,9 @@ def test_answers_beyond_the_last_sample_are_none(opened: Opener, tmp_path: Path)
 
 def test_the_share_of_a_prepared_folder(opened: Opener, tmp_path: Path) -> None:
     of_lines(opened, tmp_path, LINE)
-    of_lines(opened, tmp_path, {"text": "0123456789"}, text_field="text", cache=str(tmp_path / "plain"))
+    of_lines(
+        opened, tmp_path, {"text": "0123456789"}, text_field="text", cache=str(tmp_path / "plain")
+    )
     (masked,), (plain,) = ((tmp_path / name).glob("x.jsonl-*") for name in ("cache", "plain"))
     assert loss_share(masked) == "7 of 11 tokens have a loss (63.6 %)"
     assert loss_share(plain) is None
@@ -57,7 +62,12 @@ def test_the_share_of_a_prepared_folder(opened: Opener, tmp_path: Path) -> None:
 def test_prepare_and_plan_say_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan says it of what lies prepared on its host, and needs no data."""
     path = write_lines(tmp_path / "x.jsonl", [LINE])
-    keys = [f"data.path={path}", f"data.cache={tmp_path / 'cache'}", "data.tokenizer=bytes", "data.validation=0"]
+    keys = [
+        f"data.path={path}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.tokenizer=bytes",
+        "data.validation=0",
+    ]
     share = "7 of 11 tokens have a loss (63.6 %)"
     config = ["configs/jsonl.yaml", "data.seq_len=4", *keys]
     assert not [note for note in make_plan(config[0], config[1:]).notes if "have a loss" in note]
@@ -87,4 +97,6 @@ def test_steps_without_a_target_with_a_loss_are_said(valid: list[int], said: lis
     for step, count in enumerate(valid, 1):
         logger._count_empty(SimpleNamespace(step=step, num_valid_tokens=count))
         logger.tokens += count
-    assert [line.split(" had a loss")[0] for line in lines] == [f"no target of the steps {steps}" for steps in said]
+    assert [line.split(" had a loss")[0] for line in lines] == [
+        f"no target of the steps {steps}" for steps in said
+    ]

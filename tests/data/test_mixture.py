@@ -10,7 +10,14 @@ import yaml
 from meshtrain.config import Config
 from meshtrain.data import open_data
 from meshtrain.data.mixture import MixedSamples, sample_order
-from meshtrain.data.order import BatchSizes, Mixture, changes_of, items, mixture_period, whole_weights
+from meshtrain.data.order import (
+    BatchSizes,
+    Mixture,
+    changes_of,
+    items,
+    mixture_period,
+    whole_weights,
+)
 from meshtrain.data.order_numpy import SampleOrder
 from meshtrain.errors import InputError
 from tests.properties import given, settings, st
@@ -25,12 +32,16 @@ def test_every_prefix_has_its_shares_to_within_a_sample(weights: list[int]) -> N
     total, taken = sum(whole), [0] * len(whole)
     for t, source in enumerate(mixture_period(whole), 1):
         taken[source] += 1
-        assert all(abs(count - t * weight / total) < 1 for count, weight in zip(taken, whole, strict=True))
+        assert all(
+            abs(count - t * weight / total) < 1 for count, weight in zip(taken, whole, strict=True)
+        )
     assert tuple(taken) == whole
 
 
 @settings(max_examples=40)
-@given(WEIGHTS, WEIGHTS, st.integers(0, 70), st.integers(0, 200), st.integers(0, 40), st.integers(0, 9))
+@given(
+    WEIGHTS, WEIGHTS, st.integers(0, 70), st.integers(0, 200), st.integers(0, 40), st.integers(0, 9)
+)
 def test_a_source_goes_through_its_samples_as_if_alone(
     one: list[int], other: list[int], change: int, start: int, length: int, seed: int
 ) -> None:
@@ -60,7 +71,11 @@ def test_one_period_is_the_weights_as_written() -> None:
     assert Counter(mixture.sources(range(8))) == {0: 6, 1: 2}
     assert set(mixture.sources(range(8, 20))) == {1}
     assert mixture.taken(10**15) == (6, 10**15 - 6)
-    assert changes_of([1, [[0, 2], [5, 3]], [[0, 4], [9, 0]]]) == [(0, (1, 2, 4)), (5, (1, 3, 4)), (9, (1, 3, 0))]
+    assert changes_of([1, [[0, 2], [5, 3]], [[0, 4], [9, 0]]]) == [
+        (0, (1, 2, 4)),
+        (5, (1, 3, 4)),
+        (9, (1, 3, 0)),
+    ]
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [1, -0.5], [0.1234567, 0.2]])
@@ -69,7 +84,10 @@ def test_weights_that_are_none(weights: list[float]) -> None:
         whole_weights(weights)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=4), st.integers(0, 40))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=4),
+    st.integers(0, 40),
+)
 def test_batch_sizes_count_as_a_loop_does(parts: list[tuple[int, int]], step: int) -> None:
     starts = np.cumsum([0, *(length for length, _ in parts)])[:-1].tolist()
     sizes = BatchSizes.of([[first, size] for first, (_, size) in zip(starts, parts, strict=True)])
@@ -95,7 +113,9 @@ def config(tmp_path: Path, sources: str, size: str = "4") -> Config:
         (tmp_path / f"{name}.txt").write_text(f"text {name} " * 40)
     text = CONFIG.replace("SOURCES", sources).replace("SIZE", size).replace("DIR", str(tmp_path))
     (tmp_path / "run.yaml").write_text(text)
-    return Config.load(str(tmp_path / "run.yaml"), [f"data.cache={tmp_path / 'cache'}"], for_training=True)
+    return Config.load(
+        str(tmp_path / "run.yaml"), [f"data.cache={tmp_path / 'cache'}"], for_training=True
+    )
 
 
 TWO = "sources: [{name: a, path: DIR/a.txt, weight: 3, epochs: 2}, {name: b, path: DIR/b.txt}]"
@@ -113,7 +133,9 @@ def test_samples_of_a_mixture_are_those_of_its_sources(tmp_path: Path) -> None:
     assert (batch.targets[2] == -100).all()
     assert len(data.train) == len(a) + len(b)
     assert data.bytes_per_target is not None
-    with pytest.raises(InputError, match=r"takes 60 samples of a, which has 28: 2\.14 passes, and its epochs is 2"):
+    with pytest.raises(
+        InputError, match=r"takes 60 samples of a, which has 28: 2\.14 passes, and its epochs is 2"
+    ):
         sample_order(loaded, data.train, steps=20)
     assert sample_order(loaded, data.train, steps=18).mixture is not None
 
@@ -122,4 +144,6 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
     def read(row: dict[str, str], folder: Path) -> None:
         config(folder, row.get("sources", TWO), row.get("size", "4"))
 
-    check_refusals(yaml.safe_load(Path(__file__).with_name("mixtures.yaml").read_text()), tmp_path, read)
+    check_refusals(
+        yaml.safe_load(Path(__file__).with_name("mixtures.yaml").read_text()), tmp_path, read
+    )

@@ -37,7 +37,9 @@ def test_large_permutations_stay_in_range_and_do_not_collide(n: int, seed: int) 
 
 
 @given(st.integers(1, 60), st.integers(1, 150), st.integers(0, 5))
-def test_every_sample_once_per_epoch_over_batches_that_straddle(n: int, batch: int, seed: int) -> None:
+def test_every_sample_once_per_epoch_over_batches_that_straddle(
+    n: int, batch: int, seed: int
+) -> None:
     epochs = 4
     steps = -(-epochs * n // batch)
     run = items(seed, range(steps * batch), n)
@@ -65,14 +67,20 @@ def test_numpy_gives_the_same(n: int, first: int, count: int, seed: int) -> None
     assert order_numpy.items(seed, positions, small) == items(seed, positions, small)
 
 
-@pytest.mark.parametrize("n", [2**63 - 1, 2**62, 3037000499**2, 3037000499**2 + 1, 2**32, 10**12, 1])
+@pytest.mark.parametrize(
+    "n", [2**63 - 1, 2**62, 3037000499**2, 3037000499**2 + 1, 2**32, 10**12, 1]
+)
 def test_numpy_gives_the_same_at_the_edges(n: int) -> None:
     for positions in (range(3), range(max(0, n - 3), n + 3), range(5 * n + 1, 5 * n + 1)):
         assert order_numpy.items(7, positions, n) == items(7, positions, n)
 
 
 def test_each_epoch_and_each_seed_has_its_own_order() -> None:
-    orders = [tuple(items(seed, range(e * 100, (e + 1) * 100), 100)) for seed in range(20) for e in range(20)]
+    orders = [
+        tuple(items(seed, range(e * 100, (e + 1) * 100), 100))
+        for seed in range(20)
+        for e in range(20)
+    ]
     assert len({tuple(sample for _, sample in order) for order in orders}) == 400
 
 
@@ -80,7 +88,9 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
 def test_every_sample_comes_at_every_place_about_equally_often(n: int) -> None:
     """1,500 epochs: 6 standard deviations of a binomial."""
     epochs = 1500
-    counts = Counter((place, Permutation(n, 0, epoch)[place]) for epoch in range(epochs) for place in range(n))
+    counts = Counter(
+        (place, Permutation(n, 0, epoch)[place]) for epoch in range(epochs) for place in range(n)
+    )
     expected, spread = epochs / n, (epochs / n * (1 - 1 / n)) ** 0.5
     for place in range(n):
         for sample in range(n):
@@ -90,7 +100,9 @@ def test_every_sample_comes_at_every_place_about_equally_often(n: int) -> None:
 def test_is_the_same_on_every_machine_and_version() -> None:
     """Pinned: a run resumed with a newer meshtrain must go on with the same samples."""
     assert batch_samples(0, 0, 8, 100) == PINNED
-    assert samples_digest(PINNED) == hashlib.sha256(np.array(PINNED, "<i8").tobytes()).hexdigest()[:16]
+    assert (
+        samples_digest(PINNED) == hashlib.sha256(np.array(PINNED, "<i8").tobytes()).hexdigest()[:16]
+    )
 
 
 def test_memory_does_not_grow_with_the_corpus() -> None:
@@ -111,7 +123,9 @@ def test_shares_partition_and_differ_by_at_most_one(count: int, parts: int) -> N
 
 
 @given(st.integers(1, 3000), st.integers(1, 64), st.integers(1, 200))
-def test_microbatches_hold_the_largest_share_and_no_more(count: int, micro: int, parts: int) -> None:
+def test_microbatches_hold_the_largest_share_and_no_more(
+    count: int, micro: int, parts: int
+) -> None:
     largest = max(len(share(count, parts, part)) for part in range(parts))
     number = microbatches(count, micro, parts)
     assert (number - 1) * micro < largest <= number * micro
@@ -133,5 +147,7 @@ def test_microbatches_hold_the_largest_share_and_no_more(count: int, micro: int,
     ],
 )
 def test_refuses_sizes_that_make_no_sense(function: Callable, arguments: tuple) -> None:
-    with pytest.raises((ValueError, IndexError), match=r"expected|must be|at least 1|permutation of 7"):
+    with pytest.raises(
+        (ValueError, IndexError), match=r"expected|must be|at least 1|permutation of 7"
+    ):
         function(*arguments)

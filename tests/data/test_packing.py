@@ -1,4 +1,5 @@
-"""Packing: samples are slices of documents that lie one behind the other, wherever they lie in the files."""
+"""Packing: samples are slices of documents that lie one behind the other, wherever they lie in the
+files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,8 +17,9 @@ from tests.properties import given, st
 
 
 def corpus_of(tmp_path: Path, documents: list[list[int]], empties: int = 0) -> MegatronCorpus:
-    """Documents of one sequence each, which lie in the file in reverse order, with a gap of 99s before each. Before
-    each there are so many `empties`, empty sequences that lie at the beginning of the file."""
+    """Documents of one sequence each, which lie in the file in reverse order, with a gap of 99s
+    before each. Before each there are so many `empties`, empty sequences that lie at the beginning
+    of the file."""
     tokens, starts = [], {}
     for number in reversed(range(len(documents))):
         tokens += [99, 99]
@@ -34,9 +36,17 @@ def corpus_of(tmp_path: Path, documents: list[list[int]], empties: int = 0) -> M
         name=str(tmp_path / "tokens"),
         tokens=array("tokens", [*tokens, 99], "uint16"),
         documents=len(documents),
-        offsets=array("offsets", (n for i in range(len(documents)) for n in (*nothing, 2 * starts[i])), "int64"),
-        lengths=array("lengths", (n for document in documents for n in (*nothing, len(document))), "int32"),
-        bounds=array("bounds", (number * (empties + 1) for number in range(len(documents) + 1)), "int64"),
+        offsets=array(
+            "offsets",
+            (n for i in range(len(documents)) for n in (*nothing, 2 * starts[i])),
+            "int64",
+        ),
+        lengths=array(
+            "lengths", (n for document in documents for n in (*nothing, len(document))), "int32"
+        ),
+        bounds=array(
+            "bounds", (number * (empties + 1) for number in range(len(documents) + 1)), "int64"
+        ),
         fingerprint="",
     )
 
@@ -57,7 +67,8 @@ def test_samples_are_slices_of_the_concatenated_documents(
 
 def check_samples(stream: Stream, flat: list[tuple[int, int]], seq_len: int) -> None:
     samples, plain = (
-        TokenSamples("x", stream, seq_len=seq_len, mask_documents=masked, n_outputs=None) for masked in (True, False)
+        TokenSamples("x", stream, seq_len=seq_len, mask_documents=masked, n_outputs=None)
+        for masked in (True, False)
     )
     assert stream.targets() == max(len(flat) - 1, 0)
     assert len(samples) == len(plain) == stream.targets() // seq_len
@@ -66,13 +77,17 @@ def check_samples(stream: Stream, flat: list[tuple[int, int]], seq_len: int) -> 
         inputs, targets = samples.item(index, 0)
         documents, order = documents[:-1], list(dict.fromkeys(documents[:-1]))
         assert (inputs[0].tolist(), targets.tolist()) == (list(tokens[:-1]), list(tokens[1:]))
-        assert inputs[1].tolist() == [i - documents.index(document) for i, document in enumerate(documents)]
+        assert inputs[1].tolist() == [
+            i - documents.index(document) for i, document in enumerate(documents)
+        ]
         assert inputs[2].tolist() == [order.index(document) for document in documents]
         (same, arange, none), _ = plain.item(index, 0)
         assert same.tolist() == inputs[0].tolist()
         assert arange.tolist() == list(range(seq_len))
         assert none is None
-        assert [n for n in samples.document_lengths([index]) if n] == [documents.count(document) for document in order]
+        assert [n for n in samples.document_lengths([index]) if n] == [
+            documents.count(document) for document in order
+        ]
     if len(samples):  # any samples in any order, also one twice
         chosen = [len(samples) - 1, 0, len(samples) - 1]
         lengths = [samples.document_lengths([index]) for index in chosen]
@@ -82,7 +97,9 @@ def check_samples(stream: Stream, flat: list[tuple[int, int]], seq_len: int) -> 
 
 def test_batches_are_contiguous_int64_and_no_sample_is_outside(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [list(range(50))])
-    samples = TokenSamples("x", split_at_end(corpus, 0).train, seq_len=8, mask_documents=True, n_outputs=None)
+    samples = TokenSamples(
+        "x", split_at_end(corpus, 0).train, seq_len=8, mask_documents=True, n_outputs=None
+    )
     inputs, targets = samples.read([(0, 3), (5, 0)], 1).batch()
     for tensor in (*inputs, targets):
         assert (tensor.dtype, tensor.shape) == (torch.int64, (2, 8))

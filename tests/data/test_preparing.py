@@ -1,4 +1,5 @@
-"""Preparing text: in little memory, without leaning on the file server, and with sentences for what cannot be read."""
+"""Preparing text: in little memory, without leaning on the file server, and with sentences for what
+cannot be read."""
 
 import fcntl
 import json
@@ -46,7 +47,9 @@ def peak(tmp_path: Path, path: Path) -> int:
 @pytest.mark.parametrize("end", ["", EMOJI])
 def test_a_long_line_is_in_memory_no_more_than_three_times(tmp_path: Path, end: str) -> None:
     text = LINE * (8 * MIB // len(LINE)) + end
-    assert peak(tmp_path, write_lines(tmp_path / "x.jsonl", [{"text": text}])) < 3 * sys.getsizeof(text)
+    assert peak(tmp_path, write_lines(tmp_path / "x.jsonl", [{"text": text}])) < 3 * sys.getsizeof(
+        text
+    )
 
 
 def test_long_prompts_of_short_completions_do_not_pile_up(tmp_path: Path) -> None:
@@ -54,7 +57,9 @@ def test_long_prompts_of_short_completions_do_not_pile_up(tmp_path: Path) -> Non
     assert peak(tmp_path, path) < path.stat().st_size / 2
 
 
-def test_documents_are_not_counted_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_not_counted_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokens, "_PART", 1000)
     monkeypatch.setattr(tokens, "BLOCK", 10_000)
     n, ids = 20_000, np.array([1, 2], np.uint8)
@@ -70,7 +75,9 @@ def test_documents_are_not_counted_in_memory(tmp_path: Path, monkeypatch: pytest
 
 
 def documents(source: TextSource, tokenizer: Tokenizer) -> Iterator[Document]:
-    return chain.from_iterable(text.documents(source, shard, tokenizer) for shard in source.shards())
+    return chain.from_iterable(
+        text.documents(source, shard, tokenizer) for shard in source.shards()
+    )
 
 
 def joined(parts: Iterable[Document]) -> list[tuple[list[int], list[int], int]]:
@@ -85,17 +92,21 @@ def joined(parts: Iterable[Document]) -> list[tuple[list[int], list[int], int]]:
 
 
 def tokenizers_of(folder: Path) -> dict[str, Path]:
-    """A tokenizer.json of each kind: where words end is found by a pattern, by spaces, or not at all."""
+    """A tokenizer.json of each kind: where words end is found by a pattern, by spaces, or not at
+    all."""
     library = pytest.importorskip("tokenizers")
     before, models, trainers = library.pre_tokenizers, library.models, library.trainers
     llama3 = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+        r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
         r"\s+(?!\S)|\s+"
     )
     split = before.Split(library.Regex(llama3), "isolated")
     kinds = {
         "gpt2": before.ByteLevel(add_prefix_space=False),
-        "llama3": before.Sequence([split, before.ByteLevel(add_prefix_space=False, use_regex=False)]),
+        "llama3": before.Sequence(
+            [split, before.ByteLevel(add_prefix_space=False, use_regex=False)]
+        ),
         "metaspace": before.Metaspace(),
         "prefix": before.ByteLevel(add_prefix_space=True),
         "words": before.BertPreTokenizer(),
@@ -108,7 +119,10 @@ def tokenizers_of(folder: Path) -> dict[str, Path]:
             tokenizer.pre_tokenizer = splitting
         alphabet = before.ByteLevel.alphabet() if name in ("gpt2", "llama3", "prefix") else []
         trainer = trainers.BpeTrainer(
-            vocab_size=600, special_tokens=["</s>", "<unk>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=600,
+            special_tokens=["</s>", "<unk>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
         )
         tokenizer.train_from_iterator([TEXT[:3000]], trainer)
         if name == "gpt2":
@@ -118,7 +132,10 @@ def tokenizers_of(folder: Path) -> dict[str, Path]:
     return paths
 
 
-TEXT = Path(text.__file__).read_text("utf-8") + (LINE + "\n\n  Größe: 1234567, 漢字の文。\t" + EMOJI + "x\r\n") * 60
+TEXT = (
+    Path(text.__file__).read_text("utf-8")
+    + (LINE + "\n\n  Größe: 1234567, 漢字の文。\t" + EMOJI + "x\r\n") * 60
+)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "gpt2", "llama3", "metaspace", "prefix", "words"])
@@ -128,24 +145,36 @@ def test_parts_of_a_document_have_the_ids_of_the_whole(
     tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(tokenizers_of(tmp_path)[kind]))
     (tmp_path / "x.txt").write_bytes(TEXT.encode())
     pairs = (TEXT[:4000], TEXT[4000:]), ("", ""), ("only", "")
-    lines = [{"text": "short"}, *[{"prompt": prompt, "completion": completion} for prompt, completion in pairs]]
-    for source in (text_files(tmp_path / "x.txt"), jsonl_files(write_lines(tmp_path / "x.jsonl", lines))):
+    lines = [
+        {"text": "short"},
+        *[{"prompt": prompt, "completion": completion} for prompt, completion in pairs],
+    ]
+    for source in (
+        text_files(tmp_path / "x.txt"),
+        jsonl_files(write_lines(tmp_path / "x.jsonl", lines)),
+    ):
         cuts, headers = [], []
         for size in (text._BATCH_CHARACTERS, 1000):
             monkeypatch.setattr(text, "_BATCH_CHARACTERS", size)
             cuts.append(list(documents(source, tokenizer)))
             folder = tmp_path / f"{source.read} {size}"
-            headers.append(write(folder, cuts[-1], vocab_size=tokenizer.vocab_size, tokenizer="x", source="x"))
+            headers.append(
+                write(folder, cuts[-1], vocab_size=tokenizer.vocab_size, tokenizer="x", source="x")
+            )
         monkeypatch.undo()
         whole, parts = cuts
         assert joined(parts) == joined(whole)
         assert len(parts) > 10 + len(whole), "it was cut"
-        assert max(len(part.ids) for part in parts) <= 2200, "below 2000 characters, a few of them of several bytes"
+        assert max(len(part.ids) for part in parts) <= 2200, (
+            "below 2000 characters, a few of them of several bytes"
+        )
         assert headers[0] == headers[1], "and the fingerprint is the same"
 
 
 @pytest.mark.slow
-def test_what_cannot_be_cut_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_cut_is_read_whole_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = open_tokenizer(str(tokenizers_of(tmp_path)["none"]))
     path = tmp_path / "x.txt"
     path.write_text(TEXT)
@@ -153,7 +182,9 @@ def test_what_cannot_be_cut_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypa
     monkeypatch.setattr(text, "_BATCH_CHARACTERS", 1000)
     assert joined(documents(text_files(path), tokenizer)) == joined(whole)
     monkeypatch.setattr(text, "_MOST_WHOLE", 5000)
-    with pytest.raises(InputError, match=r"x\.txt has 6,000 characters and more .* finds no place to cut"):
+    with pytest.raises(
+        InputError, match=r"x\.txt has 6,000 characters and more .* finds no place to cut"
+    ):
         list(documents(text_files(path), tokenizer))
 
 
@@ -165,7 +196,10 @@ def test_what_is_wrong_in_a_later_part_has_its_place_in_the_document(
     for raw, message in (
         (b"a" * 1234 + b"\0", r"U\+0000 at 1,234"),
         ("ü".encode() * 617 + b"\xe9 ", "byte 1,234 is 0xe9"),
-        ("ü".encode() * 617 + b"\xc3", "byte 1,234 is 0xc3"),  # the end of a file is cut off in a character
+        (
+            "ü".encode() * 617 + b"\xc3",
+            "byte 1,234 is 0xc3",
+        ),  # the end of a file is cut off in a character
     ):
         (tmp_path / "x.txt").write_bytes(raw)
         with pytest.raises(InputError, match=message):
@@ -204,16 +238,25 @@ def test_a_folder_of_an_older_version_is_taken_if_it_is_as_today(
     file = tokenizer_folder(tmp_path / "tokenizer", None, **config)
     before = open_tokenizer(str(file), end_token="<|endoftext|>")
     data = Data(
-        source="jsonl", path=str(path), tokenizer=str(file), validation=0, cache=str(tmp_path / "cache"), **keys
+        source="jsonl",
+        path=str(path),
+        tokenizer=str(file),
+        validation=0,
+        cache=str(tmp_path / "cache"),
+        **keys,
     )
     (preparation,) = preparations(data)
     earlier = preparation.folder.with_name(f"x.jsonl-{preparation.source.earlier_key(before)}")
-    own = Document(np.array([*before.encode("c"), *before.encode("d"), before.end]), np.array([0, 1, 1]), 1)
+    own = Document(
+        np.array([*before.encode("c"), *before.encode("d"), before.end]), np.array([0, 1, 1]), 1
+    )
     write_tokens(earlier, [*before.encode(line), before.end], own, vocab_size=before.vocab_size)
     said: list[str] = []
     assert preparation.run(said.append)
     assert any("which an older meshtrain prepared" in line for line in said) == is_taken
-    assert (open_tokens(preparation.folder).fingerprint == open_tokens(earlier).fingerprint) == is_taken
+    assert (
+        open_tokens(preparation.folder).fingerprint == open_tokens(earlier).fingerprint
+    ) == is_taken
     assert verify(preparation.folder) == ([], True)
     said.clear()
     assert preparation.run(said.append)
@@ -242,8 +285,11 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
 # Waiting
 
 
-def test_a_waiting_process_looks_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ten minutes of a preparation it asks the file server some 130 times, and not 6,000 times."""
+def test_a_waiting_process_looks_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ten minutes of a preparation it asks the file server some 130 times, and not 6,000
+    times."""
     folder, now, looks = tmp_path / "x", [0.0], [0]
 
     def sleep(seconds: float) -> None:
@@ -285,10 +331,19 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_one_process_of_a_host_prepares_and_the_others_do_not_touch_the_files(tmp_path: Path) -> None:
+def test_one_process_of_a_host_prepares_and_the_others_do_not_touch_the_files(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "x.txt").write_text(LINE * 400)
     (tmp_path / "looking.py").write_text(LOOKING)
-    data = ("data.source=text", f"data.path={tmp_path}/x.txt", f"data.cache={tmp_path}/cache", "data.validation=0")
+    data = (
+        "data.source=text",
+        f"data.path={tmp_path}/x.txt",
+        f"data.cache={tmp_path}/cache",
+        "data.validation=0",
+    )
     own = (*SMALL, *data, "train.steps=1", "checkpoint.every=0", f"train.output={tmp_path}/run")
     done = forked(3, tmp_path / "looking.py", QUICKSTART, *own).check()
-    assert [line for line in done.out.splitlines() if "waits" in line] == ["rank 0 waits for the lock"]
+    assert [line for line in done.out.splitlines() if "waits" in line] == [
+        "rank 0 waits for the lock"
+    ]

@@ -1,4 +1,5 @@
-"""What cannot be opened or read is refused with the place and the reason: the rows of refusals.yaml."""
+"""What cannot be opened or read is refused with the place and the reason: the rows of
+refusals.yaml."""
 
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from tests.data import files
 from tests.data.conftest import Opener
 from tests.refusing import check_refusals, damage
 
-TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(
+    Path(__file__).with_name("refusals.yaml").read_text()
+)
 
 
 def text(folder: Path) -> dict[str, Any]:
@@ -38,7 +41,10 @@ def chat(folder: Path) -> dict[str, Any]:
 def tokens(folder: Path) -> dict[str, Any]:
     folder.rmdir()
     losses = np.array([0, 0, 1, 1])
-    documents = Document(np.array([5, 6, 299]), None, 11), Document(np.array([1, 2, 3, 4]), losses, 7)
+    documents = (
+        Document(np.array([5, 6, 299]), None, 11),
+        Document(np.array([1, 2, 3, 4]), losses, 7),
+    )
     files.write_tokens(folder, *documents, tokenizer="bytes")
     files.write_tokenizer(folder / "words.json")
     return {"source": "tokens", "path": folder}

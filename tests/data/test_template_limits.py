@@ -1,4 +1,5 @@
-"""A chat template that would compute for ever, or take all memory, ends with the line of its conversation."""
+"""A chat template that would compute for ever, or take all memory, ends with the line of its
+conversation."""
 
 import resource
 import signal
@@ -19,14 +20,19 @@ ENDLESS = {
     "a function": "{{ lipsum(n=5000000) }}",
 }
 HUGE = {
-    "doubled": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+    "doubled": (
+        "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor "
+        "%}{{ n.s }}"
+    ),
     "a width": "{{ '%100000000000d' | format(1) }}",
     "another width": "{{ '{:>100000000000}'.format(1) }}",
 }
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-def test_a_template_that_does_not_end_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_does_not_end_is_refused(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.2)
     handler = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(InputError, match=r"it computes for more than 0\.2 s for one conversation"):
@@ -36,7 +42,9 @@ def test_a_template_that_does_not_end_is_refused(case: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_a_template_that_takes_all_memory_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_takes_all_memory_is_refused(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_limits, "MOST_MEMORY", 256 << 20)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(InputError, match="it takes more than 256 MiB for one conversation"):
@@ -47,7 +55,9 @@ def test_a_template_that_takes_all_memory_is_refused(case: str, monkeypatch: pyt
 def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "MOST_CHARACTERS", 1000)
     assert joined(["a" * 500, "b" * 500]) == "a" * 500 + "b" * 500
-    with pytest.raises(InputError, match="it writes more than 1,000 characters for one conversation"):
+    with pytest.raises(
+        InputError, match="it writes more than 1,000 characters for one conversation"
+    ):
         ChatTemplate("{% for i in range(99999) %}abc{% endfor %}", {}, "here").render(files.TALK)
 
 
@@ -69,5 +79,7 @@ def test_the_line_is_named(opened: Opener, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.2)
     tokenizer = files.tokenizer_folder(tmp_path / "tokenizer", template=ENDLESS["loops"])
     lines = files.write_lines(tmp_path / "x.jsonl", [{"text": "good"}, {"messages": files.TALK}])
-    with pytest.raises(InputError, match=r"x\.jsonl:2: the template of .* it computes for more than"):
+    with pytest.raises(
+        InputError, match=r"x\.jsonl:2: the template of .* it computes for more than"
+    ):
         opened(source="jsonl", path=lines, tokenizer=str(tokenizer))

@@ -10,7 +10,13 @@ from meshtrain.data.batch import IGNORE
 from meshtrain.data.split import held_out_mask
 from meshtrain.data.tokenizer import FileTokenizer, open_tokenizer
 from tests.data.conftest import Opener
-from tests.data.files import tokenizer_folder, write_lines, write_texts, write_tokenizer, write_tokens
+from tests.data.files import (
+    tokenizer_folder,
+    write_lines,
+    write_texts,
+    write_tokenizer,
+    write_tokens,
+)
 from tests.properties import given, st
 
 
@@ -62,7 +68,11 @@ def test_one_text_file_is_split_at_its_end(opened: Opener, tmp_path: Path) -> No
 
 
 def test_a_changed_file_is_prepared_again(opened: Opener, tmp_path: Path) -> None:
-    keys = {"source": "text", "path": write_texts(tmp_path / "text", ["first", "second"]), "validation": 0}
+    keys = {
+        "source": "text",
+        "path": write_texts(tmp_path / "text", ["first", "second"]),
+        "validation": 0,
+    }
     before = opened(**keys, seq_len=2)
     write_texts(tmp_path / "text", ["other text"])
     after = opened(**keys, seq_len=2)
@@ -71,7 +81,10 @@ def test_a_changed_file_is_prepared_again(opened: Opener, tmp_path: Path) -> Non
 
 
 def test_validation_may_be_another_folder(opened: Opener, tmp_path: Path) -> None:
-    train, held_out = write_texts(tmp_path / "a", ["a" * 20]), write_texts(tmp_path / "b", ["b" * 20, "ü" * 20])
+    train, held_out = (
+        write_texts(tmp_path / "a", ["a" * 20]),
+        write_texts(tmp_path / "b", ["b" * 20, "ü" * 20]),
+    )
     data = opened(source="text", path=train, validation=str(held_out), seq_len=5)
     assert set(read_all(data.train)[0]) == set(b"a")
     assert set(read_all(data.validation)[0]) == set("bü\0".encode())
@@ -79,8 +92,14 @@ def test_validation_may_be_another_folder(opened: Opener, tmp_path: Path) -> Non
 
 
 def test_jsonl_prompts_carry_no_loss(opened: Opener, tmp_path: Path) -> None:
-    rows = [{"prompt": "2+2=", "completion": "4"}, {"text": "hello", "id": 7}, {"prompt": "", "completion": "x"}]
-    data = opened(source="jsonl", path=write_lines(tmp_path / "x.jsonl", rows), validation=0, seq_len=1)
+    rows = [
+        {"prompt": "2+2=", "completion": "4"},
+        {"text": "hello", "id": 7},
+        {"prompt": "", "completion": "x"},
+    ]
+    data = opened(
+        source="jsonl", path=write_lines(tmp_path / "x.jsonl", rows), validation=0, seq_len=1
+    )
     tokens, targets = read_all(data.train)
     assert bytes(tokens) == b"2+2=4\0hello\0x"
     assert targets == [IGNORE, IGNORE, IGNORE, *b"4\0hello\0x\0"]
@@ -88,11 +107,15 @@ def test_jsonl_prompts_carry_no_loss(opened: Opener, tmp_path: Path) -> None:
 
 def test_bits_per_byte_count_the_text_that_is_predicted(opened: Opener, tmp_path: Path) -> None:
     rows = [{"prompt": "p" * 30, "completion": "é" * 5}] * 40
-    data = opened(source="jsonl", path=write_lines(tmp_path / "x.jsonl", rows), validation=0.3, seq_len=8)
+    data = opened(
+        source="jsonl", path=write_lines(tmp_path / "x.jsonl", rows), validation=0.3, seq_len=8
+    )
     assert data.bytes_per_target == pytest.approx(10 / 11)
 
 
-def test_the_last_documents_of_a_prepared_folder_are_held_out(opened: Opener, tmp_path: Path) -> None:
+def test_the_last_documents_of_a_prepared_folder_are_held_out(
+    opened: Opener, tmp_path: Path
+) -> None:
     documents = np.arange(100).reshape(10, 10)
     folder = write_tokens(tmp_path / "a", *documents, tokenizer="mine", text_bytes=30)
     data = opened(source="tokens", path=folder, validation=0.2, seq_len=1, n_outputs=100)
@@ -123,7 +146,9 @@ def test_bytes_of_anything_can_be_shown() -> None:
 def test_a_tokenizer_file(opened: Opener, tmp_path: Path) -> None:
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
     folder = write_texts(tmp_path / "text", ["the cat", "sat the dog"])
-    data = opened(source="text", path=folder, tokenizer=tokenizer, validation=0, seq_len=1, n_outputs=401)
+    data = opened(
+        source="text", path=folder, tokenizer=tokenizer, validation=0, seq_len=1, n_outputs=401
+    )
     assert read_all(data.train)[1] == [200, 400, 300, 100, 0, 400]
     assert data.tokenizer.end == 400
     assert data.tokenizer.decode([100, 200, 5000]) == "the cat"
@@ -136,7 +161,9 @@ def test_the_token_that_ends_documents(tmp_path: Path) -> None:
 
     def ended(end_token: str | None = None, **config: Any) -> tuple[int, set[int]]:
         tokenizer = FileTokenizer(tokenizer_folder(tmp_path, **config), end_token=end_token)
-        assert f"end with {tokenizer.decode([tokenizer.end])} (id {tokenizer.end})" in tokenizer.about
+        assert (
+            f"end with {tokenizer.decode([tokenizer.end])} (id {tokenizer.end})" in tokenizer.about
+        )
         return tokenizer.end, set(tokenizer.stops)
 
     listed, eos, own = ids("<|endoftext|>"), ids("<|im_end|>"), ids("<|eot_id|>")
@@ -151,7 +178,12 @@ def test_a_token_begins_documents(opened: Opener, tmp_path: Path) -> None:
     """Also those of several parts. It is no target with a loss, and counts in the length."""
     file = str(tokenizer_folder(tmp_path / "tokenizer"))
     rows = [{"text": "ab"}, {"prompt": "c", "completion": "d"}, {"prompt": "", "completion": "e"}]
-    keys = {"source": "jsonl", "path": write_lines(tmp_path / "x.jsonl", rows), "tokenizer": file, "validation": 0}
+    keys = {
+        "source": "jsonl",
+        "path": write_lines(tmp_path / "x.jsonl", rows),
+        "tokenizer": file,
+        "validation": 0,
+    }
     data = opened(**keys, seq_len=1, begin_token="auto")
     begin, end = data.tokenizer.begin, data.tokenizer.end
     assert begin == FileTokenizer(Path(file), "<s>").begin
@@ -163,11 +195,15 @@ def test_a_token_begins_documents(opened: Opener, tmp_path: Path) -> None:
     assert read_all(opened(**keys, seq_len=1).train)[0][:4] == [a, b, end, c]
 
 
-def test_a_long_document_begins_once(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_document_begins_once(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("meshtrain.data.text._BATCH_CHARACTERS", 1000)
     file = str(tokenizer_folder(tmp_path / "tokenizer"))
     path = write_texts(tmp_path / "text", ["some words " * 500])
-    data = opened(source="text", path=path, tokenizer=file, begin_token="auto", validation=0, seq_len=1)
+    data = opened(
+        source="text", path=path, tokenizer=file, begin_token="auto", validation=0, seq_len=1
+    )
     tokens, targets = read_all(data.train)
     assert tokens.count(data.tokenizer.begin) == 1
     assert len(tokens) == len(targets) == 5501
@@ -184,7 +220,9 @@ def test_control_tokens_that_a_document_spells_are_text(opened: Opener, tmp_path
     tokens = data.train.stream.corpus.tokens.array.tolist()
     assert tokens.count(data.tokenizer.end) == 2
     assert data.tokenizer.decode(tokens) == "".join(text + "<|endoftext|>" for text in texts)
-    assert data.tokenizer.encode("<s>") == [data.tokenizer.encode("<s>")[0]], "in a prompt it is the token"
+    assert data.tokenizer.encode("<s>") == [data.tokenizer.encode("<s>")[0]], (
+        "in a prompt it is the token"
+    )
     assert len(data.tokenizer.encode("<s>", plain=True)) == 3
 
 
@@ -208,7 +246,9 @@ def test_held_out_is_near_its_share_and_moves_nothing_when_documents_come() -> N
 
 def test_the_split_is_of_whole_documents(opened: Opener, tmp_path: Path) -> None:
     texts = [chr(ord("A") + i) * 9 for i in range(26)]
-    data = opened(source="text", path=write_texts(tmp_path / "text", texts), validation=0.2, seq_len=1, seed=1)
+    data = opened(
+        source="text", path=write_texts(tmp_path / "text", texts), validation=0.2, seq_len=1, seed=1
+    )
     held_out = held_out_mask(0.2, 26)
     for samples, chosen in ((data.validation, held_out), (data.train, ~held_out)):
         expected = b"".join(texts[i].encode() + b"\0" for i in np.flatnonzero(chosen))

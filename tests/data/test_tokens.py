@@ -1,4 +1,5 @@
-"""Token files: what is written is read, and preparation happens once. Damaged files are in refusals.yaml."""
+"""Token files: what is written is read, and preparation happens once. Damaged files are in
+refusals.yaml."""
 
 import errno
 import fcntl
@@ -37,22 +38,31 @@ DOCUMENTS = (
 
 @pytest.mark.parametrize("source", ["tokens", "megatron"])
 def test_memory_does_not_grow_with_documents(opened: Opener, tmp_path: Path, source: str) -> None:
-    """Of 3 million documents a rank keeps nothing, and no array of 8 bytes for each is made on the way."""
+    """Of 3 million documents a rank keeps nothing, and no array of 8 bytes for each is made on the
+    way."""
     documents, size = 3_000_000, 4
     (tmp_path / "tokens.bin").write_bytes(bytes(range(1, size + 1)) * documents)
     offsets = np.arange(0, documents * size + 1, size, "<i8")
     if source == "tokens":
         offsets.tofile(tmp_path / "documents.bin")
-        header = Header(1, "uint8", documents * size, documents, size, None, False, "a name", "bytes", "a test")
+        header = Header(
+            1, "uint8", documents * size, documents, size, None, False, "a name", "bytes", "a test"
+        )
         (tmp_path / "header.json").write_text(json.dumps(asdict(header)))
     else:
-        places = [np.full(documents, size, "<i4"), offsets[:-1], np.arange(documents + 1, dtype="<i8")]
+        places = [
+            np.full(documents, size, "<i4"),
+            offsets[:-1],
+            np.arange(documents + 1, dtype="<i8"),
+        ]
         about = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 1, documents, documents + 1)
         (tmp_path / "tokens.idx").write_bytes(about + b"".join(array.tobytes() for array in places))
     path = tmp_path / "tokens" if source == "megatron" else tmp_path
     tracemalloc.start()
     try:
-        data = opened(source=source, path=path, validation=0.1, seq_len=size + 2, mask_documents=True)
+        data = opened(
+            source=source, path=path, validation=0.1, seq_len=size + 2, mask_documents=True
+        )
         inputs, _ = data.train.item(1000, 0)
         after, peak = tracemalloc.get_traced_memory()
     finally:
@@ -73,7 +83,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert corpus.text_bytes.array.tolist() == [11, 7]
     assert (corpus.tokens.count, corpus.documents, corpus.largest_id) == (7, 2, 299)
     header = json.loads((tmp_path / "a" / "header.json").read_text())
-    assert [header[key] for key in ("tokens", "documents", "largest_id", "text_bytes")] == [7, 2, 299, 18]
+    assert [header[key] for key in ("tokens", "documents", "largest_id", "text_bytes")] == [
+        7,
+        2,
+        299,
+        18,
+    ]
     plain = open_tokens(write_tokens(tmp_path / "b", [1, 2]))
     assert (plain.loss, plain.text_bytes) == (None, None), "files that say nothing are not written"
     names = {path.name: {file.name for file in path.iterdir()} for path in tmp_path.iterdir()}
@@ -82,12 +97,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_smallest_dtype_holds_every_id() -> None:
-    sizes = {1: "uint8", 256: "uint8", 257: "uint16", 65536: "uint16", 65537: "uint32", 2**32: "uint32"}
+    sizes = {
+        1: "uint8",
+        256: "uint8",
+        257: "uint16",
+        65536: "uint16",
+        65537: "uint32",
+        2**32: "uint32",
+    }
     assert {size: smallest_dtype(size) for size in sizes} == sizes
 
 
 def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
-    """Checkpoints have it, so it stays: a run would not go on with data that seem to be other ones."""
+    """Checkpoints have it, so it stays: a run would not go on with data that seem to be other
+    ones."""
     contents = (
         DOCUMENTS,
         ([5, 6, 299, 1, 2, 3, 4],),
@@ -100,7 +123,11 @@ def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
         for number, documents in enumerate(contents)
     ]
     assert len(set(fingerprints)) == 4
-    assert fingerprints[0] == fingerprints[4] == "6bcd73ad36e50109306091e821e70c1fd82a7ef780c9ffe2bb10b748b8d462c5"
+    assert (
+        fingerprints[0]
+        == fingerprints[4]
+        == "6bcd73ad36e50109306091e821e70c1fd82a7ef780c9ffe2bb10b748b8d462c5"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,13 +156,21 @@ def prepare_logged(folder: Path, log: Path, end: Event | None = None) -> None:
     write_tokens(folder, [1, 2, 3])
 
 
-def take_part(folder: Path, log: Path, lines: "multiprocessing.Queue[tuple[int, str]]", end: Event | None) -> None:
+def take_part(
+    folder: Path, log: Path, lines: "multiprocessing.Queue[tuple[int, str]]", end: Event | None
+) -> None:
     cache._SAY_EVERY_S = 0.1
-    prepare_once(folder, lambda: prepare_logged(folder, log, end), lambda line: lines.put((os.getpid(), line)))
+    prepare_once(
+        folder,
+        lambda: prepare_logged(folder, log, end),
+        lambda line: lines.put((os.getpid(), line)),
+    )
     assert open_tokens(folder).tokens.count == 3
 
 
-def test_one_of_several_processes_prepares_while_the_others_say_that_they_wait(tmp_path: Path) -> None:
+def test_one_of_several_processes_prepares_while_the_others_say_that_they_wait(
+    tmp_path: Path,
+) -> None:
     folder, log, lines, end = tmp_path / "cache" / "x", tmp_path / "log", FORK.Queue(), FORK.Event()
     processes = [FORK.Process(target=take_part, args=(folder, log, lines, end)) for _ in range(5)]
     for process in processes:
@@ -217,10 +252,13 @@ def test_a_full_disk_of_the_cache_is_named(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_no_way_to_empty_another_file(tmp_path: Path) -> None:
-    """In a folder that a group shares, anybody can compute the name of the lock, and put a link there."""
+    """In a folder that a group shares, anybody can compute the name of the lock, and put a link
+    there."""
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".x.lock").symlink_to("victim")
-    with pytest.raises(InputError, match=r"cache .* cannot be written \(.*/\.x\.lock: it is a link"):
+    with pytest.raises(
+        InputError, match=r"cache .* cannot be written \(.*/\.x\.lock: it is a link"
+    ):
         prepare_once(tmp_path / "x", lambda: write_tokens(tmp_path / "x", [1]), print)
     assert (tmp_path / "victim").read_text() == "precious"
     (tmp_path / ".y.lock").hardlink_to(tmp_path / "victim")
@@ -228,7 +266,9 @@ def test_a_lock_is_no_way_to_empty_another_file(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_the_lock_of_another_user_keeps_nobody_from_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_another_user_keeps_nobody_from_preparing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """He may have failed, and nobody else can write to his lock. His work in progress is his."""
     theirs, half = tmp_path / ".x.lock", tmp_path / f".x.{os.uname().nodename}.1.tmp"
     theirs.touch()
@@ -253,7 +293,9 @@ def test_the_lock_of_another_user_keeps_nobody_from_preparing(tmp_path: Path, mo
     )
 
 
-def test_a_full_disk_has_no_room_for_the_name_of_who_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_no_room_for_the_name_of_who_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What fails is then the work itself, whose error names a file."""
 
     def full(*_: object) -> int:
@@ -264,7 +306,9 @@ def test_a_full_disk_has_no_room_for_the_name_of_who_prepares(tmp_path: Path, mo
         prepare_once(tmp_path / "x", full, print)
 
 
-def test_who_waits_for_one_that_gets_on_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_one_that_gets_on_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The start has a time limit for what does not."""
     folder, half, advances = tmp_path / "x", tmp_path / ".x.elsewhere.7.tmp", []
     half.mkdir()
@@ -283,7 +327,9 @@ def test_who_waits_for_one_that_gets_on_gets_on(tmp_path: Path, monkeypatch: pyt
         fcntl.flock(lock, fcntl.LOCK_EX)
         prepare_once(folder, lambda: pytest.fail("prepared twice"), say)
     got_on = [after - before for before, after in itertools.pairwise(advances)]
-    assert got_on == [1, 1, 1, 0, 0, 0], "from the first look, and whenever something was written since"
+    assert got_on == [1, 1, 1, 0, 0, 0], (
+        "from the first look, and whenever something was written since"
+    )
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

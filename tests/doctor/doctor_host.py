@@ -1,4 +1,5 @@
-"""Runs doctors one after the other on a test host, importing torch only once: a JSON line in, a JSON line out."""
+"""Runs doctors one after the other on a test host, importing torch only once: a JSON line in, a
+JSON line out."""
 
 import argparse
 import importlib

@@ -1,4 +1,5 @@
-"""What is timed: what all ranks' numbers come to, and what is said of a rank that does not arrive."""
+"""What is timed: what all ranks' numbers come to, and what is said of a rank that does not
+arrive."""
 
 import sys
 from typing import Any
@@ -64,7 +65,9 @@ def run_two(seconds: float, ranks: int = 2, started: int = 2) -> list[str]:
 def test_a_worker_that_cannot_measure_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = run_two(60.0, ranks=3)
     assert any("layout {dp_shard: 3} needs 3" in reason for reason in reasons), reasons
-    assert all("needs 3" in reason or reason.endswith("another rank was refused") for reason in reasons), reasons
+    assert all(
+        "needs 3" in reason or reason.endswith("another rank was refused") for reason in reasons
+    ), reasons
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
         assert run_two(60.0) == ["failed at starting: it printed nothing"] * 2

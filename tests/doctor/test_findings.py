@@ -1,4 +1,5 @@
-"""The doctor's judgement: from a healthy job, one thing is made wrong at a time, and just that is found."""
+"""The doctor's judgement: from a healthy job, one thing is made wrong at a time, and just that is
+found."""
 
 import json
 import re
@@ -16,7 +17,14 @@ from meshtrain.doctor import command, records
 from meshtrain.doctor import rules as rules_package
 from meshtrain.doctor.findings import SENTENCES, Finding, status
 from meshtrain.doctor.records import ClusterFacts, Host, RecordError, from_json, to_json
-from meshtrain.doctor.report import block, digests, digests_text, findings_text, print_report, report_json
+from meshtrain.doctor.report import (
+    block,
+    digests,
+    digests_text,
+    findings_text,
+    print_report,
+    report_json,
+)
 from meshtrain.doctor.rules import BLOCKING, blocking, judge
 from tests.launching import ROOT
 
@@ -45,7 +53,10 @@ def changed(old: Any, path: Sequence[str], value: Any) -> Any:
         return value
     name, *rest = path
     if isinstance(old, tuple):
-        return tuple(changed(part, rest, value) if name in ("*", str(i)) else part for i, part in enumerate(old))
+        return tuple(
+            changed(part, rest, value) if name in ("*", str(i)) else part
+            for i, part in enumerate(old)
+        )
     if isinstance(old, dict):
         return old | {name: changed(old.get(name), rest, value)}
     return replace(old, **{name: changed(getattr(old, name), rest, value)})
@@ -91,7 +102,11 @@ def other_places(problems: Sequence[Finding], places: Sequence[str]) -> str:
 
 
 def test_what_is_wrong_is_found_and_nothing_else() -> None:
-    wrong = [f"{row['is']} {row['says']}: {problem}" for row in TABLES["rows"] if (problem := wrongly_judged(row))]
+    wrong = [
+        f"{row['is']} {row['says']}: {problem}"
+        for row in TABLES["rows"]
+        if (problem := wrongly_judged(row))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -102,12 +117,22 @@ def test_every_finding_has_a_row_a_rule_and_a_place_in_the_docs() -> None:
     assert ids - in_rows == {"transport"}
     assert in_rows >= BLOCKING
     rules = "".join(room.read_text() for room in Path(rules_package.__file__).parent.glob("*.py"))
-    unused = {key for key in SENTENCES if f'"{key}"' not in rules and f'"{key.partition("/")[0]}/{{' not in rules}
+    unused = {
+        key
+        for key in SENTENCES
+        if f'"{key}"' not in rules and f'"{key.partition("/")[0]}/{{' not in rules
+    }
     assert {id_ for id_ in unused if not id_.startswith("endpoint-")} == set()
     document = (ROOT / "docs" / "multi-node.md").read_text()
     document = document.partition("\n## Troubleshooting\n")[2].partition("\n## ")[0]
     documented = set(re.findall(r"`([a-z]+(?:-[a-z]+)+|transport|unsteady)`", document))
-    explained_by_themselves = {"config-wrong", "not-timed", "same-host", "leader-left", "node-fell-silent"}
+    explained_by_themselves = {
+        "config-wrong",
+        "not-timed",
+        "same-host",
+        "leader-left",
+        "node-fell-silent",
+    }
     every = (ids | in_rows) - {"numpy-differs", "kernel-differs"}
     assert every - documented == explained_by_themselves
     assert documented - every == {"nvidia-smi"}, "the docs name what no rule says"
@@ -123,7 +148,13 @@ def test_only_what_hinders_the_ranks_hinders_timing_them() -> None:
 def test_a_record_survives_the_journey_and_a_forged_one_does_not() -> None:
     assert from_json(ClusterFacts, json.loads(json.dumps(to_json(HEALTHY)))) == HEALTHY
     host = to_json(HEALTHY.hosts[0])
-    for name, value in (("processes", "2"), ("processes", True), ("ranks", [None]), ("variables", []), ("place", 1)):
+    for name, value in (
+        ("processes", "2"),
+        ("processes", True),
+        ("ranks", [None]),
+        ("variables", []),
+        ("place", 1),
+    ):
         with pytest.raises(RecordError, match=f"Host.{name}"):
             from_json(Host, host | {name: value})
     with pytest.raises(RecordError, match="extra"):
@@ -164,7 +195,9 @@ def test_a_table_in_80_columns_cuts_no_word(
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_torchruns_report_names_what_the_doctor_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_report_names_what_the_doctor_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not where in Python the doctor ended, which torchrun gives as the cause otherwise."""
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))

@@ -7,7 +7,13 @@ import pytest
 import yaml
 
 from meshtrain.doctor import facts, nccl
-from meshtrain.doctor.nccl import library_cache, net_plugin, settings_of_files, slow_settings, transports
+from meshtrain.doctor.nccl import (
+    library_cache,
+    net_plugin,
+    settings_of_files,
+    slow_settings,
+    transports,
+)
 from meshtrain.doctor.records import Host, Interface, Place, Port
 
 LO, ETH0 = Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.1",))
@@ -47,17 +53,31 @@ def test_the_transport_is_what_nccl_says() -> None:
 
 
 def test_what_makes_a_job_slower_is_named_with_its_value() -> None:
-    usual = {"NCCL_P2P_LEVEL": "NVL", "NCCL_NET_GDR_LEVEL": "SYS", "NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
+    usual = {
+        "NCCL_P2P_LEVEL": "NVL",
+        "NCCL_NET_GDR_LEVEL": "SYS",
+        "NCCL_IB_DISABLE": "0",
+        "NCCL_NET": "IB",
+    }
     assert slow_settings(infiniband(**usual)) == {}
-    slow = {"NCCL_P2P_LEVEL": "LOC", "NCCL_NET_GDR_LEVEL": "LOC", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+    slow = {
+        "NCCL_P2P_LEVEL": "LOC",
+        "NCCL_NET_GDR_LEVEL": "LOC",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+    }
     named = ["NCCL_P2P_LEVEL=LOC", "NCCL_IB_DISABLE=1", "NCCL_NET=Socket", "NCCL_NET_GDR_LEVEL=LOC"]
     assert list(slow_settings(infiniband(**slow))) == named
-    assert list(slow_settings(gpu_host(variables=slow))) == named[:1], "there is nothing else than sockets"
+    assert list(slow_settings(gpu_host(variables=slow))) == named[:1], (
+        "there is nothing else than sockets"
+    )
     assert list(slow_settings(gpu_host(net_plugin=OFI, nccl_conf=slow))) == [named[0], *named[2:]]
-    assert slow_settings(replace(infiniband(**slow), gpus_seen=0)) == {}, "gloo does not look at them"
+    assert slow_settings(replace(infiniband(**slow), gpus_seen=0)) == {}, (
+        "gloo does not look at them"
+    )
 
 
-# What is found on a host --------------------------------------------------------------------------------------------
+# What is found on a host --------------------------------------------------------------------------
 
 
 def test_the_plugin_of_a_network(tmp_path: Path) -> None:
@@ -65,7 +85,10 @@ def test_the_plugin_of_a_network(tmp_path: Path) -> None:
     whole.parent.mkdir()
     mine.touch()
     whole.touch()
-    cached = {"libnccl-net.so": "/lib/libnccl-net.so", "libnccl-net-ofi.so": "/lib/libnccl-net-ofi.so"}
+    cached = {
+        "libnccl-net.so": "/lib/libnccl-net.so",
+        "libnccl-net-ofi.so": "/lib/libnccl-net-ofi.so",
+    }
     path = {"LD_LIBRARY_PATH": f":/:/**:{whole.parent}:{tmp_path}"}
     assert net_plugin({}, {}) == ""
     assert net_plugin({}, cached) == "/lib/libnccl-net.so"
@@ -81,19 +104,34 @@ def test_the_plugin_of_a_network(tmp_path: Path) -> None:
 
 def test_nccl_reads_files_of_settings_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     users, hosts = tmp_path / ".nccl.conf", tmp_path / "etc.conf"
-    users.write_bytes("# für alle\nNCCL_IB_DISABLE=1\n\nNCCL_SOCKET_IFNAME==eth1\n NCCL_NET=IB\n".encode("latin-1"))
+    users.write_bytes(
+        "# für alle\nNCCL_IB_DISABLE=1\n\nNCCL_SOCKET_IFNAME==eth1\n NCCL_NET=IB\n".encode(
+            "latin-1"
+        )
+    )
     hosts.write_text("NCCL_SOCKET_IFNAME=eth0\nNCCL_DEBUG=WARN\n")
     monkeypatch.setattr(nccl, "_home", lambda: tmp_path)
     found = settings_of_files({"NCCL_IB_DISABLE": "0"}, hosts)
     assert found == {"NCCL_SOCKET_IFNAME": "=eth1", " NCCL_NET": "IB", "NCCL_DEBUG": "WARN"}
-    assert gpu_host(variables={"NCCL_IB_DISABLE": "0"}, nccl_conf=found).settings == {"NCCL_IB_DISABLE": "0", **found}
+    assert gpu_host(variables={"NCCL_IB_DISABLE": "0"}, nccl_conf=found).settings == {
+        "NCCL_IB_DISABLE": "0",
+        **found,
+    }
     named = settings_of_files({"NCCL_CONF_FILE": str(hosts)}, tmp_path / "none")
     assert named == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
     monkeypatch.setattr(nccl, "_home", lambda: tmp_path / "none")
     assert settings_of_files({}, tmp_path / "none") == {}
 
 
-def card(folder: Path, name: str, driver: str, layer: str, state: str, rate: str, gids: tuple[str, ...] = ()) -> None:
+def card(
+    folder: Path,
+    name: str,
+    driver: str,
+    layer: str,
+    state: str,
+    rate: str,
+    gids: tuple[str, ...] = (),
+) -> None:
     """A card of one port in /sys/class/infiniband."""
     port = folder / name / "ports" / "1"
     (port / "gid_attrs" / "types").mkdir(parents=True)
@@ -107,11 +145,29 @@ def card(folder: Path, name: str, driver: str, layer: str, state: str, rate: str
 
 
 def test_the_ports_of_rdma_cards(tmp_path: Path) -> None:
-    card(tmp_path, "mlx5_0", "mlx5_core", "InfiniBand", "4: ACTIVE", "400 Gb/sec (4X NDR)", ("IB/RoCE v1",))
+    card(
+        tmp_path,
+        "mlx5_0",
+        "mlx5_core",
+        "InfiniBand",
+        "4: ACTIVE",
+        "400 Gb/sec (4X NDR)",
+        ("IB/RoCE v1",),
+    )
     card(tmp_path, "mlx5_1", "mlx5_core", "InfiniBand", "1: DOWN", "10 Gb/sec (4X SDR)")
-    card(tmp_path, "mlx5_2", "mlx5_core", "Ethernet", "4: ACTIVE", "200 Gb/sec (4X HDR)", ("IB/RoCE v1", "RoCE v2"))
+    card(
+        tmp_path,
+        "mlx5_2",
+        "mlx5_core",
+        "Ethernet",
+        "4: ACTIVE",
+        "200 Gb/sec (4X HDR)",
+        ("IB/RoCE v1", "RoCE v2"),
+    )
     card(tmp_path, "rdmap1s0", "efa", "Unknown", "4: ACTIVE", "100 Gb/sec (4X EDR)")
-    (tmp_path / "mlx5_0/ports/1/gid_attrs/types/1").mkdir()  # as one that is not in use, it cannot be read
+    (
+        tmp_path / "mlx5_0/ports/1/gid_attrs/types/1"
+    ).mkdir()  # as one that is not in use, it cannot be read
     found = facts.ports(tmp_path)
     assert found == (
         Port("mlx5_0:1", "InfiniBand", True, 400.0, "mlx5_core"),

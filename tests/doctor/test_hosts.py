@@ -41,10 +41,14 @@ class Doctors:
         self._processes = {
             host: subprocess.Popen(
                 network.on(host, sys.executable, "-m", "tests.doctor.doctor_host"),
-                cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for host in network.hosts
-        }  # fmt: skip
+        }
 
     def wait(self) -> None:
         """Until all are ready."""
@@ -68,7 +72,9 @@ class Doctors:
             for host, line in arguments.items()
         }
         with ThreadPoolExecutor(len(tasks)) as pool:
-            return dict(zip(tasks, pool.map(lambda host: self._ask(host, tasks[host]), tasks), strict=True))
+            return dict(
+                zip(tasks, pool.map(lambda host: self._ask(host, tasks[host]), tasks), strict=True)
+            )
 
     def _ask(self, host: int, task: object) -> list[Finding]:
         process = self._processes[host]
@@ -76,7 +82,11 @@ class Doctors:
         assert process.stdout is not None
         process.stdin.write(json.dumps(task) + "\n")
         process.stdin.flush()
-        return [finding for finding in json.loads(process.stdout.readline()) if finding["id"] not in CIRCUMSTANCES]
+        return [
+            finding
+            for finding in json.loads(process.stdout.readline())
+            if finding["id"] not in CIRCUMSTANCES
+        ]
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -112,7 +122,10 @@ def ids(findings: list[Finding]) -> list[str]:
 @pytest.mark.parametrize("case", STARTED_WRONG)
 def test_nodes_that_are_started_wrong(doctors: Doctors, case: str) -> None:
     row = STARTED_WRONG[case]
-    lines = {host: line.replace("C10D ", C10D).replace("STATIC", STATIC) for host, line in row["start"].items()}
+    lines = {
+        host: line.replace("C10D ", C10D).replace("STATIC", STATIC)
+        for host, line in row["start"].items()
+    }
     findings = doctors.run(lines)
     assert {host: ids(findings) for host, findings in findings.items()} == row["finds"], findings
     last = findings[max(findings)]
@@ -140,11 +153,15 @@ def test_ports_that_are_dropped(doctors: Doctors) -> None:
 
 @needs_hosts
 def test_the_wrong_one_of_two_interfaces(doctors: Doctors) -> None:
-    findings = doctors.run(BOTH, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "eth1"}})
+    findings = doctors.run(
+        BOTH, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "eth1"}}
+    )
     assert ids(findings[1]) == ["interface-wrong"]
     assert re.search(r"10\.88\.0\.2 (gets no answer|finds no route)", str(findings[1][0]["what"]))
     assert findings[1][0]["fix"] == "export GLOO_SOCKET_IFNAME=eth0 on node2"
-    findings = doctors.run(BOTH, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "ib0"}})
+    findings = doctors.run(
+        BOTH, {1: {"GLOO_SOCKET_IFNAME": "eth0"}, 2: {"GLOO_SOCKET_IFNAME": "ib0"}}
+    )
     assert ids(findings[1]) == ["interface-missing"]
 
 
@@ -153,7 +170,8 @@ def test_a_name_that_resolves_to_the_loopback(doctors: Doctors) -> None:
     network, right = doctors.network, [f"10.77.0.{i} node{i}" for i in (1, 2)]
     network.names(2, ["127.0.1.1 node2", right[0]])
     own_name = doctors.run(BOTH)
-    network.names(2, ["127.0.1.1 node1", right[1]])  # as in the image of a machine that was once node1
+    # as in the image of a machine that was once node1
+    network.names(2, ["127.0.1.1 node1", right[1]])
     endpoint = doctors.run(BOTH)
     network.names(2, right)
     assert ids(own_name[1]) == ids(own_name[2]) == ["name-is-loopback"]
@@ -185,7 +203,13 @@ def test_hosts_that_are_not_alike(doctors: Doctors, tmp_path: Path) -> None:
             {1: 0.0, 2: 90.0},
         )
     sentences = {str(finding["id"]): str(finding["what"]) for finding in findings[1]}
-    same = {"config-differs", "code-differs", "einops-differs", "environment-differs", "clock-differs"}
+    same = {
+        "config-differs",
+        "code-differs",
+        "einops-differs",
+        "environment-differs",
+        "clock-differs",
+    }
     assert set(sentences) == same | {NO_TIMING}
     assert "- seed: 0; + seed: 7" in sentences["config-differs"]
     assert sentences["code-differs"].endswith("meshtrain/trainer.py")
@@ -228,14 +252,24 @@ def test_the_collectives_of_unequal_hosts_and_the_slow_link(tmp_path: Path) -> N
         jobs = run_together(
             [
                 network.on(
-                    host, sys.executable, "-m", "meshtrain.cli", "doctor", "--nnodes=3", f"--nproc-per-node={count}",
-                    "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500", "--json", CONFIG,
-                    f"train.output={tmp_path}/run", "layout={dp_replicate: 2, dp_shard: 2}",
+                    host,
+                    sys.executable,
+                    "-m",
+                    "meshtrain.cli",
+                    "doctor",
+                    "--nnodes=3",
+                    f"--nproc-per-node={count}",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-endpoint=node1:29500",
+                    "--json",
+                    CONFIG,
+                    f"train.output={tmp_path}/run",
+                    "layout={dp_replicate: 2, dp_shard: 2}",
                 )
                 for host, count in ((1, 2), (2, 1), (3, 1))
             ],
             timeout=120,
-        )  # fmt: skip
+        )
     assert [job.status for job in jobs] == [0, 0, 0], jobs
     assert [bool(job.out) for job in jobs] == [True, False, False], "one document"
     report = json.loads(jobs[0].out)
@@ -243,7 +277,9 @@ def test_the_collectives_of_unequal_hosts_and_the_slow_link(tmp_path: Path) -> N
     assert findings["slow-link"]["where"] == ["node3"]
     timings = report["seen"]["timings"]
     assert len(timings["timings"]) + len(timings["left_out"]) == 12
-    assert all(finding["bandwidth"] > 0 and finding["latency"] > 0 for finding in timings["timings"])
+    assert all(
+        finding["bandwidth"] > 0 and finding["latency"] > 0 for finding in timings["timings"]
+    )
     assert len(timings["links"]) == 3
     assert timings["stuck"] == {}
     assert timings["timings"][0]["axes"] == "dp_replicate"
@@ -255,7 +291,15 @@ def test_the_collectives_of_unequal_hosts_and_the_slow_link(tmp_path: Path) -> N
 
 
 def test_a_host_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshtrain.cli", "doctor", "--local", "--nproc-per-node=2", CONFIG]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.cli",
+        "doctor",
+        "--local",
+        "--nproc-per-node=2",
+        CONFIG,
+    ]
     job = run([*command, "layout={dp_shard: 3}", f"train.output={tmp_path}/run"], timeout=100)
     assert job.status == 1
     assert "ERROR layout-does-not-fit" in job.out
@@ -273,23 +317,37 @@ def test_workers_of_torchrun(tmp_path: Path) -> None:
 def test_tasks_of_srun(tmp_path: Path) -> None:
     """Two nodes with two tasks and one, as SLURM numbers them; here all are on this machine."""
     common = {
-        "SLURM_NTASKS": "3", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a[1-2]",
-        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1", "MASTER_ADDR": "localhost",
+        "SLURM_NTASKS": "3",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "a[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
+    }
     tasks = [("0", "0", "0"), ("1", "0", "1"), ("2", "1", "0")]
     jobs = run_together(
         [
             [
-                "env", *(f"{name}={value}" for name, value in common.items()),
-                f"SLURM_PROCID={rank}", f"SLURM_NODEID={node}", f"SLURM_LOCALID={local}", f"SLURMD_NODENAME=a{node}",
-                sys.executable, "-m", "meshtrain.cli", "doctor", "--json", CONFIG,
+                "env",
+                *(f"{name}={value}" for name, value in common.items()),
+                f"SLURM_PROCID={rank}",
+                f"SLURM_NODEID={node}",
+                f"SLURM_LOCALID={local}",
+                f"SLURMD_NODENAME=a{node}",
+                sys.executable,
+                "-m",
+                "meshtrain.cli",
+                "doctor",
+                "--json",
+                CONFIG,
                 f"train.output={tmp_path}/run",
             ]
             for rank, node, local in tasks
         ],
         timeout=120,
-    )  # fmt: skip
+    )
     assert [job.status for job in jobs] == [0, 0, 0], jobs
     report = json.loads(jobs[0].out)
     assert [host["ranks"] for host in report["seen"]["hosts"]] == [[0, 1], [2]]

@@ -1,4 +1,5 @@
-"""The doctors' rendezvous over real sockets, several nodes in one process on 127.0.0.1; who else may be at the port."""
+"""The doctors' rendezvous over real sockets, several nodes in one process on 127.0.0.1; who else
+may be at the port."""
 
 import contextlib
 import json
@@ -35,7 +36,10 @@ CONFIG = "configs/quickstart.yaml"
 
 
 def place(port: int, **values: Any) -> Place:
-    return replace(Place("torchrun's options", "c10d", "127.0.0.1", port, "job", 2, 2, None, "1", False), **values)
+    return replace(
+        Place("torchrun's options", "c10d", "127.0.0.1", port, "job", 2, 2, None, "1", False),
+        **values,
+    )
 
 
 def host(port: int, **values: Any) -> Host:
@@ -43,7 +47,8 @@ def host(port: int, **values: Any) -> Host:
 
 
 def node(port: int, **values: Any) -> DoctorRun:
-    """A node of a job without workers to time: with one process each they would take seconds to start."""
+    """A node of a job without workers to time: with one process each they would take seconds to
+    start."""
     return DoctorRun(place(port, **values), {}, None, (), WAIT_S)
 
 
@@ -55,7 +60,14 @@ def meet(*nodes: DoctorRun) -> list[Outcome]:
 
 def ids(outcome: Outcome) -> set[str]:
     """What is wrong: what depends on this machine's load and disk is left out."""
-    circumstances = {"host-busy", "little-memory", "little-disk", "transport", "not-timed", "same-host"}
+    circumstances = {
+        "host-busy",
+        "little-memory",
+        "little-disk",
+        "transport",
+        "not-timed",
+        "same-host",
+    }
     return {finding.id for finding in outcome.findings} - circumstances
 
 
@@ -80,13 +92,18 @@ def test_two_nodes_with_different_ids_and_clocks_learn_of_it_both() -> None:
     assert other.cluster is None
     cluster = cluster_of(lead)
     assert [host.place.id for host in cluster.hosts] == ["job", "other"]
-    assert [[check.how for check in visit.reach] for visit in cluster.visits if visit] == [["open"], ["open"]]
+    assert [[check.how for check in visit.reach] for visit in cluster.visits if visit] == [
+        ["open"],
+        ["open"],
+    ]
     measured = cluster.clocks[1]
     assert measured is not None
     assert abs(measured[0] - 100) <= measured[1] + 0.05
 
 
-def test_a_different_number_of_nodes_ends_the_waiting_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_number_of_nodes_ends_the_waiting_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rendezvous, "QUIET_S", 0.3)
     port = free_port()
     nodes = node(port, serves=True), node(port, fewest=3, most=3)
@@ -107,7 +124,10 @@ def test_who_waits_alone_says_who_is_missing(
 
 
 def test_nobody_at_the_endpoint() -> None:
-    for address, id_ in (("no-such-host.invalid", "endpoint-unresolved"), ("127.0.0.1", "endpoint-loopback")):
+    for address, id_ in (
+        ("no-such-host.invalid", "endpoint-unresolved"),
+        ("127.0.0.1", "endpoint-loopback"),
+    ):
         (outcome,) = meet(replace(node(free_port(), address=address), wait_s=ALONE_S))
         assert ids(outcome) == {id_}
 
@@ -150,7 +170,7 @@ def test_a_leader_that_stops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         assert failure_of(lambda: member.hear("directory", 600))[0] == "left"
 
 
-# Strangers ----------------------------------------------------------------------------------------------------------
+# Strangers ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -200,18 +220,28 @@ def test_somebody_else_is_at_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
             assert failure_of(lambda: join_rendezvous(host(port), WAIT_S)) == ("stranger", no_store)
 
 
-def test_torchs_own_store_is_told_from_others_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_own_store_is_told_from_others_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A torchrun on one node and a doctor on another: each way round."""
     monkeypatch.setattr(rendezvous, "HANDSHAKE_S", WAIT_S)
     read = Board.read
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     training = "torch's store: a job is running there"
     with monkeypatch.context() as patch:  # no doctor is there, which would say so
-        patch.setattr(Board, "read", lambda board, key, deadline: read(board, key, time.monotonic() + ALONE_S))
-        assert failure_of(lambda: join_rendezvous(host(store.port), WAIT_S)) == ("stranger", training)
+        patch.setattr(
+            Board, "read", lambda board, key, deadline: read(board, key, time.monotonic() + ALONE_S)
+        )
+        assert failure_of(lambda: join_rendezvous(host(store.port), WAIT_S)) == (
+            "stranger",
+            training,
+        )
     Board(store).set("leader", {"version": 99, "host": "a"})
     other_version = "a doctor of another version of meshtrain"
-    assert failure_of(lambda: join_rendezvous(host(store.port), WAIT_S)) == ("stranger", other_version)
+    assert failure_of(lambda: join_rendezvous(host(store.port), WAIT_S)) == (
+        "stranger",
+        other_version,
+    )
     port = free_port()
     leader = open_rendezvous(host(port))
     client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
@@ -226,11 +256,14 @@ def test_strangers_who_come_are_listed_and_hurt_nobody() -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02",
         b'{"doctor": 1}\n',
-        b"\x00\xce\xf7\x85\x3c\x00\xff\xff\xff\xff\xff\xff\xff\x7f",  # a store's own query, of an absurd length
+        # a store's own query, of an absurd length
+        b"\x00\xce\xf7\x85\x3c\x00\xff\xff\xff\xff\xff\xff\xff\x7f",
     ):
         port = free_port()
         leader = open_rendezvous(host(port))
-        with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) as connection:
+        with socket.create_connection(
+            ("127.0.0.1", port), source_address=("127.0.0.2", 0)
+        ) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(data)
             cluster = leader.wait(0.3)
@@ -247,7 +280,9 @@ def test_values_of_the_store_are_not_trusted(monkeypatch: pytest.MonkeyPatch) ->
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     prefix = "meshtrain/doctor/0/"
     store.add(prefix + "nodes", 2**62)
-    for i, value in enumerate(("{nonsense", "[" * 100000, '{"a": 1}', "7", '{"host": NaN}'), start=1):
+    for i, value in enumerate(
+        ("{nonsense", "[" * 100000, '{"a": 1}', "7", '{"host": NaN}'), start=1
+    ):
         store.set(f"{prefix}facts/{i}", value)
     monkeypatch.setattr(rendezvous, "MOST_NODES", 16)
     cluster = leader.wait(0.5)
@@ -281,7 +316,7 @@ def test_who_serves_the_endpoint() -> None:
     assert not is_served("10.0.0.2", serves=True, node_rank=0), "rank 0 elsewhere"
 
 
-# Ports, files, calls ------------------------------------------------------------------------------------------------
+# Ports, files, calls ------------------------------------------------------------------------------
 
 
 def test_a_probe_is_told_from_a_closed_port_and_from_another_hosts() -> None:
@@ -300,18 +335,25 @@ def test_a_probe_is_told_from_a_closed_port_and_from_another_hosts() -> None:
     assert abs(clock[0] - 50) <= clock[1] + 0.05
     assert clock_offset("127.0.0.1", closed, time.time) is None
     with server(lambda connection: connection.sendall(b"[" * 5000)) as port:
-        assert [check.how for check in check_ports(0, [(1, "127.0.0.1", port, "node1")])] == ["another"]
+        assert [check.how for check in check_ports(0, [(1, "127.0.0.1", port, "node1")])] == [
+            "another"
+        ]
 
 
 def test_files_left_by_others_are_seen_in_a_shared_folder_only(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "other").mkdir()
-    one, two = (probe(PathFacts("train.output", str(tmp_path / "shared" / "runs" / "x"), True)) for _ in range(2))
+    one, two = (
+        probe(PathFacts("train.output", str(tmp_path / "shared" / "runs" / "x"), True))
+        for _ in range(2)
+    )
     far = probe(PathFacts("train.output", str(tmp_path / "other"), True))
     tokens = [one.token, two.token, far.token]
     assert one.seen == str(tmp_path / "shared"), "the run's folder is not made for this"
     assert one.mib_per_s is not None
-    assert (tmp_path / "shared" / one.token).stat().st_size < 100, "what was read to measure the speed is gone"
+    assert (tmp_path / "shared" / one.token).stat().st_size < 100, (
+        "what was read to measure the speed is gone"
+    )
     assert visible([one], tokens) == (tuple(sorted([one.token, two.token])), ())
     (tmp_path / "shared" / "secret").touch()
     asked = ["secret", f"{one.token}/../secret", f"../shared/{one.token}"]
@@ -339,10 +381,17 @@ def test_what_is_read_is_sampled(tmp_path: Path) -> None:
 
 def test_all_paths_of_a_config_are_looked_at(tmp_path: Path) -> None:
     keys = [
-        "data.source=megatron", f"data.path={tmp_path}/corpus", f"data.validation={tmp_path}/held_out.bin",
-        f"data.tokenizer={tmp_path}/t.json", "checkpoint.path=~/states", "train.output=runs/x", "train.export=out",
-    ]  # fmt: skip
-    assert {each.key: (each.path, each.writes) for each in named_paths(Config.load(CONFIG, keys))} == {
+        "data.source=megatron",
+        f"data.path={tmp_path}/corpus",
+        f"data.validation={tmp_path}/held_out.bin",
+        f"data.tokenizer={tmp_path}/t.json",
+        "checkpoint.path=~/states",
+        "train.output=runs/x",
+        "train.export=out",
+    ]
+    assert {
+        each.key: (each.path, each.writes) for each in named_paths(Config.load(CONFIG, keys))
+    } == {
         "data.path": (f"{tmp_path}/corpus.idx", False),  # and .bin
         "data.validation": (f"{tmp_path}/held_out.idx", False),  # as well
         "data.tokenizer": (f"{tmp_path}/t.json", False),

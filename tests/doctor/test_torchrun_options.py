@@ -1,4 +1,5 @@
-"""torchrun's options and launchers' variables as a place to meet; interfaces as NCCL and gloo read their names."""
+"""torchrun's options and launchers' variables as a place to meet; interfaces as NCCL and gloo read
+their names."""
 
 import argparse
 import itertools
@@ -40,7 +41,10 @@ def test_options_and_variables_of_launchers_are_understood() -> None:
         meeting = place(row["line"], variables)
         assert {name: plain(getattr(meeting, name)) for name in row["is"]} == row["is"], row
         if "local rank" in row:
-            speaks = [speaks_for_node(variables | {row["local rank"]: local}, meeting) for local in ("0", "1")]
+            speaks = [
+                speaks_for_node(variables | {row["local rank"]: local}, meeting)
+                for local in ("0", "1")
+            ]
             assert speaks == [True, False], row
     for line, words in TABLES["refused"].items():
         with pytest.raises(InputError, match=words):
@@ -57,26 +61,40 @@ def plain(value: object) -> object:
 @pytest.mark.parametrize("module", ["meshtrain.doctor", "meshtrain.operate.doctor"])
 def test_the_doctor_is_run_as_a_module_by_both_names(module: str) -> None:
     command = [sys.executable, "-m", module, "--nnodes=2:1"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (2, "--nnodes 2:1: expected a number of nodes, or MIN:MAX such as 2:4\n")
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "--nnodes 2:1: expected a number of nodes, or MIN:MAX such as 2:4\n",
+    )
 
 
 def test_the_config_stands_where_the_script_would() -> None:
     arguments = parse("--nnodes=2 -m meshtrain.train my.yaml train.steps=5 --wait 3")
     assert arguments.module
-    assert [arguments.config, *arguments.overrides] == ["meshtrain.train", "my.yaml", "train.steps=5"]
+    assert [arguments.config, *arguments.overrides] == [
+        "meshtrain.train",
+        "my.yaml",
+        "train.steps=5",
+    ]
     assert arguments.wait == 3.0
 
 
 def test_interfaces_as_nccl_and_gloo_read_their_names() -> None:
-    interfaces = [Interface(name, tuple(addresses)) for name, addresses in TABLES["interfaces"].items()]
+    interfaces = [
+        Interface(name, tuple(addresses)) for name, addresses in TABLES["interfaces"].items()
+    ]
     for asked, chosen in TABLES["nccl"]:
         assert [each.name for each in nccl_interfaces(interfaces, asked)] == chosen, asked
     for names, chosen in TABLES["unasked"].items():
         available = [Interface(name, ("10.0.0.1",)) for name in names.split()]
         assert [each.name for each in nccl_interfaces(available, None)] == [chosen], names
     for asked, own, chosen in TABLES["gloo"]:
-        assert [each.name for each in gloo_interfaces(interfaces, asked, own)] == chosen, (asked, own)
+        assert [each.name for each in gloo_interfaces(interfaces, asked, own)] == chosen, (
+            asked,
+            own,
+        )
 
 
 def test_every_pair_of_few_hosts_meets_once_and_many_hosts_meet_some() -> None:

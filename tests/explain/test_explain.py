@@ -48,7 +48,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-# Logs of all kinds --------------------------------------------------------------------------------------------------
+# Logs of all kinds --------------------------------------------------------------------------------
 
 
 def test_real_logs_are_explained() -> None:
@@ -85,7 +85,10 @@ def summary(cause: Cause, expected: Mapping[str, Any], folder: Path) -> dict[str
 def test_made_logs_are_explained(tmp_path: Path) -> None:
     for name, row in TABLES["made"].items():
         folder = tmp_path / name[:100]
-        files = [write(folder / file, f"{filled(text)}\n" if text else "") for file, text in row["files"].items()]
+        files = [
+            write(folder / file, f"{filled(text)}\n" if text else "")
+            for file, text in row["files"].items()
+        ]
         alone = files if len(files) == 1 else [folder]
         explained = causes(*(folder / file for file in row.get("reads", alone)))
         assert len(explained) == len(row["causes"]), f"{name}: {explained}"
@@ -93,7 +96,9 @@ def test_made_logs_are_explained(tmp_path: Path) -> None:
             compared = {key: value for key, value in expected.items() if not key.endswith("says")}
             assert summary(cause, expected, folder) == compared, name
             assert filled(expected.get("says", "")) in cause.cause, name
-            assert "never says" not in expected or filled(expected["never says"]) not in cause.cause, name
+            assert (
+                "never says" not in expected or filled(expected["never says"]) not in cause.cause
+            ), name
 
 
 def test_ranks_are_named_in_short() -> None:
@@ -109,12 +114,21 @@ def test_a_healthy_log_has_no_failure(capsys: pytest.CaptureFixture[str]) -> Non
         assert json.loads(capsys.readouterr().out) == []
 
 
-def test_json_is_a_list_of_causes_most_likely_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_a_list_of_causes_most_likely_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(LOGS / "killed.log")
     assert cli.main(["explain", "--json", path]) == 1
     printed = json.loads(capsys.readouterr().out)
-    assert [cause["role"] for cause in printed] == ["root", "consequence", "consequence", "consequence"]
-    assert all({"id", "cause", "fix", "evidence"} <= set(cause) and cause["evidence"] for cause in printed)
+    assert [cause["role"] for cause in printed] == [
+        "root",
+        "consequence",
+        "consequence",
+        "consequence",
+    ]
+    assert all(
+        {"id", "cause", "fix", "evidence"} <= set(cause) and cause["evidence"] for cause in printed
+    )
     line = printed[0]["evidence"][0]
     assert (line["file"], line["rank"]) == (path, "rank 1")
     assert Path(path).read_text().splitlines()[line["line"] - 1].split() == line["text"].split()
@@ -123,7 +137,7 @@ def test_json_is_a_list_of_causes_most_likely_first(tmp_path: Path, capsys: pyte
     assert "batch.micro_size=4 (now 8" in causes(log)[0].to_json()["fix"]
 
 
-# What a job has found out itself ------------------------------------------------------------------------------------
+# What a job has found out itself ------------------------------------------------------------------
 
 
 LOST_BY = {
@@ -133,12 +147,18 @@ LOST_BY = {
     "RANK_SILENT": [rank(0), rank(1, reach="silent")],
     "RANK_ABSENT": [rank(0, wait=waits(ranks=(0, 1))), rank(1)],
     "RANKS_STUCK": [rank(i, wait=waits(number=7), begun={"0,1,2,3": 7}) for i in range(4)],
-    "RANKS_DEADLOCKED": [rank(0, wait=waits(missing=(1,))), rank(1, wait=waits(over="tp", missing=(0,)))],
+    "RANKS_DEADLOCKED": [
+        rank(0, wait=waits(missing=(1,))),
+        rank(1, wait=waits(over="tp", missing=(0,))),
+    ],
 }
 
 
 KINDS = {rule.kind: rule.id for rule in RULES if rule.kind is not None}
-BY_ANOTHER = "[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14214.\n"
+BY_ANOTHER = (
+    "[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:14214.\n"
+)
 
 
 def first(log: Path) -> tuple[str, list[str], int]:
@@ -149,7 +169,14 @@ def first(log: Path) -> tuple[str, list[str], int]:
 
 def failure(kind: str, text: str, *ranks: int) -> str:
     """The line in which a job says for programs what it was lost by."""
-    fields = {"kind": kind, "ranks": ranks, "hosts": ["b"], "step": 7, "phase": "step", "text": text}
+    fields = {
+        "kind": kind,
+        "ranks": ranks,
+        "hosts": ["b"],
+        "step": 7,
+        "phase": "step",
+        "text": text,
+    }
     return f"MESHTRAIN_FAILURE {json.dumps(fields)}\n"
 
 
@@ -166,9 +193,14 @@ def test_what_a_job_found_out_itself_comes_first(tmp_path: Path) -> None:
         assert ids(log)[0] == cause
         run = tmp_path / cause / "run"
         write(run / "config.yaml", CONFIG)
-        write(run / "exit.json", json.dumps({"status": "failed", "code": 1, "reason": verdict.headline, "step": 5}))
+        write(
+            run / "exit.json",
+            json.dumps({"status": "failed", "code": 1, "reason": verdict.headline, "step": 5}),
+        )
         assert ids(run)[0] == cause
-        log.write_text(f"train.chaos: {reports[1].name}: kill strikes, as planted\n{log.read_text()}")
+        log.write_text(
+            f"train.chaos: {reports[1].name}: kill strikes, as planted\n{log.read_text()}"
+        )
         assert ids(log)[0] == "PLANTED"
 
 
@@ -180,7 +212,8 @@ def test_a_broken_failure_line_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_jobs_own_diagnosis_is_read_by_its_kind(tmp_path: Path) -> None:
-    """Whatever its words are; the ranks are those that the job was lost by, and not the one that says it."""
+    """Whatever its words are; the ranks are those that the job was lost by, and not the one that
+    says it."""
     for kind, id_ in KINDS.items():
         log = write(tmp_path / "job.txt", BY_ANOTHER + failure(kind, "in words of its own", 1, 3))
         assert first(log) == (id_, ["rank 1", "rank 3"], 1)
@@ -189,7 +222,9 @@ def test_a_jobs_own_diagnosis_is_read_by_its_kind(tmp_path: Path) -> None:
     assert kinds - set(KINDS) <= {"failed", "ended", "training", "input"}, "whose texts rules know"
     assert set(KINDS) <= kinds
     hosts = tuple(f"node{i:04d}.cluster" for i in range(512))
-    lost = records.Diagnosis(records.DiagnosisKind.UNREACHABLE, tuple(range(4096)), "nobody answers", hosts=hosts)
+    lost = records.Diagnosis(
+        records.DiagnosisKind.UNREACHABLE, tuple(range(4096)), "nobody answers", hosts=hosts
+    )
     log.write_text(f"[rank4096]:{records.failure_line(lost, 'step', 7)}\n")
     assert first(log) == (KINDS["unreachable"], [f"rank {rank}" for rank in range(4096)], 1)
 
@@ -202,7 +237,10 @@ def test_a_diagnosis_stands_once_for_people_and_once_for_programs(tmp_path: Path
     line = failure("gone", verdict.headline, 1)
     for text in (block + line, line + block):
         assert first(write(tmp_path / "job.txt", text)) == ("RANK_GONE", ["rank 1"], 1)
-    assert first(write(tmp_path / "job.txt", f"{line[:60]}\n{block}"))[:2] == ("RANK_GONE", ["rank 0"])
+    assert first(write(tmp_path / "job.txt", f"{line[:60]}\n{block}"))[:2] == (
+        "RANK_GONE",
+        ["rank 0"],
+    )
 
 
 def test_a_run_without_an_end_was_killed_unless_a_job_holds_its_folder(tmp_path: Path) -> None:
@@ -214,7 +252,7 @@ def test_a_run_without_an_end_was_killed_unless_a_job_holds_its_folder(tmp_path:
         assert ids(tmp_path) == []
 
 
-# Logs as they are ---------------------------------------------------------------------------------------------------
+# Logs as they are ---------------------------------------------------------------------------------
 
 
 def test_prefixes_and_times_of_launchers() -> None:
@@ -227,7 +265,9 @@ def test_prefixes_and_times_of_launchers() -> None:
 
 
 def test_a_line_is_found_in_whatever_it_is_wrapped(tmp_path: Path) -> None:
-    colours = OOM.replace("CUDA", "\x1b[31mCUDA\x1b[0m").replace("OfMemory", "\x1b[1mOfMemory\x1b[0m")
+    colours = OOM.replace("CUDA", "\x1b[31mCUDA\x1b[0m").replace(
+        "OfMemory", "\x1b[1mOfMemory\x1b[0m"
+    )
     disguises = {
         "colours": f"{colours}\n",
         "a progress bar": f"  3%|#   | 1/9\r  6%|##  | 2/9\r{OOM}\n",
@@ -241,8 +281,13 @@ def test_a_line_is_found_in_whatever_it_is_wrapped(tmp_path: Path) -> None:
     for name, text in disguises.items():
         path.write_bytes(f"one\ntwo\n{text}".encode())
         (cause,) = causes(path)
-        assert (cause.id, cause.matches.evidence[0].line, cause.matches.count) == ("CUDA_OOM", 3, 1), name
-        assert "2/9" not in cause.matches.evidence[0].text  # a state of a progress bar is a line of its own
+        assert (cause.id, cause.matches.evidence[0].line, cause.matches.count) == (
+            "CUDA_OOM",
+            3,
+            1,
+        ), name
+        # a state of a progress bar is a line of its own
+        assert "2/9" not in cause.matches.evidence[0].text
 
 
 def test_blocks_begin_and_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +302,9 @@ def test_blocks_begin_and_end_anywhere(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_packed_logs_and_those_cut_off_while_packing(tmp_path: Path) -> None:
-    packed = gzip.compress((OOM + "\n" + "".join(f"{random.random()}\n" for _ in range(20_000))).encode())
+    packed = gzip.compress(
+        (OOM + "\n" + "".join(f"{random.random()}\n" for _ in range(20_000))).encode()
+    )
     path = tmp_path / "job.log.gz"
     for content in (packed, packed[: len(packed) // 2]):
         path.write_bytes(content)
@@ -268,10 +315,13 @@ def test_packed_logs_and_those_cut_off_while_packing(tmp_path: Path) -> None:
 def test_standard_input_is_a_log_too_and_needs_no_torch() -> None:
     code = (
         "import sys; from meshtrain.cli.main import main; "
-        "status = main(['explain', '-', '--json']); assert 'torch' not in sys.modules; sys.exit(status)"
+        "status = main(['explain', '-', '--json']); assert 'torch' not in sys.modules; "
+        "sys.exit(status)"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=f"a\n{OOM}\n", capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, input=f"a\n{OOM}\n", capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stderr) == (1, "")
     (cause,) = json.loads(done.stdout)
     assert (cause["id"], cause["evidence"][0]["line"]) == ("CUDA_OOM", 2)
@@ -280,7 +330,9 @@ def test_standard_input_is_a_log_too_and_needs_no_torch() -> None:
 def test_garbage_is_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "job.txt"
     noise = random.Random(3)
-    path.write_bytes(noise.randbytes(1_500_000) + b"\n" + OOM.encode() + b"\n" + noise.randbytes(500_000))
+    path.write_bytes(
+        noise.randbytes(1_500_000) + b"\n" + OOM.encode() + b"\n" + noise.randbytes(500_000)
+    )
     assert "CUDA_OOM" in ids(path)
 
 
@@ -306,10 +358,13 @@ def test_a_long_line_is_searched_in_pieces_that_overlap() -> None:
     line = "".join(chr(97 + n % 26) for n in range(20_000))
     parts = list(pieces(line.encode()))
     assert max(map(len, parts)) <= log_reader.LONGEST
-    assert all(any(line[n : n + log_reader.OVERLAP] in part for part in parts) for n in range(0, 19_500, 97))
+    assert all(
+        any(line[n : n + log_reader.OVERLAP] in part for part in parts)
+        for n in range(0, 19_500, 97)
+    )
 
 
-# The command --------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------
 
 
 def test_wrong_input_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +383,9 @@ def test_wrong_input_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_documents_example_is_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, printed, *_ = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "failures.md").read_text(), re.DOTALL)
+    log, printed, *_ = re.findall(
+        r"```text\n(.*?)```", (ROOT / "docs" / "failures.md").read_text(), re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     write(Path("job.log"), log)
@@ -355,7 +412,8 @@ def test_the_text_keeps_to_the_width() -> None:
     explained = causes(LOGS / "barrier.log")
     for width in (60, 110):
         long = [line for line in explanation(explained, width).splitlines() if len(line) > width]
-        assert all(" " not in line.strip() or "/" in line for line in long), long  # a path is not broken
+        # a path is not broken
+        assert all(" " not in line.strip() or "/" in line for line in long), long
 
 
 STRANGE_CONFIGS = {
@@ -376,7 +434,10 @@ def test_a_strange_config_beside_a_log_does_no_harm(case: str, tmp_path: Path) -
 
 
 def test_a_config_beside_a_log_that_is_no_file_is_passed_over(tmp_path: Path) -> None:
-    log, config = write(tmp_path / "run" / "logs" / "job.txt", OOM), tmp_path / "run" / "config.yaml"
+    log, config = (
+        write(tmp_path / "run" / "logs" / "job.txt", OOM),
+        tmp_path / "run" / "config.yaml",
+    )
     write(tmp_path / "config.yaml", CONFIG)
     os.mkfifo(config)  # which nobody writes to
     assert "(now 8" in causes(log)[0].to_json()["fix"], "the next one above"
@@ -384,9 +445,13 @@ def test_a_config_beside_a_log_that_is_no_file_is_passed_over(tmp_path: Path) ->
     config.symlink_to("/dev/zero")
     assert "(now 8" in causes(log)[0].to_json()["fix"]
     config.unlink()
-    config.symlink_to(write(tmp_path / "elsewhere", CONFIG.replace("micro_size: 8", "micro_size: 6")))
+    config.symlink_to(
+        write(tmp_path / "elsewhere", CONFIG.replace("micro_size: 8", "micro_size: 6"))
+    )
     assert "(now 8" in causes(log)[0].to_json()["fix"], "nobody has named this file"
-    assert "(now 6" in causes(config.parent)[0].to_json()["fix"], "and here the folder that has it is named"
+    assert "(now 6" in causes(config.parent)[0].to_json()["fix"], (
+        "and here the folder that has it is named"
+    )
 
 
 def test_a_runs_folder_with_strange_files(tmp_path: Path) -> None:
@@ -406,12 +471,16 @@ def test_lines_without_a_literal_are_not_looked_at_for_each_rule(
     """Else a log of a hundred megabytes takes minutes."""
     asked: list[str] = []
     may_match = Rule.may_match
-    monkeypatch.setattr(Rule, "may_match", lambda rule, lower: asked.append(rule.id) or may_match(rule, lower))
+    monkeypatch.setattr(
+        Rule, "may_match", lambda rule, lower: asked.append(rule.id) or may_match(rule, lower)
+    )
     noise = "step 1/9  loss 2.5\n" * 500
     log = write(tmp_path / "job.txt", noise + f"{OOM}\n{WATCHDOG}\n" + noise)
     found = causes(log)
     assert {"CUDA_OOM"} < {cause.id for cause in found}
-    assert [line.line for cause in found if cause.id == "CUDA_OOM" for line in cause.matches.evidence] == [501]
+    assert [
+        line.line for cause in found if cause.id == "CUDA_OOM" for line in cause.matches.evidence
+    ] == [501]
     assert len(asked) < 20
 
 

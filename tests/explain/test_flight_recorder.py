@@ -1,4 +1,5 @@
-"""Flight recorders of several ranks show at which collective they have parted, and claim nothing else."""
+"""Flight recorders of several ranks show at which collective they have parted, and claim nothing
+else."""
 
 import json
 from pathlib import Path
@@ -12,8 +13,15 @@ from meshtrain.explain.log_reader import Log
 GROUPS = {"0": ["all ranks", [0, 1, 2]], "7": ["tp", [0, 1]]}
 
 
-def entry(group: str, number: int, kind: str = "nccl:all_reduce", is_p2p: bool = False) -> dict[str, Any]:
-    return {"process_group": [group, ""], "collective_seq_id": number, "profiling_name": kind, "is_p2p": is_p2p}
+def entry(
+    group: str, number: int, kind: str = "nccl:all_reduce", is_p2p: bool = False
+) -> dict[str, Any]:
+    return {
+        "process_group": [group, ""],
+        "collective_seq_id": number,
+        "profiling_name": kind,
+        "is_p2p": is_p2p,
+    }
 
 
 def write(folder: Path, rank: int, entries: list[dict[str, Any]], whole: bool = True) -> None:
@@ -25,18 +33,28 @@ def write(folder: Path, rank: int, entries: list[dict[str, Any]], whole: bool = 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path, 0, [entry("7", 4), entry("0", 9, "nccl:reduce_scatter"), entry("7", 99, is_p2p=True)])
+    write(
+        tmp_path,
+        0,
+        [entry("7", 4), entry("0", 9, "nccl:reduce_scatter"), entry("7", 99, is_p2p=True)],
+    )
     return tmp_path
 
 
 def lines(folder: Path) -> list[tuple[str, str]]:
-    return [(Path(file).name[:6], line) for file, line in not_entered([Log(str(folder / "verdict.txt"))])]
+    return [
+        (Path(file).name[:6], line)
+        for file, line in not_entered([Log(str(folder / "verdict.txt"))])
+    ]
 
 
 def test_who_has_not_entered_is_named_for_each_group(folder: Path) -> None:
     write(folder, 1, [entry("7", 4), entry("0", 8)])
     write(folder, 2, [entry("0", 9, "nccl:reduce_scatter")])
-    line = "flight recorder: reduce_scatter 9 over all ranks (3 ranks) was entered by ranks 0, 2 and not by rank 1"
+    line = (
+        "flight recorder: reduce_scatter 9 over all ranks (3 ranks) was entered by ranks 0, 2 and "
+        "not by rank 1"
+    )
     assert lines(folder) == [("rank-1", line)]
 
 
@@ -45,10 +63,16 @@ def test_a_rank_without_a_recorder_is_not_blamed(folder: Path) -> None:
     assert lines(folder) == []
     write(folder, 1, [entry("7", 3), entry("0", 9)])
     assert lines(folder) == [
-        ("rank-1", "flight recorder: all_reduce 4 over tp (2 ranks) was entered by rank 0 and not by rank 1")
+        (
+            "rank-1",
+            "flight recorder: all_reduce 4 over tp (2 ranks) was entered by rank 0 and not by rank "
+            "1",
+        )
     ]
     write(folder, 1, [entry("7", 4), entry("0", 8)])
-    assert lines(folder)[0][1].endswith("was entered by rank 0 and not by rank 1 (nothing is known of 2)")
+    assert lines(folder)[0][1].endswith(
+        "was entered by rank 0 and not by rank 1 (nothing is known of 2)"
+    )
 
 
 def test_a_recorder_that_has_forgotten_its_beginning_proves_no_absence(folder: Path) -> None:
@@ -62,7 +86,14 @@ def test_a_recorder_that_has_forgotten_its_beginning_proves_no_absence(folder: P
 def test_a_damaged_recorder_is_told_and_hides_no_other(folder: Path) -> None:
     write(folder, 1, [])
     write(folder, 2, [entry("0", 8)])
-    for text in ("", "{", "[]", '{"rank": 1}', '{"rank": 1, "groups": {"0": 3}, "entries": []}', "[" * 9999):
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"rank": 1}',
+        '{"rank": 1, "groups": {"0": 3}, "entries": []}',
+        "[" * 9999,
+    ):
         (folder / "a" / "rank-1.flight-recorder.json").write_text(text)
         (damaged, problem), (other, _) = lines(folder)
         assert (damaged, other) == ("rank-1", "rank-2")

@@ -1,4 +1,5 @@
-"""The rules themselves: each knows its own lines and leaves alone those of others, and none takes long over a line."""
+"""The rules themselves: each knows its own lines and leaves alone those of others, and none takes
+long over a line."""
 
 import re
 import time
@@ -27,7 +28,8 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 def in_a_log(rule: Rule, text: str) -> str:
-    """An example with what it needs around it: a traceback, or another rule without which it says nothing."""
+    """An example with what it needs around it: a traceback, or another rule without which it says
+    nothing."""
     if rule.in_traceback:
         return f'Traceback (most recent call last):\n  File "a.py", line 2, in <module>\n    f()\n{text}\n'
     return "".join(f"{BY_ID[name].examples[0]}\n" for name in rule.only_with[:1]) + f"{text}\n"
@@ -73,12 +75,15 @@ def test_a_root_comes_before_what_followed_it(tmp_path: Path) -> None:
 
 
 def test_a_line_is_known_to_its_rule_and_to_those_that_speak_of_it_and_to_no_other() -> None:
-    """A line that two rules know is one that the order between them settles: one follows the other."""
+    """A line that two rules know is one that the order between them settles: one follows the
+    other."""
     for rule, text in EXAMPLES:
         for name in matching(text) - {rule.id}:
             other = BY_ID[name]
             ordered = name in rule.follows or rule.id in other.follows
-            assert ordered or {rule.role, other.role} & {"consequence", "suspect"}, f"{rule.id} and {name}: {text}"
+            assert ordered or {rule.role, other.role} & {"consequence", "suspect"}, (
+                f"{rule.id} and {name}: {text}"
+            )
     for rule in RULES:
         for text in rule.never:
             assert rule.id not in matching(text), text
@@ -88,11 +93,21 @@ def test_a_line_is_known_to_its_rule_and_to_those_that_speak_of_it_and_to_no_oth
 
 
 def test_no_line_takes_long() -> None:
-    """Lines of the longest size made of what the patterns look for, begun again and again and never ended."""
+    """Lines of the longest size made of what the patterns look for, begun again and again and never
+    ended."""
     for rule in RULES:
         for pattern in rule.match:
             plain = re.sub(r"\\[dwsSb]|\W", " ", pattern.regex.pattern)
-            seeds = {*pattern.literals, *plain.split(), plain, rule.examples[0][:-1], "a", "1 ", "[", "("} - {""}
+            seeds = {
+                *pattern.literals,
+                *plain.split(),
+                plain,
+                rule.examples[0][:-1],
+                "a",
+                "1 ",
+                "[",
+                "(",
+            } - {""}
             for seed in seeds:
                 text = (seed * LONGEST)[:LONGEST]
                 start = time.process_time()
@@ -110,7 +125,10 @@ def test_a_wrong_rule_is_refused_with_its_name(tmp_path: Path) -> None:
     good = TABLES["good"]
     path.write_text(repr([good]))
     assert [rule.id for rule in load_rules(path)] == ["X"]
-    for rules, reason in (([good, good], "twice"), *(([good | change], reason) for change, reason in TABLES["wrong"])):
+    for rules, reason in (
+        ([good, good], "twice"),
+        *(([good | change], reason) for change, reason in TABLES["wrong"]),
+    ):
         path.write_text(repr(rules))
         with pytest.raises(InputError, match=re.escape(reason)):
             load_rules(path)
@@ -124,5 +142,8 @@ def test_options_are_proposed_whatever_a_config_holds() -> None:
     for name, options in OPTIONS.items():
         for option in options:
             assert set(option) <= {"if", "text"}
-            for expression in [option.get("if", "True"), *re.findall(r"\{([^{}]+)\}", option["text"])]:
+            for expression in [
+                option.get("if", "True"),
+                *re.findall(r"\{([^{}]+)\}", option["text"]),
+            ]:
                 compile(expression, name, "eval")

@@ -1,4 +1,5 @@
-"""What the first edition documented (promises.yaml) is still there: keys, names, commands, metrics, files, statuses."""
+"""What the first edition documented (promises.yaml) is still there: keys, names, commands, metrics,
+files, statuses."""
 
 import argparse
 import importlib
@@ -26,7 +27,11 @@ Schema = dict[str, Any]
 
 
 def alternatives(schema: Schema) -> list[Schema]:
-    return [part for option in schema["anyOf"] for part in alternatives(option)] if "anyOf" in schema else [schema]
+    return (
+        [part for option in schema["anyOf"] for part in alternatives(option)]
+        if "anyOf" in schema
+        else [schema]
+    )
 
 
 def keys_of(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
@@ -34,16 +39,20 @@ def keys_of(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
     for alternative in alternatives(schema):
         title = alternative.get("title", "")
         for name, value in alternative.get("properties", {}).items():
-            key = ".".join(part for part in (path, f"<{title}>" if title and path else "", name) if part)
+            key = ".".join(
+                part for part in (path, f"<{title}>" if title and path else "", name) if part
+            )
             yield key, value
             yield from keys_of(value, key)
             yield from keys_of(value.get("items", {}), key)
-    if "anyOf" in schema and "properties" in schema:  # the section `model`: common keys beside each model's own
+    # the section `model`: common keys beside each model's own
+    if "anyOf" in schema and "properties" in schema:
         yield from keys_of({"properties": schema["properties"]}, path)
 
 
 def test_a_key_takes_what_it_took() -> None:
-    """Values of each type and at each bound are still allowed, and what happens without the key is the same."""
+    """Values of each type and at each bound are still allowed, and what happens without the key is
+    the same."""
     from jsonschema import Draft7Validator
 
     schemas: dict[str, list[Schema]] = {}
@@ -53,9 +62,15 @@ def test_a_key_takes_what_it_took() -> None:
     for key, promise in PROMISES["keys"].items():
         today = schemas.get(key, [])
         checks = [Draft7Validator(schema) for schema in today]
-        refused = [value for value in promise["takes"] if not any(check.is_valid(value) for check in checks)]
+        refused = [
+            value
+            for value in promise["takes"]
+            if not any(check.is_valid(value) for check in checks)
+        ]
         lost += [f"{key} does not take {value!r}" for value in refused]
-        if "default" in promise and promise["default"] not in [schema.get("default", ...) for schema in today]:
+        if "default" in promise and promise["default"] not in [
+            schema.get("default", ...) for schema in today
+        ]:
             lost.append(f"{key} has another default")
     assert lost == []
 
@@ -69,20 +84,38 @@ def test_every_documented_field_is_still_documented() -> None:
 def test_a_run_writes_every_documented_field_and_file(tmp_path: Path) -> None:
     """Steps on two ranks, long enough for the ranks to be compared."""
     config = str(ROOT / "configs/quickstart.yaml")
-    finished = forked(2, "-m", "meshtrain.train", config, *TINY.split(), f"train.output={tmp_path}").check()
+    finished = forked(
+        2, "-m", "meshtrain.train", config, *TINY.split(), f"train.output={tmp_path}"
+    ).check()
     rows = read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 42))
     assert all(set(PROMISES["row"].split()) <= row.keys() for row in rows)
     compared = {"own_time_median_s", "own_time_max_s", "own_time_max_rank", "memory_max_gib"}
     assert any(compared <= row.keys() for row in rows)
     assert all(rows[-1][name] is not None for name in ("eval_loss", "perplexity", "bits_per_byte"))
-    names = ["config.yaml", "layout.txt", "goodput.jsonl", "profile/rank_00000.json"]  # loss.png: in test_train.py
-    names += [f"checkpoints/step_0000041/{name}" for name in ("manifest.json", "rank_00000.safetensors", "COMPLETE")]
+    # loss.png: in test_train.py
+    names = [
+        "config.yaml",
+        "layout.txt",
+        "goodput.jsonl",
+        "profile/rank_00000.json",
+    ]
+    names += [
+        f"checkpoints/step_0000041/{name}"
+        for name in ("manifest.json", "rank_00000.safetensors", "COMPLETE")
+    ]
     assert [name for name in names if not (tmp_path / name).exists()] == []
     exit_file = json.loads((tmp_path / "exit.json").read_text())
     assert (exit_file["status"], exit_file["code"], exit_file["step"]) == ("done", 0, 41)
     assert {"jobs", "wall_s", "wall_training_s", "wall_between_s"} <= exit_file["goodput"].keys()
-    for text in ("2 processes = 1 host", "global batch 4", "FLOP per sample", "peak ", "wall time ", "(goodput)"):
+    for text in (
+        "2 processes = 1 host",
+        "global batch 4",
+        "FLOP per sample",
+        "peak ",
+        "wall time ",
+        "(goodput)",
+    ):
         assert text in finished.out, text
 
 
@@ -111,7 +144,9 @@ def test_a_command_has_its_arguments(command: str) -> None:
     parser = argparse.ArgumentParser()
     importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
     if action:
-        (actions,) = (found for found in parser._actions if isinstance(found, argparse._SubParsersAction))
+        (actions,) = (
+            found for found in parser._actions if isinstance(found, argparse._SubParsersAction)
+        )
         parser = actions.choices[action]
     promise = PROMISES["commands"][command]
     positional = [action.dest for action in parser._actions if not action.option_strings]

@@ -24,7 +24,9 @@ class Layer(starter.Layer):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.norm1(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 

@@ -1,4 +1,5 @@
-"""The counted work of blocks: weight gradients, which some schedules put off, are a pass of their own."""
+"""The counted work of blocks: weight gradients, which some schedules put off, are a pass of their
+own."""
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -30,14 +31,22 @@ def flops(of: Pass) -> float:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_each_product_of_a_forward_has_one_for_the_weights(recompute: str, tp: int) -> None:
-    """And one for the input, beside what is computed again. Sums over tokens are the weights' gradients."""
+    """And one for the input, beside what is computed again. Sums over tokens are the weights'
+    gradients."""
     overrides = f"layout.tp={tp}", f"parallel.recompute={recompute}"
     first, second = layers("configs/quickstart.yaml", *overrides, world_size=2 * tp)
     assert first is second  # of one kind
     tokens = 2 * 32
-    assert len(first.forward.products) == len(first.weight_grad.products) == first.weight_grad.operators == 7
+    assert (
+        len(first.forward.products)
+        == len(first.weight_grad.products)
+        == first.weight_grad.operators
+        == 7
+    )
     assert {product.k for product in first.weight_grad.products} == {tokens}
-    assert all(product.k != tokens for product in (*first.forward.products, *first.input_grad.products))
+    assert all(
+        product.k != tokens for product in (*first.forward.products, *first.input_grad.products)
+    )
     assert flops(first.weight_grad) == flops(first.forward)
     assert flops(first.input_grad) == flops(first.forward) * (2 if recompute == "full" else 1)
     assert first.weight_grad.attention_flops == 0 < first.input_grad.attention_flops
@@ -54,19 +63,34 @@ def test_experts_too(ranks: int) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["train.lora={rank: 2}", 'train.freeze=["*.layers.*"]', "parallel.recompute=full", "train.precision=float64"],
+    [
+        "train.lora={rank: 2}",
+        'train.freeze=["*.layers.*"]',
+        "parallel.recompute=full",
+        "train.precision=float64",
+    ],
 )
 def test_works_of_one_config_are_not_those_of_another(override: str) -> None:
     """Each is counted once: what it depends on is part of its key."""
-    plain, other = layers("configs/quickstart.yaml")[0], layers("configs/quickstart.yaml", override)[0]
+    plain, other = (
+        layers("configs/quickstart.yaml")[0],
+        layers("configs/quickstart.yaml", override)[0],
+    )
     assert vars(plain) != vars(other)
     assert layers("configs/quickstart.yaml")[0] == plain
 
 
 def test_works_are_counted_in_processes_at_once() -> None:
     """They are those that are counted here."""
-    overrides = [*SMALL["configs/quickstart.yaml"], "layout={dp_shard: -1, cp: 2}", "data.seq_len=48"]
-    loaded = [Config.load("configs/quickstart.yaml", [*overrides, f"layout.tp={tp}"], world_size=4) for tp in (1, 2)]
+    overrides = [
+        *SMALL["configs/quickstart.yaml"],
+        "layout={dp_shard: -1, cp: 2}",
+        "data.seq_len=48",
+    ]
+    loaded = [
+        Config.load("configs/quickstart.yaml", [*overrides, f"layout.tp={tp}"], world_size=4)
+        for tp in (1, 2)
+    ]
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
         count_works(loaded, pool)
     pairs = [blocks._known[blocks._key(config, config.resolved)][0] for config in loaded]
@@ -74,10 +98,19 @@ def test_works_are_counted_in_processes_at_once() -> None:
 
 
 def test_what_fsdp_gathers_over_cp_is_not_the_blocks() -> None:
-    """Half the tokens read and write half as much, whatever FSDP frees; a search begins with either."""
-    overrides = *SMALL["configs/quickstart.yaml"], "train.precision=bfloat16", "model.num_hidden_layers=3"
+    """Half the tokens read and write half as much, whatever FSDP frees; a search begins with
+    either."""
+    overrides = (
+        *SMALL["configs/quickstart.yaml"],
+        "train.precision=bfloat16",
+        "model.num_hidden_layers=3",
+    )
     pairs = []
-    for layout, frees, world in (("{dp_shard: 1}", "true", 1), ("{cp: 2}", "true", 2), ("{cp: 2}", "false", 2)):
+    for layout, frees, world in (
+        ("{dp_shard: 1}", "true", 1),
+        ("{cp: 2}", "true", 2),
+        ("{cp: 2}", "false", 2),
+    ):
         keys = [*overrides, f"layout={layout}", f"parallel.reshard_after_forward={frees}"]
         config = Config.load(ROOT / "configs/quickstart.yaml", keys, world_size=world)
         pairs.append(_counted(config, config.resolved))
@@ -88,7 +121,9 @@ def test_what_fsdp_gathers_over_cp_is_not_the_blocks() -> None:
 
 def test_it_grows_with_the_samples() -> None:
     """Of three samples what one and two foretell."""
-    one, two, three = (layers("configs/quickstart.yaml", f"batch.micro_size={n}")[0] for n in (1, 2, 3))
+    one, two, three = (
+        layers("configs/quickstart.yaml", f"batch.micro_size={n}")[0] for n in (1, 2, 3)
+    )
     for name in ("forward", "input_grad", "weight_grad"):
         a, b, c = (flops(getattr(work, name)) for work in (one, two, three))
         assert c - b == b - a > 0
@@ -113,10 +148,15 @@ def test_the_product_of_a_convolution(transposed: bool) -> None:
 
 def test_convolutions_are_products() -> None:
     """As many FLOPs as torch counts for the forward and the backward of a microbatch of images."""
-    config = Config.load(ROOT / "configs/digits.yaml", list(SMALL["configs/digits.yaml"]), world_size=1)
+    config = Config.load(
+        ROOT / "configs/digits.yaml", list(SMALL["configs/digits.yaml"]), world_size=1
+    )
     works = works_of(config, config.resolved)
     passes = [of for work in works for of in (work.forward, work.input_grad, work.weight_grad)]
-    model, images = plain_model(config), torch.zeros(config.batch.micro_size, 1, 8, 8, device="meta")
+    model, images = (
+        plain_model(config),
+        torch.zeros(config.batch.micro_size, 1, 8, 8, device="meta"),
+    )
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
     assert sum(map(flops, passes)) == counter.get_total_flops() > 0

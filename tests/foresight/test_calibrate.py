@@ -1,4 +1,5 @@
-"""What runs have measured: folders and doctor's report are read, compared, and give back the hardware they ran on."""
+"""What runs have measured: folders and doctor's report are read, compared, and give back the
+hardware they ran on."""
 
 import json
 import random
@@ -23,14 +24,24 @@ PHASES = {"forward": 1.0, "backward": 2.0, "communication": 0.5, "update": 0.1, 
 def run_of(size: int, layout: Mapping[str, int], operators: int = 30):
     """What is foreseen on hardware of two blocks, with products of this side."""
     forward = Pass(
-        (Product(size, 4096, 4096),), 1e7 * size, 1e5 * size, operators, (Send("tp", "all_reduce", 1e4 * size),)
+        (Product(size, 4096, 4096),),
+        1e7 * size,
+        1e5 * size,
+        operators,
+        (Send("tp", "all_reduce", 1e4 * size),),
     )
-    work = Work("block", 2 * 10**8, forward, forward, replace(forward, attention_flops=0), 1e8, 1e8, 1e8)
+    work = Work(
+        "block", 2 * 10**8, forward, forward, replace(forward, attention_flops=0), 1e8, 1e8, 1e8
+    )
     placed = Layout(layout).on_hosts([8])
     return lambda hardware: steptime.of([work, work], placed, None, hardware, microbatches=4)
 
 
-RUNS = [run_of(8192, {"dp_shard": 4, "tp": 2}), run_of(64, {"dp_shard": 4, "tp": 2}), run_of(8192, {"dp_shard": 8})]
+RUNS = [
+    run_of(8192, {"dp_shard": 4, "tp": 2}),
+    run_of(64, {"dp_shard": 4, "tp": 2}),
+    run_of(8192, {"dp_shard": 8}),
+]
 
 
 def measured_on(hardware: Hardware) -> list[tuple]:
@@ -86,14 +97,21 @@ def test_a_calibrated_file_reads_as_it_was_written(tmp_path: Path) -> None:
 
 def folder_of_run(path: Path, steps: int = 6, **fields: object) -> Path:
     path.mkdir()
-    text = Path("configs/quickstart.yaml").read_text().replace("\n  dp_shard: -1", "\n  dp_shard: -1\n  tp: 2")
+    text = (
+        Path("configs/quickstart.yaml")
+        .read_text()
+        .replace("\n  dp_shard: -1", "\n  dp_shard: -1\n  tp: 2")
+    )
     (path / "config.yaml").write_text(text)
     ranks = "".join(f"   {rank}  {'ab'[rank // 2]}  {rank % 2}  0  0\n" for rank in range(4))
     text = f"layout dp_shard 2 x tp 2 on 4 processes\n\nrank  host  local\n{ranks}\ntp: ...\n"
     (path / "layout.txt").write_text(text)
     times = {column: PHASES[name] for name, column in calibrate.COLUMNS.items()}
     row = {**times, "memory_gib": 3.0, "memory_reserved_gib": 4.0, "sent_bytes_tp": 100, **fields}
-    rows = [{**row, "step": step, "step_time_s": 3.7 if step > 3 else 60} for step in range(1, steps + 1)]
+    rows = [
+        {**row, "step": step, "step_time_s": 3.7 if step > 3 else 60}
+        for step in range(1, steps + 1)
+    ]
     rows[-1]["memory_max_gib"] = 3.5
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -114,7 +132,9 @@ def test_the_folder_of_a_run_has_what_it_measured(tmp_path: Path) -> None:
 
 
 def foreseen(run: MeasuredRun, hardware: Hardware) -> StepTime:
-    return StepTime(4.0, {"forward": 1.0, "backward": 2.5, "tp": 0.25, "update": 0.25}, {}, {"products": 1.0})
+    return StepTime(
+        4.0, {"forward": 1.0, "backward": 2.5, "tp": 0.25, "update": 0.25}, {}, {"products": 1.0}
+    )
 
 
 def test_predicted_stands_beside_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +162,8 @@ def test_calibrate_reads_runs_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
         "timings": {
             "timings": [dict(zip(columns, row, strict=True)) for row in timings],
             "links": [
-                {"source": i, "target": i + 1, "bandwidth": bandwidth} for i, bandwidth in enumerate((3e11, 4e10))
+                {"source": i, "target": i + 1, "bandwidth": bandwidth}
+                for i, bandwidth in enumerate((3e11, 4e10))
             ],
         },
         "hosts": [{"ranks": [0, 1]}, {"ranks": [2, 3]}],
@@ -150,8 +171,15 @@ def test_calibrate_reads_runs_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     report = tmp_path / "doctor.json"
     report.write_text(json.dumps({"seen": seen}))
     of_report = calibrate.calibrate([str(report)], H100)
-    assert asdict(of_report.within_host) == {"bandwidth": 200.0, "latency": pytest.approx(1e-5), "message": 0.0}
-    assert (of_report.between_hosts.bandwidth, of_report.between_hosts.latency) == (40.0, pytest.approx(2e-5))
+    assert asdict(of_report.within_host) == {
+        "bandwidth": 200.0,
+        "latency": pytest.approx(1e-5),
+        "message": 0.0,
+    }
+    assert (of_report.between_hosts.bandwidth, of_report.between_hosts.latency) == (
+        40.0,
+        pytest.approx(2e-5),
+    )
     monkeypatch.setattr(MeasuredRun, "foresee", lambda run, hardware: RUNS[0](hardware))
     run = folder_of_run(tmp_path / "x")
     both = calibrate.calibrate([str(run), str(report)], H100)

@@ -1,4 +1,5 @@
-"""Compiled blocks save for their backward in a trace what they save when the compiler has made kernels of them."""
+"""Compiled blocks save for their backward in a trace what they save when the compiler has made
+kernels of them."""
 
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def saved(step: TracedStep) -> list[int]:
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    batch = step.microbatches[0].to(next(step.model.parameters()).device, step.trainer.dtype, True, True)
+    batch = step.microbatches[0].to(
+        next(step.model.parameters()).device, step.trainer.dtype, True, True
+    )
     set_dropout(step.model, seed=0, step=0, samples=range(len(batch.targets)))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = step.model(*batch.inputs)

@@ -1,4 +1,5 @@
-"""What is foreseen, as people see it: bars of a step, a picture; the table of memory is in the docs' plan."""
+"""What is foreseen, as people see it: bars of a step, a picture; the table of memory is in the
+docs' plan."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +20,8 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 def test_the_bars_of_a_step() -> None:
-    """As long as the parts; what is there has a bar, however short, and what takes nothing has none."""
+    """As long as the parts; what is there has a bar, however short, and what takes nothing has
+    none."""
     head, *bars, limit = step_lines(STEP)
     assert head == "step 0.4 s: 81,920 tokens/s, 41 % MFU"
     assert [line.split() for line in bars] == [

@@ -1,4 +1,5 @@
-"""Memory that is extended from smaller traces is that of the whole trace; a search's estimate is close to it."""
+"""Memory that is extended from smaller traces is that of the whole trace; a search's estimate is
+close to it."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -51,13 +52,22 @@ def assert_near(short: RankMemory, whole: RankMemory, most: int) -> None:
     "overrides",
     [
         pytest.param(
-            ("layout={dp_replicate: 2}", "train.precision=bfloat16", "parallel.recompute=full"), marks=pytest.mark.slow
+            ("layout={dp_replicate: 2}", "train.precision=bfloat16", "parallel.recompute=full"),
+            marks=pytest.mark.slow,
         ),
-        ("layout={dp_shard: 2}", "parallel.reshard_after_forward=false", "parallel.recompute=selective"),
-        pytest.param(("layout={dp_shard: 2, tp: 2}", "parallel.regather=true"), marks=pytest.mark.slow),
+        (
+            "layout={dp_shard: 2}",
+            "parallel.reshard_after_forward=false",
+            "parallel.recompute=selective",
+        ),
+        pytest.param(
+            ("layout={dp_shard: 2, tp: 2}", "parallel.regather=true"), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extends_layers_and_microbatches(
+    overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the byte, but for the losses: of each microbatch they stay until the end of the step."""
     monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
     monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
@@ -105,16 +115,30 @@ def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
     file = tmp_path / "kinds.py"
     file.write_text(OWN + KINDS)
     layers = 32 if "pp" in layout else 16
-    config = loaded(2, f"model.name={file}", f"model.num_hidden_layers={layers}", layout, "batch.global_size=16")
+    config = loaded(
+        2, f"model.name={file}", f"model.num_hidden_layers={layers}", layout, "batch.global_size=16"
+    )
     assert_near(*short_and_whole(config), 16 * 16)
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "1f1b", "interleaved-1f1b")), "zbv"]
+    "name",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpipe", "1f1b", "interleaved-1f1b")
+        ),
+        "zbv",
+    ],
 )
 def test_extends_a_pipeline(name: str) -> None:
     """To the messages that are under way."""
-    keys = "model.num_hidden_layers=9", "layout={pp: 6}", "batch.global_size=24", f"pipeline.schedule={name}"
+    keys = (
+        "model.num_hidden_layers=9",
+        "layout={pp: 6}",
+        "batch.global_size=24",
+        f"pipeline.schedule={name}",
+    )
     config = loaded(6, *keys)
     message = 2 * 32 * 48 * 4
     for pp in (0, 3):
@@ -146,8 +170,14 @@ def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None
     ],
 )
 def test_what_a_search_reckons_with_is_close(world: int, overrides: tuple[str, ...]) -> None:
-    """For blocks as large as those of models that are trained: their activations and states, not their remainders."""
-    sizes = "model.hidden_size=512", "model.intermediate_size=1408", "model.num_hidden_layers=4", "data.seq_len=512"
+    """For blocks as large as those of models that are trained: their activations and states, not
+    their remainders."""
+    sizes = (
+        "model.hidden_size=512",
+        "model.intermediate_size=1408",
+        "model.num_hidden_layers=4",
+        "data.seq_len=512",
+    )
     config = loaded(world, *sizes, "train.precision=bfloat16", *overrides)
     reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
     assert reckoned.total == pytest.approx(traced.total, rel=0.15), (reckoned, traced)
@@ -168,10 +198,16 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     overrides = [*LLAMA, "layout={tp: 2}"]
     before = predict(QUICKSTART, overrides, hosts=(2,))
     assert set(before.saves) == {
-        "parallel.recompute=selective", "parallel.recompute=full", "batch.micro_size=1", "parallel.regather=true",
-    }  # fmt: skip
+        "parallel.recompute=selective",
+        "parallel.recompute=full",
+        "batch.micro_size=1",
+        "parallel.regather=true",
+    }
     after = predict(QUICKSTART, [*overrides, "parallel.recompute=full"], hosts=(2,))
-    assert before.saves["parallel.recompute=full"] == (before.memory.total - after.memory.total, None)
+    assert before.saves["parallel.recompute=full"] == (
+        before.memory.total - after.memory.total,
+        None,
+    )
     assert before.json()["memory"]["ranks"][0]["peak"] == before.memory.total
 
 
@@ -179,7 +215,8 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     "overrides",
     [
         "train.precision=float64 parallel.compile=true",
-        "train.precision=bfloat16 train.linear_precision=float8 model.hidden_size=128 model.intermediate_size=256",
+        "train.precision=bfloat16 train.linear_precision=float8 model.hidden_size=128 "
+        "model.intermediate_size=256",
         'train.freeze=["*embed*","*.layers.0.*"] parallel.recompute=full parallel.compile=true',
     ],
 )
@@ -193,7 +230,8 @@ def test_a_model_that_does_not_run_with_few_blocks_is_traced_whole(tmp_path: Pat
     file.write_text(OWN + DEEP)
     keys = "model.num_hidden_layers=5", "layout={dp_shard: 2}", "batch.global_size=64"
     deep, plain = (
-        Prediction(loaded(2, *keys, *name), load("h100"), traced=True) for name in ((f"model.name={file}",), ())
+        Prediction(loaded(2, *keys, *name), load("h100"), traced=True)
+        for name in ((f"model.name={file}",), ())
     )
     assert abs(deep.memory.total - plain.memory.total) <= 16 * 64
     assert deep.step.seconds == pytest.approx(plain.step.seconds)
@@ -212,12 +250,15 @@ def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
 def test_traces_in_processes_beside_each_other_say_the_same() -> None:
     config, hardware = loaded(2, "layout={pp: 2}"), load("h100")
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        one, two = (Prediction(config, hardware, traced=True, pool=processes) for processes in (None, pool))
+        one, two = (
+            Prediction(config, hardware, traced=True, pool=processes) for processes in (None, pool)
+        )
         assert (one.ranks, one.saves) == (two.ranks, two.saves)
 
 
 def test_a_schedule_of_a_file(tmp_path: Path) -> None:
-    """It is foreseen as the named one that it holds; half as many samples are more microbatches than it has."""
+    """It is foreseen as the named one that it holds; half as many samples are more microbatches
+    than it has."""
     file = tmp_path / "1f1b.csv"  # a name that says nothing
     actions = build("zb-h1", ranks=2, microbatches=4).actions
     file.write_text("\n".join(",".join(map(str, row)) for row in actions))
@@ -239,8 +280,8 @@ def counted(function: Callable, name: str, counts: Counter[str]) -> Callable:
 
 @pytest.mark.slow
 def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 131,072: two traces for what is and for each knob, which share the graphs of one block; no list of ranks for
-    each parameter or operator."""
+    """Of 131,072: two traces for what is and for each knob, which share the graphs of one block; no
+    list of ranks for each parameter or operator."""
     counts, offsets = Counter[str](), Layout._offsets
 
     def listed(*arguments: Any) -> list[int]:
@@ -253,7 +294,12 @@ def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Layout, "_offsets", listed)
     monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
     monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
-    overrides = [*LLAMA, "model.num_hidden_layers=40", "layout={dp_shard: -1}", "parallel.compile=true"]
+    overrides = [
+        *LLAMA,
+        "model.num_hidden_layers=40",
+        "layout={dp_shard: -1}",
+        "parallel.compile=true",
+    ]
     overrides += ["batch.global_size=131072", "batch.micro_size=1"]
     predict("quickstart", overrides, [8] * 16384).saves  # noqa: B018  (computed when it is asked for)
     assert (counts["trace_rank"], counts["__init__"]) == (6, 6)
@@ -261,13 +307,18 @@ def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts["ranks"] < 20 * 6 * 131_072
 
 
-def test_a_run_says_before_it_starts_that_it_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_before_it_starts_that_it_will_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(start, "PATIENCE_S", 300)
     monkeypatch.setenv(start.ROOM, "1.601")  # of which libraries take 1.6
     config, cpu = loaded(1), torch.device("cpu")
     total = predict(QUICKSTART, LLAMA, hosts=(1,)).memory.total
     error = torch.OutOfMemoryError("CUDA out of memory")
-    with suppress(torch.OutOfMemoryError), start.MemoryForecast(tmp_path, cpu, config, 0) as forecast:
+    with (
+        suppress(torch.OutOfMemoryError),
+        start.MemoryForecast(tmp_path, cpu, config, 0) as forecast,
+    ):
         verdict, parts, knobs = forecast.note()
         assert verdict.startswith(f"memory: {bytes_text(total)} at the peak")
         assert verdict.endswith("does not fit")
@@ -291,16 +342,21 @@ def test_a_run_that_turns_sequence_parallelism_off_foresees_the_memory_without(
         forecast.follow(model)
         verdict = forecast.note()[0]
     with_parts, without = (
-        predict(QUICKSTART, [*LLAMA, "parallel.compile=false", "layout={tp: 2}", *more], hosts=(2,)).memory.total
+        predict(
+            QUICKSTART, [*LLAMA, "parallel.compile=false", "layout={tp: 2}", *more], hosts=(2,)
+        ).memory.total
         for more in ([], ["parallel.sequence_parallel=false"])
     )
     assert with_parts < without
     assert verdict.startswith(f"memory: {bytes_text(without)} at the peak")
 
 
-def test_a_run_whose_memory_is_not_known_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_memory_is_not_known_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, cpu = loaded(1), torch.device("cpu")
-    assert start.MemoryForecast(tmp_path, cpu, config, 0).note() == []  # a CPU has no memory of its own
+    # a CPU has no memory of its own
+    assert start.MemoryForecast(tmp_path, cpu, config, 0).note() == []
     monkeypatch.setenv(start.ROOM, "80")
     assert start.MemoryForecast(tmp_path, cpu, config, 1).note() == []  # another rank's
     monkeypatch.setattr(start, "PATIENCE_S", 0)

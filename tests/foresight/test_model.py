@@ -18,7 +18,9 @@ from tests.launching import ROOT
 
 
 class Block(nn.Module):
-    def __init__(self, layer_idx: int, window: int, width: int = 4, layer_type: str = "full") -> None:
+    def __init__(
+        self, layer_idx: int, window: int, width: int = 4, layer_type: str = "full"
+    ) -> None:
         super().__init__()
         self.layer_idx, self.window, self.layer_type = layer_idx, window, layer_type
         self.mix = nn.Linear(width, width)
@@ -26,13 +28,21 @@ class Block(nn.Module):
 
 def test_blocks_of_other_settings_types_and_shapes_are_no_kin() -> None:
     assert kind_of(Block(0, 8)) == kind_of(Block(1, 8))
-    others = Block(0, 16), Block(0, 8, 5), Block(0, 8), Block(0, 8).requires_grad_(False), Block(0, 8, 4, "sliding")
+    others = (
+        Block(0, 16),
+        Block(0, 8, 5),
+        Block(0, 8),
+        Block(0, 8).requires_grad_(False),
+        Block(0, 8, 4, "sliding"),
+    )
     others[2].mix = nn.Bilinear(2, 2, 4)
     assert len({kind_of(block) for block in (Block(0, 8), *others)}) == 6
 
 
 def loaded(*overrides: str) -> Config:
-    return Config.load(ROOT / "configs/quickstart.yaml", [*LLAMA, "model.num_hidden_layers=30", *overrides])
+    return Config.load(
+        ROOT / "configs/quickstart.yaml", [*LLAMA, "model.num_hidden_layers=30", *overrides]
+    )
 
 
 def test_one_block_of_each_kind_is_left() -> None:
@@ -41,26 +51,48 @@ def test_one_block_of_each_kind_is_left() -> None:
     first = alike(config)
     assert first == (0, *[1] * 30, 31, 32)
     blocks = blocks_of(without(spec_of(config), repeated(first)).meta)
-    assert [i for i, block in enumerate(blocks) if not isinstance(block, OtherStageBlock)] == [0, 1, 31, 32]
+    assert [i for i, block in enumerate(blocks) if not isinstance(block, OtherStageBlock)] == [
+        0,
+        1,
+        31,
+        32,
+    ]
 
 
 def test_blocks_before_the_first_trained_one_are_of_their_own() -> None:
     """The input of the second has no gradient."""
-    assert alike(loaded('train.freeze=["*embed*", "*.layers.0.*", "*.layers.2.*"]')) == (0, 1, 2, 3, *[4] * 27, 31, 32)
+    assert alike(loaded('train.freeze=["*embed*", "*.layers.0.*", "*.layers.2.*"]')) == (
+        0,
+        1,
+        2,
+        3,
+        *[4] * 27,
+        31,
+        32,
+    )
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "models").glob("*.py") if path.stem != "convnet"))
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (ROOT / "models").glob("*.py") if path.stem != "convnet")
+)
 def test_layers_of_every_language_model_are_alike(name: str) -> None:
     spec = model_spec(name, {"num_hidden_layers": 12, "vocab_size": 256})
-    known, width = known_blocks(spec, 32, False), spec.keys.get("hidden_size", spec.config.hidden_size)
+    known, width = (
+        known_blocks(spec, 32, False),
+        spec.keys.get("hidden_size", spec.config.hidden_size),
+    )
     assert len(set(known.first)) <= 5 < 15 == len(known.first)
     assert known.outputs == (*[32 * width] * 14, 32 * 256)
 
 
 def test_what_stages_of_a_convnet_hand_on() -> None:
-    config = Config.load(ROOT / "configs/digits.yaml", ["layout={pp: 2}", "pipeline.split=[2, 1]"], world_size=2)
+    config = Config.load(
+        ROOT / "configs/digits.yaml", ["layout={pp: 2}", "pipeline.split=[2, 1]"], world_size=2
+    )
     model, sizes = plain_model(config), list[int]()
-    blocks_of(model)[1].register_forward_hook(lambda block, inputs, output: sizes.append(output.nbytes))
+    blocks_of(model)[1].register_forward_hook(
+        lambda block, inputs, output: sizes.append(output.nbytes)
+    )
     model(torch.zeros(config.batch.micro_size, 1, 8, 8, device="meta"))
     assert [Prediction(config, load("cpu")).handed_on] == sizes
 
@@ -108,14 +140,31 @@ class Model(nn.Module):
         ("", "", (0, *[1, 2] * 6, 13)),  # kinds that alternate; the forward reads a setting of each
         ("x = layer(x)", "x = layer(x=x)", (0, *[1, 2] * 6, 13)),  # called by keyword
         ("in self.layers:\n", "in self.layers:\n            layer.mix.weight\n", range(14)),
-        ("x = layer(x)", "x = layer(x)[:, : -2 if x.shape[1] > 32 - 8 else None]", range(14)),  # sizes change outside
-        ("return x + self.mix(x)", "return (x + self.mix(x)).double().float()[:, :-1]", range(14)),  # and inside
-        ("self.pool = nn.Identity()", "self.layers[2].mix = self.layers[3].mix", (0, 1, 2, 3, 4, *[1, 2] * 4, 13)),
+        (
+            "x = layer(x)",
+            "x = layer(x)[:, : -2 if x.shape[1] > 32 - 8 else None]",
+            range(14),
+        ),  # sizes change outside
+        (
+            "return x + self.mix(x)",
+            "return (x + self.mix(x)).double().float()[:, :-1]",
+            range(14),
+        ),  # and inside
+        (
+            "self.pool = nn.Identity()",
+            "self.layers[2].mix = self.layers[3].mix",
+            (0, 1, 2, 3, 4, *[1, 2] * 4, 13),
+        ),
     ],
 )
-def test_blocks_of_a_model_of_ones_own(old: str, new: str, first: tuple[int, ...], tmp_path: Path) -> None:
-    """A block that is skipped gets what the one gets that stands for it, which hands on as much, or none is skipped."""
+def test_blocks_of_a_model_of_ones_own(
+    old: str, new: str, first: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A block that is skipped gets what the one gets that stands for it, which hands on as much, or
+    none is skipped."""
     file = tmp_path / "own.py"
     file.write_text(OWN.replace(old, new) if old else OWN)
-    config = Config.load(ROOT / "configs/quickstart.yaml", [f"model={{name: {file}}}", "data.seq_len=32"])
+    config = Config.load(
+        ROOT / "configs/quickstart.yaml", [f"model={{name: {file}}}", "data.seq_len=32"]
+    )
     assert alike(config) == tuple(first)

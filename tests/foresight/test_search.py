@@ -43,20 +43,30 @@ SLOWER = {"none": 1.0, "selective": 1.1, "full": 1.3}
 KEPT = {"none": 4, "selective": 2, "full": 1}
 
 
-def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter("memory")) -> Forecast:
-    """A machine of a few terms: kernels that are launched, messages, a pipeline that fills; exact and quick."""
+def stand_in(
+    memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter("memory")
+) -> Forecast:
+    """A machine of a few terms: kernels that are launched, messages, a pipeline that fills; exact
+    and quick."""
 
     def work(config: Config) -> float:
         layout, parallel, micro_size = config.resolved, config.parallel, config.batch.micro_size
         count = microbatches(24, micro_size, layout.size(*DATA_AXES))
         kernels = count * max(micro_size / layout.size("tp", "cp"), 0.3) / layout.size("pp")
-        sent = 0.01 * layout.size("tp", "cp") * (1.5 if parallel.context == "ring" else 1) / layout.context_heads
+        sent = (
+            0.01
+            * layout.size("tp", "cp")
+            * (1.5 if parallel.context == "ring" else 1)
+            / layout.context_heads
+        )
         return kernels * SLOWER[parallel.recompute] * (1.02 if parallel.regather else 1.0) + sent
 
     def predict(config: Config) -> Any:
         layout, parallel = config.resolved, config.parallel
         shards = layout.size("dp_shard", "cp")
-        bound = work(config) * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+        bound = work(config) * (
+            1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1)
+        )
         parts = {
             "blocks": bound,
             "dp_shard": 0.02 * (shards > 1) * (1 + parallel.reshard_after_forward),
@@ -73,16 +83,24 @@ def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter(
             memory=SimpleNamespace(total=weights + kept / layout.size("tp", "cp") + gathered),
         )
 
-    return Forecast(lambda configs: None, work, predict, lambda prediction: partial(trace, prediction), memory)
+    return Forecast(
+        lambda configs: None, work, predict, lambda prediction: partial(trace, prediction), memory
+    )
 
 
-def space(world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
+def space(
+    world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int
+) -> Space:
     return space_of(load_small(world, "layout={dp_shard: -1}"), vary, hosts, **fixed)
 
 
-def space_of(config: Config, vary: tuple[str, ...], hosts: tuple[int, ...] = (), **fixed: int) -> Space:
+def space_of(
+    config: Config, vary: tuple[str, ...], hosts: tuple[int, ...] = (), **fixed: int
+) -> Space:
     layout = config.resolved
-    return Space(replace(config, resolved=layout.on_hosts(hosts or (layout.world_size,))), vary, fixed)
+    return Space(
+        replace(config, resolved=layout.on_hosts(hosts or (layout.world_size,))), vary, fixed
+    )
 
 
 def load_small(world: int, *overrides: str) -> Config:
@@ -104,8 +122,12 @@ def test_a_schedule_of_a_file_is_tried_where_it_fits(tmp_path: Path) -> None:
     keys = f"pipeline.schedule={file}", "batch.micro_size=4", "batch.global_size=8"
     config = load_small(2, *keys, "layout={dp_shard: 2}")
     accepted = every_candidate(space_of(config, ("layout", "batch.micro_size")))
-    assert {(candidate.layout.size("pp"), candidate.parts[0]) for candidate in accepted} == {(1, 1), (2, 2)}
-    assert {c.settings["batch.micro_size"] for c in accepted if c.layout.size("pp") == 2} == {4}  # 2 microbatches
+    assert {(candidate.layout.size("pp"), candidate.parts[0]) for candidate in accepted} == {
+        (1, 1),
+        (2, 2),
+    }
+    # 2 microbatches
+    assert {c.settings["batch.micro_size"] for c in accepted if c.layout.size("pp") == 2} == {4}
 
 
 def test_a_layout_that_stays() -> None:
@@ -137,7 +159,10 @@ def test_candidates_train() -> None:
     sample = every[:: len(every) // 25]
     saved = [lean for candidate in sample[::3] for lean in searched.savings(candidate, most=True)]
     for candidate in [*sample, *saved]:
-        loaded, applied = load_small(16, *candidate.overrides(searched.config)), candidate.apply(searched.config)
+        loaded, applied = (
+            load_small(16, *candidate.overrides(searched.config)),
+            candidate.apply(searched.config),
+        )
         for name in ("parallel", "pipeline", "batch"):
             assert getattr(loaded, name) == getattr(applied, name)
         assert loaded.resolved.context_heads == applied.resolved.context_heads
@@ -145,12 +170,18 @@ def test_candidates_train() -> None:
 
 
 def brute_force(searched: Space, forecast: Forecast) -> list[tuple[float, Candidate]]:
-    """Everything that fits, each candidate predicted: of those that differ in SAVINGS only the fastest."""
+    """Everything that fits, each candidate predicted: of those that differ in SAVINGS only the
+    fastest."""
     groups: dict[tuple[Any, ...], tuple[float, Candidate]] = {}
     for candidate in every_candidate(searched):
         [most] = searched.savings(candidate, most=True)
-        used = {key: dict.fromkeys((candidate.settings[key], most.settings[key])) for key in SAVINGS}
-        steps = [[value for value in SAVINGS[key] if len(ends) > 1 or value in ends] for key, ends in used.items()]
+        used = {
+            key: dict.fromkeys((candidate.settings[key], most.settings[key])) for key in SAVINGS
+        }
+        steps = [
+            [value for value in SAVINGS[key] if len(ends) > 1 or value in ends]
+            for key, ends in used.items()
+        ]
         for values in itertools.product(*steps):
             other = candidate.changed(dict(zip(SAVINGS, values, strict=True)))
             prediction = forecast.predict(other.apply(searched.config))
@@ -162,7 +193,8 @@ def brute_force(searched: Space, forecast: Forecast) -> list[tuple[float, Candid
 
 @pytest.mark.parametrize("memory", [math.inf, 9.0, 5.0, 3.6])
 def test_it_finds_what_trying_everything_finds(memory: float) -> None:
-    """The first is the simplest of the fastest; the others are the fastest layouts, in this order."""
+    """The first is the simplest of the fastest; the others are the fastest layouts, in this
+    order."""
     vary = tuple(key for key in KEYS if key not in (COMPILE, SEQUENCE))
     searched, forecast = space(16, vary), stand_in(memory)
     every = brute_force(searched, forecast)
@@ -177,7 +209,9 @@ def test_it_finds_what_trying_everything_finds(memory: float) -> None:
     few = run(Search(space(16, vary), forecast), 16, show=2)  # ends as early as it may
     assert simple(few[0]) == simple(shown[0])
     fastest = {candidate.layout.shape: seconds for seconds, candidate in reversed(every)}
-    assert min(candidate.prediction.step.seconds for candidate in shown) == pytest.approx(every[0][0])
+    assert min(candidate.prediction.step.seconds for candidate in shown) == pytest.approx(
+        every[0][0]
+    )
     assert len(shown) == min(30, len(fastest))
     assert search.predicted < len(every) / 3 or memory < math.inf
 
@@ -198,7 +232,8 @@ def test_the_least_memory_of_the_fastest() -> None:
 
 
 def test_what_is_not_shown_has_a_reason() -> None:
-    """Without schedules each candidate is refused, does not fit, is slower than what is shown, or was predicted."""
+    """Without schedules each candidate is refused, does not fit, is slower than what is shown, or
+    was predicted."""
     searched = space(16, ("layout", MICRO))
     search = Search(searched, stand_in(6.0))
     shown = run(search, 16, show=2)
@@ -239,12 +274,16 @@ def test_sequences_are_not_cut_into_crumbs_over_hosts() -> None:
     """Of 32 tokens over hosts of 2: unless it is asked for."""
     layouts = {first.layout.size("cp") for first in space(16, ("layout",), (2,) * 8).candidates()}
     assert layouts == {1, 2}
-    assert {first.layout.size("cp") for first in space(16, ("layout",), (2,) * 8, cp=8).candidates()} == {8}
+    assert {
+        first.layout.size("cp") for first in space(16, ("layout",), (2,) * 8, cp=8).candidates()
+    } == {8}
 
 
 def test_what_is_kept_and_what_is_refused_as_a_whole() -> None:
     shown = run(Search(space(8, ("layout",), tp=4), stand_in()), 8)
-    assert {(candidate.layout.size("tp"), candidate.settings[MICRO]) for candidate in shown} == {(4, 4)}
+    assert {(candidate.layout.size("tp"), candidate.settings[MICRO]) for candidate in shown} == {
+        (4, 4)
+    }
     with pytest.raises(InputError, match=r"--keep: {tp: 3} does not divide the 8 processes"):
         run(Search(space(8, ("layout",), tp=3), stand_in()), 8)
     searched = space(8, ("layout",))
@@ -254,16 +293,24 @@ def test_what_is_kept_and_what_is_refused_as_a_whole() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
-    """Of stages that cost as much or not; for 1F1B and GPipe with equal stages it is what the schedule takes."""
+    """Of stages that cost as much or not; for 1F1B and GPipe with equal stages it is what the
+    schedule takes."""
     random = Random(name)
     for (ranks, count), equal in itertools.product(((2, 1), (2, 5), (3, 4), (4, 9)), (True, False)):
         schedule = build(name, ranks=ranks, microbatches=count)
         short = replace(build(name, ranks=ranks, microbatches=1), microbatches=count)
-        costs = [(1.0, 1.5, 0.5) if equal else tuple(random.random() for _ in range(3)) for _ in schedule.placement]
+        costs = [
+            (1.0, 1.5, 0.5) if equal else tuple(random.random() for _ in range(3))
+            for _ in schedule.placement
+        ]
         bound, bound_with_sends = least_makespan(short, costs), least_makespan(short, costs, 0.7)
         takes = simulate(schedule, *zip(*costs, strict=True)).makespan
         assert bound <= takes + 1e-9
-        assert bound <= bound_with_sends <= simulate(schedule, *zip(*costs, strict=True), 0.7).makespan + 1e-9
+        assert (
+            bound
+            <= bound_with_sends
+            <= simulate(schedule, *zip(*costs, strict=True), 0.7).makespan + 1e-9
+        )
         if equal and name in ("1f1b", "gpipe"):
             assert bound == pytest.approx(takes)
         elif equal:
@@ -271,7 +318,8 @@ def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
 
 
 def test_the_work_of_a_search_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `tp` and `cp` alone, a thousand times as many ranks: as many traces, and no list of ranks."""
+    """Of `tp` and `cp` alone, a thousand times as many ranks: as many traces, and no list of
+    ranks."""
     ranks, traces = Counter[int](), Counter[int]()
     offsets, counted = Layout._offsets, blocks._counted
     for world in (32, 32768):
@@ -288,7 +336,9 @@ def test_the_work_of_a_search_does_not_grow_with_the_world(monkeypatch: pytest.M
         monkeypatch.setattr(Layout, "_offsets", listed)
         monkeypatch.setattr(blocks, "_counted", traced)
         monkeypatch.setattr(blocks, "_known", {})
-        search = Search(searched, replace(forecast(load("h100")), trace=partial(partial, attrgetter("memory"))))
+        search = Search(
+            searched, replace(forecast(load("h100")), trace=partial(partial, attrgetter("memory")))
+        )
         assert run(search, world, show=1)
         assert search.predicted < 600
     assert 0 < traces[32768] <= traces[32]

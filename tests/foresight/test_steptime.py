@@ -1,4 +1,5 @@
-"""Seconds of a step from plain values: hardware, collectives, and blocks whose work is written by hand."""
+"""Seconds of a step from plain values: hardware, collectives, and blocks whose work is written by
+hand."""
 
 import random
 from dataclasses import replace
@@ -22,7 +23,16 @@ H100 = load("h100")
 
 def block(scale: int = 1, sends: tuple[Send, ...] = ()) -> Work:
     forward = Pass((Product(8192, 4096, 4096, scale),), 1e11, 4e8 * scale, 20, sends)
-    return Work("block", 2 * 10**8 * scale, forward, forward, replace(forward, attention_flops=0), 1e8, 1e8, 1e8)
+    return Work(
+        "block",
+        2 * 10**8 * scale,
+        forward,
+        forward,
+        replace(forward, attention_flops=0),
+        1e8,
+        1e8,
+        1e8,
+    )
 
 
 def test_built_in_hardware() -> None:
@@ -35,13 +45,23 @@ def test_built_in_hardware() -> None:
 
 def test_what_is_wrong_with_a_hardware_file_is_said_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("device: {name: mine, memory_gb: 80}\ncompute: {peak: {bfloat16: 989}, hbm: -1}\n")
+    path.write_text(
+        "device: {name: mine, memory_gb: 80}\ncompute: {peak: {bfloat16: 989}, hbm: -1}\n"
+    )
     with pytest.raises(ConfigErrors) as raised:
         load(str(path))
-    for part in (f"{path}:1", "did you mean memory_gib?", f"{path}:2", "hardware.within_host is missing"):
+    for part in (
+        f"{path}:1",
+        "did you mean memory_gib?",
+        f"{path}:2",
+        "hardware.within_host is missing",
+    ):
         assert part in str(raised.value)
     good = "device: {name: m, memory_gib: 8}\ncompute: {peak: {bfloat16: -1}, hbm: 1}\n"
-    path.write_text(good + "within_host: {bandwidth: 1, latency: 0}\nbetween_hosts: {bandwidth: 1, latency: 0}\n")
+    path.write_text(
+        good
+        + "within_host: {bandwidth: 1, latency: 0}\nbetween_hosts: {bandwidth: 1, latency: 0}\n"
+    )
     with pytest.raises(InputError, match=r"peak\.bfloat16"):
         load(str(path))
     with pytest.raises(InputError, match="a100, b200, cpu, h100"):
@@ -63,11 +83,17 @@ def test_a_collective_takes_its_bytes_and_its_steps() -> None:
     assert seconds("all_gather", 0, Group(8, 8), H100) == 7 * inside.latency
     assert seconds("all_reduce", 0, Group(8, 8), H100) == 14 * inside.latency
     large = 1e12
-    assert seconds("all_gather", large, Group(8, 8), H100) == pytest.approx(large / (inside.bandwidth * 1e9), rel=1e-3)
+    assert seconds("all_gather", large, Group(8, 8), H100) == pytest.approx(
+        large / (inside.bandwidth * 1e9), rel=1e-3
+    )
     for on_host in (1, 2, 4):  # each rank of a host brings an interface
         expected = large / (on_host * outside.bandwidth * 1e9)
-        assert seconds("all_reduce", large, Group(16, on_host), H100) == pytest.approx(expected, rel=1e-3)
-    assert seconds("all_to_all", large, Group(16, 8), H100) < seconds("all_to_all", large, Group(16, 1), H100)
+        assert seconds("all_reduce", large, Group(16, on_host), H100) == pytest.approx(
+            expected, rel=1e-3
+        )
+    assert seconds("all_to_all", large, Group(16, 8), H100) < seconds(
+        "all_to_all", large, Group(16, 1), H100
+    )
     assert seconds("p2p", large, Group(2, 1), H100) > seconds("p2p", large, Group(2, 2), H100)
 
 
@@ -103,12 +129,16 @@ def test_the_bubble_is_that_of_the_simulated_schedule(name: str) -> None:
     assert step.parts.get("idle of pp", 0) == pytest.approx(min(timeline.idle))
 
 
-def test_long_schedules_are_extrapolated_from_their_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_schedules_are_extrapolated_from_their_steady_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     schedule = build("1f1b", ranks=4, microbatches=64)
     works, bounds = [block(1 + i) for i in range(4)], [(i, i + 1) for i in range(4)]
 
     def step_seconds() -> float:
-        return steptime.of(works, Layout({"pp": 4}), schedule, H100, bounds=bounds, handed_on=1e6).seconds
+        return steptime.of(
+            works, Layout({"pp": 4}), schedule, H100, bounds=bounds, handed_on=1e6
+        ).seconds
 
     exact = step_seconds()
     monkeypatch.setattr(steptime, "MOST_ACTIONS", 100)
@@ -116,9 +146,11 @@ def test_long_schedules_are_extrapolated_from_their_steady_state(monkeypatch: py
 
 
 def test_messages_hide_beside_what_computes() -> None:
-    assert steptime.one_behind_the_other([1, 1, 1], [2, 2, 2]) == 7  # what is ahead: the first waits
+    # what is ahead: the first waits
+    assert steptime.one_behind_the_other([1, 1, 1], [2, 2, 2]) == 7
     assert steptime.one_behind_the_other([3, 3], [1, 1]) == 7
-    assert steptime.one_behind_the_other([2, 2, 2], [1, 1, 1]) == 7  # what is behind: the last goes on
+    # what is behind: the last goes on
+    assert steptime.one_behind_the_other([2, 2, 2], [1, 1, 1]) == 7
     assert steptime.one_behind_the_other([1, 1], [3, 3]) == 7
 
 
@@ -126,9 +158,12 @@ def test_what_a_layout_sends_is_seen_or_hidden() -> None:
     works, layout = [block(), block()], Layout({"dp_shard": 8}).on_hosts([4, 4])
     ddp = steptime.of(works, Layout({"dp_replicate": 8}).on_hosts([8]), None, H100, microbatches=4)
     frees, keeps = (
-        steptime.of(works, layout, None, H100, microbatches=4, gathers_again=again) for again in (True, False)
+        steptime.of(works, layout, None, H100, microbatches=4, gathers_again=again)
+        for again in (True, False)
     )
-    with_tp = steptime.of([block(1, (Send("tp", "all_gather", 1e9),))], Layout({"tp": 8}).on_hosts([8]), None, H100)
+    with_tp = steptime.of(
+        [block(1, (Send("tp", "all_gather", 1e9),))], Layout({"tp": 8}).on_hosts([8]), None, H100
+    )
 
     def whole(step: steptime.StepTime, axis: str = "dp_shard") -> float:
         return step.parts[axis] + step.hidden.get(axis, 0)
@@ -138,7 +173,8 @@ def test_what_a_layout_sends_is_seen_or_hidden() -> None:
     scatter = seconds("reduce_scatter", 7 / 8 * 4 * 2e8, Group(8, 4), H100)
     assert whole(ddp, "dp_replicate") == pytest.approx(2 * sums)
     assert whole(keeps) == pytest.approx(2 * gather + 2 * scatter)
-    assert whole(frees) == pytest.approx(4 * (3 * gather + 2 * scatter))  # the last block stays between its passes
+    # the last block stays between its passes
+    assert whole(frees) == pytest.approx(4 * (3 * gather + 2 * scatter))
     assert keeps.sent == {"dp_shard": pytest.approx(7 / 8 * 2e8 * (2 * 2 + 2 * 4))}
     assert frees.sent == {"dp_shard": pytest.approx(7 / 8 * 2e8 * 4 * (3 * 2 + 2 * 4))}
     assert ddp.sent == {"dp_replicate": pytest.approx(2 * 7 / 8 * 4 * 4e8)}
@@ -146,9 +182,12 @@ def test_what_a_layout_sends_is_seen_or_hidden() -> None:
 
 
 def test_copies_that_share_the_optimizer_update_less_and_gather_it() -> None:
-    """A ring's sum is a scatter and a gather: the same bytes, but the gather hides beside nothing."""
+    """A ring's sum is a scatter and a gather: the same bytes, but the gather hides beside
+    nothing."""
     works, layout = [block(), block()], Layout({"dp_replicate": 8}).on_hosts([8])
-    each, shared = (steptime.of(works, layout, None, H100, shards_optimizer=shares) for shares in (False, True))
+    each, shared = (
+        steptime.of(works, layout, None, H100, shards_optimizer=shares) for shares in (False, True)
+    )
     assert shared.parts["update"] == pytest.approx(each.parts["update"] / 8)
     assert shared.sent == {"dp_replicate": pytest.approx(each.sent["dp_replicate"])}
     gather = seconds("all_gather", 7 / 8 * 4 * 4e8, Group(8, 8), H100)
@@ -157,19 +196,38 @@ def test_copies_that_share_the_optimizer_update_less_and_gather_it() -> None:
 
 def test_small_blocks_are_gathered_with_the_next_ones() -> None:
     a, b, c = MIN_UNIT_SIZE // 2, MIN_UNIT_SIZE, 3 * MIN_UNIT_SIZE
-    assert steptime.gathers_of_units([a, b, c, b, a], [a, b, c, b, a]) == ([2 * a + b, 0, c, b, 0], [0, a + b, c, 0, 0])
+    assert steptime.gathers_of_units([a, b, c, b, a], [a, b, c, b, a]) == (
+        [2 * a + b, 0, c, b, 0],
+        [0, a + b, c, 0, 0],
+    )
     assert steptime.gathers_of_units([5, 6], [5, 6]) == ([11, 0], [0, 0])
 
 
 def faster(hardware: Hardware, factor: float) -> list[Hardware]:
     """In one thing each."""
-    compute, links = hardware.compute, {key: getattr(hardware, key) for key in ("within_host", "between_hosts")}
+    compute, links = (
+        hardware.compute,
+        {key: getattr(hardware, key) for key in ("within_host", "between_hosts")},
+    )
     return [
-        replace(hardware, compute=replace(compute, peak={key: rate * factor for key, rate in compute.peak.items()})),
+        replace(
+            hardware,
+            compute=replace(
+                compute, peak={key: rate * factor for key, rate in compute.peak.items()}
+            ),
+        ),
         replace(hardware, compute=replace(compute, hbm=compute.hbm * factor)),
         replace(hardware, compute=replace(compute, launch=compute.launch / factor)),
-        replace(hardware, **{key: replace(link, bandwidth=link.bandwidth * factor) for key, link in links.items()}),
-        replace(hardware, **{key: replace(link, latency=link.latency / factor) for key, link in links.items()}),
+        replace(
+            hardware,
+            **{
+                key: replace(link, bandwidth=link.bandwidth * factor) for key, link in links.items()
+            },
+        ),
+        replace(
+            hardware,
+            **{key: replace(link, latency=link.latency / factor) for key, link in links.items()},
+        ),
     ]
 
 
@@ -178,11 +236,21 @@ def test_no_faster_hardware_makes_a_step_slower_and_parts_sum_to_the_step(seed: 
     draw = random.Random(seed)
     pp, dp, shard, tp = (draw.choice([1, 2]) for _ in range(4))
     layout = Layout({"pp": pp, "dp_replicate": dp, "dp_shard": shard, "tp": tp})
-    layout = layout.on_hosts([layout.world_size] if draw.random() < 0.5 else [1] * layout.world_size)
+    layout = layout.on_hosts(
+        [layout.world_size] if draw.random() < 0.5 else [1] * layout.world_size
+    )
     schedule = build("1f1b", ranks=pp, microbatches=4) if pp > 1 else None
-    sends = (Send("tp", draw.choice(["all_gather", "all_to_all", "all_reduce"]), 10 ** draw.uniform(3, 9)),)
+    sends = (
+        Send(
+            "tp", draw.choice(["all_gather", "all_to_all", "all_reduce"]), 10 ** draw.uniform(3, 9)
+        ),
+    )
     works = [block(draw.randint(1, 9), sends) for _ in range(2 * pp)]
-    options = {"bounds": [(2 * i, 2 * i + 2) for i in range(pp)], "handed_on": 1e8, "gathers_again": pp == 1}
+    options = {
+        "bounds": [(2 * i, 2 * i + 2) for i in range(pp)],
+        "handed_on": 1e8,
+        "gathers_again": pp == 1,
+    }
 
     def step(hardware: Hardware) -> steptime.StepTime:
         return steptime.of(works, layout, schedule, hardware, microbatches=4, **options)
@@ -196,27 +264,42 @@ def test_no_faster_hardware_makes_a_step_slower_and_parts_sum_to_the_step(seed: 
 
 
 def test_what_another_framework_has_published() -> None:
-    """Megatron-LM's 145.6 billion parameters on 1,536 A100, written by hand: 148 TFLOP/s of each, what is recomputed
-    counted (Narayanan et al., https://arxiv.org/abs/2104.04473, table 1)."""
+    """Megatron-LM's 145.6 billion parameters on 1,536 A100, written by hand: 148 TFLOP/s of each,
+    what is recomputed counted (Narayanan et al., https://arxiv.org/abs/2104.04473, table 1)."""
     hidden, layers, s, tp, words = 12288, 80, 2048, 8, 51200
     heads, width = 96 // tp, 128
     products = tuple(
         Product(s, n, k) for n, k in ((3 * hidden // tp, hidden), (hidden, hidden // tp),
                                       (4 * hidden // tp, hidden), (hidden, 4 * hidden // tp))
     )  # fmt: skip
-    scores = Product(s, s, width, heads), Product(s, width, s, heads)  # attention was not fused then
+    # attention was not fused then
+    scores = (
+        Product(s, s, width, heads),
+        Product(s, width, s, heads),
+    )
     moved = 2.0 * (8 * heads * s * s + 20 * s * hidden)
     sends = (Send("tp", "all_reduce", 2 * 2 * (tp - 1) / tp * 2 * s * hidden),)  # two of them
     forward = Pass((*products, *scores), 0, moved, 40, sends)
-    again = Pass((*products, *scores, *products, *scores, *scores), 0, 3 * moved, 100, (*sends, *sends))
-    layer = Work("layer", 12 * hidden**2 // tp, forward, again, Pass(products, operators=4), 0, 0, 0)
+    again = Pass(
+        (*products, *scores, *products, *scores, *scores), 0, 3 * moved, 100, (*sends, *sends)
+    )
+    layer = Work(
+        "layer", 12 * hidden**2 // tp, forward, again, Pass(products, operators=4), 0, 0, 0
+    )
     ends = Pass((Product(s, words // tp, hidden),), 0, 6.0 * s * words // tp, 20)
     head = Work("head", words * hidden // tp, ends, ends, ends, 0, 0, 0)
     layout = Layout({"pp": 8, "dp_replicate": 24, "tp": tp}).on_hosts([8] * 192)
     schedule = build("1f1b", ranks=8, microbatches=2304 // 24)
     bounds = [(i * layers // 8, (i + 1) * layers // 8 + (i == 7)) for i in range(8)]
     step = steptime.of(
-        [*[layer] * layers, head], layout, schedule, load("a100"), bounds=bounds, handed_on=2 * s * hidden / tp
+        [*[layer] * layers, head],
+        layout,
+        schedule,
+        load("a100"),
+        bounds=bounds,
+        handed_on=2 * s * hidden / tp,
     )
-    flops = 96 * 2304 * s * layers * hidden**2 * (1 + s / (6 * hidden) + words / (16 * layers * hidden))
+    flops = (
+        96 * 2304 * s * layers * hidden**2 * (1 + s / (6 * hidden) + words / (16 * layers * hidden))
+    )
     assert flops / step.seconds / 1536 / 1e12 == pytest.approx(148, rel=0.2)

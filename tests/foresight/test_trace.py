@@ -1,4 +1,5 @@
-"""A traced step has the live bytes of the same step with real CPU tensors, to the byte, and sends what it counts."""
+"""A traced step has the live bytes of the same step with real CPU tensors, to the byte, and sends
+what it counts."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,11 +27,18 @@ from tests.launching import ROOT
 from tests.ranks import made_once
 
 QUICKSTART, CONVNET, EXPERTS = "configs/quickstart.yaml", "configs/digits.yaml", "configs/moe.yaml"
-DDP, FSDP, TP, CP, PP = (f"layout={{{axis}: 2}}" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+DDP, FSDP, TP, CP, PP = (
+    f"layout={{{axis}: 2}}" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+)
 CASES = {
     "DDP": (QUICKSTART, DDP, "train.precision=bfloat16"),
     "FSDP": (QUICKSTART, FSDP),
-    "FSDP that keeps": (QUICKSTART, FSDP, "parallel.reshard_after_forward=false", "train.precision=bfloat16"),
+    "FSDP that keeps": (
+        QUICKSTART,
+        FSDP,
+        "parallel.reshard_after_forward=false",
+        "train.precision=bfloat16",
+    ),
     "tp": (QUICKSTART, TP),
     "tp, full": (QUICKSTART, TP, "parallel.recompute=full", "parallel.regather=true"),
     "tp, selective": (QUICKSTART, TP, "parallel.recompute=selective", "train.precision=bfloat16"),
@@ -51,7 +59,8 @@ def config_of(name: str) -> Config:
 
 
 def write_traces(names: Sequence[str], folder: Path) -> None:
-    """Traces both ranks of each case, in a process of its own: a trace has process groups that send nothing."""
+    """Traces both ranks of each case, in a process of its own: a trace has process groups that send
+    nothing."""
     process = get_context("spawn").Process(target=trace_all, args=(names, folder / "traces.json"))
     process.start()
     process.join()
@@ -63,7 +72,9 @@ def trace_all(names: Sequence[str], file: Path) -> None:
     traces = {}
     for name in names:
         config = config_of(name)
-        ranks = [trace.trace_rank(config, config.resolved, rank, device_type="cpu") for rank in range(2)]
+        ranks = [
+            trace.trace_rank(config, config.resolved, rank, device_type="cpu") for rank in range(2)
+        ]
         traces[name] = [asdict(traced) for traced in ranks]
     file.write_text(json.dumps(traces))
 
@@ -76,14 +87,20 @@ def in_turn(scores: Tensor, count: int) -> Tensor:
 
 @pytest.fixture
 def as_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a trace assumes: blocks that are gathered one by one, experts with equal loads, and a GPU's copy of a batch,
-    which is another one than the host's."""
+    """What a trace assumes: blocks that are gathered one by one, experts with equal loads, and a
+    GPU's copy of a batch, which is another one than the host's."""
     to = Batch.to
 
     def copy(x: Tensor | AttentionContext | None) -> Tensor | AttentionContext | None:
         return x.clone() if isinstance(x, Tensor) else x and x.apply(torch.clone)
 
-    def copied(batch: Batch, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True) -> Batch:
+    def copied(
+        batch: Batch,
+        device: torch.device,
+        dtype: torch.dtype,
+        first: bool = True,
+        last: bool = True,
+    ) -> Batch:
         tensors = to(batch, device, dtype, first, last).tensors.items()
         inputs = {name: copy(x) if i or first else x for i, (name, x) in enumerate(tensors)}
         return Batch(inputs, batch.targets.clone() if last else batch.targets)
@@ -123,15 +140,18 @@ def test_equals_real_tensors(name: str, job: Job, session_path: Path) -> None:
 
 
 def test_a_norm_saves_what_a_gpus_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its input in 16 bits and a number for each row. H100, torch 2.11: 28 layers of Qwen3 kept 6.6 GiB less than with
-    the float32 that the norms of torch's meta device save."""
+    """Its input in 16 bits and a number for each row. H100, torch 2.11: 28 layers of Qwen3 kept 6.6
+    GiB less than with the float32 that the norms of torch's meta device save."""
     saved: list[tuple[torch.Size, torch.dtype]] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         saved.append((x.shape, x.dtype))
         return x
 
-    x, weight = (torch.ones(*size, device="meta", dtype=torch.bfloat16).requires_grad_() for size in ((3, 8), (8,)))
+    x, weight = (
+        torch.ones(*size, device="meta", dtype=torch.bfloat16).requires_grad_()
+        for size in ((3, 8), (8,))
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         trace._rms_norm(x, (8,), weight, 1e-6).sum().backward()
     expected = [((3, 8), torch.bfloat16), ((3, 1), torch.float32), ((8,), torch.bfloat16)]

@@ -1,4 +1,5 @@
-"""Runs cells, and makes smaller those that fail: `python -m tests.fuzz [--seed 1] [--cells 200]`."""
+"""Runs cells, and makes smaller those that fail: `python -m tests.fuzz [--seed 1] [--cells
+200]`."""
 
 import argparse
 import json
@@ -37,7 +38,9 @@ def run(environment: dict[str, str], quiet: bool) -> dict[str, str]:
         ends = {}
         for case in ET.parse(report).iter("testcase"):
             tags = {child.tag for child in case}
-            ends[str(case.get("name"))] = "failure" if tags & {"failure", "error"} else "skipped" if tags else "passed"
+            ends[str(case.get("name"))] = (
+                "failure" if tags & {"failure", "error"} else "skipped" if tags else "passed"
+            )
     return ends
 
 
@@ -71,7 +74,10 @@ def main() -> int:
     failed = [name for name, end in ends.items() if end == "failure"]
     for name in failed:
         number = int(name.rpartition("/")[2].rstrip("]"))
-        print(f"\n=== cell {seed}/{number}, made smaller:\n{recipe(shrunk(drawn(seed, number)))}", flush=True)
+        print(
+            f"\n=== cell {seed}/{number}, made smaller:\n{recipe(shrunk(drawn(seed, number)))}",
+            flush=True,
+        )
     counts = [list(ends.values()).count(end) for end in ("passed", "skipped", "failure")]
     print(f"\nseed {seed}: {counts[0]} like one process, {counts[1]} refused, {counts[2]} failed")
     return 1 if failed or not ends else 0

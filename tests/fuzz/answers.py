@@ -1,4 +1,5 @@
-"""A data set of one's own, of samples whose targets begin late: `data.source: tests/fuzz/answers.py`."""
+"""A data set of one's own, of samples whose targets begin late: `data.source:
+tests/fuzz/answers.py`."""
 
 from typing import Any
 
@@ -9,7 +10,8 @@ LENGTH = 20
 
 
 class Answers:
-    """Random tokens below 61; only the last ones of a sample are targets, in every fifth sample none."""
+    """Random tokens below 61; only the last ones of a sample are targets, in every fifth sample
+    none."""
 
     def __init__(self, first: int, n: int) -> None:
         self.first, self.n = first, n

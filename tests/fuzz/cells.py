@@ -1,7 +1,7 @@
 """Random runs: model x data x layout x options, as keys of a config.
 
-A cell is a function of a seed and its number. What the config's own check refuses is drawn again: the check says which
-combinations make sense, so that a new key needs a line here and nothing else.
+A cell is a function of a seed and its number. What the config's own check refuses is drawn again:
+the check says which combinations make sense, so that a new key needs a line here and nothing else.
 """
 
 import random
@@ -51,7 +51,10 @@ class Cell:
 
 
 def overrides(keys: Keys) -> list[str]:
-    return [f"{name}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}" for name, value in keys.items()]
+    return [
+        f"{name}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}"
+        for name, value in keys.items()
+    ]
 
 
 ALONE: Keys = {"layout": {"dp_shard": 1}}
@@ -72,7 +75,9 @@ def drawn(seed: int, number: int) -> Cell:
         layouts: list[Keys] = []
         for _ in range(20):
             layout = draw_layout(rng, world)
-            if is_accepted(experiment | layout, world) and not any(is_known(experiment, layout) for is_known in KNOWN):
+            if is_accepted(experiment | layout, world) and not any(
+                is_known(experiment, layout) for is_known in KNOWN
+            ):
                 layouts.append(layout)
             if len(layouts) == 2:
                 return Cell(experiment, *layouts)
@@ -112,7 +117,11 @@ def draw_experiment(rng: random.Random) -> Keys:
         {"data.mask_documents": True},
         {"train.lora": {"rank": 3, "alpha": 8}, "optimizer.eps": 1e-3},
         {"train.freeze": ["*embed*"]},
-        {"train.linear_precision": "float8", "model.hidden_size": 128, "model.num_attention_heads": 4},
+        {
+            "train.linear_precision": "float8",
+            "model.hidden_size": 128,
+            "model.num_attention_heads": 4,
+        },
         {"batch.global_size": [[0, 3], [2, 7]]},
         {"data.seq_len_warmup": [[0, 8], [2, 12]]},
     ]
@@ -157,13 +166,22 @@ def starter(rng: random.Random) -> Keys:
 
 
 def convnet(rng: random.Random) -> Keys:
-    sizes = {"model.image_size": 8, "model.in_channels": 1, "model.channels": [6, 10], "model.num_classes": 10}
+    sizes = {
+        "model.image_size": 8,
+        "model.in_channels": 1,
+        "model.channels": [6, 10],
+        "model.num_classes": 10,
+    }
     return {"model.name": "convnet", "data.source": "digits"} | sizes
 
 
 def text(rng: random.Random) -> Keys:
     """The data of a language model."""
-    standard = {"data.source": "python-stdlib", "data.seq_len": rng.randint(8, 30), "train.eval_samples": 5}
+    standard = {
+        "data.source": "python-stdlib",
+        "data.seq_len": rng.randint(8, 30),
+        "train.eval_samples": 5,
+    }
     return rng.choice([standard, {"data.source": "tests/fuzz/answers.py", "data.seq_len": LENGTH}])
 
 
@@ -173,7 +191,9 @@ MODELS: list[Callable[[random.Random], Keys]] = [
     lambda rng: decoder(rng, "tests/models/attached.py"),
     lambda rng: mixture(rng, "qwen3_moe", "model.num_experts", "model.num_experts_per_tok"),
     lambda rng: mixture(rng, "mixtral", "model.num_local_experts", "model.num_experts_per_tok"),
-    lambda rng: mixture(rng, "tests/models/moe.py", "model.num_experts", "model.num_experts_per_tok"),
+    lambda rng: mixture(
+        rng, "tests/models/moe.py", "model.num_experts", "model.num_experts_per_tok"
+    ),
     starter,
     convnet,
 ]
@@ -213,12 +233,17 @@ def smaller(cell: Cell) -> Iterator[Cell]:
     yield replace(cell, first=cell.first | plain, then=plain)
     for name, value in cell.experiment.items():
         if name not in ("model.name", "data.source", "train.precision", "train.steps"):
-            yield replace(cell, experiment={key: other for key, other in cell.experiment.items() if key != name})
+            yield replace(
+                cell,
+                experiment={key: other for key, other in cell.experiment.items() if key != name},
+            )
         if isinstance(value, int) and value > 2:
             yield replace(cell, experiment=cell.experiment | {name: value // 2})
     for name in cell.first:
         if name != "layout":
-            yield replace(cell, first={key: value for key, value in cell.first.items() if key != name})
+            yield replace(
+                cell, first={key: value for key, value in cell.first.items() if key != name}
+            )
     for axis, size in cell.first["layout"].items():
         for part in range(1, size):
             if size % part == 0:

@@ -1,6 +1,8 @@
-"""Random runs have the losses of one process, go on on another layout, and export what one process exports.
+"""Random runs have the losses of one process, go on on another layout, and export what one process
+exports.
 
-`make fuzz SEED=1 CELLS=200` tries other runs; one that fails is made smaller there and printed as YAML and command.
+`make fuzz SEED=1 CELLS=200` tries other runs; one that fails is made smaller there and printed as
+YAML and command.
 """
 
 import json
@@ -80,7 +82,9 @@ def compare(job: Job, cell: Cell, folder: Path, session_path: Path) -> None:
     of_one_process = Experiment("fuzz", BASE, (*keys, f"train.export={exported[0]}"), TOLERANCE)
     alone = train_alone(job, of_one_process, session_path).rows
 
-    first = train_here(job, experiment, [*overrides(cell.first), f"checkpoint.every={SAVED}"], folder / "first").rows
+    first = train_here(
+        job, experiment, [*overrides(cell.first), f"checkpoint.every={SAVED}"], folder / "first"
+    ).rows
     assert_same(first, alone, TOLERANCE)
 
     resume = f"checkpoint.resume={folder}/first/checkpoints/step_{SAVED:07}"
@@ -88,7 +92,9 @@ def compare(job: Job, cell: Cell, folder: Path, session_path: Path) -> None:
     then = train_here(job, experiment, last, folder / "then").rows
     assert_same(then, alone[SAVED:], TOLERANCE)
 
-    expected, weights = ({file.name: load_file(file) for file in path.glob("*.safetensors")} for path in exported)
+    expected, weights = (
+        {file.name: load_file(file) for file in path.glob("*.safetensors")} for path in exported
+    )
     assert weights.keys() == expected.keys()
     for name, tensors in weights.items():
         assert tensors.keys() == expected[name].keys()
@@ -100,7 +106,10 @@ def compare(job: Job, cell: Cell, folder: Path, session_path: Path) -> None:
         read = (*keys, f"model.weights={exported[0]}")
         from_one = train_alone(job, Experiment("fuzz", BASE, read, TOLERANCE), session_path).rows
         from_all = train_here(
-            job, experiment, [*overrides(cell.first), f"model.weights={exported[1]}"], folder / "read"
+            job,
+            experiment,
+            [*overrides(cell.first), f"model.weights={exported[1]}"],
+            folder / "read",
         )
         assert from_all.rows[0]["loss"] == pytest.approx(from_one[0]["loss"], rel=1e-6)
         assert from_all.rows[0]["loss"] != first[0]["loss"], "the weights were read"

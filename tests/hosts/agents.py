@@ -12,7 +12,8 @@ from tests.launching import ROOT, TORCHRUN, environment
 from tests.nethosts import Network, why_not
 
 REASON = why_not()
-# Marks of every test here; starting torch on 3 hosts takes a while on 2 cores, and longer on busy ones.
+# Marks of every test here; starting torch on 3 hosts takes a while on 2 cores, and longer on busy
+# ones.
 needs_hosts = [
     pytest.mark.cluster,
     pytest.mark.timeout(420),
@@ -52,7 +53,8 @@ class Model(nn.Module):
 
 
 def small_run(folder: Path) -> Path:
-    """A config in a folder, with a model and a text of its own; a step takes milliseconds, or as `model.pace` says."""
+    """A config in a folder, with a model and a text of its own; a step takes milliseconds, or as
+    `model.pace` says."""
     (folder / "model.py").write_text(MODEL)
     (folder / "text.txt").write_text(
         "".join(f"{i * i} and {i**3 % 1009} make {i * 7919 % 10007}.\n" for i in range(400))
@@ -60,11 +62,13 @@ def small_run(folder: Path) -> Path:
     config = folder / "small.yaml"
     config.write_text(
         f"model: {{name: {folder}/model.py}}\n"
-        f"data: {{source: text, path: {folder}/text.txt, cache: {folder}/cache, validation: 0, seq_len: 32,"
+        f"data: {{source: text, path: {folder}/text.txt, cache: {folder}/cache, validation: 0, "
+        "seq_len: 32,"
         " workers: 0}\n"
         "batch: {global_size: 12, micro_size: 6}\n"
         "optimizer: {lr: 1e-2, warmup_steps: 2}\n"
-        f"train: {{steps: 40, eval_every: 0, sample_tokens: 0, precision: float64, output: {folder}/run}}\n"
+        f"train: {{steps: 40, eval_every: 0, sample_tokens: 0, precision: float64, output: "
+        f"{folder}/run}}\n"
         "checkpoint: {every: 5}\n"
     )
     return config
@@ -74,14 +78,23 @@ class Agent:
     """One torchrun, on one host."""
 
     def __init__(
-        self, network: Network, host: int, log: Path, command: list[str], variables: Mapping[str, str]
+        self,
+        network: Network,
+        host: int,
+        log: Path,
+        command: list[str],
+        variables: Mapping[str, str],
     ) -> None:
         self.host, self._log = host, log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 network.on(host, *command),
-                cwd=ROOT, env=environment(**variables), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=environment(**variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
 
     @property
     def printed(self) -> str:
@@ -89,7 +102,8 @@ class Agent:
 
     @property
     def torchrun(self) -> int:
-        """The pid of torchrun itself; its parent is nsenter, which started it in the host's namespaces."""
+        """The pid of torchrun itself; its parent is nsenter, which started it in the host's
+        namespaces."""
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
 
     def ends(self, seconds: float = 180) -> int:
@@ -105,10 +119,20 @@ class Agents:
         self.pace = Pace(folder)
         self.agents: list[Agent] = []
 
-    def start(self, host: int, launch: str, *run: str, variables: Mapping[str, str] | None = None) -> Agent:
-        """Starts torchrun with the options `launch` on a host, to train with the arguments `run` into `self.run`."""
+    def start(
+        self, host: int, launch: str, *run: str, variables: Mapping[str, str] | None = None
+    ) -> Agent:
+        """Starts torchrun with the options `launch` on a host, to train with the arguments `run`
+        into `self.run`."""
         log = self.folder / f"agent_{len(self.agents)}_on_node{host}.log"
-        command = [*TORCHRUN, *launch.split(), "-m", "meshtrain.train", *run, f"train.output={self.run}"]
+        command = [
+            *TORCHRUN,
+            *launch.split(),
+            "-m",
+            "meshtrain.train",
+            *run,
+            f"train.output={self.run}",
+        ]
         self.agents.append(Agent(self.network, host, log, command, variables or {}))
         return self.agents[-1]
 
@@ -168,4 +192,6 @@ def same_as(run: Path, reference: Path, tolerance: float = 1e-9) -> None:
     assert [row["step"] for row in many] == [row["step"] for row in one]
     assert [row["samples_digest"] for row in many] == [row["samples_digest"] for row in one]
     for name in ("loss", "grad_norm", "tokens"):
-        assert [row[name] for row in many] == pytest.approx([row[name] for row in one], rel=tolerance), name
+        assert [row[name] for row in many] == pytest.approx(
+            [row[name] for row in one], rel=tolerance
+        ), name

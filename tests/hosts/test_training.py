@@ -1,4 +1,5 @@
-"""Several hosts, which are network namespaces of this machine, train to the losses of one process."""
+"""Several hosts, which are network namespaces of this machine, train to the losses of one
+process."""
 
 import re
 import sys
@@ -31,7 +32,9 @@ def alone(llama: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
-def train(agents: Agents, launch: str, counts: tuple[int, int], *words: str, **variables: str) -> str:
+def train(
+    agents: Agents, launch: str, counts: tuple[int, int], *words: str, **variables: str
+) -> str:
     """A job on two hosts with so many processes; what it has printed."""
     for host, count in enumerate(counts, 1):
         options = f"{launch.format(node=host - 1)} --nproc-per-node={count}"
@@ -47,14 +50,18 @@ ACROSS = [
 ]
 
 
-@pytest.mark.parametrize(("processes", "says"), [(2, INSIDE), (1, ACROSS)], ids=["inside", "across"])
+@pytest.mark.parametrize(
+    ("processes", "says"), [(2, INSIDE), (1, ACROSS)], ids=["inside", "across"]
+)
 def test_tensor_parallelism_inside_of_hosts_and_across(
     processes: int, says: list[str], llama: tuple[str, ...], alone: Path, tmp_path: Path
 ) -> None:
     """The same command on both nodes. Across hosts it is slow, and right."""
     with Network(2, tmp_path) as network:
         agents = Agents(network, tmp_path)
-        printed = train(agents, C10D, (processes, processes), *llama, "layout={dp_shard: -1, tp: 2}")
+        printed = train(
+            agents, C10D, (processes, processes), *llama, "layout={dp_shard: -1, tp: 2}"
+        )
     same_as(agents.run, alone)
     assert all(line in printed for line in says), printed
     assert ("tp crosses hosts" in printed) == (says == ACROSS)
@@ -63,13 +70,17 @@ def test_tensor_parallelism_inside_of_hosts_and_across(
 
 
 def test_two_and_one(llama: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
-    """The static form, hosts with different numbers of processes, and a host that knows itself by a loopback address.
+    """The static form, hosts with different numbers of processes, and a host that knows itself by a
+    loopback address.
 
-    Debian gives a host the address 127.0.1.1 under its own name; with an interface named, that does no harm.
+    Debian gives a host the address 127.0.1.1 under its own name; with an interface named, that does
+    no harm.
     """
     with Network(2, tmp_path) as network:
         for host in (1, 2):
-            others = [f"{network.address(other)} node{other}" for other in network.hosts if other != host]
+            others = [
+                f"{network.address(other)} node{other}" for other in network.hosts if other != host
+            ]
             network.names(host, [f"127.0.1.1 node{host}", *others])
         agents = Agents(network, tmp_path)
         printed = train(agents, STATIC, (2, 1), *llama, GLOO_SOCKET_IFNAME="eth0")

@@ -1,4 +1,5 @@
-"""Small models of transformers (models.yaml), and the same models of meshtrain with their weights."""
+"""Small models of transformers (models.yaml), and the same models of meshtrain with their
+weights."""
 
 import json
 from pathlib import Path
@@ -21,7 +22,9 @@ from meshtrain.run.weights_export import export
 
 JOB = Job(read_environment({}), torch.device("cpu"), None)
 MESH = build_mesh(Layout({}), "cpu")  # of a world of one
-REST = "\nbatch: {global_size: 4, micro_size: 4}\ntrain: {steps: 2}\ndata: {seq_len: 32, workers: 0}\n"
+REST = (
+    "\nbatch: {global_size: 4, micro_size: 4}\ntrain: {steps: 2}\ndata: {seq_len: 32, workers: 0}\n"
+)
 TOKENS = torch.randint(96, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -75,21 +78,33 @@ def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-def write(model: nn.Module, folder: Path, config: Config, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+def write(
+    model: nn.Module,
+    folder: Path,
+    config: Config,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> None:
     """Exports a model of a run."""
     described = model_file(config.model.name).to_hugging_face(model.config)
     export(model, folder, JOB, MESH, dtype=dtype, config=described, **options)
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in folder.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
 
 
 def changed(folder: Path, **keys: Any) -> Path:
     """With these keys in its config.json; None takes a key away."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | keys
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}, indent=2))
+    path.write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None}, indent=2)
+    )
     return folder
 
 
@@ -97,7 +112,9 @@ def assert_loads(folder: Path, expected: Tensor, tokens: Tensor = TOKENS) -> nn.
     """transformers finds all tensors of a model in a folder, and computes the same."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype="auto"
+    )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert (logits(model.eval().float(), tokens) - expected).abs().max() <= 1e-5
     return model

@@ -1,4 +1,5 @@
-"""Weights of models with experts, in both of Hugging Face's formats, against transformers itself."""
+"""Weights of models with experts, in both of Hugging Face's formats, against transformers
+itself."""
 
 import shutil
 from pathlib import Path
@@ -40,7 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_tensor_may_have_either_format(folder: Path, tmp_path: Path) -> None:
     tensors, experts = stored(folder), "model.layers.1.mlp.experts"
-    rows = [torch.cat([tensors.pop(f"{experts}.{i}.{kind}_proj.weight") for kind in ("gate", "up")]) for i in range(8)]
+    rows = [
+        torch.cat([tensors.pop(f"{experts}.{i}.{kind}_proj.weight") for kind in ("gate", "up")])
+        for i in range(8)
+    ]
     shutil.copytree(folder, tmp_path / "mixed")
     save_file(tensors | {f"{experts}.gate_up_proj": torch.stack(rows)}, tmp_path / "mixed" / SINGLE)
     expected = own_model(folder).state_dict()
@@ -61,7 +65,8 @@ def test_the_bias_that_corrects_the_router_is_not_rounded(folder: Path, tmp_path
 def test_a_checkpoint_keeps_fused_tensors_and_becomes_the_same_files(
     file_format: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever layout wrote it; a tensor is read in blocks of a few rows, also inside of an expert."""
+    """Whatever layout wrote it; a tensor is read in blocks of a few rows, also inside of an
+    expert."""
     monkeypatch.setattr(checkpoint_export, "BLOCK", 4000)
     config = run_config(folder, f"train.export_format={file_format}", "train.precision=bfloat16")
     model = own_model(folder)
@@ -72,15 +77,21 @@ def test_a_checkpoint_keeps_fused_tensors_and_becomes_the_same_files(
         cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
         config=config.plain(),
     )
-    assert cli.main(["export", str(checkpoint), str(tmp_path / "ours"), "--format", file_format]) == 0
+    assert (
+        cli.main(["export", str(checkpoint), str(tmp_path / "ours"), "--format", file_format]) == 0
+    )
     write_export(config, JOB, MESH, model, str(tmp_path / "run"))
     files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == files
-    assert any("experts.7.up_proj" in name for name in stored(tmp_path / "ours")) == (file_format == "original")
+    assert any("experts.7.up_proj" in name for name in stored(tmp_path / "ours")) == (
+        file_format == "original"
+    )
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.gate.balance.loads").fill_(3)
     other = model_file("glm4_moe").Model(model.config)
     load_checkpoint(checkpoint, other)
     for name, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value) != (name == "model.layers.1.mlp.gate.balance.loads"), name
+        assert torch.equal(other.state_dict()[name], value) != (
+            name == "model.layers.1.mlp.gate.balance.loads"
+        ), name

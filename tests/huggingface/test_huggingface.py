@@ -29,7 +29,10 @@ from tests.huggingface.models import (
 )
 from tests.launching import forked
 
-TINY = [f"model.{key}={MODELS['plain'][key]}" for key in ("hidden_size", "intermediate_size", "num_attention_heads")]
+TINY = [
+    f"model.{key}={MODELS['plain'][key]}"
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+]
 llama = model_file("llama")
 
 
@@ -39,7 +42,7 @@ def plain(tmp_path: Path) -> Path:
     return tmp_path / "plain"
 
 
-# Reading ------------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 def test_what_config_json_leaves_out_has_the_value_of_transformers(plain: Path) -> None:
@@ -48,7 +51,10 @@ def test_what_config_json_leaves_out_has_the_value_of_transformers(plain: Path) 
     changed(plain, rms_norm_eps=None, rope_parameters=None, tie_word_embeddings=None)
     keys = run_config(plain).model.keys
     theirs = LlamaConfig.from_pretrained(plain)
-    assert (keys["rms_norm_eps"], keys["rope_theta"]) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+    assert (keys["rms_norm_eps"], keys["rope_theta"]) == (
+        theirs.rms_norm_eps,
+        theirs.rope_parameters["rope_theta"],
+    )
 
 
 def test_keys_that_are_given_win_and_the_resolved_config_says_all(tmp_path: Path) -> None:
@@ -65,7 +71,10 @@ def test_keys_that_are_given_win_and_the_resolved_config_says_all(tmp_path: Path
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_any_floating_type_is_cast(dtype: torch.dtype, plain: Path) -> None:
     values = {name: value.to(dtype) for name, value in load_file(plain / weights.SINGLE).items()}
-    save_file(values | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}, plain / weights.SINGLE)
+    save_file(
+        values | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)},
+        plain / weights.SINGLE,
+    )
     for name, value in with_weights(run_config(plain)).state_dict().items():
         assert torch.equal(value, values[name].float())
 
@@ -78,11 +87,13 @@ def test_a_tied_head_may_be_in_the_files_if_it_is_the_same(tmp_path: Path) -> No
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
     with_weights(run_config(tmp_path / "in"))
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
-    with pytest.raises(InputError, match=r"weight has values of its own.*tie_word_embeddings: false"):
+    with pytest.raises(
+        InputError, match=r"weight has values of its own.*tie_word_embeddings: false"
+    ):
         with_weights(run_config(tmp_path / "in"))
 
 
-# Writing ------------------------------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -100,7 +111,9 @@ def test_any_floating_type_is_exported(dtype: torch.dtype, tmp_path: Path) -> No
     assert (logits(with_weights(run_config(tmp_path / "out"))) - logits(theirs)).abs().max() <= 1e-5
 
 
-def test_an_export_takes_the_place_of_an_earlier_one_and_of_nothing_else(plain: Path, tmp_path: Path) -> None:
+def test_an_export_takes_the_place_of_an_earlier_one_and_of_nothing_else(
+    plain: Path, tmp_path: Path
+) -> None:
     config, out = run_config(plain), tmp_path / "out"
     model = with_weights(config)
     out.mkdir()
@@ -128,7 +141,11 @@ def test_an_export_takes_the_place_of_an_earlier_one_and_of_nothing_else(plain: 
 def test_files_go_round_among_the_writers() -> None:
     entries = [weights.Entry(f"t{n}", "F32", (size,)) for n, size in enumerate((10, 10, 30, 1, 1))]
     files = weights.planned_files(entries, most=90)
-    assert [[entry.name for entry in file] for file in files.values()] == [["t0", "t1"], ["t2"], ["t3", "t4"]]
+    assert [[entry.name for entry in file] for file in files.values()] == [
+        ["t0", "t1"],
+        ["t2"],
+        ["t3", "t4"],
+    ]
     assert list(files) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert [[(w, e.name) for w, _, e in turn] for turn in turns(files, [0, 5])] == [
         [(0, "t0"), (5, "t2")],
@@ -138,13 +155,14 @@ def test_files_go_round_among_the_writers() -> None:
     ]
 
 
-# Whole runs ---------------------------------------------------------------------------------------------------------
+# Whole runs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_train_export_and_start_from_it(tmp_path: Path) -> None:
-    """On two processes: trains two stages and exports, then goes on from the export with another layout.
+    """On two processes: trains two stages and exports, then goes on from the export with another
+    layout.
 
     `meshtrain export` makes the same bytes of the run's last checkpoint.
     """
@@ -152,7 +170,12 @@ def test_train_export_and_start_from_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def train(name: str, *overrides: str) -> Any:
-        options = ["train.sample_tokens=8", "optimizer.warmup_steps=0", f"train.output={tmp_path / name}", *overrides]
+        options = [
+            "train.sample_tokens=8",
+            "optimizer.warmup_steps=0",
+            f"train.output={tmp_path / name}",
+            *overrides,
+        ]
         return forked(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *options)
 
     def first_loss(name: str) -> float:
@@ -164,7 +187,9 @@ def test_train_export_and_start_from_it(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == exported
     assert_loads(out, logits(with_weights(run_config(out))))
     train("second").check()
-    assert first_loss("second") < first_loss("first") - 0.1, "the second run starts where the first ended"
+    assert first_loss("second") < first_loss("first") - 0.1, (
+        "the second run starts where the first ended"
+    )
     refused = train("third", "model.vocab_size=300")
     assert "vocab_size (there 256, here 300)" in refused.err
     assert not (tmp_path / "third" / "exit.json").exists()

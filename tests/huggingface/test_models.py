@@ -1,4 +1,5 @@
-"""Models against transformers' own classes: names, logits, training steps, config.json in and out."""
+"""Models against transformers' own classes: names, logits, training steps, config.json in and
+out."""
 
 import json
 from pathlib import Path
@@ -26,19 +27,29 @@ from tests.huggingface.models import (
     write,
 )
 
-PUBLISHED, CONFIGS, OLDER = table("published"), table("deepseek_configs"), table("models")["older_models"]
+PUBLISHED, CONFIGS, OLDER = (
+    table("published"),
+    table("deepseek_configs"),
+    table("models")["older_models"],
+)
 
 
 MIXTURES = [name for name, keys in MODELS.items() if any("experts" in key for key in keys)]
 
 
 @pytest.mark.parametrize(
-    ("name", "file_format"), [*[(name, "original") for name in MODELS], *[(name, "fused") for name in MIXTURES]]
+    ("name", "file_format"),
+    [*[(name, "original") for name in MODELS], *[(name, "fused") for name in MIXTURES]],
 )
-def test_a_model_of_transformers_is_read_and_written(name: str, file_format: str, tmp_path: Path) -> None:
-    """From several files and to one, which has the same tensors, also of experts in both of their formats."""
+def test_a_model_of_transformers_is_read_and_written(
+    name: str, file_format: str, tmp_path: Path
+) -> None:
+    """From several files and to one, which has the same tensors, also of experts in both of their
+    formats."""
     theirs = transformers_model(name)
-    theirs.save_pretrained(tmp_path / "in", max_shard_size="40KB", save_original_format=file_format == "original")
+    theirs.save_pretrained(
+        tmp_path / "in", max_shard_size="40KB", save_original_format=file_format == "original"
+    )
     assert (tmp_path / "in" / INDEX).exists()
     config = run_config(tmp_path / "in")
     ours, expected = with_weights(config), logits(theirs)
@@ -53,18 +64,25 @@ def test_a_model_of_transformers_is_read_and_written(name: str, file_format: str
     again = run_config(tmp_path / "out")
     assert (logits(with_weights(again)) - expected).abs().max() <= 1e-5
     module = model_file(config.model.name)
-    described = (module.to_hugging_face(module.Config(**read.model.keys)) for read in (config, again))
+    described = (
+        module.to_hugging_face(module.Config(**read.model.keys)) for read in (config, again)
+    )
     assert next(described) == next(described)
 
 
 def with_weights_in_memory(folder: Path, theirs: nn.Module) -> nn.Module:
-    """Our model of a config.json, with weights of a model of transformers, whose names are the same."""
+    """Our model of a config.json, with weights of a model of transformers, whose names are the
+    same."""
     config = run_config(folder)
     if "router_aux_loss_coef" in config.model.keys:
         config = run_config(folder, "model.router_aux_loss_coef=0")
     module = model_file(config.model.name)
     model = module.Model(module.Config(**config.model.keys))
-    loads = {key: value for key, value in model.state_dict().items() if key.endswith(".mlp.gate.balance.loads")}
+    loads = {
+        key: value
+        for key, value in model.state_dict().items()
+        if key.endswith(".mlp.gate.balance.loads")
+    }
     model.load_state_dict(theirs.state_dict() | loads)
     return model
 
@@ -72,7 +90,15 @@ def with_weights_in_memory(folder: Path, theirs: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3", "qwen3, tied, yarn", "qwen3_moe", "qwen3_moe, few layers", "mixtral", "glm", "glm, no norm"),
+        *(
+            "qwen3",
+            "qwen3, tied, yarn",
+            "qwen3_moe",
+            "qwen3_moe, few layers",
+            "mixtral",
+            "glm",
+            "glm, no norm",
+        ),
         *("deepseek", "deepseek, no query latent", "deepseek, yarn"),
     ],
 )
@@ -101,8 +127,12 @@ def test_the_older_form_of_config_json(name: str, tmp_path: Path) -> None:
 
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "config.json").write_text(json.dumps(OLDER[name]))
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "in")).float().eval()
-    assert (logits(with_weights_in_memory(tmp_path / "in", theirs)) - logits(theirs)).abs().max() <= 1e-5
+    theirs = (
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "in")).float().eval()
+    )
+    assert (
+        logits(with_weights_in_memory(tmp_path / "in", theirs)) - logits(theirs)
+    ).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("name", "layer"), [("glm, no norm", 46), ("deepseek", 61)])
@@ -115,9 +145,13 @@ def test_the_layer_for_one_token_more_is_not_read(name: str, layer: int, tmp_pat
     assert messages == []
     file = tmp_path / "in" / SINGLE
     tensors = load_file(file)
-    save_file(tensors | {f"model.layers.{layer}.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
+    save_file(
+        tensors | {f"model.layers.{layer}.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"}
+    )
     check_start(config, say=messages.append)
-    assert messages == [f"{tmp_path / 'in'}: 1 tensor of model.layers.{layer}.* not read: the model has none of it"]
+    assert messages == [
+        f"{tmp_path / 'in'}: 1 tensor of model.layers.{layer}.* not read: the model has none of it"
+    ]
     assert (logits(with_weights(config)) - logits(theirs)).abs().max() <= 1e-5
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
     with pytest.raises(InputError, match=r"the model has no model\.layers\.4\.eh_proj"):
@@ -153,6 +187,9 @@ def test_sizes_and_scalings_that_make_no_model_are_refused() -> None:
             forms.append({"rope_parameters": keys["rope_scaling"]})
         for form in forms:
             ((key, problem),) = module.check(module.Config(**form))
-            assert (key, row["says"] in problem) == (row.get("key", list(form)[-1]), True), (row, problem)
+            assert (key, row["says"] in problem) == (row.get("key", list(form)[-1]), True), (
+                row,
+                problem,
+            )
     llama = model_file("llama")
     assert "rope_type is missing" in llama.check(llama.Config(rope_scaling={"factor": 2}))[0][1]

@@ -1,4 +1,5 @@
-"""Weights in and out on several ranks: each reads the parts that it holds, and together they write what was read."""
+"""Weights in and out on several ranks: each reads the parts that it holds, and together they write
+what was read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,14 @@ from meshtrain.parallel.sharding import local_part
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.weights_export import export
 from tests.checkpoint.by_hand import write_checkpoint
-from tests.huggingface.models import TOKENS, assert_loads, logits, run_config, stored, transformers_model
+from tests.huggingface.models import (
+    TOKENS,
+    assert_loads,
+    logits,
+    run_config,
+    stored,
+    transformers_model,
+)
 from tests.ranks import made_once, row
 
 DENSE = (  # (layout, schedule)
@@ -62,7 +70,11 @@ OF_EXPERTS = (  # (layout, schedule, expert_parallel)
 
 def parameter(layout: Layout, schedule: str, name: str) -> Any:
     identity = f"{layout} ep {layout.experts} {schedule} {name}"
-    slow = layout.world_size == 4 and name in ("llama3", "gqa")  # the sizes of the third model divide least
+    # the sizes of the third model divide least
+    slow = layout.world_size == 4 and name in (
+        "llama3",
+        "gqa",
+    )
     return row(layout.world_size, layout, schedule, name, name=identity, slow=slow)
 
 
@@ -72,8 +84,15 @@ def dense(layout: Layout) -> tuple[str, ...]:
 
 
 CELLS = [
-    *(parameter(Layout(sizes), schedule, name) for sizes, schedule in DENSE for name in dense(Layout(sizes))),
-    *(parameter(Layout(sizes).with_experts(ranks), schedule, "mixtral") for sizes, schedule, ranks in OF_EXPERTS),
+    *(
+        parameter(Layout(sizes), schedule, name)
+        for sizes, schedule in DENSE
+        for name in dense(Layout(sizes))
+    ),
+    *(
+        parameter(Layout(sizes).with_experts(ranks), schedule, "mixtral")
+        for sizes, schedule, ranks in OF_EXPERTS
+    ),
 ]
 
 
@@ -116,11 +135,16 @@ def stages(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
 def values_to_read(model: nn.Module, mesh: Mesh) -> int:
     """The number of values in this rank's parts of all stored tensors."""
     tensors = [item for stage in stages(model, mesh) for item in named_tensors(stage).items()]
-    return sum(local_part(tensor)[0].numel() for (name, *_), tensor in tensors if not name.endswith(".loads"))
+    return sum(
+        local_part(tensor)[0].numel()
+        for (name, *_), tensor in tensors
+        if not name.endswith(".loads")
+    )
 
 
 class Counted:
-    """Stands in for a safetensors file, and adds the number of values that are read from it to `read`."""
+    """Stands in for a safetensors file, and adds the number of values that are read from it to
+    `read`."""
 
     def __init__(self, file: Any, read: list[int]) -> None:
         self.file, self.read = file, read
@@ -156,7 +180,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def assert_logits(model: nn.Module, expected: Tensor) -> None:
-    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)  # a later stage cannot tell them from its input
+    # a later stage cannot tell them from its input
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
     with torch.no_grad():
         computed = model(TOKENS, positions)
     if computed is not None:  # otherwise another rank has the last stage
@@ -166,7 +191,13 @@ def assert_logits(model: nn.Module, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("job", "layout", "schedule", "name"), CELLS, indirect=["job"])
 def test_ranks_read_and_write_their_parts(
-    job: Job, layout: Layout, schedule: str, name: str, read: list[int], shared_path: Path, session_path: Path
+    job: Job,
+    layout: Layout,
+    schedule: str,
+    name: str,
+    read: list[int],
+    shared_path: Path,
+    session_path: Path,
 ) -> None:
     folder, mesh = folder_of(name, job, session_path), meshtrain.build_mesh(layout)
     expected = torch.load(folder / "logits.pt")
@@ -176,7 +207,9 @@ def test_ranks_read_and_write_their_parts(
     assert_logits(model, expected)
     for stage in stages(model, mesh):
         for key, tensor in stage.named_parameters():
-            assert ".experts." not in key or len(local_part(tensor)[0]) <= -(-len(tensor) // layout.experts)
+            assert ".experts." not in key or len(local_part(tensor)[0]) <= -(
+                -len(tensor) // layout.experts
+            )
 
     out, module = shared_path / "export", model_file(config.model.name)
     described = module.to_hugging_face(module.Config(**config.model.keys))

@@ -1,4 +1,5 @@
-"""Weights from which no run starts are refused with the place and the reason: the rows of refusals.yaml."""
+"""Weights from which no run starts are refused with the place and the reason: the rows of
+refusals.yaml."""
 
 import json
 import re
@@ -36,9 +37,17 @@ def damage_weights(folder: Path, row: dict[str, Any]) -> None:
         header = json.dumps(row["header"]).encode()
         file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(row["data"]))
     if "take" in row or "add" in row:
-        tensors = {name: value for name, value in stored(folder).items() if not re.search(row.get("take", "^$"), name)}
+        tensors = {
+            name: value
+            for name, value in stored(folder).items()
+            if not re.search(row.get("take", "^$"), name)
+        }
         dtype = getattr(torch, row.get("type", "float32"))
-        save_file(tensors | {name: torch.ones(shape, dtype=dtype) for name, shape in row.get("add", {}).items()}, file)
+        save_file(
+            tensors
+            | {name: torch.ones(shape, dtype=dtype) for name, shape in row.get("add", {}).items()},
+            file,
+        )
 
 
 @pytest.mark.parametrize("section", TABLE)
@@ -55,7 +64,9 @@ def test_each_row_is_refused_with_its_reason(section: str, good: Path, tmp_path:
             before = {name: value.clone() for name, value in model.state_dict().items()}
             with pytest.raises(InputError):
                 load_weights(model, source)
-            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            assert all(
+                torch.equal(value, before[name]) for name, value in model.state_dict().items()
+            )
             check_weights(model, source, config.model.keys)
 
     check_refusals(TABLE[section], tmp_path, read)

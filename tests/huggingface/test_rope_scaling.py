@@ -20,12 +20,24 @@ from meshtrain.rotary import (
     rotary_score_factor,
     rotate,
 )
-from tests.huggingface.models import MODELS, REST, assert_loads, changed, logits, run_config, table, with_weights, write
+from tests.huggingface.models import (
+    MODELS,
+    REST,
+    assert_loads,
+    changed,
+    logits,
+    run_config,
+    table,
+    with_weights,
+    write,
+)
 
 llama = model_file("llama")
 MOST, LENGTH = 32, 60  # the length that a model was made for, and that of its sequences
 SCALINGS: dict[str, dict[str, Any]] = table("scalings")
-SIZES = {key: size for key, size in MODELS["gqa"].items() if key not in ("model_type", "eos_token_id")}
+SIZES = {
+    key: size for key, size in MODELS["gqa"].items() if key not in ("model_type", "eos_token_id")
+}
 SIZES |= {"hidden_size": 96, "max_position_embeddings": MOST}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 TOKENS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -47,13 +59,19 @@ def test_angles_and_magnitude_are_those_of_transformers(name: str, theta: float)
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     for most in (MOST, 4096):
-        sizes = SIZES | {"max_position_embeddings": most, "rope_parameters": {"rope_theta": theta, **SCALINGS[name]}}
+        sizes = SIZES | {
+            "max_position_embeddings": most,
+            "rope_parameters": {"rope_theta": theta, **SCALINGS[name]},
+        }
         ours, theirs = llama.Config(**sizes), LlamaConfig(**sizes)
         assert llama.check(ours) == []
         for length in (most // 2, most, most + 1, 3 * most):
             embedding = LlamaRotaryEmbedding(theirs)
-            embedding(torch.zeros(1), torch.arange(length)[None])  # where `dynamic` learns the length
-            torch.testing.assert_close(frequencies(ours, length).float(), embedding.inv_freq, rtol=1e-6, atol=0)
+            # where `dynamic` learns the length
+            embedding(torch.zeros(1), torch.arange(length)[None])
+            torch.testing.assert_close(
+                frequencies(ours, length).float(), embedding.inv_freq, rtol=1e-6, atol=0
+            )
             assert magnitude(ours) == pytest.approx(embedding.attention_scaling, rel=1e-12)
 
 
@@ -61,7 +79,9 @@ def test_angles_and_magnitude_are_those_of_transformers(name: str, theta: float)
 def test_16_bits_are_turned_by_angles_in_float32(dtype: torch.dtype) -> None:
     """One rounding, of the result."""
     q = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    narrow, exact = (cos_sin(torch.arange(64)[None], 500.0, {}, 8, MOST, x) for x in (dtype, torch.float64))
+    narrow, exact = (
+        cos_sin(torch.arange(64)[None], 500.0, {}, 8, MOST, x) for x in (dtype, torch.float64)
+    )
     turned = rotate(q, *narrow)
     assert turned.dtype == dtype
     expected = rotate(q.double(), *exact)
@@ -72,8 +92,13 @@ def test_16_bits_are_turned_by_angles_in_float32(dtype: torch.dtype) -> None:
 def test_deepseek_scales_its_scores_as_in_transformers(name: str) -> None:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
-    for scaling in (SCALINGS[name], SCALINGS[name] | ({"mscale_all_dim": 1.0} if "yarn" in name else {})):
-        expected = deepseek_v3.yarn_apply_mscale({key: x for key, x in scaling.items() if x is not None}, 0.125)
+    for scaling in (
+        SCALINGS[name],
+        SCALINGS[name] | ({"mscale_all_dim": 1.0} if "yarn" in name else {}),
+    ):
+        expected = deepseek_v3.yarn_apply_mscale(
+            {key: x for key, x in scaling.items() if x is not None}, 0.125
+        )
         assert 0.125 * rotary_score_factor(scaling) == pytest.approx(expected, rel=1e-12)
 
 
@@ -103,11 +128,15 @@ def test_a_model_goes_in_and_out_with_its_scaling(name: str, form: str, tmp_path
     plain = llama.Model(llama.Config(**SIZES, rope_theta=500.0))
     plain.load_state_dict(ours.state_dict())
     changes = SCALINGS[name]["factor"] > 1
-    assert bool((logits(plain, TOKENS) - expected).abs().max() > 1e-2) == changes, "the scaling shows in these tokens"
+    assert bool((logits(plain, TOKENS) - expected).abs().max() > 1e-2) == changes, (
+        "the scaling shows in these tokens"
+    )
 
     write(ours, tmp_path / "out", config)
     assert_loads(tmp_path / "out", expected, TOKENS)
-    again, before = (llama.Config(**run_config(tmp_path / folder).model.keys) for folder in ("out", "in"))
+    again, before = (
+        llama.Config(**run_config(tmp_path / folder).model.keys) for folder in ("out", "in")
+    )
     assert torch.equal(frequencies(again, LENGTH), frequencies(before, LENGTH))
     assert magnitude(again) == magnitude(before)
 
@@ -116,7 +145,11 @@ def test_a_model_goes_in_and_out_with_its_scaling(name: str, form: str, tmp_path
     "keys",
     [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": LINEAR},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": LINEAR, "rope_theta": 7.0},
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+            "rope_scaling": LINEAR,
+            "rope_theta": 7.0,
+        },
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 7.0},
         {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
         {"rope_parameters": {"rope_theta": 5.0, **LINEAR}, "rope_scaling": None},
@@ -135,11 +168,16 @@ def test_where_keys_of_a_file_contradict_each_other_those_count_that_transformer
     (folder / CONFIG).write_text(json.dumps(without | keys))
     theirs = AutoConfig.from_pretrained(folder).rope_parameters
     theta, scaling = llama.Config(**run_config(folder).model.keys).rope
-    assert (theta, scaling.get("rope_type", "default")) == (theirs["rope_theta"], theirs["rope_type"])
+    assert (theta, scaling.get("rope_type", "default")) == (
+        theirs["rope_theta"],
+        theirs["rope_type"],
+    )
     assert scaling.get("factor") == theirs.get("factor")
 
 
-def test_a_yaml_overrides_what_a_file_or_a_checkpoint_says_of_rotary_positions(tmp_path: Path) -> None:
+def test_a_yaml_overrides_what_a_file_or_a_checkpoint_says_of_rotary_positions(
+    tmp_path: Path,
+) -> None:
     """Also where one of them gives both keys in one, and the other gives them apart."""
     rope = {"rope_theta": 5.0, "rope_type": "linear", "factor": 4.0}
     folder = tmp_path / "in"
@@ -163,9 +201,14 @@ def test_a_yaml_overrides_what_a_file_or_a_checkpoint_says_of_rotary_positions(t
         ("rope_scaling: {rope_type: linear, factor: 4.0, rope_theta: 500000}", 5e5, LINEAR),
         ("rope_scaling: {rope_type: linear, factor: 4.0}, rope_parameters: {}", 1e4, LINEAR),
         # Twice the same.
-        ("rope_theta: 500000, rope_parameters: {rope_type: default, rope_theta: 500000}", 5e5, None),
         (
-            "rope_scaling: {rope_type: linear, factor: 4.0}, rope_parameters: {rope_type: linear, factor: 4}",
+            "rope_theta: 500000, rope_parameters: {rope_type: default, rope_theta: 500000}",
+            5e5,
+            None,
+        ),
+        (
+            "rope_scaling: {rope_type: linear, factor: 4.0}, rope_parameters: {rope_type: linear, "
+            "factor: 4}",
             1e4,
             LINEAR,
         ),
@@ -185,7 +228,8 @@ def test_a_resolved_config_says_rotary_positions_once_and_gives_an_equal_one(
 
 
 def test_the_config_of_an_older_checkpoint_has_both_forms() -> None:
-    """Older versions of meshtrain kept `rope_parameters`, which counted, beside the default of `rope_theta`."""
+    """Older versions of meshtrain kept `rope_parameters`, which counted, beside the default of
+    `rope_theta`."""
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000}
     older = {"name": "llama", "rope_theta": 1e4, "rope_scaling": None, "rope_parameters": rope}
     newer = {"name": "llama", "rope_theta": 5e5, "rope_scaling": LINEAR, "rope_parameters": None}
@@ -204,21 +248,27 @@ def test_the_type_may_stand_in_rope_parameters_by_its_old_name() -> None:
 
 
 def test_dynamic_scaling_follows_the_length_of_the_whole_sequence() -> None:
-    """And not the part that a rank sees, the longest document, or what else is in the microbatch."""
+    """And not the part that a rank sees, the longest document, or what else is in the
+    microbatch."""
     torch.manual_seed(0)
     model = llama.Model(llama.Config(**SIZES, rope_scaling=SCALINGS["dynamic"])).double()
     whole = model(TOKENS)
     positions = torch.arange(20).expand(2, 20)
-    part = model(TOKENS[:, :20], positions, AttentionContext(length=LENGTH))  # the first tokens see no others
+    # the first tokens see no others
+    part = model(TOKENS[:, :20], positions, AttentionContext(length=LENGTH))
     torch.testing.assert_close(part, whole[:, :20], rtol=1e-9, atol=1e-9)
     assert not torch.allclose(model(TOKENS[:, :20]), whole[:, :20], rtol=1e-3)
     documents = (torch.arange(LENGTH) >= 20).long().expand(2, LENGTH)
     positions = torch.cat((torch.arange(20), torch.arange(LENGTH - 20))).expand(2, LENGTH)
-    torch.testing.assert_close(model(TOKENS, positions, documents)[:, :20], part, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        model(TOKENS, positions, documents)[:, :20], part, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["dynamic", "yarn", "linear"])
-def test_only_dynamic_scaling_takes_sequences_above_the_length_of_the_model(name: str, tmp_path: Path) -> None:
+def test_only_dynamic_scaling_takes_sequences_above_the_length_of_the_model(
+    name: str, tmp_path: Path
+) -> None:
     scaled_model(tmp_path / "in", name)
     if name == "dynamic":
         assert run_config(tmp_path / "in", f"data.seq_len={LENGTH}").data.seq_len == LENGTH

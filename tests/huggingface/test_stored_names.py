@@ -1,4 +1,5 @@
-"""Stored names and parts: together what files have of a tensor covers it once, whatever its shape and the table."""
+"""Stored names and parts: together what files have of a tensor covers it once, whatever its shape
+and the table."""
 
 from typing import Any
 
@@ -17,7 +18,9 @@ EXPERTS = {
 }
 
 
-@given(st.integers(0, 5), st.integers(0, 4), st.lists(st.integers(0, 3), max_size=2), st.integers(1, 3))
+@given(
+    st.integers(0, 5), st.integers(0, 4), st.lists(st.integers(0, 3), max_size=2), st.integers(1, 3)
+)
 @pytest.mark.parametrize("counted", [False, True])
 def test_the_parts_cover_a_tensor_once_and_have_the_shapes_of_what_is_stored(
     counted: bool, experts: int, rows: int, rest: list[int], several: int
@@ -26,7 +29,9 @@ def test_the_parts_cover_a_tensor_once_and_have_the_shapes_of_what_is_stored(
     names = tuple(f"b.*.{'{}.' * counted}{n}" for n in range(several))
     stored = stored_tensors("a.17.x.w", shape, {"other": (), "a.*.w": names, "*": ()})
     numbers = [f"{i}." for i in range(experts)] if counted else [""]
-    assert [tensor.name for tensor in stored] == [f"b.17.x.{i}{n}" for i in numbers for n in range(several)]
+    assert [tensor.name for tensor in stored] == [
+        f"b.17.x.{i}{n}" for i in numbers for n in range(several)
+    ]
     count = torch.zeros(shape)
     for tensor in stored:
         count[tensor.part] += 1
@@ -36,12 +41,24 @@ def test_the_parts_cover_a_tensor_once_and_have_the_shapes_of_what_is_stored(
 
 
 def test_the_names_of_experts() -> None:
-    gate, up = stored_tensors("model.layers.12.mlp.experts.gate_up_proj", (64, 6, 5), EXPERTS)[14:16]
-    assert gate == ("model.layers.12.mlp.experts.7.gate_proj.weight", (3, 5), (slice(7, 8), slice(0, 3), slice(0, 5)))
-    assert up == ("model.layers.12.mlp.experts.7.up_proj.weight", (3, 5), (slice(7, 8), slice(3, 6), slice(0, 5)))
+    gate, up = stored_tensors("model.layers.12.mlp.experts.gate_up_proj", (64, 6, 5), EXPERTS)[
+        14:16
+    ]
+    assert gate == (
+        "model.layers.12.mlp.experts.7.gate_proj.weight",
+        (3, 5),
+        (slice(7, 8), slice(0, 3), slice(0, 5)),
+    )
+    assert up == (
+        "model.layers.12.mlp.experts.7.up_proj.weight",
+        (3, 5),
+        (slice(7, 8), slice(3, 6), slice(0, 5)),
+    )
     assert up.slices((slice(7, 8), slice(4, 6), slice(1, 2))) == (slice(1, 3), slice(1, 2))
     assert stored_tensors("model.layers.12.mlp.gate.balance.loads", (64,), EXPERTS) == []
-    assert stored_tensors("model.norm.weight", (5,), EXPERTS) == [("model.norm.weight", (5,), (slice(0, 5),))]
+    assert stored_tensors("model.norm.weight", (5,), EXPERTS) == [
+        ("model.norm.weight", (5,), (slice(0, 5),))
+    ]
     assert stored_tensors("scale", (), {"scale": ("other",)}) == [("other", (), (slice(0, 1),))]
 
 

@@ -17,7 +17,8 @@ from tests.job.fakes import FakeTime
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    """A rank that is told a verdict ignores signals, and so would the jobs that are started after it."""
+    """A rank that is told a verdict ignores signals, and so would the jobs that are started after
+    it."""
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -27,7 +28,8 @@ def _handlers_are_put_back() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    """The clock of deadlines, of limits, and of the rank that decides, which looks a second time at once."""
+    """The clock of deadlines, of limits, and of the rank that decides, which looks a second time at
+    once."""
     time = FakeTime()
     for module in (deadlines, diagnose, signals):
         monkeypatch.setattr(module, "time", time)
@@ -41,15 +43,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def go(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
     """Trains in this process, and leaves out what takes long."""
-    monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-    monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+    monkeypatch.setattr(
+        meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted")
+    )
+    monkeypatch.setattr(
+        meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s")
+    )
     monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(signals, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(signals, "ANSWERS_S", 60.0)
 
     def go(*overrides: str, **case: Any) -> dict[str, Any]:
-        return alone(Case(small, (f"train.output={tmp_path}/run", "data.workers=0", *overrides), **case))
+        return alone(
+            Case(small, (f"train.output={tmp_path}/run", "data.workers=0", *overrides), **case)
+        )
 
     return go

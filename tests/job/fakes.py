@@ -1,4 +1,5 @@
-"""Stand-ins for what a watchdog meets: a clock that a test sets, reports of ranks, and the other ranks of its job."""
+"""Stand-ins for what a watchdog meets: a clock that a test sets, reports of ranks, and the other
+ranks of its job."""
 
 import itertools
 import os
@@ -50,7 +51,8 @@ def waits(
 
 
 def peers_of(looks: tuple[list[RankReport], ...]) -> Mock:
-    """In place of `Peers` of three ranks: their reports are given, one look after another. The last look repeats."""
+    """In place of `Peers` of three ranks: their reports are given, one look after another. The last
+    look repeats."""
     peers = Mock()
     peers.alive_from_rank_0.return_value = [SimpleNamespace(rank=0)]
     peers.examine.side_effect = itertools.chain(looks, itertools.repeat(looks[-1] if looks else []))

@@ -1,4 +1,5 @@
-"""Ranks that are not alike are told apart before anything is built: key by key, with ranks and hosts."""
+"""Ranks that are not alike are told apart before anything is built: key by key, with ranks and
+hosts."""
 
 import re
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from tests.parity.experiments import QUICKSTART, SMALL
 HOSTS = ["a", "a", "b", "b", "c"]
 
 
-# In words ------------------------------------------------------------------------------------------------------------
+# In words -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_long_lists_and_values_are_cut() -> None:
     assert max(map(len, lines)) < 300
 
 
-# Through the store ---------------------------------------------------------------------------------------------------
+# Through the store --------------------------------------------------------------------------------
 
 
 def together(topics: Sequence[Sequence[Fingerprint]]) -> list[str]:
@@ -81,7 +82,9 @@ CONFIG = Fingerprint("the config", {"lr": "0.001", "seed": "0"}, "use the same f
 DATA = Fingerprint("the data", {"fingerprint": "abc"}, "use the same data")
 
 
-def test_ranks_that_are_alike_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_are_alike_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With one message of each: the order of what is compared does not count."""
     rounds = []
     begin = Job.round
@@ -93,14 +96,19 @@ def test_ranks_that_are_alike_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_all_ranks_are_told_the_same_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each topic with ranks of its own, also where rank 0 is the odd one, and where no two ranks have the same."""
+    """Each topic with ranks of its own, also where rank 0 is the odd one, and where no two ranks
+    have the same."""
     monkeypatch.setattr(consistency, "MOST_VALUES", 4)
     seeds = [replace(CONFIG, values={"seed": str(rank)}) for rank in range(5)]
-    data = [replace(DATA, values={"fingerprint": value, "path": "same"}) for value in ("abc", *4 * ["def"])]
+    data = [
+        replace(DATA, values={"fingerprint": value, "path": "same"})
+        for value in ("abc", *4 * ["def"])
+    ]
     data[4] = replace(DATA, values={**data[4].values, "more": "x"})
     assert together(list(zip(seeds, data, strict=True))) == 5 * [
         "the config is not the same on all ranks:\n"
-        "  seed: 0 on rank 0 (host a), 1 on rank 1 (host a), 2 on rank 2 (host b), 3 on rank 3 (host b)\n"
+        "  seed: 0 on rank 0 (host a), 1 on rank 1 (host a), 2 on rank 2 (host b), 3 on rank 3 "
+        "(host b)\n"
         "  and rank 4 (host c) differ from all of these\n"
         "use the same file\n"
         "the data is not the same on all ranks:\n"
@@ -113,11 +121,13 @@ def test_all_ranks_are_told_the_same_differences(monkeypatch: pytest.MonkeyPatch
 def test_ranks_that_have_not_looked_are_left_out() -> None:
     unseen = replace(DATA, values=None)
     assert together([[DATA], [unseen], [DATA], [unseen]]) == 4 * [""]
-    (message,) = set(together([[DATA], [unseen], [replace(DATA, values={"fingerprint": "def"})], [unseen]]))
+    (message,) = set(
+        together([[DATA], [unseen], [replace(DATA, values={"fingerprint": "def"})], [unseen]])
+    )
     assert "  fingerprint: abc on rank 0 (host a), def on rank 2 (host b)\n" in message
 
 
-# What is compared ----------------------------------------------------------------------------------------------------
+# What is compared ---------------------------------------------------------------------------------
 
 
 def topics_of(*overrides: str, variables: dict[str, str] | None = None) -> dict[str, Fingerprint]:
@@ -144,15 +154,32 @@ def test_the_code_is_that_of_meshtrain_its_models_and_the_users_files(tmp_path: 
     assert {"meshtrain/trainer.py", "meshtrain/parallel/ddp.py", "models/llama.py"} <= plain.keys()
     (tmp_path / "mine.py").write_text((ROOT / "models/llama.py").read_text())
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n")
-    own = topics_of(f"model.name={tmp_path}/mine.py", f"pipeline.schedule={tmp_path}/mine.csv")["the code"].values
+    own = topics_of(f"model.name={tmp_path}/mine.py", f"pipeline.schedule={tmp_path}/mine.csv")[
+        "the code"
+    ].values
     assert own.keys() - plain.keys() == {f"{tmp_path}/mine.py", f"{tmp_path}/mine.csv"}
     assert own[f"{tmp_path}/mine.py"] == plain["models/llama.py"]
 
 
 def test_versions_and_variables_that_change_results_or_traffic() -> None:
-    compared = {"NCCL_ALGO": "Ring", "GLOO_TIMEOUT": "3", "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
-    others = {"HOME": "/root", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth0", "TORCHELASTIC_RUN_ID": "7"}
-    others |= {"TORCH_HOME": "/a", "CUDA_CACHE_PATH": "/a", "CUDA_MPS_PIPE_DIRECTORY": "/a", "NCCL_TOPO_FILE": "/a"}
+    compared = {
+        "NCCL_ALGO": "Ring",
+        "GLOO_TIMEOUT": "3",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",
+    }
+    others = {
+        "HOME": "/root",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCHELASTIC_RUN_ID": "7",
+    }
+    others |= {
+        "TORCH_HOME": "/a",
+        "CUDA_CACHE_PATH": "/a",
+        "CUDA_MPS_PIPE_DIRECTORY": "/a",
+        "NCCL_TOPO_FILE": "/a",
+    }
     others |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ENV", "TORCH_LOGS": "+dynamo"}
     topics = topics_of(variables=compared | others)
     assert topics["the environment"].values == compared
@@ -169,10 +196,12 @@ def test_torch_that_was_tested(version: str) -> None:
 def test_torch_that_was_not_tested(version: str) -> None:
     warning = consistency.untested_torch(version)
     assert warning is not None
-    assert warning.startswith(f"torch {version} was not tested with this meshtrain, only 2.11 to 2.14 were")
+    assert warning.startswith(
+        f"torch {version} was not tested with this meshtrain, only 2.11 to 2.14 were"
+    )
 
 
-# A job ---------------------------------------------------------------------------------------------------------------
+# A job --------------------------------------------------------------------------------------------
 
 DIFFER = """
 import os, pathlib, sys
@@ -195,9 +224,12 @@ DIFFERENCES = yaml.safe_load(Path(__file__).with_name("differences.yaml").read_t
 
 
 @pytest.mark.parametrize(("kind", "expected"), DIFFERENCES.items(), ids=DIFFERENCES)
-def test_a_job_whose_ranks_differ_is_refused_before_anything_is_built(kind: str, expected: str, tmp_path: Path) -> None:
-    """Each host has its own copies of model and text. That of the second is another one: of the model, where config
-    and versions differ too, of the text, or a damaged one of prepared tokens."""
+def test_a_job_whose_ranks_differ_is_refused_before_anything_is_built(
+    kind: str, expected: str, tmp_path: Path
+) -> None:
+    """Each host has its own copies of model and text. That of the second is another one: of the
+    model, where config and versions differ too, of the text, or a damaged one of prepared
+    tokens."""
     config = yaml.safe_load((ROOT / QUICKSTART).read_text())
     config["model"]["name"] = "mine.py"
     config["data"] = {"source": "tokens" if kind == "tokens" else "text", "cache": "cache"}
@@ -205,17 +237,31 @@ def test_a_job_whose_ranks_differ_is_refused_before_anything_is_built(kind: str,
         folder = tmp_path / f"host{number}"
         folder.mkdir()
         other = number == 1
-        (folder / "mine.py").write_text((ROOT / "models/llama.py").read_text() + "#" * (other and kind == "code"))
+        (folder / "mine.py").write_text(
+            (ROOT / "models/llama.py").read_text() + "#" * (other and kind == "code")
+        )
         if kind == "tokens":
             ids = np.arange(1, 20_001) % 250
-            write(folder / "tokens.txt", [Document(ids)], vocab_size=256, tokenizer="mine", source="mine")
+            write(
+                folder / "tokens.txt",
+                [Document(ids)],
+                vocab_size=256,
+                tokenizer="mine",
+                source="mine",
+            )
             ids[15_000 * other or 20_000 :] = 0  # a copy that was interrupted
             (folder / "tokens.txt" / "tokens.bin").write_bytes(ids.astype(np.uint8).tobytes())
         else:
-            (folder / f"{kind}.txt").write_text("many words\n" * 2000 + "more\n" * (other and kind == "data"))
+            (folder / f"{kind}.txt").write_text(
+                "many words\n" * 2000 + "more\n" * (other and kind == "data")
+            )
         (folder / "own.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (tmp_path / "differ.py").write_text(DIFFER)
-    own = [*(key for key in SMALL if not key.startswith("data.")), "data.seq_len=32", f"data.path={kind}.txt"]
+    own = [
+        *(key for key in SMALL if not key.startswith("data.")),
+        "data.seq_len=32",
+        f"data.path={kind}.txt",
+    ]
     job = forked(3, tmp_path / "differ.py", "own.yaml", *own, f"train.output={tmp_path}/run")
     assert job.status == 2
     host = job.err.split("(host ")[1].split(")")[0]

@@ -8,7 +8,12 @@ import pytest
 import yaml
 
 from meshtrain.checkpoint.staging import Snapshot
-from meshtrain.job.watchdog.deadlines import LEAST_S, DeadlineClock, Deadlines, process_group_timeout
+from meshtrain.job.watchdog.deadlines import (
+    LEAST_S,
+    DeadlineClock,
+    Deadlines,
+    process_group_timeout,
+)
 from meshtrain.job.watchdog.introspect import local_status
 from tests.job.fakes import FakeTime, job_of
 
@@ -20,7 +25,12 @@ def test_deadlines_of_phases() -> None:
         hangs = next((missed for missed in range(1, 9) if deadlines.hangs(phase, missed)), None)
         patient = phase in ("start", "saving", "end") or case["longest"] > case["of"]
         expected = (case["of"], case["longest"], case["hangs"], patient)
-        if (deadlines.of(phase), deadlines.longest(phase), hangs, deadlines.patient(phase)) != expected:
+        if (
+            deadlines.of(phase),
+            deadlines.longest(phase),
+            hangs,
+            deadlines.patient(phase),
+        ) != expected:
             wrong.append(case)
     assert wrong == []
 
@@ -28,14 +38,21 @@ def test_deadlines_of_phases() -> None:
 def test_a_deadline_grows_with_the_slowest_step_and_never_shrinks() -> None:
     deadlines = Deadlines()
     a_little_more = 1.2 * LEAST_S / 20
-    assert [deadlines.adapt(slowest) for slowest in (1.0, a_little_more, 30.0, 1.0)] == [LEAST_S, None, 600, None]
+    assert [deadlines.adapt(slowest) for slowest in (1.0, a_little_more, 30.0, 1.0)] == [
+        LEAST_S,
+        None,
+        600,
+        None,
+    ]
     assert deadlines.step_s == 600
     assert Deadlines(given_s=7).adapt(1000.0) == 7
 
 
 def test_process_groups_are_more_patient_than_the_watchdog() -> None:
     """It needs some seconds to find out, and several looks."""
-    assert all(process_group_timeout(deadline) > deadline + 45 for deadline in (0.5, 7.0, 120.0, 10000.0))
+    assert all(
+        process_group_timeout(deadline) > deadline + 45 for deadline in (0.5, 7.0, 120.0, 10000.0)
+    )
 
 
 def test_a_clock_counts_the_deadlines_missed_since_the_run_got_on(clock: FakeTime) -> None:
@@ -59,7 +76,8 @@ def test_a_clock_counts_the_deadlines_missed_since_the_run_got_on(clock: FakeTim
 
 
 def test_a_start_that_gets_on_takes_as_long_as_it_needs(clock: FakeTime) -> None:
-    """A corpus is prepared for hours, or weights are read; what does not get on has three deadlines."""
+    """A corpus is prepared for hours, or weights are read; what does not get on has three
+    deadlines."""
     deadlines = DeadlineClock()
     for hour in range(1, 9):
         clock.now = 3600.0 * hour
@@ -92,11 +110,18 @@ def test_a_save_that_waits_for_the_device_is_late_sooner_than_one_that_waits_for
     snapshot = Snapshot.__new__(Snapshot)  # the copies of a device that hangs are never there
     copied = SimpleNamespace(synchronize=wait, elapsed_time=lambda _: 0.0)
     snapshot.host_s, snapshot._events = 0.0, [copied, copied]
-    thread = threading.Thread(target=snapshot.wait if place == "device" else wait, name="checkpoint", daemon=True)
+    thread = threading.Thread(
+        target=snapshot.wait if place == "device" else wait, name="checkpoint", daemon=True
+    )
     thread.start()
     begun.wait()
     try:
-        for seconds, late in ((299, False), (301, place == "device"), (3899, place == "device"), (3901, True)):
+        for seconds, late in (
+            (299, False),
+            (301, place == "device"),
+            (3899, place == "device"),
+            (3901, True),
+        ):
             clock.now = seconds
             assert local_status(job_of(), deadlines, None).late == late, seconds
     finally:

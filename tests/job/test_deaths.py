@@ -54,7 +54,9 @@ def test_the_end_of_a_process_is_seen_and_remembered(
     neighbours.close()
 
 
-def test_a_child_that_has_inherited_its_pipe_does_not_keep_it_from_closing(pipe: tuple[int, int]) -> None:
+def test_a_child_that_has_inherited_its_pipe_does_not_keep_it_from_closing(
+    pipe: tuple[int, int],
+) -> None:
     wait, go = pipe
     neighbours = Deaths({1: os.getpid()})
     pid = os.fork()
@@ -77,4 +79,6 @@ def test_who_lives_or_is_not_watched_has_no_end(monkeypatch: pytest.MonkeyPatch)
     assert end_of_process(os.getpid()) is None
     before = len(os.listdir("/proc/self/fd"))
     neighbours.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 3, "the pipe, and the descriptor of a process"
+    assert len(os.listdir("/proc/self/fd")) == before - 3, (
+        "the pipe, and the descriptor of a process"
+    )

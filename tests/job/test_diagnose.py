@@ -25,7 +25,10 @@ def failed(text: str, ago: float = 1.0, **more: Any) -> dict[str, Any]:
     return {"failure": text, "kind": "error", "failed_s": ago} | more
 
 
-CLOSED = failed("RuntimeError: [../gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:47", broken=True)
+CLOSED = failed(
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:47",
+    broken=True,
+)
 TOKEN = failed("ValueError: no such token", ago=0.5)
 ENDED = failed("ended by SIGTERM", kind="signal")
 UPDATE = {"stack": ("step.py:9 update",)}
@@ -74,16 +77,29 @@ def test_who_is_to_blame() -> None:
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        (["SIGKILL"], "process 1001 was killed (by somebody, or because memory was full) with SIGKILL"),
-        (["SIGSEGV"], "process 1001 was ended by SIGSEGV, a crash in native code; its output says where"),
+        (
+            ["SIGKILL"],
+            "process 1001 was killed (by somebody, or because memory was full) with SIGKILL",
+        ),
+        (
+            ["SIGSEGV"],
+            "process 1001 was ended by SIGSEGV, a crash in native code; its output says where",
+        ),
         (["SIGBUS"], "process 1001 was ended by SIGBUS: a file that it read was cut off"),
         (["status 3"], "process 1001 was ended by an exit with status 3"),
         (["SIGSEGV", "SIGSEGV"], "processes 1001, 1002 were ended by SIGSEGV"),
-        (["SIGSEGV", None], "processes 1001, 1002 were killed (by somebody, or because memory was full) or crashed"),
+        (
+            ["SIGSEGV", None],
+            "processes 1001, 1002 were killed (by somebody, or because memory was full) or crashed",
+        ),
     ],
 )
-def test_a_rank_that_is_gone_was_seen_to_end_by_its_neighbours(ends: list[str | None], said: str) -> None:
-    gone = [replace(rank(number, reach="gone"), end=end) for number, end in enumerate(ends, start=1)]
+def test_a_rank_that_is_gone_was_seen_to_end_by_its_neighbours(
+    ends: list[str | None], said: str
+) -> None:
+    gone = [
+        replace(rank(number, reach="gone"), end=end) for number, end in enumerate(ends, start=1)
+    ]
     assert said in verdict_of(rank(0), *gone).headline
 
 
@@ -127,16 +143,22 @@ def test_who_does_not_arrive_is_named_with_the_group_that_waits() -> None:
     arrived = [rank(i, wait=waits(number=7), begun={"0,1,2,3": 7}) for i in WORLD]
     verdict = verdict_of(*arrived[:2], rank(2, step=4, stack=at, begun={"0,1,2,3": 6}), arrived[3])
     assert verdict.headline == (
-        "rank 2 on host a (dp_shard 2) did not arrive at all_reduce 7 over dp_shard (ranks 0-3), where ranks 0-1, 3 "
+        "rank 2 on host a (dp_shard 2) did not arrive at all_reduce 7 over dp_shard (ranks 0-3), "
+        "where ranks 0-1, 3 "
         "waited for 20 s: rank 2 is in step 4; it is at data/loader.py:80 next"
     )
-    assert verdict.details[0] == "all_reduce 7 over dp_shard (ranks 0-3): ranks 0-1, 3 wait, not arrived: 2"
+    assert (
+        verdict.details[0]
+        == "all_reduce 7 over dp_shard (ranks 0-3): ranks 0-1, 3 wait, not arrived: 2"
+    )
     assert "over dp_shard (ranks 1, 3)" in verdict_of(*CHAIN).headline
 
 
 def test_the_block_stays_short() -> None:
     silent = rank(63, reach="silent")
-    reports = [rank(i, wait=waits(ranks=tuple(range(64))), stack=(f"file.py:{i} f",)) for i in range(63)]
+    reports = [
+        rank(i, wait=waits(ranks=tuple(range(64))), stack=(f"file.py:{i} f",)) for i in range(63)
+    ]
     details = verdict_of(*reports, silent).details
     assert len(details) == 1 + 2 * STACKS + 1
     assert details[-1] == f"and {63 - STACKS} other stacks"
@@ -150,7 +172,10 @@ def test_a_device_is_stuck_where_all_wait_and_nobody_is_behind() -> None:
     reports = [rank(i, wait=all_reduce, begun={"0,1,2,3": 17 + i % 2}, **UPDATE) for i in WORLD]
     assert diagnose(reports, hangs=False) is None
     verdict = verdict_of(*reports)
-    assert verdict.headline == "all ranks wait in all_reduce 17 over dp_shard: a device or a link is stuck"
+    assert (
+        verdict.headline
+        == "all ranks wait in all_reduce 17 over dp_shard: a device or a link is stuck"
+    )
     assert verdict.details == (
         "all_reduce 17 over dp_shard (ranks 0-3): ranks 0-3 wait",
         "ranks 0-3, in step 5:",
@@ -160,7 +185,9 @@ def test_a_device_is_stuck_where_all_wait_and_nobody_is_behind() -> None:
     assert diagnose(one_runs, hangs=True) is None, "it has come, and does something"
     later = [replace(report, status=replace(report.answer, seconds=25.0)) for report in reports]
     assert nobody_moved(reports, later)
-    assert not nobody_moved(reports, [*reports[:3], rank(3, wait=all_reduce, begun={"0,1,2,3": 19}, **UPDATE)])
+    assert not nobody_moved(
+        reports, [*reports[:3], rank(3, wait=all_reduce, begun={"0,1,2,3": 19}, **UPDATE)]
+    )
 
 
 def test_what_is_said_of_ranks_that_are_not_to_blame() -> None:
@@ -177,10 +204,20 @@ def test_what_is_said_of_ranks_that_are_not_to_blame() -> None:
 
 
 def test_thousands_of_ranks_are_judged_in_seconds() -> None:
-    """Each rank brings a list of its own, as it does when it has come as JSON. A quadratic way takes minutes."""
+    """Each rank brings a list of its own, as it does when it has come as JSON. A quadratic way
+    takes minutes."""
     n = 4096
     key = ",".join(map(str, range(n)))
-    reports = [rank(i, f"host{i // 8}", wait=waits(ranks=tuple(range(n)), number=7), begun={key: 7}) for i in range(n)]
+    reports = [
+        rank(i, f"host{i // 8}", wait=waits(ranks=tuple(range(n)), number=7), begun={key: 7})
+        for i in range(n)
+    ]
     one_away = [*reports[:77], rank(77, "host9", begun={key: 6}), *reports[78:]]
-    half_gone = [rank(i, f"host{i // 8}", "gone") if i % 2 else report for i, report in enumerate(reports)]
-    assert [verdict_of(*case).kind for case in (reports, one_away, half_gone)] == ["stuck", "absent", "gone"]
+    half_gone = [
+        rank(i, f"host{i // 8}", "gone") if i % 2 else report for i, report in enumerate(reports)
+    ]
+    assert [verdict_of(*case).kind for case in (reports, one_away, half_gone)] == [
+        "stuck",
+        "absent",
+        "gone",
+    ]

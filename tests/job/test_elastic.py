@@ -21,7 +21,8 @@ from tests.launching import ROOT
 
 
 def worker(agent: Path, attempt: int, local_rank: int = 0) -> Mapping[str, str]:
-    """What torchrun gives a worker: its error file is in a folder of this attempt in a folder of this agent."""
+    """What torchrun gives a worker: its error file is in a folder of this attempt in a folder of
+    this agent."""
     file = agent / f"attempt_{attempt}" / str(local_rank) / "error.json"
     return {"LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(file)}
 
@@ -52,17 +53,29 @@ def test_which_worlds_a_layout_can_be_made_of() -> None:
 def test_a_job_that_was_started_again_is_told_which_worlds_would_do() -> None:
     def refusal(again: bool) -> str:
         with pytest.raises(ConfigErrors) as caught:
-            Config.load(str(ROOT / "configs/quickstart.yaml"), ["layout={dp_shard: 4}"], world_size=3, again=again)
+            Config.load(
+                str(ROOT / "configs/quickstart.yaml"),
+                ["layout={dp_shard: 4}"],
+                world_size=3,
+                again=again,
+            )
         return str(caught.value)
 
-    assert "This job was started again with 3: 4 processes can form it, and with dp_shard: -1" in refusal(True)
+    assert (
+        "This job was started again with 3: 4 processes can form it, and with dp_shard: -1"
+        in refusal(True)
+    )
     assert "started again" not in refusal(False)
 
 
 def test_ranks_that_do_not_meet_are_told_of_torchruns_store() -> None:
     several = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in stale_store(several)
-    for other in ({}, several | {"GROUP_WORLD_SIZE": "1"}, several | {"TORCHELASTIC_USE_AGENT_STORE": "False"}):
+    for other in (
+        {},
+        several | {"GROUP_WORLD_SIZE": "1"},
+        several | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+    ):
         assert stale_store(other) == ""
 
 
@@ -71,9 +84,14 @@ def test_where_gloo_would_listen() -> None:
     assert _own_address("192.0.2.1") is None, "nobody's address, by RFC 5737"
 
 
-def test_a_job_that_was_started_again_waits_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one before held it on a host that is cut off, and does not know yet that it has been lost."""
-    first, again = (Job(read_environment({}), torch.device("cpu"), None, again=again) for again in (False, True))
+def test_a_job_that_was_started_again_waits_for_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before held it on a host that is cut off, and does not know yet that it has been
+    lost."""
+    first, again = (
+        Job(read_environment({}), torch.device("cpu"), None, again=again) for again in (False, True)
+    )
     folder, printed, before = RunFolder(tmp_path), [], ExitStack()
     before.enter_context(lock_folder(tmp_path))
 
@@ -82,7 +100,10 @@ def test_a_job_that_was_started_again_waits_for_the_folder(tmp_path: Path, monke
         before.close()
 
     monkeypatch.setattr(run_folder, "print", let_go, raising=False)
-    with pytest.raises(InputError, match=r"in use by process.*remove .*/\.lock, which breaks"), folder.lock(first, 60):
+    with (
+        pytest.raises(InputError, match=r"in use by process.*remove .*/\.lock, which breaks"),
+        folder.lock(first, 60),
+    ):
         pass
     with pytest.raises(InputError, match="in use"), folder.lock(again, 0):
         pass

@@ -35,7 +35,9 @@ def test_under_srun_jobs_have_ports_of_their_own() -> None:
     """And none that Linux gives to an outgoing connection."""
 
     def port(job: int, step: int | str) -> int:
-        environment = read_environment(variables({"of": "srun", "with": {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}}))
+        environment = read_environment(
+            variables({"of": "srun", "with": {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}})
+        )
         assert environment.master[0] == "gpu03"
         return environment.master[1]
 

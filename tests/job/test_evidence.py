@@ -1,4 +1,5 @@
-"""What ranks and hosts know when a job fails is found in the run's folder afterwards, whatever hangs or is missing."""
+"""What ranks and hosts know when a job fails is found in the run's folder afterwards, whatever
+hangs or is missing."""
 
 import json
 import re
@@ -60,7 +61,9 @@ def program(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_a_program_says_what_it_does_or_why_it_does_not(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_says_what_it_does_or_why_it_does_not(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program(programs, "speaks", "echo all is well")
     program(programs, "fails", "echo not permitted >&2; exit 3")
     program(programs, "ibstat", "/bin/sleep 1000 & wait")  # its child has its output
@@ -82,8 +85,16 @@ def test_a_host_without_the_programs_has_a_line_for_each(
     monkeypatch.setattr(evidence, "PROGRAM_S", 60.0)
     monkeypatch.setattr(evidence, "KERNEL_S", 1000.0)
     monkeypatch.setattr(evidence, "time", FakeTime(5000.0))  # the kernel counts like this
-    lines = ["[4999.000001] usb 1-1: new device", "[ 3999.500000] NVRM: Xid 31", "[4998.000000] NVRM: Xid 79"]
-    program(programs, "dmesg", f"printf '{'%s' + chr(92) + 'n'}' " + " ".join(f"'{line}'" for line in lines))
+    lines = [
+        "[4999.000001] usb 1-1: new device",
+        "[ 3999.500000] NVRM: Xid 31",
+        "[4998.000000] NVRM: Xid 79",
+    ]
+    program(
+        programs,
+        "dmesg",
+        f"printf '{'%s' + chr(92) + 'n'}' " + " ".join(f"'{line}'" for line in lines),
+    )
     assert collect(tmp_path / "7", JOB, of_host=True) == []
     files = {path.name: path.read_text() for path in (tmp_path / "7" / "gpu07").iterdir()}
     assert files.pop("nvidia-smi.txt") == "there is no nvidia-smi on this host\n"
@@ -93,17 +104,29 @@ def test_a_host_without_the_programs_has_a_line_for_each(
     assert json.loads(files.pop("rank-3.flight-recorder.json"))["rank"] == 3
     assert files == {}
     collect(tmp_path / "8", JOB, of_host=False)
-    assert sorted(path.name[:6] for path in (tmp_path / "8" / "gpu07").iterdir()) == ["rank-3", "rank-3"]
+    assert sorted(path.name[:6] for path in (tmp_path / "8" / "gpu07").iterdir()) == [
+        "rank-3",
+        "rank-3",
+    ]
 
 
-def test_a_recorder_says_whether_it_has_forgotten_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_says_whether_it_has_forgotten_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     most = evidence.ENTRIES
-    for records, whole in ((range(most), True), (range(most + 1), False), (range(1, 4), False), (range(0), True)):
+    for records, whole in (
+        (range(most), True),
+        (range(most + 1), False),
+        (range(1, 4), False),
+        (range(0), True),
+    ):
         entries = [{"record_id": record, "frames": ["forward"]} for record in records]
         monkeypatch.setattr(evidence, "recorder_entries", entries.copy)
         recorder = json.loads(evidence.flight_recorder(JOB))
         assert recorder["whole"] is whole
-        assert recorder["entries"] == [{"record_id": record, "frames": []} for record in records[-most:]]
+        assert recorder["entries"] == [
+            {"record_id": record, "frames": []} for record in records[-most:]
+        ]
 
 
 def test_what_fails_is_told_and_nothing_is_waited_for_longer_than_may_be(
@@ -111,12 +134,16 @@ def test_what_fails_is_told_and_nothing_is_waited_for_longer_than_may_be(
 ) -> None:
     monkeypatch.setattr(evidence, "EVIDENCE_S", 60.0)
     monkeypatch.setattr(evidence, "all_stacks", lambda: 1 / 0)
-    assert collect(tmp_path, JOB, of_host=False) == ["rank-3.stacks: ZeroDivisionError('division by zero')"]
+    assert collect(tmp_path, JOB, of_host=False) == [
+        "rank-3.stacks: ZeroDivisionError('division by zero')"
+    ]
     hang = threading.Event()
     monkeypatch.setattr(evidence, "EVIDENCE_S", 0.1)
     monkeypatch.setattr(evidence, "_save", lambda path, source: hang.wait())
     names = ("rank-3.stacks", "rank-3.flight-recorder.json")
-    assert collect(tmp_path, JOB, of_host=False) == [f"{name} was not written within 0.1 s" for name in names]
+    assert collect(tmp_path, JOB, of_host=False) == [
+        f"{name} was not written within 0.1 s" for name in names
+    ]
     hang.set()
 
 
@@ -124,7 +151,8 @@ def test_each_failure_has_a_folder_of_its_own(tmp_path: Path) -> None:
     failures = tmp_path / "failures"
     assert [make_folder(failures, 7, "it was\n") for _ in range(3)] == ["7", "7-2", "7-3"]
     assert (failures / "7-2" / "verdict.txt").read_text() == "it was\n"
-    for step in range(100, 120):  # both sides of a link that was cut have a verdict at the same moment
+    # both sides of a link that was cut have a verdict at the same moment
+    for step in range(100, 120):
         with ThreadPoolExecutor(4) as pool:
             names = list(pool.map(lambda step: make_folder(failures, step, "it was\n"), [step] * 4))
         assert sorted(names) == [f"{step}", *(f"{step}-{number}" for number in (2, 3, 4))]
@@ -152,13 +180,24 @@ def test_a_folder_that_hangs_or_is_none_ends_no_verdict(
     assert report.make_evidence_folder(ended, "step", 7) is ended, "somebody wanted it"
 
 
-def test_who_waits_for_the_verdict_waits_for_the_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_waits_for_the_verdict_waits_for_the_evidence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     writes, goes_on = [], threading.Event()
     watch = watchdog.Watchdog(JOB)
     watch._peers = SimpleNamespace(speaks_for_host=lambda diagnosis: True)
     watch.on_job_lost(print, tmp_path)
-    monkeypatch.setattr(evidence, "collect", lambda *of, of_host: (goes_on.wait() and writes.append(of)) or [])
-    diagnosis = {"kind": "gone", "ranks": [2], "headline": "", "details": [], "hosts": [], "evidence": "7"}
+    monkeypatch.setattr(
+        evidence, "collect", lambda *of, of_host: (goes_on.wait() and writes.append(of)) or []
+    )
+    diagnosis = {
+        "kind": "gone",
+        "ranks": [2],
+        "headline": "",
+        "details": [],
+        "hosts": [],
+        "evidence": "7",
+    }
     watch._learn(diagnosis)
     watch._learn(diagnosis)  # as a rank hears of it that has asked, and is told besides
     assert watch.diagnosis is not None
@@ -183,7 +222,10 @@ def test_a_rank_that_hangs_in_a_collective_leaves_all_that_is_known(tmp_path: Pa
     assert "rank 1" in files["verdict.txt"]
     assert "MESHTRAIN_FAILURE" in files["verdict.txt"]
     for rank in range(2):
-        assert f'File "{script}", line {24 if rank == 0 else 23}, in <module>' in files[f"rank-{rank}.stacks"]
+        assert (
+            f'File "{script}", line {24 if rank == 0 else 23}, in <module>'
+            in files[f"rank-{rank}.stacks"]
+        )
     causes = {cause.id: cause for cause in explain([str(failures / "7")])}
     assert set(causes) == {"GPU_ECC", "GPU_XID", "RANK_ABSENT", "COLLECTIVE_NOT_ENTERED"}
     assert "all_reduce 2" in causes["COLLECTIVE_NOT_ENTERED"].cause

@@ -1,4 +1,5 @@
-"""What a process sees of itself: debuggers, stacks, what it waits for, and which errors are consequences."""
+"""What a process sees of itself: debuggers, stacks, what it waits for, and which errors are
+consequences."""
 
 import bdb
 import re
@@ -58,7 +59,10 @@ def test_a_tracer_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stack_names_the_code_that_matters() -> None:
     frames = introspect.frames(threading.current_thread().ident or 0)
     assert introspect.stack(frames)[-1].startswith("meshtrain/job/watchdog/introspect.py:")
-    assert any(re.match(r"job/test_introspect\.py:\d+ test_a_stack_names", line) for line in introspect.stack(frames))
+    assert any(
+        re.match(r"job/test_introspect\.py:\d+ test_a_stack_names", line)
+        for line in introspect.stack(frames)
+    )
     assert len(introspect.stack(frames * 9)) == introspect.FRAMES
 
 
@@ -81,7 +85,10 @@ def test_a_recorder_that_takes_too_long_or_fails_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     hang = threading.Event()
-    for state, seconds, printed in ((lambda _: hang.wait(), 0.1, False), (lambda _: 1 // 0, 60.0, True)):
+    for state, seconds, printed in (
+        (lambda _: hang.wait(), 0.1, False),
+        (lambda _: 1 // 0, 60.0, True),
+    ):
         monkeypatch.setattr(introspect, "RECORDER_S", seconds)
         monkeypatch.setattr(introspect, "flight_recorder_state", state)
         assert local_status(job_of(), DeadlineClock(), None).begun == {}
@@ -197,7 +204,9 @@ with meshtrain.start(60) as job:
 
 
 @pytest.mark.parametrize("recorder", ["on", "off"])
-def test_where_a_rank_waits_is_known_with_the_flight_recorder_and_without(tmp_path: Path, recorder: str) -> None:
+def test_where_a_rank_waits_is_known_with_the_flight_recorder_and_without(
+    tmp_path: Path, recorder: str
+) -> None:
     script = tmp_path / "blocked.py"
     script.write_text(BLOCKED)
     job = forked(2, script, recorder).check()

@@ -1,4 +1,5 @@
-"""Ranks that are killed or stopped, in training and in saves, under one and two agents and srun: whose fault it was."""
+"""Ranks that are killed or stopped, in training and in saves, under one and two agents and srun:
+whose fault it was."""
 
 import json
 import re
@@ -17,7 +18,10 @@ STEP_S = 6  # a deadline that is short, and long for such steps on a machine tha
 def fault(kind: str, rank: int, when: str) -> list[str]:
     """The overrides that plant it: in step 6, or in the second save."""
     saves = when != "training"
-    planted = f"{{fault: {kind}, rank: {rank}, step: {4 if saves else 6}, during: {'save' if saves else 'step'}}}"
+    planted = (
+        f"{{fault: {kind}, rank: {rank}, step: {4 if saves else 6}, during: "
+        f"{'save' if saves else 'step'}}}"
+    )
     return [
         f"train.chaos=[{planted}]",
         f"checkpoint.every={2 if saves else 0}",
@@ -35,7 +39,9 @@ def named(jobs: list[Finished], folder: Path, kind: str, rank: int) -> None:
     """Looks for what must be there, and nothing but that."""
     printed = "\n".join(job.out + job.err for job in jobs)
     assert all(job.status != 0 for job in jobs), printed
-    verdicts = re.findall(r"^rank (\d) on host \S+ \(dp_shard \d\) stops, because (.*)$", printed, re.MULTILINE)
+    verdicts = re.findall(
+        r"^rank (\d) on host \S+ \(dp_shard \d\) stops, because (.*)$", printed, re.MULTILINE
+    )
     assert sorted(int(by) for by, _ in verdicts) == [i for i in range(3) if i != rank], printed
     headline = rf"rank {rank} on host \S+ \(dp_shard {rank}\) {FAULTS[kind]} \d+ "
     assert all(re.match(headline, why) for _, why in verdicts), printed
@@ -45,10 +51,14 @@ def named(jobs: list[Finished], folder: Path, kind: str, rank: int) -> None:
     assert ended["hosts"] == [socket.gethostname()]
     if kind == "stop":
         lowest = min(i for i in range(3) if i != rank)
-        assert re.search(rf"^  .*\(ranks 0-2\): ranks? .* waits?, not arrived: {rank}$", printed, re.MULTILINE), printed
+        assert re.search(
+            rf"^  .*\(ranks 0-2\): ranks? .* waits?, not arrived: {rank}$", printed, re.MULTILINE
+        ), printed
         assert len(re.findall(r"^  ranks? [\d, -]+, in ", printed, re.MULTILINE)) in (1, 2), printed
         first = printed[printed.index(f"rank {lowest} on host") :]
-        assert re.search(r"^      meshtrain/train\.py:\d+ train$", first, re.MULTILINE), "the block has stacks"
+        assert re.search(r"^      meshtrain/train\.py:\d+ train$", first, re.MULTILINE), (
+            "the block has stacks"
+        )
 
 
 def test_a_killed_rank_is_named_under_one_agent(small: str, tmp_path: Path) -> None:
@@ -58,21 +68,41 @@ def test_a_killed_rank_is_named_under_one_agent(small: str, tmp_path: Path) -> N
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_kills_and_stops_in_training_and_in_saves_under_one_and_two_agents(small: str, tmp_path: Path) -> None:
+def test_kills_and_stops_in_training_and_in_saves_under_one_and_two_agents(
+    small: str, tmp_path: Path
+) -> None:
     for agents in (1, 2):
         for kind in FAULTS:
             for i, when in enumerate(("training", "save", "synchronous save")):
                 rank, folder = (i + agents) % 3, tmp_path / f"{agents}_{kind}_{i}"
                 words = command(small, folder, *fault(kind, rank, when))
-                named([torchrun(3, *words)] if agents == 1 else two_hosts((1, 2), *words), folder, kind, rank)
+                named(
+                    [torchrun(3, *words)] if agents == 1 else two_hosts((1, 2), *words),
+                    folder,
+                    kind,
+                    rank,
+                )
 
 
 def srun(small: str, folder: Path, *overrides: str) -> list[Finished]:
     """Three tasks as srun starts them, without srun."""
     port = free_port()
-    own = ("SLURM_NTASKS=3", "SLURM_NODEID=0", "SLURM_JOB_ID=7", "SLURM_STEP_ID=0", "MASTER_ADDR=127.0.0.1")
+    own = (
+        "SLURM_NTASKS=3",
+        "SLURM_NODEID=0",
+        "SLURM_JOB_ID=7",
+        "SLURM_STEP_ID=0",
+        "MASTER_ADDR=127.0.0.1",
+    )
     tasks = [
-        ["env", *own, f"MASTER_PORT={port}", f"SLURM_PROCID={i}", f"SLURM_LOCALID={i}", sys.executable]
+        [
+            "env",
+            *own,
+            f"MASTER_PORT={port}",
+            f"SLURM_PROCID={i}",
+            f"SLURM_LOCALID={i}",
+            sys.executable,
+        ]
         for i in range(3)
     ]
     return run_together([[*task, *command(small, folder, *overrides)] for task in tasks])

@@ -1,4 +1,5 @@
-"""How a process joins its job: its limits, and what the ranks ask of the store until they have met."""
+"""How a process joins its job: its limits, and what the ranks ask of the store until they have
+met."""
 
 import errno
 import json
@@ -24,7 +25,14 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from meshtrain.errors import AgreedError, DiskError, InputError, StartError, TrainingError, UnreadableError
+from meshtrain.errors import (
+    AgreedError,
+    DiskError,
+    InputError,
+    StartError,
+    TrainingError,
+    UnreadableError,
+)
 from meshtrain.job import process as runtime
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job, choose_allocator
@@ -47,13 +55,17 @@ print(json.dumps([resource.getrlimit(resource.RLIMIT_NOFILE), faults]))
 """
 
 
-def test_a_process_that_joins_may_open_as_many_files_as_the_system_allows_and_keeps_its_memory() -> None:
+def test_a_process_that_joins_may_open_as_many_files_as_the_system_allows_and_keeps_its_memory() -> (
+    None
+):
     command = [sys.executable, "-c", JOIN, "64", "700"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True
+    )
     limits, faults = json.loads(done.stdout)
     assert limits == [700, 700]
-    # Of 32 MiB in pages of 4 KiB: 8,192 in every round where glibc gives them back. A round may find no room for a
-    # tensor among what was kept.
+    # Of 32 MiB in pages of 4 KiB: 8,192 in every round where glibc gives them back. A round may
+    # find no room for a tensor among what was kept.
     assert min(faults[2:]) < 100, faults
 
 
@@ -67,7 +79,9 @@ def test_the_memory_of_a_gpu_grows_in_segments_unless_the_user_chooses() -> None
         assert variables == {name: "backend:cudaMallocAsync"}
 
 
-@pytest.mark.parametrize(("hard", "refused"), [(4607, True), (4608, False), (resource.RLIM_INFINITY, False)])
+@pytest.mark.parametrize(
+    ("hard", "refused"), [(4607, True), (4608, False), (resource.RLIM_INFINITY, False)]
+)
 def test_who_serves_the_store_has_a_descriptor_for_each_rank(
     monkeypatch: pytest.MonkeyPatch, hard: int, refused: bool
 ) -> None:
@@ -84,7 +98,7 @@ def test_who_serves_the_store_has_a_descriptor_for_each_rank(
     assert new_limits == [(hard, hard)]
 
 
-# The store ----------------------------------------------------------------------------------------------------------
+# The store ----------------------------------------------------------------------------------------
 
 
 def on_ranks(world: int, do: Callable[[int], Any]) -> list[Any]:
@@ -130,7 +144,9 @@ def test_ranks_that_wait_ask_more_and_more_seldom_and_each_start_has_a_name_of_i
     assert len(store.set.mock_calls) == 2 * world, "rank 0 answers many at once"
 
 
-def test_a_start_that_a_rank_does_not_come_to_ends_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_a_rank_does_not_come_to_ends_and_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ranks 0, 1, 2 and 5 of 6 come, of which 5 has a host of its own."""
     store = dist.HashStore()
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b,c")
@@ -145,31 +161,40 @@ def test_a_start_that_a_rank_does_not_come_to_ends_and_names_it(monkeypatch: pyt
 
     told = on_ranks(6, meet)
     assert re.fullmatch(
-        r"the job does not begin: after \d+ s it still waits for ranks 3-4 \(no rank of host b has come\)", told[0]
+        r"the job does not begin: after \d+ s it still waits for ranks 3-4 \(no rank of host b has "
+        r"come\)",
+        told[0],
     )
     assert told[1] == told[2] == told[5] == told[0], "rank 0 tells those that have come"
 
 
 def test_a_start_without_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "LATER_S", 0.1)
-    with pytest.raises(StartError, match=r"rank 1 on host \S+ has waited \d+ s for rank 0 to begin the job"):
+    with pytest.raises(
+        StartError, match=r"rank 1 on host \S+ has waited \d+ s for rank 0 to begin the job"
+    ):
         runtime._agree_on_start(place(1, 2), dist.HashStore(), time.monotonic() + 0.1)
 
 
 def test_two_processes_of_the_same_rank_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 is missing therefore, and would be waited for; each process says what is wrong instead."""
+    """Rank 2 is missing therefore, and would be waited for; each process says what is wrong
+    instead."""
     monkeypatch.setattr(runtime, "LOOK_FOR_TWIN_S", 0.05)
     store = dist.HashStore()
 
     def meet(process: int) -> str:
         rank, host = [(0, "a"), (1, "b"), (1, "c")][process]
         with pytest.raises(InputError) as error:
-            runtime._agree_on_start(Environment("none", rank, 3, 0, host, ("a", 1)), store, time.monotonic() + 30)
+            runtime._agree_on_start(
+                Environment("none", rank, 3, 0, host, ("a", 1)), store, time.monotonic() + 30
+            )
         return str(error.value)
 
     for told in on_ranks(3, meet):
         hosts = "hosts (b and c|c and b)"
-        assert re.fullmatch(rf"two processes were started as rank 1, on {hosts}: give each process .*", told)
+        assert re.fullmatch(
+            rf"two processes were started as rank 1, on {hosts}: give each process .*", told
+        )
 
 
 def test_a_rank_that_has_come_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +218,12 @@ def test_twins_of_an_earlier_start_are_forgotten() -> None:
 
 
 def test_a_rank_whose_store_ends_before_the_job_begins_says_so() -> None:
-    """Without a watchdog there is nobody yet to find out who has ended; rank 0, which serves the store, says why."""
-    store = Mock(spec=dist.Store, append=Mock(side_effect=dist.DistNetworkError("Failed to recv, got 0 bytes")))
+    """Without a watchdog there is nobody yet to find out who has ended; rank 0, which serves the
+    store, says why."""
+    store = Mock(
+        spec=dist.Store,
+        append=Mock(side_effect=dist.DistNetworkError("Failed to recv, got 0 bytes")),
+    )
     job = Job(place(1, 3), torch.device("cpu"), store, limit_s=60)
     said = r"rank 1 on host a has lost the job's store at a:1 before the job began"
     with pytest.raises(StartError, match=said) as told:
@@ -208,7 +237,11 @@ def test_a_rank_whose_store_ends_before_the_job_begins_says_so() -> None:
         (["a", "a", None, "a"], [], "rank 2 (host a)"),
         (["a", None, None, "b"], [], "ranks 1-2 (ranks have come from hosts a, b)"),
         (["a", "a", None, None], ["a", "b"], "ranks 2-3 (no rank of host b has come)"),
-        (["a.site", None, "b", None, "b"], ["a", "b", "c"], "ranks 1, 3 (host b; no rank of host c has come)"),
+        (
+            ["a.site", None, "b", None, "b"],
+            ["a", "b", "c"],
+            "ranks 1, 3 (host b; no rank of host c has come)",
+        ),
     ],
 )
 def test_missing_ranks_are_named_with_what_is_known_of_their_hosts(
@@ -218,8 +251,12 @@ def test_missing_ranks_are_named_with_what_is_known_of_their_hosts(
 
 
 def test_a_meeting_before_there_is_a_watchdog_ends_and_names_who_is_missing() -> None:
-    job = Job(place(0, 3), torch.device("cpu"), dist.HashStore(), limit_s=0.2, known_hosts=("a", "b", "b"))
-    with pytest.raises(StartError, match=r"exchanging: 2 of 3 ranks \(1-2 on host b\) did not come within 0\.2 s"):
+    job = Job(
+        place(0, 3), torch.device("cpu"), dist.HashStore(), limit_s=0.2, known_hosts=("a", "b", "b")
+    )
+    with pytest.raises(
+        StartError, match=r"exchanging: 2 of 3 ranks \(1-2 on host b\) did not come within 0\.2 s"
+    ):
         job.gather("exchanging", None)
 
 
@@ -230,12 +267,18 @@ def test_a_port_that_is_taken_is_said_to_be(holder: str, monkeypatch: pytest.Mon
         if holder == "another program":
             monkeypatch.setattr(runtime, "LOOK_S", 0.5)
             port = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
-            said = rf"port {port} of host a, .*in use by another program \(ss -ltnp .*export another MASTER_PORT"
+            said = (
+                rf"port {port} of host a, .*in use by another program \(ss -ltnp .*export another "
+                rf"MASTER_PORT"
+            )
         else:
             server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             server.set("hello/0", "token a")
             port = server.port
-            said = rf"port {port} of host a, .*held by another rank 0 .*two processes were started as rank 0"
+            said = (
+                rf"port {port} of host a, .*held by another rank 0 .*two processes were started as "
+                rf"rank 0"
+            )
         environment = Environment("none", 0, 2, 0, "a", ("127.0.0.1", port), hosts_store=True)
         with pytest.raises(InputError, match=said):
             runtime._store(environment, 60)
@@ -247,7 +290,8 @@ def test_where_a_node_has_another_name_for_slurm_than_for_the_network(
     program = tmp_path / "scontrol"
     program.write_text(
         '#!/bin/bash\n[[ $* == *"show node rack1-n7"* ]] || exit 1\n'
-        "echo NodeName=rack1-n7 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=host7 OS=Linux 6.1 Comment=a=b\n"
+        "echo NodeName=rack1-n7 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=host7 OS=Linux 6.1 "
+        "Comment=a=b\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -278,10 +322,14 @@ reads_what_is_gone()
 """
 
 
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGBUS, "Bus error"), (signal.SIGSEGV, "Segmentation fault")])
+@pytest.mark.parametrize(
+    ("number", "word"), [(signal.SIGBUS, "Bus error"), (signal.SIGSEGV, "Segmentation fault")]
+)
 def test_a_crash_says_what_it_was_and_where(number: int, word: str) -> None:
     command = [sys.executable, "-c", CRASH, str(int(number))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False
+    )
     assert done.returncode == -number
     assert f"Fatal Python error: {word}" in done.stderr
     assert "in reads_what_is_gone" in done.stderr
@@ -293,12 +341,21 @@ def test_a_gather_leaves_nothing_in_the_store() -> None:
     for number in range(3):
         answers = on_ranks(world, lambda rank: jobs[rank].gather("testing", [rank, number]))  # noqa: B023
         assert answers == [[[rank, number] for rank in range(world)]] * world
-    keys = [key for i in (1, 2, 3) for key in ("given", "count", "all") if store.check([f"round {i}/{key}"])]
+    keys = [
+        key
+        for i in (1, 2, 3)
+        for key in ("given", "count", "all")
+        if store.check([f"round {i}/{key}"])
+    ]
     assert keys == ["all"], "the last answer alone, which somebody may still have to read"
 
 
-@pytest.mark.parametrize("case", yaml.safe_load(Path(__file__).with_name("problems.yaml").read_text()))
-def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "case", yaml.safe_load(Path(__file__).with_name("problems.yaml").read_text())
+)
+def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are(
+    case: dict[str, Any],
+) -> None:
     problems, store = case["problems"], dist.HashStore()
 
     def fail(problem: str) -> None:
@@ -332,7 +389,10 @@ def test_a_file_that_is_out_of_reach_is_told_with_the_line_that_wanted_it() -> N
     place_of_it = rf"opening: host a: .*'/no/such/file' \({re.escape(__file__)}:\d+\)$"
     with pytest.raises(TrainingError, match=place_of_it), job.collective_check("opening"):
         os.stat("/no/such/file")
-    with pytest.raises(DiskError, match=r"host a cannot read f: gone$"), job.collective_check("opening"):
+    with (
+        pytest.raises(DiskError, match=r"host a cannot read f: gone$"),
+        job.collective_check("opening"),
+    ):
         raise UnreadableError("f", "gone")
     with pytest.raises(DiskError, match=r"host a: .*stale"), job.collective_check("opening"):
         raise OSError(errno.ESTALE, "stale", "f")

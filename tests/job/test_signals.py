@@ -55,7 +55,9 @@ def test_before_training_a_signal_ends_the_process_and_a_warning_is_kept(signals
     send(signal.SIGTERM)  # nothing disturbs the way out
 
 
-def test_a_closed_terminal_asks_for_a_save_unless_the_run_was_started_to_outlive_it(signals: Signals) -> None:
+def test_a_closed_terminal_asks_for_a_save_unless_the_run_was_started_to_outlive_it(
+    signals: Signals,
+) -> None:
     """`nohup` ignores SIGHUP before the program begins."""
     requests = StopRequest(signals)
     with requests.active():
@@ -87,21 +89,26 @@ print("saved", flush=True)
 print("said", file=sys.stderr)
 """
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False
+    )
     assert (done.returncode, done.stderr) == (0, "said\n")
 
 
 def test_in_training_the_first_signal_is_a_request_and_a_later_one_ends_the_process(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SLURM signals a rank, and torchrun passes the same on while the rank is in a call that takes long."""
+    """SLURM signals a rank, and torchrun passes the same on while the rank is in a call that takes
+    long."""
     monkeypatch.setattr(stopping, "ONE_REQUEST_S", 1000.0)
     alarm = signal.getsignal(signal.SIGALRM)
     requests = StopRequest(signals)
     with requests.active():
         assert text_of(requests) is None
         send(signal.SIGINT)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the kernel drops it: handlers run much later"
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, (
+            "the kernel drops it: handlers run much later"
+        )
         send(signal.SIGTERM)  # torchrun passes both on for one Ctrl-C
         signals._handle(signal.SIGTERM, None)  # one that came before that, and is handled only now
         assert text_of(requests) == text_of(requests) == "SIGINT"
@@ -118,7 +125,9 @@ def test_after_training_a_signal_ends_the_process(signals: Signals) -> None:
     ends(signal.SIGINT)
 
 
-def test_a_rank_that_stops_waits_until_its_own_agent_has_sent_the_signal_too(signals: Signals) -> None:
+def test_a_rank_that_stops_waits_until_its_own_agent_has_sent_the_signal_too(
+    signals: Signals,
+) -> None:
     """It asks for what all ranks, another one of which had it first, do already."""
     requests = StopRequest(signals)
     with requests.active():
@@ -138,7 +147,7 @@ def test_an_exit_status_above_128_is_a_signal_only_if_there_is_such_a_signal() -
     assert signal_of(ValueError()) is None
 
 
-# The run's folder, and time -------------------------------------------------------------------------------------------
+# The run's folder, and time -----------------------------------------------------------------------
 
 
 def watching(folder: Path, *more: Any, since: float = 0.0) -> StopRequest:
@@ -149,7 +158,9 @@ def watching(folder: Path, *more: Any, since: float = 0.0) -> StopRequest:
     return requests
 
 
-def test_the_file_asks_a_rank_that_watches_until_it_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_asks_a_rank_that_watches_until_it_is_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 1000.0)
     requests, another = watching(tmp_path), StopRequest(Signals())
@@ -166,8 +177,11 @@ def test_the_file_asks_a_rank_that_watches_until_it_is_obeyed(tmp_path: Path, mo
         assert not (tmp_path / "STOP").exists()
 
 
-def test_a_folder_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 asks for a stop all the same if something else does, and looks once more when the folder answers again."""
+def test_a_folder_that_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 asks for a stop all the same if something else does, and looks once more when the
+    folder answers again."""
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(stopping, "ANSWERS_S", 0.01)
     answers, looks = threading.Event(), []
@@ -188,7 +202,9 @@ def test_a_folder_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypat
     assert text_of(requests) == f"the file {tmp_path}/STOP"
 
 
-def test_a_look_for_which_there_is_no_thread_is_made_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_for_which_there_is_no_thread_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
     (tmp_path / "STOP").touch()
     requests = watching(tmp_path)
@@ -230,10 +246,12 @@ def test_the_end_of_a_slurm_job_is_a_limit(tmp_path: Path, clock: FakeTime) -> N
     assert [seconds() for _, seconds in limits(60.0, 0.0, late)] == [60, 3600]
     by_its_own_clock = late | {"SLURM_JOB_START_TIME": str(START + 3000)}
     ((_, seconds),) = limits(None, -500, by_its_own_clock)
-    assert seconds() == 100, "a job of 600 s, of which 500 are over, whatever this host's clock says"
+    assert seconds() == 100, (
+        "a job of 600 s, of which 500 are over, whatever this host's clock says"
+    )
 
 
-# Runs ---------------------------------------------------------------------------------------------------------------
+# Runs ---------------------------------------------------------------------------------------------
 
 
 Go = Callable[..., dict[str, Any]]
@@ -246,13 +264,25 @@ def exit_of(folder: Path) -> dict[str, Any]:
     return ended
 
 
-@pytest.mark.parametrize(("how", "kind"), [("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGHUP"), ("STOP", "file")])
-def test_a_run_saves_and_stops(go: Go, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, kind: str) -> None:
-    """Asked in the update of step 2; the sum of step 3 tells it to all, and step 4 is not taken any more."""
+@pytest.mark.parametrize(
+    ("how", "kind"), [("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGHUP"), ("STOP", "file")]
+)
+def test_a_run_saves_and_stops(
+    go: Go, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, kind: str
+) -> None:
+    """Asked in the update of step 2; the sum of step 3 tells it to all, and step 4 is not taken any
+    more."""
     assert go(interrupt=how, at=2) == {"status": 75}
     cause = f"the file {tmp_path}/run/STOP" if how == "STOP" else how
     reason = f"asked to stop by {cause}"
-    ended = {"status": "stopped", "code": 75, "reason": reason, "kind": kind, "step": 3, "hosts": []}
+    ended = {
+        "status": "stopped",
+        "code": 75,
+        "reason": reason,
+        "kind": kind,
+        "step": 3,
+        "hosts": [],
+    }
     assert exit_of(tmp_path / "run") == ended
     assert complete_steps(tmp_path / "run/checkpoints") == [3]
     assert [row["step"] for row in read(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
@@ -260,7 +290,8 @@ def test_a_run_saves_and_stops(go: Go, tmp_path: Path, capsys: pytest.CaptureFix
     printed, spent = capsys.readouterr().out.rsplit("\nwall time ", 1)
     assert printed.endswith(
         f"\nstopped after step 3 of 8: {reason}\n"
-        f"the state is in {tmp_path}/run/checkpoints/step_0000003\nto go on, start the same command again"
+        f"the state is in {tmp_path}/run/checkpoints/step_0000003\nto go on, start the same "
+        "command again"
     )
     assert spent.count("\n") == 1, "how the time was spent is the last word"
 
@@ -278,16 +309,24 @@ def test_a_time_limit_stops_a_run(go: Go, tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "run/checkpoints") == [ended["step"]] == [1]
 
 
-def test_a_signal_before_training_ends_the_run(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_training_ends_the_run(
+    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meshtrain.train, "build_mesh", lambda *_: send(signal.SIGTERM))
     with pytest.raises(SystemExit):
         go()
     ended = exit_of(tmp_path / "run")
     assert ended.pop("hosts") == ["here"]
-    assert ended == {"status": "failed", "code": 1, "reason": "ended by SIGTERM", "kind": "ended", "step": 0}
+    assert ended == {
+        "status": "failed",
+        "code": 1,
+        "reason": "ended by SIGTERM",
+        "kind": "ended",
+        "step": 0,
+    }
 
 
-# Saves that fail ----------------------------------------------------------------------------------------------------
+# Saves that fail ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -323,7 +362,9 @@ def test_a_run_goes_on_without_a_checkpoint_or_stops(
     assert go() == {"status": 0}
     assert "there is no checkpoint of step 4: " in capsys.readouterr().out
     assert complete_steps(tmp_path / "run/checkpoints") == [8]
-    stopped = go("train.steps=1000000", f"train.output={tmp_path}/other", "checkpoint.on_failure=stop")
+    stopped = go(
+        "train.steps=1000000", f"train.output={tmp_path}/other", "checkpoint.on_failure=stop"
+    )
     assert stopped["status"] == 1
     assert "there is no checkpoint of step 4: " in stopped["error"]
 

@@ -1,4 +1,5 @@
-"""The start of a job in worlds of several sizes: what a rank asks of the store, and is told by it, does not grow."""
+"""The start of a job in worlds of several sizes: what a rank asks of the store, and is told by it,
+does not grow."""
 
 from datetime import timedelta
 
@@ -14,7 +15,9 @@ def meet(ranks: int, real: int | None = None) -> start.Start:
     """Every rank has a connection of its own to a store of this world."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit = timedelta(minutes=2)
-    return start.meet(ranks, lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit), real)
+    return start.meet(
+        ranks, lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit), real
+    )
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +25,23 @@ def starts() -> tuple[start.Start, start.Start]:
     return meet(FEW), meet(MANY)
 
 
-def test_calls_of_the_store_do_not_grow_with_the_world(starts: tuple[start.Start, start.Start]) -> None:
+def test_calls_of_the_store_do_not_grow_with_the_world(
+    starts: tuple[start.Start, start.Start],
+) -> None:
     few, many = starts
     assert (few.rounds, few.calls) == (many.rounds, many.calls), "of any rank but rank 0"
-    assert many.calls == 3 * many.rounds + 3, "two to give and one to get in each round, and three to meet at all"
-    # Rank 0 reads what has been given as often as it finds more of it; it looks more seldom in a larger world.
+    assert many.calls == 3 * many.rounds + 3, (
+        "two to give and one to get in each round, and three to meet at all"
+    )
+    # Rank 0 reads what has been given as often as it finds more of it; it looks more seldom in a
+    # larger world.
     assert many.calls_of_rank_0 < 30 * many.rounds
     assert many.polls < 50 * many.rounds
 
 
-def test_a_rank_is_told_of_hosts_and_of_where_others_listen_alone(starts: tuple[start.Start, start.Start]) -> None:
+def test_a_rank_is_told_of_hosts_and_of_where_others_listen_alone(
+    starts: tuple[start.Start, start.Start],
+) -> None:
     few, many = starts
     rest = [of.bytes - of.largest for of in starts]
     assert rest[1] - rest[0] < 32 * (MANY - FEW) / start.GPUS, "names of hosts"

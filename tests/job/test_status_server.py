@@ -44,7 +44,7 @@ def at(port: int, *ips: str) -> Address:
     return Address(0, "host", os.getpid(), port, ips or ("127.0.0.1",), "here", "these")
 
 
-# Questions and answers ------------------------------------------------------------------------------------------------
+# Questions and answers ----------------------------------------------------------------------------
 
 
 def test_a_question_is_answered_until_the_rank_has_gone(server: StatusServer) -> None:
@@ -65,17 +65,23 @@ def test_a_stranger_is_not_answered(server: StatusServer) -> None:
     assert ask(at(server.port), {}, server.token) == {"heard": {}}, "and whoever comes after it is"
 
 
-def test_only_the_same_network_is_asked_by_loopback(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_same_network_is_asked_by_loopback(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host of the same name may be another."""
     connect, asked = status_server._connect, []
-    monkeypatch.setattr(status_server, "_connect", lambda ip, port: asked.append(ip) or connect(ip, port))
+    monkeypatch.setattr(
+        status_server, "_connect", lambda ip, port: asked.append(ip) or connect(ip, port)
+    )
     ask(at(server.port, "::1"), {}, server.token, net="host")
     assert asked == ["::1"]
     ask(at(server.port, "192.0.2.1"), {}, server.token, net="here")
     assert asked == ["::1", "127.0.0.1"]
 
 
-def test_who_refuses_is_gone_only_if_no_address_leads_to_him(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_refuses_is_gone_only_if_no_address_leads_to_him(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def connect(ip: str, port: int) -> socket.socket:
         if ip == "lost":
             raise TimeoutError("timed out")
@@ -97,7 +103,8 @@ def test_who_refuses_is_gone_only_if_no_address_leads_to_him(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "answer", [b"HTTP/1.1 400 Bad Request\r\n", b"[1]\n", b'{"error": "who"}\n', b'{"answered": 1}\n']
+    "answer",
+    [b"HTTP/1.1 400 Bad Request\r\n", b"[1]\n", b'{"error": "who"}\n', b'{"answered": 1}\n'],
 )
 def test_another_program_on_the_port_of_a_rank_is_not_that_rank(answer: bytes) -> None:
     def serve() -> None:
@@ -162,7 +169,7 @@ def test_an_error_in_an_answer_is_told_once(capsys: pytest.CaptureFixture) -> No
         broken.close()
 
 
-# What runs out --------------------------------------------------------------------------------------------------------
+# What runs out ------------------------------------------------------------------------------------
 
 
 def failing_first(call: Callable[..., Any], error: Exception, times: int) -> Mock:
@@ -170,7 +177,9 @@ def failing_first(call: Callable[..., Any], error: Exception, times: int) -> Moc
     return Mock(wraps=call, side_effect=itertools.chain([error] * times, itertools.repeat(DEFAULT)))
 
 
-def test_a_server_outlives_what_the_system_runs_out_of(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_outlives_what_the_system_runs_out_of(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listening = server._listening
     accept = failing_first(listening.accept, OSError(errno.EMFILE, "Too many open files"), 2)
     others = {"shutdown": listening.shutdown, "close": listening.close}
@@ -178,7 +187,9 @@ def test_a_server_outlives_what_the_system_runs_out_of(server: StatusServer, mon
     start = threading.Thread.start
     lacking = failing_first(start, RuntimeError("can't start new thread"), 2)
     monkeypatch.setattr(
-        threading.Thread, "start", lambda thread: (lacking if thread.name == "answer" else start)(thread)
+        threading.Thread,
+        "start",
+        lambda thread: (lacking if thread.name == "answer" else start)(thread),
     )
     for _ in range(2):  # the first one is accepted by the socket that the server had
         assert ask(at(server.port), {}, server.token, seconds=60) == {"heard": {}}
@@ -192,7 +203,8 @@ def test_what_this_process_lacks_is_waited_for_and_says_nothing_of_others(
     lacking = failing_first(real, error, 3)
 
     def connect(*arguments: Any, fileno: int | None = None) -> socket.socket:
-        return lacking(*arguments) if fileno is None else real(*arguments, fileno=fileno)  # None: not the server's
+        # None: not the server's
+        return lacking(*arguments) if fileno is None else real(*arguments, fileno=fileno)
 
     monkeypatch.setattr(status_server, "PAUSE_S", 0.01)
     monkeypatch.setattr(status_server.socket, "socket", connect)
@@ -212,14 +224,21 @@ def test_a_leader_that_many_ask_at_once_keeps_descriptors_for_its_own_questions(
     question = {"ask": "coordinate", "hangs": False, "failed": True, "late": False}
     leader, other = (Watchdog(job_of(rank)) for rank in range(2))
     assert leader._answer(dict(question)) == {"later": True}
-    diagnosis = {"kind": "gone", "ranks": [7], "headline": "", "details": [], "hosts": [], "evidence": ""}
+    diagnosis = {
+        "kind": "gone",
+        "ranks": [7],
+        "headline": "",
+        "details": [],
+        "hosts": [],
+        "evidence": "",
+    }
     answers: list[dict[str, Any]] = [{"later": True}, {"later": True}, {"diagnosis": diagnosis}]
     other._peers = SimpleNamespace(ask=lambda *_: answers.pop(0))
     assert other._ask_for_diagnosis(at(server.port), question)
     assert other.diagnosis.ranks == (7,)
 
 
-# Many ranks -----------------------------------------------------------------------------------------------------------
+# Many ranks ---------------------------------------------------------------------------------------
 
 
 def several(hosts: int, each: int) -> list[Address]:
@@ -233,12 +252,19 @@ def peers_of(rank: int, server: StatusServer, hosts: int, each: int) -> Peers:
     return Peers(job_of(rank), server, several(hosts, each))
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="processes are looked up in /proc")
-def test_a_process_of_this_host_that_is_gone_is_not_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host is this one, and was reached: whatever came back from a port that was just being closed."""
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/stat"), reason="processes are looked up in /proc"
+)
+def test_a_process_of_this_host_that_is_gone_is_not_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its host is this one, and was reached: whatever came back from a port that was just being
+    closed."""
     places = [("net 0", "pids 0"), ("net 0", "pids 0"), ("net 1", "pids 1")]
     pids = [os.getpid(), 2**22 + 1, 2**22 + 1]  # the second number is beyond the largest process id
-    addresses = [Address(rank, "same", pids[rank], 1, ("a",), *place) for rank, place in enumerate(places)]
+    addresses = [
+        Address(rank, "same", pids[rank], 1, ("a",), *place) for rank, place in enumerate(places)
+    ]
     peers = Peers(job_of(0), SimpleNamespace(token="t"), addresses)
     no_route = OSError(errno.EHOSTUNREACH, "No route to host")
     monkeypatch.setattr(peers, "_ask_all", lambda ranks, question: [no_route for _ in ranks])
@@ -247,14 +273,17 @@ def test_a_process_of_this_host_that_is_gone_is_not_out_of_reach(monkeypatch: py
 
 
 def test_a_place_is_not_known_by_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert namespace_ids("one") == namespace_ids("another") or not os.path.exists(status_server.BOOT)
+    assert namespace_ids("one") == namespace_ids("another") or not os.path.exists(
+        status_server.BOOT
+    )
     assert len(set(namespace_ids("one"))) == 2 or not os.path.exists("/proc/self/ns/net")
     monkeypatch.setattr(status_server, "BOOT", "/no/such/file")
     assert namespace_ids("one")[0] != namespace_ids("another")[0]
 
 
 def test_hosts_that_are_lost_are_not_asked_rank_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first host nobody is reached, of the second all but its first rank; the third refuses."""
+    """Of the first host nobody is reached, of the second all but its first rank; the third
+    refuses."""
 
     def fake(to: Address, *_: object, **__: object) -> dict[str, int]:
         asked.append(to.rank)
@@ -304,7 +333,9 @@ def test_who_did_not_hear_is_told_again_and_the_lowest_that_lives_is_found_soon(
     assert [len(ranks) for ranks in rounds] == [16, 64, 220]
 
 
-def test_one_rank_of_each_host_asks_the_leader(monkeypatch: pytest.MonkeyPatch, server: StatusServer) -> None:
+def test_one_rank_of_each_host_asks_the_leader(
+    monkeypatch: pytest.MonkeyPatch, server: StatusServer
+) -> None:
     """And the others of its host ask that one."""
 
     def fake(to: Address, question: dict[str, Any], *_: object, **__: object) -> dict[str, Any]:
@@ -328,10 +359,12 @@ def test_one_rank_of_each_host_asks_the_leader(monkeypatch: pytest.MonkeyPatch, 
     assert asked[-1] == ("coordinate", 0)
 
 
-# Silence --------------------------------------------------------------------------------------------------------------
+# Silence ------------------------------------------------------------------------------------------
 
 
-def test_nothing_comes_back_where_the_network_drops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_comes_back_where_the_network_drops_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(status_server, "CONNECT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         port, others = full.getsockname()[1], []
@@ -357,11 +390,18 @@ signal.pause()
 """
 
 
-def test_a_stopped_process_is_silent_and_one_that_is_gone_refuses_though_its_child_lives_on() -> None:
+def test_a_stopped_process_is_silent_and_one_that_is_gone_refuses_though_its_child_lives_on() -> (
+    None
+):
     """As a reader of data lives on for a moment."""
     command = [sys.executable, "-c", SERVES]
     parent = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
     )
     try:
         port = int(parent.stdout.readline())

@@ -1,4 +1,5 @@
-"""A rank that examines others: what it does on signals and failures, what it prints, and loops of one's own."""
+"""A rank that examines others: what it does on signals and failures, what it prints, and loops of
+one's own."""
 
 import json
 import os
@@ -35,7 +36,7 @@ ALL = (0, 1, 2)
 ONE_IS_GONE = [rank(0), rank(1, reach="gone"), rank(2)]
 
 
-# Signals --------------------------------------------------------------------------------------------------------------
+# Signals ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -82,7 +83,8 @@ def test_signals_to_a_child_are_its_own(wakeup: SignalWakeup) -> None:
 
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watchdog, list[bool]]]:
-    """The watchdog of a loop of one's own, and of each inquiry that it leads whether a rank has failed."""
+    """The watchdog of a loop of one's own, and of each inquiry that it leads whether a rank has
+    failed."""
     watch, inquiries = Watchdog(SimpleNamespace(rank=0)), []
     watch.deadlines.start_s = float("inf")
     watch._server = SimpleNamespace(close=lambda: None)
@@ -100,13 +102,19 @@ def receive(watch: Watchdog, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_that_the_program_handles_does_not_end_it(number: int, watching: tuple[Watchdog, list[bool]]) -> None:
+def test_a_signal_that_the_program_handles_does_not_end_it(
+    number: int, watching: tuple[Watchdog, list[bool]]
+) -> None:
     watch, inquiries = watching
     signal.signal(number, lambda *_: None)
     receive(watch, number)
     assert (watch._failure, inquiries, watch._asked_to_end) == (None, [False], False)
     receive(watch, signal.SIGTERM)
-    assert (watch._failure.text, inquiries, watch._asked_to_end) == ("ended by SIGTERM", [False, True], True)
+    assert (watch._failure.text, inquiries, watch._asked_to_end) == (
+        "ended by SIGTERM",
+        [False, True],
+        True,
+    )
     watch.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -122,13 +130,18 @@ def test_a_handler_of_the_users_own_is_respected(watching: tuple[Watchdog, list[
     assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "nor is it taken away"
 
 
-# A rank of three that examines the others -----------------------------------------------------------------------------
+# A rank of three that examines the others ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["absent", "failed", "deadlock"])
 def test_a_rank_that_is_to_blame_prints_its_own_error(kind: str) -> None:
-    mine, others = (Diagnosis(DiagnosisKind(kind), (number,), f"it was rank {number}") for number in (2, 1))
-    reader, closed = raised(ConnectionResetError("reset by peer")), raised(RuntimeError("gloo/ Connection closed"))
+    mine, others = (
+        Diagnosis(DiagnosisKind(kind), (number,), f"it was rank {number}") for number in (2, 1)
+    )
+    reader, closed = (
+        raised(ConnectionResetError("reset by peer")),
+        raised(RuntimeError("gloo/ Connection closed")),
+    )
     watch = watchdog_of(2)
     watch._decided.set()
 
@@ -160,9 +173,13 @@ def test_an_error_of_the_watchdog_is_told_once_and_it_goes_on(
     monkeypatch.setattr(watch, "_look", look)
     watch._run()
     failed = failure is not None
-    assert decided == [False, failed, failed], "who has failed waits no longer; who has not will, should it fail later"
+    assert decided == [False, failed, failed], (
+        "who has failed waits no longer; who has not will, should it fail later"
+    )
     printed = capsys.readouterr().err
-    assert printed.startswith("warning: the watchdog of rank 2 on host a has failed, and goes on:\nTraceback ")
+    assert printed.startswith(
+        "warning: the watchdog of rank 2 on host a has failed, and goes on:\nTraceback "
+    )
     assert printed.count("KeyError: 'mine'") == 1
 
 
@@ -190,7 +207,9 @@ def test_who_is_waited_for_in_a_save_is_told_once_and_ends_the_job_after_three_d
 ) -> None:
     meeting = waits("the meeting 'save 4' at the store", "", ALL, missing=(2,))
     here: dict[str, Any] = {"phase": "saving", "late": True, "patient": True}
-    watch = watchdog_of(0, [rank(0, wait=meeting, **here), rank(1, wait=meeting, **here), rank(2, **here)])
+    watch = watchdog_of(
+        0, [rank(0, wait=meeting, **here), rank(1, wait=meeting, **here), rank(2, **here)]
+    )
     watch.enter_phase("saving", 5)
     printed = []
     for deadline in (1, 2, 3):
@@ -198,7 +217,10 @@ def test_who_is_waited_for_in_a_save_is_told_once_and_ends_the_job_after_three_d
         clock.now = deadline * 601
         watch._look()
         printed.append(capsys.readouterr().err)
-    assert printed[:2] == ["waiting for rank 2 on host a (dp_shard 2): saving (step 5), for 20 s now\n", ""]
+    assert printed[:2] == [
+        "waiting for rank 2 on host a (dp_shard 2): saving (step 5), for 20 s now\n",
+        "",
+    ]
     assert (watch.diagnosis.kind, watch.diagnosis.ranks) == ("absent", (2,))
 
 
@@ -230,14 +252,20 @@ WELL = [rank(number) for number in ALL]
     ],
 )
 def test_ranks_that_wait_for_each_other_or_in_one_place_are_lost_only_if_they_stay_there(
-    first: list[RankReport], second: list[RankReport], kind: str | None, clock: FakeTime, capsys: pytest.CaptureFixture
+    first: list[RankReport],
+    second: list[RankReport],
+    kind: str | None,
+    clock: FakeTime,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     verdict = watchdog_of(0, first, second)._coordinate(hangs=True, failed=False)
     assert (verdict and verdict.kind) == kind
     printed = capsys.readouterr().err
     blamed = {
         "stuck": "all ranks wait in all_reduce 7 over dp_shard: a device ",
-        "deadlock": "rank 0 on host a (dp_shard 0), rank 1 on host a (dp_shard 1) wait for each other",
+        "deadlock": (
+            "rank 0 on host a (dp_shard 0), rank 1 on host a (dp_shard 1) wait for each other"
+        ),
     }
     if kind is None:
         assert printed == ""
@@ -267,13 +295,17 @@ def test_what_was_looked_into_just_now_is_not_looked_into_again(clock: FakeTime)
         assert diagnosis.ranks == (1,)
 
 
-def test_the_block_is_printed_by_the_leader_if_it_is_to_blame_itself(capsys: pytest.CaptureFixture) -> None:
+def test_the_block_is_printed_by_the_leader_if_it_is_to_blame_itself(
+    capsys: pytest.CaptureFixture,
+) -> None:
     at: dict[str, Any] = {"wait": waits(ranks=ALL)}
     watch = watchdog_of(0, [rank(0, stack=("mine.py:3 wait",)), rank(1, **at), rank(2, **at)])
     verdict = watch._coordinate(hangs=True, failed=False)
     assert verdict.ranks == (0,)
     printed = capsys.readouterr().err
-    assert printed.startswith("rank 0 on host a stops, because rank 0 on host a (dp_shard 0) did not arrive at ")
+    assert printed.startswith(
+        "rank 0 on host a stops, because rank 0 on host a (dp_shard 0) did not arrive at "
+    )
     assert "      mine.py:3 wait\n" in printed
 
 
@@ -289,7 +321,7 @@ def test_what_takes_long_and_cannot_be_explained_is_told_once_with_all_stacks(
     assert "  ranks 0-2, in step 5:\n      step.py:9 update\n" in printed
 
 
-# A loop of one's own --------------------------------------------------------------------------------------------------
+# A loop of one's own ------------------------------------------------------------------------------
 
 LOOP = """
 import os, signal, sys, time
@@ -326,7 +358,10 @@ def test_a_loop_of_ones_own_names_the_rank_too(tmp_path: Path, fault: str, reaso
 def test_a_loop_of_ones_own_is_ended_by_a_signal_and_nobody_is_blamed(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     # One after the other, as a launcher does it, and the one that serves the store last.
-    stop = "[os.kill(pid, signal.SIGTERM) for pid in reversed(job.gather('asking', os.getpid())) if job.rank == 0]"
+    stop = (
+        "[os.kill(pid, signal.SIGTERM) for pid in reversed(job.gather('asking', os.getpid())) if "
+        "job.rank == 0]"
+    )
     script.write_text(LOOP.format(fault="pass") + f"        if step == 60: {stop}\n")
     job = forked(2, script)
     assert job.status == 128 + signal.SIGTERM
@@ -349,7 +384,9 @@ sys.exit(train.main())
 """
 
 
-def test_a_start_in_which_nothing_gets_on_ends_and_names_the_rank(small: str, tmp_path: Path) -> None:
+def test_a_start_in_which_nothing_gets_on_ends_and_names_the_rank(
+    small: str, tmp_path: Path
+) -> None:
     script = tmp_path / "asleep.py"
     script.write_text(ASLEEP)
     job = forked(2, script, small, "train.start_timeout_s=3", f"train.output={tmp_path}/run")
@@ -361,7 +398,9 @@ def test_a_start_in_which_nothing_gets_on_ends_and_names_the_rank(small: str, tm
 def test_input_that_one_rank_refuses_ends_all_ranks_with_status_2(tmp_path: Path) -> None:
     """Whichever ends first: a script that would start the job again leaves it alone."""
     script = tmp_path / "loop.py"
-    script.write_text(LOOP.format(fault="raise meshtrain.errors.InputError('the sizes do not fit')"))
+    script.write_text(
+        LOOP.format(fault="raise meshtrain.errors.InputError('the sizes do not fit')")
+    )
     job = forked(3, script)
     assert job.status == 2, job.err
     assert job.err.count("the sizes do not fit") == 1
@@ -373,7 +412,9 @@ def test_torchruns_last_word_is_our_sentence(tmp_path: Path) -> None:
     """For what one rank refuses, and a disk that is full on one: no place in Python helps there."""
     script = tmp_path / "loop.py"
     faults = {
-        "raise meshtrain.errors.InputError('the sizes do not fit')": r"rank 1 on host \S+: the sizes do not fit",
+        "raise meshtrain.errors.InputError('the sizes do not fit')": (
+            r"rank 1 on host \S+: the sizes do not fit"
+        ),
         "raise OSError(28, 'No space left on device', '/data/x')":
             r"rank 1 on host \S+ failed: OSError: \[Errno 28\] No space left on device: '/data/x'",
     }  # fmt: skip
@@ -385,11 +426,15 @@ def test_torchruns_last_word_is_our_sentence(tmp_path: Path) -> None:
         assert "SIGTERM)" not in job.err, "the other rank has its own status, too"
 
 
-# For programs ---------------------------------------------------------------------------------------------------------
+# For programs -------------------------------------------------------------------------------------
 
 
 def failures_in(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix(FAILURE_MARK)) for line in text.splitlines() if line.startswith(FAILURE_MARK)]
+    return [
+        json.loads(line.removeprefix(FAILURE_MARK))
+        for line in text.splitlines()
+        if line.startswith(FAILURE_MARK)
+    ]
 
 
 def test_a_failure_is_one_line_for_programs_after_the_block(capsys: pytest.CaptureFixture) -> None:
@@ -405,8 +450,15 @@ def test_a_failure_is_one_line_for_programs_after_the_block(capsys: pytest.Captu
     assert text.startswith("rank 1 on host a (dp_shard 1) is gone: process 1001 was killed")
 
 
-FAILED = {"kind": "failed", "ranks": [0], "hosts": ["a"], "text": "rank 0 on host a failed: KeyError: 'mine'"}
-FULL = FAILED | {"text": "rank 0 on host a failed: OSError: [Errno 28] No space left on device: '/x'"}
+FAILED = {
+    "kind": "failed",
+    "ranks": [0],
+    "hosts": ["a"],
+    "text": "rank 0 on host a failed: KeyError: 'mine'",
+}
+FULL = FAILED | {
+    "text": "rank 0 on host a failed: OSError: [Errno 28] No space left on device: '/x'"
+}
 AGREED = {"kind": "training", "ranks": [], "hosts": [], "text": "the loss is gone"}
 
 
@@ -437,7 +489,9 @@ def test_a_rank_that_fails_alone_prints_the_line_too(
 
     with pytest.raises((SystemExit, KeyError)):
         fail()
-    assert failures_in(capsys.readouterr().err) == [line | {"step": 3, "phase": "saving"} for line in lines]
+    assert failures_in(capsys.readouterr().err) == [
+        line | {"step": 3, "phase": "saving"} for line in lines
+    ]
     told = json.loads((tmp_path / "error.json").read_text())["message"]
     assert ("py_callstack" in told["extraInfo"]) == isinstance(error, KeyError)
     assert told["message"] in (line["text"] for line in lines) or str(error) in told["message"]
@@ -445,7 +499,11 @@ def test_a_rank_that_fails_alone_prints_the_line_too(
 
 
 def test_records_come_through_json_as_they_were() -> None:
-    diagnosis = Diagnosis(DiagnosisKind.ABSENT, (1, 2), "they did not arrive", ("more",), ("a", "b"))
-    status = rank(0, wait=waits(missing=(2,)), begun={"0,1": 3}, stack=("f",), kind=FailureKind.ERROR).answer
+    diagnosis = Diagnosis(
+        DiagnosisKind.ABSENT, (1, 2), "they did not arrive", ("more",), ("a", "b")
+    )
+    status = rank(
+        0, wait=waits(missing=(2,)), begun={"0,1": 3}, stack=("f",), kind=FailureKind.ERROR
+    ).answer
     for record in (diagnosis, status):
         assert type(record).from_json(json.loads(json.dumps(asdict(record)))) == record

@@ -1,7 +1,8 @@
-"""`meshtrain launch`: what it refuses, the script that it writes, and what it says when it has submitted it.
+"""`meshtrain launch`: what it refuses, the script that it writes, and what it says when it has
+submitted it.
 
-SLURM itself is not here: sbatch is a small stand-in on PATH. On a real cluster the scripts of tools/slurm, and with
-them this one, run in tests/slurm.
+SLURM itself is not here: sbatch is a small stand-in on PATH. On a real cluster the scripts of
+tools/slurm, and with them this one, run in tests/slurm.
 """
 
 import re
@@ -49,12 +50,14 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def directives(script: str) -> dict[str, str]:
     """What sbatch reads: each option once, before the first command."""
-    options = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.partition("\nset ")[0], re.MULTILINE)
+    options = re.findall(
+        r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.partition("\nset ")[0], re.MULTILINE
+    )
     assert len(dict(options)) == len(options) == len(re.findall(r"^#SBATCH", script, re.MULTILINE))
     return dict(options)
 
 
-# The script ---------------------------------------------------------------------------------------------------------
+# The script ---------------------------------------------------------------------------------------
 
 
 def words_of(case: dict[str, Any], folder: Path) -> list[str]:
@@ -76,11 +79,15 @@ def test_the_script_asks_for_what_was_asked_for(
         output = Path(options["output"])
         assert output.parent.is_dir(), "SLURM fails a job whose output has no folder"
         assert (output.parents[1] / "launch.sbatch").read_text() == script
-        assert ("torchrun" in script.partition("set -euo")[2]) == (options["ntasks-per-node"] == "1")
+        assert ("torchrun" in script.partition("set -euo")[2]) == (
+            options["ntasks-per-node"] == "1"
+        )
 
 
 @pytest.mark.parametrize("word", ["train.steps=3", "layout={dp_shard: 32}"])
-def test_srun_alone_leaves_the_words_behind_it_to_training(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_srun_alone_leaves_the_words_behind_it_to_training(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = dry_run(capsys, *NODES, "--srun", word)
     assert directives(script)["ntasks-per-node"] == "8"
     assert f"set -- configs/quickstart.yaml {shlex.quote(word)}" in script.splitlines()
@@ -89,8 +96,11 @@ def test_srun_alone_leaves_the_words_behind_it_to_training(word: str, capsys: py
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_script_is_its_template_but_for_the_jobs_values(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """tools/slurm is the one source: no line of a template is lost, but for the directives that the job sets."""
+def test_a_script_is_its_template_but_for_the_jobs_values(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tools/slurm is the one source: no line of a template is lost, but for the directives that the
+    job sets."""
     template = (locate.bundled("tools/slurm") / name).read_text()
     script = dry_run(capsys, *NODES, *(["--srun"] if "srun" in name else []))
     *_, last = re.finditer(r"^#+SBATCH.*\n", template, re.MULTILINE)
@@ -98,13 +108,16 @@ def test_a_script_is_its_template_but_for_the_jobs_values(name: str, capsys: pyt
     others = {line for line in template.splitlines() if not line.lstrip("#").startswith("SBATCH")}
     assert others <= set(script.splitlines())
     assert set(directives(template)) <= set(directives(script))
-    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input=script, text=True, capture_output=True, check=False
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_directives_are_replaced_added_and_taken_away() -> None:
     template = (
-        "#!/bin/bash\n# about\n#SBATCH --nodes=2\n#SBATCH --requeue\n##SBATCH --partition=x\n##SBATCH --qos=y\n\nrun\n"
+        "#!/bin/bash\n# about\n#SBATCH --nodes=2\n#SBATCH --requeue\n##SBATCH "
+        "--partition=x\n##SBATCH --qos=y\n\nrun\n"
     )
     values = {"nodes": "3", "requeue": None, "partition": "p", "chdir": "/a b"}
     assert render(template, values, ["set -- x"]) == (
@@ -116,9 +129,16 @@ def test_directives_are_replaced_added_and_taken_away() -> None:
             render(template, {"chdir": value}, [])
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_words_reach_the_script_as_they_are(words: list[str]) -> None:
-    """Overrides have quotes, braces, spaces and dollar signs in them, and the shell must see none of these."""
+    """Overrides have quotes, braces, spaces and dollar signs in them, and the shell must see none
+    of these."""
     lines = "\n".join(block(words, [("WORD", words[0])], ["a remark\nof two lines"]))
     assert shlex.split(lines, comments=True)[-len(words) :] == words
 
@@ -128,13 +148,17 @@ def test_bash_reads_the_words_too(capsys: pytest.CaptureFixture[str]) -> None:
     script = dry_run(capsys, *NODES, *words)
     before = script.partition("\nset -euo")[0]
     printed = subprocess.run(
-        ["bash"], input=before + "\nprintf '%s\\0' \"$@\"\n", capture_output=True, text=True, check=True
+        ["bash"],
+        input=before + "\nprintf '%s\\0' \"$@\"\n",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert printed.stdout.split("\0")[:-1] == ["configs/quickstart.yaml", *words]
     assert directives(script)["output"].endswith("/runs/it's $HOME `x` 100%%/logs/slurm-%j.out\"")
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
+# What is refused ----------------------------------------------------------------------------------
 
 
 def test_what_is_wrong_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,16 +172,21 @@ def test_what_is_wrong_is_refused(folder: Path, capsys: pytest.CaptureFixture[st
         if (status, printed.out, files) != (2, "", ["file"]) or case["text"] not in printed.err:
             wrong.append((case, status, printed, files))
     assert wrong == []
-    dry_run(capsys, *NODES, "layout={dp_shard: -1, tp: 8}", *SPLITTABLE)  # this one is right, and its neighbour wrong
+    # this one is right, and its neighbour wrong
+    dry_run(capsys, *NODES, "layout={dp_shard: -1, tp: 8}", *SPLITTABLE)
 
 
 @given(
-    sizes=st.dictionaries(st.sampled_from(["pp", "dp_shard", "tp"]), st.integers(1, 12), min_size=1),
+    sizes=st.dictionaries(
+        st.sampled_from(["pp", "dp_shard", "tp"]), st.integers(1, 12), min_size=1
+    ),
     free=st.booleans(),
     nodes=st.integers(1, 9),
     gpus=st.integers(1, 9),
 )
-def test_the_numbers_of_nodes_that_are_named_fit(sizes: dict[str, int], free: bool, nodes: int, gpus: int) -> None:
+def test_the_numbers_of_nodes_that_are_named_fit(
+    sizes: dict[str, int], free: bool, nodes: int, gpus: int
+) -> None:
     sizes |= {"dp_replicate": -1} if free else {}
     text = nodes_that_fit(sizes, nodes, gpus)
     counts = [int(count) for count in re.findall(r"--nodes (\d+)", text)]
@@ -173,25 +202,37 @@ def test_the_numbers_of_nodes_that_are_named_fit(sizes: dict[str, int], free: bo
 
 @pytest.mark.parametrize(
     ("time", "expected"),
-    [("240", 14400), ("5:30", 330), ("3:50:00", 13800), ("1-12", 129600), ("2-1:30", 178200), ("1-0:0:05", 86405)],
+    [
+        ("240", 14400),
+        ("5:30", 330),
+        ("3:50:00", 13800),
+        ("1-12", 129600),
+        ("2-1:30", 178200),
+        ("1-0:0:05", 86405),
+    ],
 )
 def test_times_are_read_as_slurm_reads_them(time: str, expected: int) -> None:
     assert seconds(time) == expected
 
 
-def test_what_each_node_may_have_of_its_own_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_each_node_may_have_of_its_own_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "env.sh").touch()
     words = ("--dry-run", "--activate", "env.sh")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(folder.parent))
         assert launch(*NODES, *words) == 0
         notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
-        assert [note.partition(" is ")[0] for note in notes] == ["note: train.output", "note: the environment"]
+        assert [note.partition(" is ")[0] for note in notes] == [
+            "note: train.output",
+            "note: the environment",
+        ]
         assert launch("--slurm", "--nodes", "1", "--gpus-per-node", "8", *words) == 0
     assert "note: " not in capsys.readouterr().err
 
 
-# Submitting ---------------------------------------------------------------------------------------------------------
+# Submitting ---------------------------------------------------------------------------------------
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -209,7 +250,11 @@ def test_without_sbatch_nothing_is_written_and_what_it_says_is_passed_on(
         assert launch(*NODES) == 2
     assert "run this where jobs are submitted, or with --dry-run" in capsys.readouterr().err
     assert not list(folder.iterdir())
-    program(folder, "sbatch", "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n")
+    program(
+        folder,
+        "sbatch",
+        "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n",
+    )
     assert launch(*NODES, "--partition", "gpu") == 1
     assert "invalid partition specified: gpu" in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""Whether a job that has failed goes on: what is decided, of every kind of failure, and what is counted."""
+"""Whether a job that has failed goes on: what is decided, of every kind of failure, and what is
+counted."""
 
 import json
 import sys
@@ -7,14 +8,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshtrain.launch.requeue import HISTORY, Decision, History, decide, furthest_step, main, read_history
+from meshtrain.launch.requeue import (
+    HISTORY,
+    Decision,
+    History,
+    decide,
+    furthest_step,
+    main,
+    read_history,
+)
 from meshtrain.metrics.goodput import SPENT, GoodputRecord, JobRecord
 
 NODES = ("gpu07", "gpu08", "gpu09")
 NOTHING = dict.fromkeys(SPENT, 0.0)
 
 
-def decided(end: dict | None, failures: int = 1, needed: int = 3, down: tuple[str, ...] = ()) -> Decision:
+def decided(
+    end: dict | None, failures: int = 1, needed: int = 3, down: tuple[str, ...] = ()
+) -> Decision:
     return decide(end, History("1", 7, failures), NODES, needed, tries=2, down=down)
 
 
@@ -24,7 +35,9 @@ def test_a_node_is_left_out_if_the_failure_is_its_own() -> None:
         lost = case.pop("lost")
         end = case | {"status": "failed", "hosts": ["gpu08.cluster.local", "elsewhere"]}
         decision = decided(end)
-        assert (decision.action, decision.lost) == (("requeue", ("gpu08",)) if lost else ("again", ())), case
+        assert (decision.action, decision.lost) == (
+            ("requeue", ("gpu08",)) if lost else ("again", ())
+        ), case
         assert decided(end, needed=2).action == "again", "there is a spare one"
         assert decided(end, failures=3).action == "end"
 
@@ -57,17 +70,36 @@ def test_failures_count_until_the_run_gets_further() -> None:
     assert history.after_failure("2", 5).failures == 1, "a person has submitted it anew"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     end = {"status": "failed", "kind": "gone", "reason": "rank 1\nis gone", "hosts": ["b"]}
     (tmp_path / "exit.json").write_text(json.dumps(end))
-    words = ["requeue", str(tmp_path), "--job", "4", "--nodes", "a b c", "--needed", "2", "--tries", "1", "--down", ""]
+    words = [
+        "requeue",
+        str(tmp_path),
+        "--job",
+        "4",
+        "--nodes",
+        "a b c",
+        "--needed",
+        "2",
+        "--tries",
+        "1",
+        "--down",
+        "",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     printed = []
     for _ in range(2):
         main()
         printed.append(capsys.readouterr().out.splitlines())
     assert printed[0] == ["again", "b", "rank 1 is gone; goes on without b"]
-    assert printed[1] == ["end", "b", "rank 1 is gone: 2 failures in a row have got no further than step 0"]
+    assert printed[1] == [
+        "end",
+        "b",
+        "rank 1 is gone: 2 failures in a row have got no further than step 0",
+    ]
 
 
 def test_a_history_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Where the wall time of a run went: the parts add up, whatever happened to its jobs and to its ledger."""
+"""Where the wall time of a run went: the parts add up, whatever happened to its jobs and to its
+ledger."""
 
 import json
 import os
@@ -42,7 +43,10 @@ class World:
 
     def open(self, first: int) -> None:
         """A job of which nothing has happened yet."""
-        self.step, self.ledger = first, GoodputTracker(self.file.parent, first, self.clock, clock=self)
+        self.step, self.ledger = (
+            first,
+            GoodputTracker(self.file.parent, first, self.clock, clock=self),
+        )
 
     def job(self, first: int, waited: float = 0.0, startup: float = 3.0) -> None:
         self.clock += waited
@@ -75,7 +79,11 @@ class World:
 
     @property
     def parts(self) -> dict[str, float]:
-        return {part: round(seconds, 6) for part, seconds in self.ledger.summary().seconds.items() if seconds}
+        return {
+            part: round(seconds, 6)
+            for part, seconds in self.ledger.summary().seconds.items()
+            if seconds
+        }
 
 
 @pytest.fixture
@@ -105,7 +113,9 @@ def test_the_ledger_of_a_long_job_is_short(world: World) -> None:
     world.play([("job", 0), ("steps", 200_000, 10)])
     assert len(world.file.read_text().splitlines()) < 8000
     last = read(world.file)[0][0].marks[-1]
-    assert last.elapsed > 0.998 * world.clock, "what a killed job has not written is a thousandth of it"
+    assert last.elapsed > 0.998 * world.clock, (
+        "what a killed job has not written is a thousandth of it"
+    )
     world.job(0)
     assert len(world.file.read_text().splitlines()) == 4, "and the next job keeps what can matter"
 
@@ -113,7 +123,9 @@ def test_the_ledger_of_a_long_job_is_short(world: World) -> None:
 EVENTS = st.one_of(
     st.tuples(st.just("steps"), st.integers(1, 5), st.floats(0.0, 20.0)),
     st.tuples(st.sampled_from(["evaluation", "save"]), st.just(0), st.floats(0.0, 100.0)),
-    st.tuples(st.sampled_from(["killed", "failed", "stopped"]), st.integers(0, 3), st.floats(0.0, 1000.0)),
+    st.tuples(
+        st.sampled_from(["killed", "failed", "stopped"]), st.integers(0, 3), st.floats(0.0, 1000.0)
+    ),
 )
 
 
@@ -121,7 +133,8 @@ EVENTS = st.one_of(
 def test_the_parts_add_up_and_no_step_counts_twice(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int, float]]
 ) -> None:
-    """Whatever happens, also where a job goes back by several checkpoints or has none to go on from."""
+    """Whatever happens, also where a job goes back by several checkpoints or has none to go on
+    from."""
     world, saved = World(tmp_path_factory.mktemp("run")), [0]
     world.job(0)
     for name, count, seconds in events:
@@ -142,7 +155,7 @@ def test_the_parts_add_up_and_no_step_counts_twice(
     assert read(world.file)[1] is None, "the ledger has no line that it does not take"
 
 
-# Ledgers that are torn, or that somebody has edited ------------------------------------------------------------------
+# Ledgers that are torn, or that somebody has edited -----------------------------------------------
 
 GOOD = (
     '{"started": 1700000000.0, "step": 0}\n'
@@ -179,7 +192,10 @@ class Payload:
 
 def test_a_line_that_is_none_of_a_ledger_is_left_out_and_said(world: World) -> None:
     lines = [line.encode() for line in DAMAGED["lines"]]
-    lines += [json.dumps(MARK | {"step": 6, "saved": False} | change).encode() for change in DAMAGED["marks"]]
+    lines += [
+        json.dumps(MARK | {"step": 6, "saved": False} | change).encode()
+        for change in DAMAGED["marks"]
+    ]
     lines += [pickle.dumps(Payload(), protocol=0).replace(b"\n", b" "), bytes(range(11, 256))]
     lines += [b"[" * 100_000, b'{"a":' * 800, b'{"step": ' + b"9" * 4000 + b"}"]
     lines += [b'{"step": 6, "x": "' + b"x" * 1_000_000 + b'"}']
@@ -205,7 +221,9 @@ def test_no_contents_stop_a_job(tmp_path_factory: pytest.TempPathFactory, conten
     assert world.parts == {"startup": 3, "training": 3, "data": 1}
 
 
-def test_a_ledger_without_end_is_not_read_to_its_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_without_end_is_not_read_to_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(goodput, "MOST_LINES", 100)
     world.file.write_bytes(GOOD.encode() + b"{}\n" * 1000)
     assert "has 98 lines" in str(read(world.file)[1])
@@ -219,7 +237,7 @@ def test_what_is_no_file_stops_no_job(world: World, make: Callable[[Path], None]
     assert world.parts == {"startup": 3, "training": 15, "data": 5}
 
 
-# Runs ----------------------------------------------------------------------------------------------------------------
+# Runs ---------------------------------------------------------------------------------------------
 
 
 def check_sum(folder: Path, jobs: int) -> dict[str, float]:
@@ -239,13 +257,20 @@ def test_a_run_of_four_jobs(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It fails, is stopped, ends, and is taken further; the log, each row and exit.json say where the time went."""
+    """It fails, is stopped, ends, and is taken further; the log, each row and exit.json say where
+    the time went."""
     run = tmp_path / "run"
     evaluates = ("data.validation=0.2", "train.eval_every=3")
     assert go(*evaluates, "checkpoint.every=2", interrupt="crash", at=6)["status"] == 1
     first = check_sum(run, 1)
     assert first["wall_repeated_s"] == first["wall_between_s"] == 0
-    assert min(first[f"wall_{part}_s"] for part in ("startup", "training", "data", "evaluation", "saving")) > 0
+    assert (
+        min(
+            first[f"wall_{part}_s"]
+            for part in ("startup", "training", "data", "evaluation", "saving")
+        )
+        > 0
+    )
     saved, failed = read(run / FILE)[0][0].marks[-2:]
     assert (saved.step, saved.saved, failed.step, failed.end) == (4, True, 5, "failed")
     printed = capsys.readouterr().out
@@ -256,7 +281,9 @@ def test_a_run_of_four_jobs(
     assert go(*evaluates, "checkpoint.every=2", interrupt="SIGUSR1", at=6) == {"status": 75}
     second = check_sum(run, 2)
     lost = failed.elapsed - saved.elapsed
-    assert second["wall_repeated_s"] == pytest.approx(lost), "what the first job did after its checkpoint of step 4"
+    assert second["wall_repeated_s"] == pytest.approx(lost), (
+        "what the first job did after its checkpoint of step 4"
+    )
     assert 0.3 <= second["wall_between_s"] < second["wall_s"]
     printed = capsys.readouterr().out
     assert "until now: wall time " in printed
@@ -264,7 +291,9 @@ def test_a_run_of_four_jobs(
 
     assert go(*evaluates, "checkpoint.every=2") == {"status": 0}
     third = check_sum(run, 3)
-    assert third["wall_repeated_s"] == second["wall_repeated_s"], "who stops with everything saved repeats nothing"
+    assert third["wall_repeated_s"] == second["wall_repeated_s"], (
+        "who stops with everything saved repeats nothing"
+    )
     assert go(*evaluates) == {"status": 0}
     check_sum(run, 3)  # done: nothing is counted, because nothing was done
 

@@ -1,5 +1,5 @@
-"""Sinks and the programs that read them, as they are: Prometheus' parser, W&B offline, promtool. `make
-test-integrations`."""
+"""Sinks and the programs that read them, as they are: Prometheus' parser, W&B offline, promtool.
+`make test-integrations`."""
 
 import json
 import shutil
@@ -22,19 +22,28 @@ def test_promtool_accepts_what_is_written_and_the_alerts_fire(tmp_path: Path) ->
         pytest.skip("there is no promtool: apt-get install prometheus")
     hand_on(tmp_path, prometheus(every_s=0))
     text = (tmp_path / "metrics.prom").read_text()
-    done = subprocess.run([promtool, "check", "metrics"], input=text, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=text, text=True, timeout=60, check=False
+    )
     assert done.returncode in (0, 3)  # 3: it can be read, and has no help texts
     subprocess.run([promtool, "check", "rules", MONITORING / "alerts.yml"], timeout=60, check=True)
-    subprocess.run([promtool, "test", "rules", MONITORING / "alerts_test.yml"], timeout=60, check=True)
+    subprocess.run(
+        [promtool, "test", "rules", MONITORING / "alerts_test.yml"], timeout=60, check=True
+    )
     for panel in json.loads((MONITORING / "grafana.json").read_text())["panels"]:
         for target in panel["targets"]:
             rule = {"record": "a:b", "expr": target["expr"].replace("$run", "a")}
-            (tmp_path / "rule.yml").write_text(json.dumps({"groups": [{"name": "a", "rules": [rule]}]}))
-            subprocess.run([promtool, "check", "rules", tmp_path / "rule.yml"], timeout=60, check=True)
+            (tmp_path / "rule.yml").write_text(
+                json.dumps({"groups": [{"name": "a", "rules": [rule]}]})
+            )
+            subprocess.run(
+                [promtool, "check", "rules", tmp_path / "rule.yml"], timeout=60, check=True
+            )
 
 
 def test_grafanas_own_models_hold_all_of_the_dashboard() -> None:
-    """They are made from the schemas of its panels: what a schema does not have would be lost on the way back."""
+    """They are made from the schemas of its panels: what a schema does not have would be lost on
+    the way back."""
     dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard").Dashboard
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -69,5 +78,7 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # A second run of the same second gets "-1" behind its id.
     assert {folder.name.split("-")[3] for folder in folders} == {identity}
     written = next(folders[0].glob("*.wandb")).read_bytes()
-    assert all(name in written for name in (b"train/loss", b"validation/perplexity", b"time/step_time_s"))
+    assert all(
+        name in written for name in (b"train/loss", b"validation/perplexity", b"time/step_time_s")
+    )
     assert wandb.run is None

@@ -155,7 +155,13 @@ def test_metrics_go_to_the_file_and_the_console_and_on_from_a_step(tmp_path: Pat
     first.close()
     first.close()
     lines = [line.split("  ")[0] for line in text.getvalue().splitlines()]
-    assert lines == ["global batch 512", "step 1/2", "eval at step 1: loss 2.0000", "step 2/2", "epoch 1"]
+    assert lines == [
+        "global batch 512",
+        "step 1/2",
+        "eval at step 1: loss 2.0000",
+        "step 2/2",
+        "epoch 1",
+    ]
     second = metrics_in(tmp_path, Console(file=text), step=1)
     second.row(row(2, loss=7.0))
     second.close()
@@ -163,7 +169,9 @@ def test_metrics_go_to_the_file_and_the_console_and_on_from_a_step(tmp_path: Pat
 
 
 def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     threads = SinkThreads({"tensorboard": TensorBoard}, SinkRun("a", tmp_path, 2))
     both = metrics_in(tmp_path, Console(file=StringIO()), sinks=threads)
     for step in (1, 2):
@@ -173,7 +181,14 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
     threads.close("done", limit_s=60)
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    tags = {"train/loss", "train/lr", "time/step_time_s", "time/data_s", "validation/loss", "validation/perplexity"}
+    tags = {
+        "train/loss",
+        "train/lr",
+        "time/step_time_s",
+        "time/data_s",
+        "validation/loss",
+        "validation/perplexity",
+    }
     assert tags == set(events.Tags()["scalars"])
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     assert scalars["train/lr"] == [(1, pytest.approx(1e-3)), (2, pytest.approx(2e-3))]

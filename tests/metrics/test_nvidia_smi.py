@@ -20,7 +20,8 @@ def test_the_condition_of_a_gpu() -> None:
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a shell script in its place; what it was asked comes into the file `asked`, a line each."""
+    """Puts a shell script in its place; what it was asked comes into the file `asked`, a line
+    each."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def install(script: str) -> None:
@@ -37,7 +38,11 @@ def test_the_gpu_is_asked_by_its_id(tmp_path: Path, nvidia_smi: Callable[[str], 
     assert gpu_condition("GPU-77aa") == (text, True)
     fields = ",".join((*CONDITION, "clocks_event_reasons.active"))
     asked = (tmp_path / "asked").read_text()
-    assert asked.split() == ["--id=GPU-77aa", "--format=csv,noheader,nounits", f"--query-gpu={fields}"]
+    assert asked.split() == [
+        "--id=GPU-77aa",
+        "--format=csv,noheader,nounits",
+        f"--query-gpu={fields}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def test_the_picture_names_the_run_and_its_last_validation(tmp_path: Path) -> No
     top = _draw(rows, "quickstart").axes[0]
     assert top.get_title("left") == "quickstart"
     assert top.get_title("right") == "validation loss 2.2500 at step 3"
-    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in top.lines}
+    drawn = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in top.lines
+    }
     assert drawn["validation loss"] == ([2, 3], [2.5, 2.25])
     assert drawn["training loss, smoothed"] == ([1, 2, 3, 4], [3.0] * 4)
 
@@ -64,7 +66,9 @@ def test_without_steps_there_is_a_sentence(tmp_path: Path) -> None:
         write(tmp_path, [])
 
 
-def test_without_matplotlib_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     write(tmp_path, [{"step": 1, "loss": 2.0}])
     assert "pip install 'meshtrain[plot]'" in plot_loss(tmp_path, "a run")

@@ -36,11 +36,18 @@ def traced(folder: Path, rank: int) -> set[str]:
     ("profile", "first", "last", "steps"),
     [
         ([2, 3], 1, 5, {"step 2", "step 3"}),
-        ([2, 9], 1, 3, {"step 2", "step 3"}),  # a run that ends before the last one leaves its trace
+        (
+            [2, 9],
+            1,
+            3,
+            {"step 2", "step 3"},
+        ),  # a run that ends before the last one leaves its trace
         ([2, 4], 4, 6, {"step 4"}),  # a run that goes on inside of the steps
     ],
 )
-def test_a_trace_of_some_steps(profile: list[int], first: int, last: int, steps: set[str], tmp_path: Path) -> None:
+def test_a_trace_of_some_steps(
+    profile: list[int], first: int, last: int, steps: set[str], tmp_path: Path
+) -> None:
     train(Profiler(Wanted(profile), tmp_path, 7, CPU), first, last)
     assert traced(tmp_path, 7) == steps
 
@@ -60,7 +67,9 @@ def test_what_is_profiled_is_said(done: int, steps: int, start: str, tmp_path: P
 
 
 def test_nothing_wanted_nothing_done_and_a_memory_snapshot_needs_cuda(tmp_path: Path) -> None:
-    nothing, snapshot = (Profiler(Wanted(memory_snapshot=wanted), tmp_path, 0, CPU) for wanted in (False, True))
+    nothing, snapshot = (
+        Profiler(Wanted(memory_snapshot=wanted), tmp_path, 0, CPU) for wanted in (False, True)
+    )
     for profiler in (nothing, snapshot):
         train(profiler, 1, 3)
     assert list(nothing.about(0, 3)) == []
@@ -70,7 +79,9 @@ def test_nothing_wanted_nothing_done_and_a_memory_snapshot_needs_cuda(tmp_path: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: only CUDA's allocator keeps a history")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: only CUDA's allocator keeps a history"
+)
 def test_a_memory_snapshot(tmp_path: Path) -> None:
     profiler = Profiler(Wanted(memory_snapshot=True), tmp_path, 3, torch.device("cuda"))
     torch.ones(1000, device="cuda")

@@ -23,9 +23,15 @@ from meshtrain.metrics.progress import (
 from tests.job.fakes import FakeTime
 
 ROW = {
-    "step": 40, "loss": 2.34123, "grad_norm": 0.8142, "lr": 3e-4, "tokens_per_s": 12340.4, "mfu": 0.312,
-    "step_time_s": 0.8, "time_data_s": 0.008,
-}  # fmt: skip
+    "step": 40,
+    "loss": 2.34123,
+    "grad_norm": 0.8142,
+    "lr": 3e-4,
+    "tokens_per_s": 12340.4,
+    "mfu": 0.312,
+    "step_time_s": 0.8,
+    "time_data_s": 0.008,
+}
 
 
 WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())
@@ -33,7 +39,8 @@ WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())
 
 def test_steps_evaluations_and_epochs_in_words() -> None:
     assert step_line(ROW, 200, "tokens/s", 130) == (
-        "step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 %  data 1 %  left 2m10s"
+        "step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 %  data "
+        "1 %  left 2m10s"
     )
     lines: dict[str, Callable[[Any], str]] = {
         "steps": lambda values: step_line({"step": 1} | values, 9, "tokens/s"),
@@ -47,7 +54,9 @@ def test_steps_evaluations_and_epochs_in_words() -> None:
 
 
 def test_steps_of_all_widths_stand_under_each_other() -> None:
-    lines = [step_line({"step": step, "loss": 1.0}, 1000, "tokens/s") for step in (1, 10, 100, 1000)]
+    lines = [
+        step_line({"step": step, "loss": 1.0}, 1000, "tokens/s") for step in (1, 10, 100, 1000)
+    ]
     assert len({line.index("loss") for line in lines}) == 1
 
 
@@ -111,7 +120,13 @@ def test_images_are_samples() -> None:
 
 
 def terminal(width: int) -> Console:
-    return Console(file=StringIO(), force_terminal=True, width=width, color_system=None, _environ={"TERM": "xterm"})
+    return Console(
+        file=StringIO(),
+        force_terminal=True,
+        width=width,
+        color_system=None,
+        _environ={"TERM": "xterm"},
+    )
 
 
 def test_the_display_fits_the_console() -> None:

@@ -1,4 +1,5 @@
-"""Sinks get what metrics.jsonl gets; one that raises, hangs or is slow neither ends the run nor holds it."""
+"""Sinks get what metrics.jsonl gets; one that raises, hangs or is slow neither ends the run nor
+holds it."""
 
 import re
 import socket
@@ -51,7 +52,9 @@ def hand_on(
 ) -> Metrics:
     """Two rows, an evaluation, a message and an epoch, handed on to the end."""
     threads = SinkThreads(makers, run_of(folder, **more))
-    metrics = Metrics(folder, task="language", steps=4, sinks=threads, console=Console(file=StringIO()))
+    metrics = Metrics(
+        folder, task="language", steps=4, sinks=threads, console=Console(file=StringIO())
+    )
     metrics.row(ROW)
     metrics.row(ROW | {"step": 2})
     metrics.evaluation(2, {"eval_loss": 2.0, "perplexity": 7.4})
@@ -67,7 +70,9 @@ def refuse(run: SinkRun) -> Sink:
     raise SystemExit("no network")
 
 
-def test_a_sink_gets_all_in_order_in_a_thread_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_gets_all_in_order_in_a_thread_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One that cannot be made is left out, and the others are not."""
     sink, threads = Mock(spec=Sink, close_s=60.0), []
 
@@ -85,7 +90,10 @@ def test_a_sink_gets_all_in_order_in_a_thread_of_its_own(tmp_path: Path, capfd: 
         call.event("epoch", {"epoch": 1, "loss": 2.5}),
         call.close("stopped"),
     ]
-    assert capfd.readouterr().err.count("bad is left out; the run goes on (SystemExit: no network)") == 1
+    assert (
+        capfd.readouterr().err.count("bad is left out; the run goes on (SystemExit: no network)")
+        == 1
+    )
 
 
 def test_what_a_sink_raises_is_said_once_and_what_comes_later_reaches_it(
@@ -108,7 +116,11 @@ def test_what_a_sink_raises_is_said_once_and_what_comes_later_reaches_it(
     ],
 )
 def test_a_sink_that_hangs_holds_nobody_and_rows_that_a_slow_one_missed_are_counted(
-    hangs: bool, warning: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hangs: bool,
+    warning: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     goes_on, begun = threading.Event(), threading.Event()
 
@@ -137,7 +149,10 @@ def prometheus(**options: Any) -> dict[str, Make]:
 
 
 def values_in(text: str) -> dict[str, float]:
-    return {match[1]: float(match[2]) for match in re.finditer(r"^(\w+\{.*\}) (\S+)$", text, re.MULTILINE)}
+    return {
+        match[1]: float(match[2])
+        for match in re.finditer(r"^(\w+\{.*\}) (\S+)$", text, re.MULTILINE)
+    }
 
 
 def of_run(name: str, more: str = "") -> str:
@@ -152,9 +167,18 @@ def test_prometheus_text_file(tmp_path: Path) -> None:
     hand_on(tmp_path, prometheus(every_s=0))
     values = values_in((tmp_path / "metrics.prom").read_text())
     assert values.pop(of_run("step_timestamp_seconds")) <= time.time()
-    expected = {"steps": 4, "step": 2, "loss": 2.5, "lr": 1e-3, "sent_bytes_tp": 3, "step_time_s": 0.5}
+    expected = {
+        "steps": 4,
+        "step": 2,
+        "loss": 2.5,
+        "lr": 1e-3,
+        "sent_bytes_tp": 3,
+        "step_time_s": 0.5,
+    }
     expected |= {"eval_loss": 2.0, "perplexity": 7.4, "eval_step": 2}
-    statuses = {status: float(status == "done") for status in ("running", "done", "stopped", "failed")}
+    statuses = {
+        status: float(status == "done") for status in ("running", "done", "stopped", "failed")
+    }
     assert values == {of_run(name): value for name, value in expected.items()} | {
         of_status(status): value for status, value in statuses.items()
     }
@@ -166,7 +190,11 @@ def test_prometheus_names_and_values_that_need_care(tmp_path: Path) -> None:
     sink.row({"step": 1, "loss": float("nan"), "mean/a-b": float("inf"), "x": -float("inf")})
     lines = sink.text().splitlines()
     label = '{run="a \\"b\\" \\\\ c"}'
-    assert {f"meshtrain_loss{label} nan", f"meshtrain_mean_a_b{label} inf", f"meshtrain_x{label} -inf"} < set(lines)
+    assert {
+        f"meshtrain_loss{label} nan",
+        f"meshtrain_mean_a_b{label} inf",
+        f"meshtrain_x{label} -inf",
+    } < set(lines)
 
 
 def test_prometheus_writes_seldom_and_the_last_row_for_sure(tmp_path: Path) -> None:
@@ -181,7 +209,9 @@ def test_prometheus_writes_seldom_and_the_last_row_for_sure(tmp_path: Path) -> N
     assert values() == [3, 1]
 
 
-def test_prometheus_over_http_until_the_run_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prometheus_over_http_until_the_run_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Who asks and goes leaves the terminal alone."""
     port = free_port()
     page = f"http://127.0.0.1:{port}/metrics"
@@ -189,7 +219,8 @@ def test_prometheus_over_http_until_the_run_ends(tmp_path: Path, capfd: pytest.C
     sink.row(ROW)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"GET /met")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+        # closed by a reset
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with urllib.request.urlopen(page, timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         assert answer.read().decode() == sink.text()
@@ -204,7 +235,9 @@ def test_prometheus_over_http_until_the_run_ends(tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr().err == ""
 
 
-def test_a_port_that_is_taken_leaves_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_leaves_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         hand_on(tmp_path, prometheus(port=taken.getsockname()[1], every_s=0))
     assert 'meshtrain_step{run="quickstart"} 2' in (tmp_path / "metrics.prom").read_text()
@@ -212,7 +245,8 @@ def test_a_port_that_is_taken_leaves_the_file(tmp_path: Path, capfd: pytest.Capt
 
 
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, first_step: int = 0) -> Mock:
-    """In place of the package, which begins one run; `first_step`: the first one that the run takes."""
+    """In place of the package, which begins one run; `first_step`: the first one that the run
+    takes."""
     wandb = Mock(Settings=dict)
     wandb.init.return_value = Mock(step=first_step)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -221,8 +255,18 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, first_step: int = 0) -> Mock:
 
 def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fake_wandb(monkeypatch)
-    hand_on(tmp_path, {"wandb": lambda run: sinks.Wandb(run, project="p", mode="offline")}, "stopped", config={"a": {}})
-    numbers = {"train/loss": 2.5, "train/lr": 1e-3, "train/sent_bytes_tp": 3, "time/step_time_s": 0.5}
+    hand_on(
+        tmp_path,
+        {"wandb": lambda run: sinks.Wandb(run, project="p", mode="offline")},
+        "stopped",
+        config={"a": {}},
+    )
+    numbers = {
+        "train/loss": 2.5,
+        "train/lr": 1e-3,
+        "train/sent_bytes_tp": 3,
+        "time/step_time_s": 0.5,
+    }
     evaluation = call.log({"validation/loss": 2.0, "validation/perplexity": 7.4}, step=2)
     rows = [call.log(numbers, step=step) for step in (1, 2)]
     stopped = [call.mark_preempting(), call.finish(exit_code=0)]
@@ -237,7 +281,9 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert begun | expected == begun
 
 
-def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sink_threads.importlib.util, "find_spec", lambda name: None)
     for name in ("wandb", "tensorboard"):
         with pytest.raises(InputError, match=rf"pip install 'meshtrain\[{name}\]'"):
@@ -258,11 +304,17 @@ class Other: pass
 """
 
 
-def test_a_sink_of_the_users_own_and_wrong_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_of_the_users_own_and_wrong_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
-    hand_on(tmp_path, find_sinks(config("mine.py:Mine", **{"mine.py:Mine": {"file": "written"}})), "failed")
+    hand_on(
+        tmp_path,
+        find_sinks(config("mine.py:Mine", **{"mine.py:Mine": {"file": "written"}})),
+        "failed",
+    )
     assert (tmp_path / "written").read_text() == "quickstart failed"
     for case in yaml.safe_load((HERE / "sink_refusals.yaml").read_text()):
         with pytest.raises(InputError, match=case["text"]):
@@ -274,11 +326,11 @@ def load(*overrides: str) -> schema.Metrics:
 
 
 def test_sinks_in_a_config() -> None:
-    metrics = load("metrics.sinks=[prometheus, my.py:Sink]", "metrics.sink_options={prometheus: {port: 9400}}")
+    metrics = load(
+        "metrics.sinks=[prometheus, my.py:Sink]", "metrics.sink_options={prometheus: {port: 9400}}"
+    )
     assert metrics.sink_options == {"prometheus": {"port": 9400}}
-    assert metrics.all_sinks == ("prometheus", "my.py:Sink")
-    assert load("metrics.tensorboard=true").all_sinks == ("tensorboard",)
-    assert load("metrics.tensorboard=true", "metrics.sinks=[tensorboard]").all_sinks == ("tensorboard",)
+    assert metrics.sinks == ("prometheus", "my.py:Sink")
     assert set(schema.SINKS) == set(sinks.OWN)
     for override, problem in (
         ("metrics.sinks=[promtheus]", "there is no sink 'promtheus': name prometheus"),
@@ -289,8 +341,14 @@ def test_sinks_in_a_config() -> None:
 
 
 def test_dashboard_and_alerts_name_metrics_that_a_run_has(tmp_path: Path) -> None:
-    """The fields of docs/metrics.md are what a run writes: the names come from there, and from the sink itself."""
-    fields = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| .*? \|", Path("docs/metrics.md").read_text(), re.M))))
+    """The fields of docs/metrics.md are what a run writes: the names come from there, and from the
+    sink itself."""
+    fields = set(
+        re.findall(
+            r"`(\w+)`",
+            "".join(re.findall(r"^\| .*? \|", Path("docs/metrics.md").read_text(), re.M)),
+        )
+    )
     fields |= set(re.findall(r"`(wall_\w+_s|goodput|wall_s)`", Path("docs/metrics.md").read_text()))
     sink = Prometheus(run_of(tmp_path))
     sink.row(ROW | dict.fromkeys(fields - {"step"}, 1.0))

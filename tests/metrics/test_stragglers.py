@@ -1,4 +1,5 @@
-"""Ranks tell each other their times now and then, without waiting; a slowed rank is named, with what is known of it."""
+"""Ranks tell each other their times now and then, without waiting; a slowed rank is named, with
+what is known of it."""
 
 import itertools
 import json
@@ -40,7 +41,7 @@ PACE = RankPace(0.9, 1.0, 1.1, 0.95, 1.05, 1.15, 1.2, 0.01, "b", 2.0, 8)
 STRAGGLER = Straggler(2, PACE, 3, 1.0, 0.4, 2.0)
 
 
-# The talk of the ranks ----------------------------------------------------------------------------------------------
+# The talk of the ranks ----------------------------------------------------------------------------
 
 
 class FakeProbe:
@@ -54,11 +55,20 @@ class FakeProbe:
 
 
 def ranks(
-    world_size: int, store: object, messages: list[str], first: int = 1, probes: Sequence[FakeProbe] = ()
+    world_size: int,
+    store: object,
+    messages: list[str],
+    first: int = 1,
+    probes: Sequence[FakeProbe] = (),
 ) -> list[StragglerDetector]:
     layout = Layout({"dp_shard": world_size}).on_hosts([world_size], ["a"])
     jobs = [
-        Job(Environment("none", rank, world_size, rank, "a", None), torch.device("cpu"), store, layout=layout)
+        Job(
+            Environment("none", rank, world_size, rank, "a", None),
+            torch.device("cpu"),
+            store,
+            layout=layout,
+        )
         for rank in range(world_size)
     ]
     detectors = [StragglerDetector(job, first, messages.append, 0) for job in jobs]
@@ -71,11 +81,15 @@ def times(own: float) -> dict[str, float]:
     return {"time_own_s": own, "time_queued_s": 0.0, "step_time_s": 1.0, "time_data_s": 0.0}
 
 
-def take(detectors: list[StragglerDetector], steps: range, slow: int | None = None) -> dict[str, float]:
-    """All ranks look after each step, rank 0 first, as late as the others may be. Returns the last fields of rank 0."""
+def take(
+    detectors: list[StragglerDetector], steps: range, slow: int | None = None
+) -> dict[str, float]:
+    """All ranks look after each step, rank 0 first, as late as the others may be. Returns the last
+    fields of rank 0."""
     for step in steps:
         rows = [
-            detector.finish_step(step, times(0.5 if rank == slow else 0.1)) for rank, detector in enumerate(detectors)
+            detector.finish_step(step, times(0.5 if rank == slow else 0.1))
+            for rank, detector in enumerate(detectors)
         ]
         assert not any(rows[1:])
     return rows[0]
@@ -98,13 +112,25 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(
     detectors[0]._writer.join()
     fields = take(detectors, NAMED[-1:])
     (message,) = messages
-    assert message.startswith("warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms")
+    assert message.startswith(
+        "warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms"
+    )
     assert "the other 2 ranks with the same work take 100 ms. All ranks wait for it" in message
     detectors[0]._writer.join()
     table = json.loads((tmp_path / "ranks.json").read_text())
     assert table.pop("memory_gib")[2] == fields.pop("memory_max_gib")
-    assert table == {"step": 60, "axes": {"dp_shard": 3}, "hosts": ["a"] * 3, "own_time_s": [0.1, 0.5, 0.1]}
-    assert fields == {"own_time_median_s": 0.1, "own_time_max_s": 0.5, "own_time_max_rank": 1, "memory_max_rank": 2}
+    assert table == {
+        "step": 60,
+        "axes": {"dp_shard": 3},
+        "hosts": ["a"] * 3,
+        "own_time_s": [0.1, 0.5, 0.1],
+    }
+    assert fields == {
+        "own_time_median_s": 0.1,
+        "own_time_max_s": 0.5,
+        "own_time_max_rank": 1,
+        "memory_max_rank": 2,
+    }
     take(detectors, RECOVERED)
     assert messages[1:] == ["rank 1 on host a (dp_shard 1) is as fast as its peers again"]
 
@@ -115,10 +141,15 @@ def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing(
     detectors = ranks(4, store, messages, probes=probes)
     fields = take(detectors, NAMED)
     probed = {name: value for name, value in fields.items() if name.startswith("gpu_probe")}
-    assert probed == {"gpu_probe_median_s": 0.00515, "gpu_probe_max_s": 0.009, "gpu_probe_max_rank": 2}
+    assert probed == {
+        "gpu_probe_median_s": 0.00515,
+        "gpu_probe_max_s": 0.009,
+        "gpu_probe_max_rank": 2,
+    }
     (message,) = messages
     assert message.startswith(
-        "warning: the GPU of rank 2 on host a (dp_shard 2) is slow: a product of matrices takes 9.0 ms on it "
+        "warning: the GPU of rank 2 on host a (dp_shard 2) is slow: a product of matrices takes "
+        "9.0 ms on it "
         "in 3 looks in a row, the others' take 5.0 ms"
     )
     assert store.get("pace/suspects") == b"[2]", "nvidia-smi is asked for it"
@@ -136,22 +167,33 @@ def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
     assert messages == []
     probes[3].seconds = 0.08  # in the middle of a look
     take(detectors, range(RECOVERED[0], RECOVERED[-1] + 21))
-    assert ["the GPU of rank 3" in message and "at first it took" in message for message in messages] == [True]
+    assert [
+        "the GPU of rank 3" in message and "at first it took" in message for message in messages
+    ] == [True]
 
 
-def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ready, events = threading.Event(), []
 
     def event(enable_timing: bool) -> SimpleNamespace:
         events.append(None)
-        return SimpleNamespace(record=lambda: None, query=ready.is_set, elapsed_time=lambda end: 5.0)
+        return SimpleNamespace(
+            record=lambda: None, query=ready.is_set, elapsed_time=lambda end: 5.0
+        )
 
     monkeypatch.setattr(torch.cuda, "Event", event)
     probe = GpuProbe(10, torch.device("cpu"))
     for step in range(1, 31):
         probe.begin_step(step)
     assert events == [], "a CPU has none"
-    probe._every, probe._a, probe._b, probe._product = 10, torch.eye(2), torch.eye(2), torch.zeros(2, 2)
+    probe._every, probe._a, probe._b, probe._product = (
+        10,
+        torch.eye(2),
+        torch.eye(2),
+        torch.zeros(2, 2),
+    )
     for step in range(1, 31):
         probe.begin_step(step)
     assert len(events) == 2 * 3
@@ -220,33 +262,41 @@ def test_where_fsdp_waits_unseen() -> None:
         assert unmeasured_wait_phases(mesh) == tuple(case["phases"]), case
 
 
-# What is said -------------------------------------------------------------------------------------------------------
+# What is said -------------------------------------------------------------------------------------
 
 
 def test_a_straggler_is_told_in_three_lines() -> None:
     gpu = "GPU 3 at 1230 of 1980 MHz, held down by heat (hardware), 88 °C"
     text = describe(
-        replace(STRAGGLER, pace=replace(PACE, gpu=gpu, throttled=True)), "rank 2 on host b (dp_shard 2)", 60
+        replace(STRAGGLER, pace=replace(PACE, gpu=gpu, throttled=True)),
+        "rank 2 on host b (dp_shard 2)",
+        60,
     )
     assert text.splitlines() == [
-        "warning: rank 2 on host b (dp_shard 2) is slow: for 60 steps now it has taken 1000 ms of its own for each, "
+        "warning: rank 2 on host b (dp_shard 2) is slow: for 60 steps now it has taken 1000 ms of "
+        "its own for each, "
         "the other 3 ranks with the same work take 400 ms. All ranks wait for it",
-        "  known of it: 10 ms waiting for data, 50 ms waiting for a core, load of its host 2.0 on 8 cores, " + gpu,
-        "  what to do: see to the cooling and the power of that host (nvidia-smi -q -d PERFORMANCE), or leave it out",
+        "  known of it: 10 ms waiting for data, 50 ms waiting for a core, load of its host 2.0 on "
+        "8 cores, " + gpu,
+        "  what to do: see to the cooling and the power of that host (nvidia-smi -q -d "
+        "PERFORMANCE), or leave it out",
     ]
 
 
 def test_the_advice_follows_what_is_known() -> None:
     for case in CASES["advice"]:
-        one = replace(STRAGGLER, pace=replace(PACE, **case["pace"]), load=case.get("of_peers", STRAGGLER.load))
+        one = replace(
+            STRAGGLER, pace=replace(PACE, **case["pace"]), load=case.get("of_peers", STRAGGLER.load)
+        )
         assert case["text"] in advice(one), case
 
 
-# Real runs ----------------------------------------------------------------------------------------------------------
+# Real runs ----------------------------------------------------------------------------------------
 
 
 class OwnTime:
-    """In place of the module `time` of the step timer: each look takes a millisecond, and sleep what it does."""
+    """In place of the module `time` of the step timer: each look takes a millisecond, and sleep
+    what it does."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -264,7 +314,8 @@ Train = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def train_with(job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Trains with a fault on a clock of the rank's own: what else the machine does counts for nothing."""
+    """Trains with a fault on a clock of the rank's own: what else the machine does counts for
+    nothing."""
     own_time = OwnTime()
     monkeypatch.setattr(step_timer, "time", own_time)
     monkeypatch.setattr(step_timer.TimeSource, "queued", lambda source: 0.0)
@@ -281,12 +332,16 @@ def slow_ranks(out: str) -> list[str]:
 def test_a_slowed_rank_of_a_run_is_named_and_no_other(
     job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = train_with("{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}", "train.steps=125")
+    rows = train_with(
+        "{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}", "train.steps=125"
+    )
     looks = {row["step"]: row for row in rows if "own_time_max_rank" in row}
     assert list(looks) == [22, 42, 62, 82, 102, 122]
     for step in (22, 42, 62):
         assert looks[step]["own_time_max_rank"] == 2
-        assert looks[step]["own_time_max_s"] - looks[step]["own_time_median_s"] == pytest.approx(0.15)
+        assert looks[step]["own_time_max_s"] - looks[step]["own_time_median_s"] == pytest.approx(
+            0.15
+        )
     printed = capsys.readouterr().out
     if job.rank == 0:
         assert slow_ranks(printed) == ["rank 2"], printed
@@ -299,7 +354,9 @@ def test_a_stage_of_a_pipeline_that_becomes_slow_is_named(
     job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is alone in its stage, so that it can be compared only with what it took before."""
-    train_with("{fault: slow, rank: 1, step: 21, seconds: 0.15}", "layout={pp: 2}", "train.steps=85")
+    train_with(
+        "{fault: slow, rank: 1, step: 21, seconds: 0.15}", "layout={pp: 2}", "train.steps=85"
+    )
     printed = capsys.readouterr().out
     if job.rank == 0:
         assert slow_ranks(printed) == ["rank 1"], printed

@@ -61,7 +61,9 @@ def phases(times: dict[str, float] | None) -> dict[str, float]:
 
 Tree = st.recursive(
     st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.just([])),
-    lambda inner: st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.lists(inner, max_size=3)),
+    lambda inner: st.tuples(
+        st.sampled_from(PHASES), st.integers(0, 9), st.lists(inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -165,7 +167,9 @@ def test_a_step_ends_outside_of_all_phases(clock: StepTimer) -> None:
     clock.end_step()  # the error has closed them
 
 
-def test_a_phase_may_be_entered_from_the_thread_of_a_backward(clock: StepTimer, marks: FakeMarks) -> None:
+def test_a_phase_may_be_entered_from_the_thread_of_a_backward(
+    clock: StepTimer, marks: FakeMarks
+) -> None:
     def hook() -> None:
         with clock.phase("communication"):
             marks.time += 3
@@ -211,9 +215,15 @@ def test_on_cuda_events() -> None:
     assert last["time_forward_s"] > 10 * last["time_optimizer_s"] > 0
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: compares with what /proc says")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux: compares with what /proc says"
+)
 def test_memory_is_the_processs_peak() -> None:
     block = torch.ones(2**26)  # 0.25 GiB, and touched
-    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    (peak,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    )
     assert memory_gib(CPU) == pytest.approx(int(peak.split()[1]) * 1024 / 2**30, rel=0.05)
     assert memory_gib(CPU) * 2**30 > block.nbytes

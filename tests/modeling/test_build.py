@@ -41,10 +41,15 @@ def test_a_hook_on_a_gradient_wants_the_microbatches_of_one_process(tmp_path: Pa
     config = Config.load(str(run), [], world_size=1, device="cpu")
     for ranks in (1, 2, 3):
         check_start(config, Layout({"dp_replicate": ranks}))
-    told = r"head\.weight has a hook .* 12 is no multiple of batch\.micro_size times the 4 data ranks, 8: "
+    told = (
+        r"head\.weight has a hook .* 12 is no multiple of batch\.micro_size times the 4 data "
+        r"ranks, 8: "
+    )
     with pytest.raises(InputError, match=told):
         check_start(config, Layout({"dp_replicate": 4}))
-    grows = Config.load(str(run), ["batch.global_size=[[0, 6], [1, 12]]"], world_size=1, device="cpu")
+    grows = Config.load(
+        str(run), ["batch.global_size=[[0, 6], [1, 12]]"], world_size=1, device="cpu"
+    )
     check_start(grows, Layout({"dp_replicate": 3}))
     with pytest.raises(InputError, match="times the 2 data ranks, 4: "):
         check_start(grows, Layout({"dp_replicate": 2}))

@@ -1,4 +1,5 @@
-"""What the plan and the start say of context parallelism, by numbers computed by hand, and the tables in the docs."""
+"""What the plan and the start say of context parallelism, by numbers computed by hand, and the
+tables in the docs."""
 
 import json
 import re
@@ -35,15 +36,19 @@ def costs_of(config: str, *overrides: str) -> ContextCosts:
     return costs
 
 
-# What attention sends -------------------------------------------------------------------------------------------------
+# What attention sends -----------------------------------------------------------------------------
 
 
 def test_the_plan_in_the_docs(llama: str) -> None:
-    # A head of 16,384 tokens is 4 MiB. Of 8 key/value heads the last rank sends both chunks of keys and values to all
-    # 7 others: 8 · 4 · 14 = 448 MiB; 3 · 7 · 8 · 4 = 672. A swap: (2 · 32/8 + 2 · 8/8) · 4 · 7 = 280.
+    # A head of 16,384 tokens is 4 MiB. Of 8 key/value heads the last rank sends both chunks of keys
+    # and values to all 7 others: 8 · 4 · 14 = 448 MiB; 3 · 7 · 8 · 4 = 672. A swap: (2 · 32/8 + 2 ·
+    # 8/8) · 4 · 7 = 280.
     costs = costs_of(llama)
     assert f"```\n{costs.describe()}\n{costs.describe_memory()}\n```\n" in PAGE
-    assert "at most 448 + 672 MiB a layer and microbatch (gather; ring: as much; context_heads 8: 280 + 280" in PAGE
+    assert (
+        "at most 448 + 672 MiB a layer and microbatch (gather; ring: as much; context_heads 8: 280 "
+        "+ 280" in PAGE
+    )
     # Forward's again: 448 + 672 and 280 + 280.
     recomputed = costs_of(llama, "parallel.recompute=full").describe()
     assert "at most 0.4 + 1.1 GiB a layer" in recomputed
@@ -52,21 +57,33 @@ def test_the_plan_in_the_docs(llama: str) -> None:
 
 def test_the_way_of_the_config_comes_first(llama: str) -> None:
     heads = costs_of(llama, "parallel.context_heads=8").describe()
-    assert "280 + 280 MiB a layer and microbatch (context_heads 8; gather: at most 448 + 672 MiB; ring: " in heads
-    # Two swap: (2 · 16 + 2 · 4) · 4 · 1 = 160; 4 heads of 32,768 tokens to 3 ranks: 4 · 8 · 6 = 192, 4 · 8 · 9.
+    assert (
+        "280 + 280 MiB a layer and microbatch (context_heads 8; gather: at most 448 + 672 MiB; "
+        "ring: " in heads
+    )
+    # Two swap: (2 · 16 + 2 · 4) · 4 · 1 = 160; 4 heads of 32,768 tokens to 3 ranks: 4 · 8 · 6 =
+    # 192, 4 · 8 · 9.
     both = costs_of(llama, "parallel.context=ring", "parallel.context_heads=2").describe()
     assert "at most 352 + 448 MiB a layer and microbatch (ring, context_heads 2; gather: " in both
 
 
 def test_what_tp_and_padding_change(llama: str) -> None:
     # 1001 tokens: a multiple of 4 · lcm(2, 2) with tp's part of the sequence, and of 3 · 2.
-    padded = costs_of(llama, "layout={cp: 4, tp: 2}", "data.seq_len=1001", "parallel.sequence_parallel=false")
-    assert "sequence 1001 over cp 4: 252 a rank in 2 chunks of 126, 0.69 % padding" in padded.describe()
-    shared = costs_of(llama, "layout={cp: 2, tp: 4}", "data.seq_len=1004", "parallel.context_heads=2").describe()
+    padded = costs_of(
+        llama, "layout={cp: 4, tp: 2}", "data.seq_len=1001", "parallel.sequence_parallel=false"
+    )
+    assert (
+        "sequence 1001 over cp 4: 252 a rank in 2 chunks of 126, 0.69 % padding"
+        in padded.describe()
+    )
+    shared = costs_of(
+        llama, "layout={cp: 2, tp: 4}", "data.seq_len=1004", "parallel.context_heads=2"
+    ).describe()
     assert "sequence 1004 over cp 2: 504 a rank in 2 chunks of 252, 0.4 % padding" in shared
     # (2 · 8/2 + 2 · 2/2) heads of 504 tokens in 256 bytes each, to one rank: 1.23 MiB.
     assert "sends 1.2 + 1.2 MiB" in shared
-    assert "context_heads" not in costs_of(llama, "layout={cp: 3}").describe()  # 32 heads do not divide over 3
+    # 32 heads do not divide over 3
+    assert "context_heads" not in costs_of(llama, "layout={cp: 3}").describe()
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -80,7 +97,12 @@ def test_as_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert context["line"] == costs_of(llama).describe()
     gathered, swapped = [448 * MI, 672 * MI], [280 * MI, 280 * MI]
     assert context["sent"] == {"gather": gathered, "ring": gathered, "context_heads 8": swapped}
-    assert json.loads(planned(capsys, llama, "parallel.compile=false", "layout={tp: 8}", "--json"))["context"] is None
+    assert (
+        json.loads(planned(capsys, llama, "parallel.compile=false", "layout={tp: 8}", "--json"))[
+            "context"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -99,38 +121,68 @@ def test_a_model_that_asks_for_a_value(tmp_path: Path, capsys: pytest.CaptureFix
         "        return super().forward(tokens, positions, documents)\n"
     )
     text = planned(capsys, "quickstart", f"model.name={tmp_path / 'own.py'}", "layout={cp: 2}")
-    assert "0 % padding; what attention sends is not known: the model does not run on the meta device\n" in text
+    assert (
+        "0 % padding; what attention sends is not known: the model does not run on the meta "
+        "device\n" in text
+    )
     assert "attention keeps" not in text
 
 
 def test_key_value_heads_on_a_rank_of_tp() -> None:
     """Of (heads, key/value heads, tp)."""
-    expected = {(32, 8, 4): 2, (32, 8, 16): 1, (12, 3, 2): 6, (12, 6, 4): 3, (8, 1, 8): 1, (16, 6, 4): 4}
+    expected = {
+        (32, 8, 4): 2,
+        (32, 8, 16): 1,
+        (12, 3, 2): 6,
+        (12, 6, 4): 3,
+        (8, 1, 8): 1,
+        (16, 6, 4): 4,
+    }
     assert {sizes: kv_heads_of_rank(*sizes) for sizes in expected} == expected
 
 
 def test_a_run_says_it_at_its_start(tmp_path: Path) -> None:
-    keys = ["layout={cp: 2}", "data.seq_len=47", "batch.global_size=4", "batch.micro_size=2", "train.steps=2"]
+    keys = [
+        "layout={cp: 2}",
+        "data.seq_len=47",
+        "batch.global_size=4",
+        "batch.micro_size=2",
+        "train.steps=2",
+    ]
     keys += ["model.hidden_size=32", "model.intermediate_size=48", "model.num_attention_heads=4"]
-    keys += ["model.num_key_value_heads=2", "train.eval_every=0", "train.sample_tokens=0", "data.workers=0"]
-    keys += ["optimizer.warmup_steps=0", f"train.output={tmp_path / 'run'}", "parallel.context=ring"]
+    keys += [
+        "model.num_key_value_heads=2",
+        "train.eval_every=0",
+        "train.sample_tokens=0",
+        "data.workers=0",
+    ]
+    keys += [
+        "optimizer.warmup_steps=0",
+        f"train.output={tmp_path / 'run'}",
+        "parallel.context=ring",
+    ]
     job = forked(2, "-m", "meshtrain.train", "configs/quickstart.yaml", *keys).check()
-    # A head of 2 x 24 tokens is 48 · 8 · 4 = 1,536 bytes: 2 · 1,536 · 2 by the second rank, 3 · 2 · 1,536 back.
+    # A head of 2 x 24 tokens is 48 · 8 · 4 = 1,536 bytes: 2 · 1,536 · 2 by the second rank, 3 · 2 ·
+    # 1,536 back.
     assert (
-        "sequence 47 over cp 2: 24 a rank in 2 chunks of 12, 2.1 % padding; attention sends at most 6.0 + 9.0 KiB a "
+        "sequence 47 over cp 2: 24 a rank in 2 chunks of 12, 2.1 % padding; attention sends at "
+        "most 6.0 + 9.0 KiB a "
         "layer and microbatch (ring; gather: as much; context_heads 2: 9.0 + 9.0 KiB)\n"
     ) in job.out
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     # 4 layers, 2 microbatches, and the first rank sends one of its two chunks of keys and values.
     assert {row["sent_bytes_cp"] for row in rows} == {4 * 2 * (2 * 1536 + 3 * 2 * 1536)}
 
 
-# Memory, and the tables in the docs -----------------------------------------------------------------------------------
+# Memory, and the tables in the docs ---------------------------------------------------------------
 
 
 def test_memory_of_long_sequences(llama: str) -> None:
     plan = make_plan(llama)
-    # q, k, v and the output of 16,384 tokens in 2 bytes, and a float32 number for each of 32 queries.
+    # q, k, v and the output of 16,384 tokens in 2 bytes, and a float32 number for each of 32
+    # queries.
     assert plan.context.saved == 16384 * ((2 * 32 + 2 * 8) * 128 * 2 + 32 * 4)
     assert plan.memory == make_plan(llama, ["layout={dp_shard: 8}"]).memory
     assert plan.memory == make_plan(llama, ["layout={dp_shard: 2, cp: 4}"]).memory

@@ -47,20 +47,37 @@ def on_meta(name: str, **keys: Any) -> Any:
 
 def products(model: nn.Module) -> int:
     """Of a token, with all weights of linear layers: 2 in forward and 4 in backward."""
-    return 6 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    return 6 * sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+    )
 
 
-# Whole models -------------------------------------------------------------------------------------------------------
+# Whole models -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_decoder_is_6n_plus_12_l_d_s(batch: int, documents: bool) -> None:
-    """Per token, and 6 N + 6 L d (s + 1) where only the s (s + 1) / 2 pairs count that see each other."""
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = on_meta("llama", **sizes, num_key_value_heads=2, head_dim=32, vocab_size=70, tie_word_embeddings=True)
+    """Per token, and 6 N + 6 L d (s + 1) where only the s (s + 1) / 2 pairs count that see each
+    other."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = on_meta(
+        "llama",
+        **sizes,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=70,
+        tie_word_embeddings=True,
+    )
     tokens = torch.zeros(batch, 40, dtype=torch.int64)
-    flops, calls = counted(model, tokens, torch.arange(40).expand(batch, 40), tokens if documents else None)
+    flops, calls = counted(
+        model, tokens, torch.arange(40).expand(batch, 40), tokens if documents else None
+    )
     width = 2 * 4 * 32  # of all heads of all layers
     assert flops == 40 * (products(model) + 12 * width * 40)
     assert causal_flops(flops, calls.flops, 3, None) == 3 * 40 * (products(model) + 6 * width * 41)
@@ -68,11 +85,15 @@ def test_a_decoder_is_6n_plus_12_l_d_s(batch: int, documents: bool) -> None:
 
 def test_per_token_of_8192() -> None:
     model = on_meta("llama", **model_file("llama").presets["llama-3.2-1b"])
-    assert counted(model, torch.zeros(1, 8192, dtype=torch.int64))[0] / 8192 == pytest.approx(10.636e9, rel=1e-4)
+    assert counted(model, torch.zeros(1, 8192, dtype=torch.int64))[0] / 8192 == pytest.approx(
+        10.636e9, rel=1e-4
+    )
 
 
 def test_a_classifier() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 16 * 16, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 16 * 16, 10)
+    )
     flops, _ = counted(model, torch.zeros(5, 3, 16, 16))
     convolution, linear = 2 * 8 * 3 * 9 * 16 * 16, 2 * 8 * 16 * 16 * 10
     assert flops == 2 * convolution + 3 * linear  # the images need no gradient
@@ -89,7 +110,9 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_frozen_weights_need_no_gradient() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(
+        nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Linear(4, 4, bias=False)
+    )
     assert counted(model, torch.zeros(1, 4))[0] == (1 + 2) * 2 * 16
 
 
@@ -104,19 +127,27 @@ def test_a_model_that_looks_at_values_is_said_not_to_be_counted() -> None:
     assert "item" in message
 
 
-# Attention ----------------------------------------------------------------------------------------------------------
+# Attention ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trained", [each for each in itertools.product([False, True], repeat=3) if any(each)])
+@pytest.mark.parametrize(
+    "trained", [each for each in itertools.product([False, True], repeat=3) if any(each)]
+)
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0}, {"window": 3}])
-def test_all_flops_of_attention_are_told_from_the_rest(trained: tuple[bool, ...], options: dict[str, float]) -> None:
+def test_all_flops_of_attention_are_told_from_the_rest(
+    trained: tuple[bool, ...], options: dict[str, float]
+) -> None:
     class Only(nn.Module):
-        """Nothing but attention, of 4 heads of width 6 over 2 of values of width 5, for 3 samples."""
+        """Nothing but attention, of 4 heads of width 6 over 2 of values of width 5, for 3
+        samples."""
 
         def __init__(self) -> None:
             super().__init__()
             shapes = (3, 4, 7, 6), (3, 2, 7, 6), (3, 2, 7, 5)
-            self.q, self.k, self.v = (nn.Parameter(torch.zeros(shape), x) for shape, x in zip(shapes, trained))  # noqa: B905
+            self.q, self.k, self.v = (
+                nn.Parameter(torch.zeros(shape), x)
+                for shape, x in zip(shapes, trained, strict=False)
+            )
 
         def forward(self, tokens: Tensor) -> Tensor:
             return attention(self.q, self.k, self.v, AttentionContext.of(tokens), **options)
@@ -149,7 +180,9 @@ def test_torchs_own_causal_attention_counts_as_half_and_any_other_in_full() -> N
     flops, calls = counted(TorchsCausal(32, 32), torch.zeros(2, 24, 32))
     assert calls.flops == {Causal(24, None, False): 12 * 32}
     for documents in (None, np.array([12, 12])):  # it knows nothing of documents
-        assert causal_flops(flops, calls.flops, 1, documents) == flops - 12 * 32 * (24 * 24 - 24 * 25 // 2)
+        assert causal_flops(flops, calls.flops, 1, documents) == flops - 12 * 32 * (
+            24 * 24 - 24 * 25 // 2
+        )
     for other in (Torchs, TorchsWithMask):
         assert not counted(other(4, 4), torch.zeros(1, 4, 4))[1].flops
 
@@ -160,7 +193,9 @@ def test_a_model_that_calls_attention_of_variable_length_is_counted_in_full() ->
             q = super().forward(x).flatten(0, 1).unflatten(1, (2, 8))
             return varlen_attn(q, q, q, ends, ends, 12, 12, window_size=(-1, 0))
 
-    flops, _ = counted(Packed(16, 16, bias=False), torch.zeros(3, 12, 16), torch.zeros(9, dtype=torch.int32))
+    flops, _ = counted(
+        Packed(16, 16, bias=False), torch.zeros(3, 12, 16), torch.zeros(9, dtype=torch.int32)
+    )
     assert flops == 12 * (4 * 16 * 16 + 12 * 16 * 12)  # of the inputs no gradient is made
 
 
@@ -168,15 +203,21 @@ def test_a_model_that_calls_attention_of_variable_length_is_counted_in_full() ->
 def test_visible_pairs_are_those_of_the_masks(window: int | None) -> None:
     torch.manual_seed(0)
     documents = (torch.rand(20, 30) < 0.2).long().cumsum(1)
-    lengths = np.concatenate([row.unique_consecutive(return_counts=True)[1].numpy() for row in documents])
+    lengths = np.concatenate(
+        [row.unique_consecutive(return_counts=True)[1].numpy() for row in documents]
+    )
     mask = document_mask(documents)
     if window is not None:
         mask = mask & sliding_window(30, window, CPU)
     assert visible_pairs(lengths, window) == int(mask.sum())
 
 
-@pytest.mark.parametrize(("lengths", "expected"), [([2, 6, 8], 2000 - 10 * (2 * 64 - 3 - 21 - 36)), (None, None)])
-def test_a_step_counts_the_documents_of_its_samples(lengths: list[int] | None, expected: int | None) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([2, 6, 8], 2000 - 10 * (2 * 64 - 3 - 21 - 36)), (None, None)]
+)
+def test_a_step_counts_the_documents_of_its_samples(
+    lengths: list[int] | None, expected: int | None
+) -> None:
     """If they are not known, neither is the count."""
     calls = CausalCalls()
     calls.flops[Causal(8, None, True)] = 10
@@ -196,7 +237,7 @@ def test_a_step_counts_the_documents_of_its_samples(lengths: list[int] | None, e
     assert StepLogger._causal_flops(logger, 3) is None
 
 
-# The hardware -------------------------------------------------------------------------------------------------------
+# The hardware -------------------------------------------------------------------------------------
 
 
 def test_the_table_knows_torchs_names() -> None:

@@ -1,4 +1,5 @@
-"""First values: functions of seed, name and block of rows, the same however a parameter is split."""
+"""First values: functions of seed, name and block of rows, the same however a parameter is
+split."""
 
 import math
 
@@ -53,7 +54,8 @@ def test_values_depend_on_seed_and_name_and_on_nothing_else() -> None:
     assert not torch.equal(wide[:rows], wide[rows : 2 * rows]), "blocks differ"
 
 
-# torch remembers the coordinate of a mesh of one shape, so each world in this process has a size of its own.
+# torch remembers the coordinate of a mesh of one shape, so each world in this process has a size of
+# its own.
 @pytest.mark.parametrize(("rank", "world"), [(0, 3), (1, 4), (4, 5), (6, 7), (66, 67)])
 def test_a_shard_holds_its_part_of_the_whole(rank: int, world: int) -> None:
     """Shards of rows, and of columns, of which the last is short or empty."""
@@ -66,7 +68,9 @@ def test_a_shard_holds_its_part_of_the_whole(rank: int, world: int) -> None:
             module = nn.Module()
             module.wide = nn.Linear(64, ROWS, bias=False)
             empty = torch.zeros(ROWS, 64)
-            module.wide.weight = nn.Parameter(distribute_tensor(empty, mesh, [placement], src_data_rank=None))
+            module.wide.weight = nn.Parameter(
+                distribute_tensor(empty, mesh, [placement], src_data_rank=None)
+            )
             initialise(module, PLAN, seed=0, std=0.02)
             assert torch.equal(module.wide.weight.to_local(), expected), placement
     finally:

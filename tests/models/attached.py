@@ -1,4 +1,5 @@
-"""A Llama whose first layer adds an L2 term of its hidden activations to the loss, and records statistics of them."""
+"""A Llama whose first layer adds an L2 term of its hidden activations to the loss, and records
+statistics of them."""
 
 import torch
 from torch import Tensor

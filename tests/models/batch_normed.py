@@ -27,7 +27,8 @@ class Stage(nn.Module):
 
 
 class Head(nn.Module):
-    """Means over the image, without scales of their own: (b, c, height, width) -> logits (b, classes)."""
+    """Means over the image, without scales of their own: (b, c, height, width) -> logits (b,
+    classes)."""
 
     def __init__(self, c_in: int, classes: int) -> None:
         super().__init__()
@@ -42,7 +43,9 @@ class Model(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         first, second = config.channels
-        self.stages = nn.ModuleList([Stage(config.in_channels, first, 0.1), Stage(first, second, None)])
+        self.stages = nn.ModuleList(
+            [Stage(config.in_channels, first, 0.1), Stage(first, second, None)]
+        )
         self.head = Head(second, config.num_classes)
 
     def blocks(self) -> list[nn.Module]:

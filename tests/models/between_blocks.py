@@ -1,5 +1,6 @@
-"""A Llama with extra operations between its blocks, such as Gemma's scaling of the embedding and soft cap of the
-logits, in the model's forward or inside its blocks, or with an unusual treatment of its head, as `tweak` says.
+"""A Llama with extra operations between its blocks, such as Gemma's scaling of the embedding and
+soft cap of the logits, in the model's forward or inside its blocks, or with an unusual treatment of
+its head, as `tweak` says.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ class Model(llama.Model):
                 head.register_forward_pre_hook(lambda layer, inputs: (2 * inputs[0],))
             case "in a block":
                 mlp = self.model.layers[0].mlp
-                mlp.register_forward_hook(lambda mlp, inputs, x: x * head(x).detach().softmax(-1).amax(-1, True))
+                mlp.register_forward_hook(
+                    lambda mlp, inputs, x: x * head(x).detach().softmax(-1).amax(-1, True)
+                )
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         tweak = self.tweak
@@ -76,7 +79,9 @@ class Model(llama.Model):
         if tweak == "rotary":
             rotary = self.rotary(positions)
         else:
-            rotary = Rotary(*cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype))
+            rotary = Rotary(
+                *cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype)
+            )
         first = x
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, mask)
@@ -121,4 +126,6 @@ class RotaryEmbedding(nn.Module):
         self.config = config
 
     def forward(self, positions: Tensor) -> Rotary:
-        return Rotary(*cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, torch.float32))
+        return Rotary(
+            *cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, torch.float32)
+        )

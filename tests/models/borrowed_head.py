@@ -1,4 +1,5 @@
-"""A Llama without a head of its own: its forward computes the logits with the embedding's weight."""
+"""A Llama without a head of its own: its forward computes the logits with the embedding's
+weight."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,4 +19,6 @@ class Model(llama.Model):
         return super().blocks()[:-1]
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
-        return F.linear(super().forward(tokens, positions, documents), self.model.embed_tokens.weight)
+        return F.linear(
+            super().forward(tokens, positions, documents), self.model.embed_tokens.weight
+        )

@@ -1,5 +1,6 @@
-"""A decoder in the forms that other people's models have: blocks called by keyword, rotary angles from a module outside
-blocks that gets the activation for its dtype, an embedding with a `padding_idx`, blocks that are never called.
+"""A decoder in the forms that other people's models have: blocks called by keyword, rotary angles
+from a module outside blocks that gets the activation for its dtype, an embedding with a
+`padding_idx`, blocks that are never called.
 
     whole        its blocks are modules
     lists        its layers are nn.ModuleLists, of which it calls the parts
@@ -30,7 +31,9 @@ class Rotary(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.register_buffer("inverse", 1 / 100 ** (torch.arange(0, width, 2) / width), persistent=False)
+        self.register_buffer(
+            "inverse", 1 / 100 ** (torch.arange(0, width, 2) / width), persistent=False
+        )
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,11 +53,17 @@ class Attention(nn.Module):
         width = config.hidden_size
         self.head_dim = width // config.num_attention_heads
         self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False) for _ in range(2))
+        self.k, self.v = (
+            nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         cos, sin = (part[:, None] for part in position_embeddings)
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         q, k = turned(q, cos, sin), turned(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(1, 2).flatten(2))
@@ -76,7 +85,9 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(config.hidden_size), nn.LayerNorm(config.hidden_size)
         self.attention, self.mlp = Attention(config), Mlp(config)
 
-    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], mask: Any = None
+    ) -> Tensor:
         x = hidden_states + self.attention(self.norm1(hidden_states), position_embeddings)
         return x + self.mlp(self.norm2(x))
 
@@ -97,11 +108,17 @@ class Model(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return [self.embed, *self.layers, self.norm, self.head]
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         if self.kind == "values" and int(tokens.max()) < 0:
             raise ValueError("an id is negative")
         x = self.embed(input=tokens)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None] if positions is None else positions
+        positions = (
+            torch.arange(tokens.shape[1], device=tokens.device)[None]
+            if positions is None
+            else positions
+        )
         angles = self.rotary(x, position_ids=positions)
         for layer in self.layers:
             x = self.through(layer, x, angles)

@@ -1,5 +1,6 @@
-"""A model that mixes tokens outside its parallel layers (each sees the mean of the tokens before it) and has learned
-positions: with a part of the sequence on each rank it would compute something else."""
+"""A model that mixes tokens outside its parallel layers (each sees the mean of the tokens before
+it) and has learned positions: with a part of the sequence on each rank it would compute something
+else."""
 
 from dataclasses import dataclass
 
@@ -47,7 +48,10 @@ class Model(nn.Module):
         x = self.words(tokens)
         if self.positions is not None:
             x = x + self.positions(positions)
-        x = x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
+        x = (
+            x
+            + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
+        )
         for block in self.blocks_:
             x = block(x)
         return self.head(x)

@@ -1,4 +1,5 @@
-"""A Llama with experts in all layers but the first: sigmoid routing with a bias correction and groups, or softmax."""
+"""A Llama with experts in all layers but the first: sigmoid routing with a bias correction and
+groups, or softmax."""
 
 from dataclasses import dataclass
 
@@ -10,7 +11,12 @@ from meshtrain.experts import Balance, Experts, Router
 llama = model_file("llama")
 check, tp_plan, cp_plan = llama.check, llama.tp_plan, llama.cp_plan
 ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
-init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*.e_score_correction_bias": "zeros", "*": "normal"}
+init_plan = {
+    "*norm.weight": "ones",
+    "*.loads": "zeros",
+    "*.e_score_correction_bias": "zeros",
+    "*": "normal",
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,11 @@ class MixtureOfExperts(nn.Module):
             bias_speed=config.router_bias_speed,
         )
         sigmoid = config.score == "sigmoid"
-        more = {"score": "sigmoid", "scale": 1.5, "bias": True, "groups": 3, "groups_per_token": 2} if sigmoid else {}
+        more = (
+            {"score": "sigmoid", "scale": 1.5, "bias": True, "groups": 3, "groups_per_token": 2}
+            if sigmoid
+            else {}
+        )
         e, d = config.num_experts, config.hidden_size
         self.gate = Router(d, e, config.num_experts_per_tok, balance=balance, **more)
         self.experts = Experts(e, d, config.moe_intermediate_size)

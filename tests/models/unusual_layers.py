@@ -1,9 +1,9 @@
 """A Llama with unusual layers, as `kind` says.
 
-stopped            the second layer passes no gradient back, and the last computes one weight from two parameters
-one module         of three layers the first and the last are the same module
-shared parameters  ... are two modules with the same parameters
-own norm           each feed-forward normalizes its own input: before both layers of the plan, not between them
+stopped            the second layer passes no gradient back, and the last computes one weight from
+two parameters one module         of three layers the first and the last are the same module shared
+parameters  ... are two modules with the same parameters own norm           each feed-forward
+normalizes its own input: before both layers of the plan, not between them
 """
 
 import warnings
@@ -55,7 +55,8 @@ class Model(llama.Model):
         match config.kind:
             case "stopped":
                 layers[1] = Stopped(config)
-                with warnings.catch_warnings(action="ignore"):  # the deprecated version, which works by hooks
+                # the deprecated version, which works by hooks
+                with warnings.catch_warnings(action="ignore"):
                     nn.utils.weight_norm(layers[-1].mlp.up_proj)
             case "one module":
                 layers.append(layers[0])

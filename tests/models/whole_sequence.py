@@ -1,4 +1,5 @@
-"""A Llama whose embedding and head are not split, so that nothing splits the sequence over ranks."""
+"""A Llama whose embedding and head are not split, so that nothing splits the sequence over
+ranks."""
 
 from meshtrain.config.locate import model_file
 

@@ -39,12 +39,16 @@ def set_gradients(model: nn.Module, step: int, factor: float = 1.0) -> None:
             parameter.grad = torch.cos(step * parameter.detach() * 100) * factor
 
 
-def update(optimizer: Optimizer, step: int, factor: Tensor | None = None, skip: bool = False) -> float:
+def update(
+    optimizer: Optimizer, step: int, factor: Tensor | None = None, skip: bool = False
+) -> float:
     """Returns the learning rate."""
     optimizer.squared_norm()
     return optimizer.update(step, factor, torch.tensor(skip))
 
 
-def assert_same(model: nn.Module, expected: nn.Module, rtol: float = 1e-12, atol: float = 1e-12) -> None:
+def assert_same(
+    model: nn.Module, expected: nn.Module, rtol: float = 1e-12, atol: float = 1e-12
+) -> None:
     for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=rtol, atol=atol, msg=name)

@@ -1,4 +1,5 @@
-"""Averaged weights: the formula, what uses them, checkpoints and exports. That layouts agree is in the parity table."""
+"""Averaged weights: the formula, what uses them, checkpoints and exports. That layouts agree is in
+the parity table."""
 
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def test_the_average_follows_the_weights_and_takes_their_place(name: str) -> Non
         set_gradients(model, step)
         update(optimizer, step, skip=skip)
         if not skip:
-            expected = [0.75 * e + 0.25 * p.detach() for e, p in zip(expected, model.parameters(), strict=True)]
+            expected = [
+                0.75 * e + 0.25 * p.detach()
+                for e, p in zip(expected, model.parameters(), strict=True)
+            ]
     weights = [p.detach().clone() for p in model.parameters()]
     with optimizer.averaged(model):
         for p, e in zip(model.parameters(), expected, strict=True):
@@ -37,18 +41,30 @@ def test_the_average_follows_the_weights_and_takes_their_place(name: str) -> Non
 def test_averages_go_on_from_checkpoints_to_the_bit_and_are_exported(tmp_path: Path) -> None:
     def train(output: str, steps: int, *overrides: str) -> list[tuple[float, float]]:
         keys = [*SMALL, "train.precision=float64", "optimizer.ema_decay=0.8", "optimizer.name=muon"]
-        keys += ["train.use_ema=true", "optimizer.schedule=constant", "checkpoint.every=2", "train.eval_every=2"]
+        keys += [
+            "train.use_ema=true",
+            "optimizer.schedule=constant",
+            "checkpoint.every=2",
+            "train.eval_every=2",
+        ]
         keys += ["layout={dp_shard: 2}", "train.eval_samples=4", f"train.steps={steps}", *overrides]
-        forked(2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / output}").check()
-        return [(row["loss"], row.get("eval_loss")) for row in read(tmp_path / output / "metrics.jsonl")]
+        forked(
+            2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / output}"
+        ).check()
+        return [
+            (row["loss"], row.get("eval_loss")) for row in read(tmp_path / output / "metrics.jsonl")
+        ]
 
     straight = train("straight", 4, f"train.export={tmp_path / 'by the run'}")
     train("resumed", 2)
     assert train("resumed", 4) == straight
     for name, arguments in (("averages", ["--ema"]), ("weights", [])):
-        assert cli.main(["export", str(tmp_path / "resumed"), str(tmp_path / name), *arguments]) == 0
+        assert (
+            cli.main(["export", str(tmp_path / "resumed"), str(tmp_path / name), *arguments]) == 0
+        )
     by_the_run, averages, weights = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("by the run", "averages", "weights")
+        (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("by the run", "averages", "weights")
     )
     assert by_the_run == averages != weights
 

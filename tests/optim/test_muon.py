@@ -1,4 +1,5 @@
-"""Muon: the formula, which rank computes which matrix, and that ranks which share matrices update them as one does."""
+"""Muon: the formula, which rank computes which matrix, and that ranks which share matrices update
+them as one does."""
 
 import math
 from collections import Counter
@@ -36,19 +37,31 @@ def formula(gradient: Tensor) -> Tensor:
 
 def small_moe() -> nn.Module:
     module = model_file("qwen3_moe")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    config = module.Config(**sizes, num_experts=3, moe_intermediate_size=10, vocab_size=11, mlp_only_layers=[1])
+    config = module.Config(
+        **sizes, num_experts=3, moe_intermediate_size=10, vocab_size=11, mlp_only_layers=[1]
+    )
     return module.Model(config).double()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_every_matrix_follows_the_formula(nesterov: bool) -> None:
-    """Gate and up of each expert are matrices of their own; the router is one; embedding, head and norms are none."""
+    """Gate and up of each expert are matrices of their own; the router is one; embedding, head and
+    norms are none."""
     ours, theirs = small_moe(), small_moe()
-    optimizer = optimizer_of(ours, name="muon", lr=0.02, momentum=0.9, nesterov=nesterov, weight_decay=0.1)
+    optimizer = optimizer_of(
+        ours, name="muon", lr=0.02, momentum=0.9, nesterov=nesterov, weight_decay=0.1
+    )
     trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
-    matrices = {name: p for name, p in trained.items() if suits_muon(ParameterSpec(name, tuple(p.shape)))}
+    matrices = {
+        name: p for name, p in trained.items() if suits_muon(ParameterSpec(name, tuple(p.shape)))
+    }
     momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
     count = 0
     for step in (1, 2, 3):
@@ -58,13 +71,21 @@ def test_every_matrix_follows_the_formula(nesterov: bool) -> None:
         for name, p in matrices.items():
             momenta[name].mul_(0.9).add_(0.1 * p.grad)
             direction = 0.1 * p.grad + 0.9 * momenta[name] if nesterov else momenta[name]
-            parts = [direction] if p.dim() == 2 else [m for e in direction for m in e.chunk(2 if "gate" in name else 1)]
+            parts = (
+                [direction]
+                if p.dim() == 2
+                else [m for e in direction for m in e.chunk(2 if "gate" in name else 1)]
+            )
             count += len(parts)
             with torch.no_grad():
-                p.mul_(1 - 0.02 * 0.1).sub_(0.02 * torch.cat([formula(part) for part in parts]).view_as(p))
+                p.mul_(1 - 0.02 * 0.1).sub_(
+                    0.02 * torch.cat([formula(part) for part in parts]).view_as(p)
+                )
     for name, p in matrices.items():
         torch.testing.assert_close(ours.get_parameter(name), p, rtol=1e-9, atol=1e-12)
-    assert count == 3 * (2 * 4 + 1 + 3 * 3 + 3), "q, k, v, o; a router and three of each expert; gate, up, down"
+    assert count == 3 * (2 * 4 + 1 + 3 * 3 + 3), (
+        "q, k, v, o; a router and three of each expert; gate, up, down"
+    )
 
 
 def test_the_work_is_dealt_out_evenly() -> None:
@@ -87,7 +108,9 @@ def test_matrices_and_who_holds_parts_of_them() -> None:
     for table in ({}, {"w": ()}):  # the second: one that no file has
         assert matrices_of(ParameterSpec("w", (4, 3)), table) == [(slice(0, 4), slice(0, 3))]
     layout = Layout({"dp_replicate": 2, "dp_shard": 4}).with_experts(2)
-    holders = [(part[0].start, part[0].stop, places) for part, places in holders_of(spec, layout, range(8))]
+    holders = [
+        (part[0].start, part[0].stop, places) for part, places in holders_of(spec, layout, range(8))
+    ]
     assert holders == [(0, 2, [0, 4]), (3, 4, [1, 5]), (2, 3, [2, 6]), (4, 5, [3, 7])]
 
 
@@ -104,11 +127,16 @@ def trained(mesh: Mesh) -> nn.Module:
 
 
 @pytest.mark.ranks(2, 4)
-def test_ranks_that_share_matrices_update_them_as_one_process(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix is orthogonalized by one rank, which receives its parts and sends the parts of the result back."""
+def test_ranks_that_share_matrices_update_them_as_one_process(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix is orthogonalized by one rank, which receives its parts and sends the parts of the
+    result back."""
     monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
     plain = trained(ALONE)
     mesh = build_mesh(Layout({"dp_shard": 2, "tp": job.world_size // 2}))
     for name, parameter in trained(mesh).named_parameters():
         part, where = local_part(parameter)
-        torch.testing.assert_close(part, plain.get_parameter(name)[where], rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            part, plain.get_parameter(name)[where], rtol=1e-9, atol=1e-12, msg=name
+        )

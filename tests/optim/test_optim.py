@@ -1,4 +1,5 @@
-"""The learning rate, norms and clipping, skipped updates, groups of parameters, and optimizers of users."""
+"""The learning rate, norms and clipping, skipped updates, groups of parameters, and optimizers of
+users."""
 
 import math
 import re
@@ -31,17 +32,28 @@ from meshtrain.parallel.mixed_precision import sum_dtype, sum_dtype_of
 from meshtrain.parallel.sharding import ParameterSpec, local_part
 from tests.comparing import ALONE, small_llama, tokens
 from tests.launching import TORCHRUN, run
-from tests.optim.steps import MESH, assert_same, config, linear_and_norm, optimizer_of, set_gradients, table, update
+from tests.optim.steps import (
+    MESH,
+    assert_same,
+    config,
+    linear_and_norm,
+    optimizer_of,
+    set_gradients,
+    table,
+    update,
+)
 from tests.parity.experiments import QUICKSTART, SMALL
 
 HERE = Path(__file__).parent
 
 
-# The learning rate --------------------------------------------------------------------------------------------------
+# The learning rate --------------------------------------------------------------------------------
 
 
 def rate(step: int, steps: int = 100, **settings: object) -> float:
-    return learning_rate(config(**{"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, **settings}), step, steps)
+    return learning_rate(
+        config(**{"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, **settings}), step, steps
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
@@ -49,7 +61,9 @@ def test_warm_up_reaches_the_rate_at_its_last_update(schedule: str) -> None:
     rates = [rate(step, schedule=schedule) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert all(a >= b for a, b in pairwise(rates[9:])), "after the warm-up it never rises"
-    assert rate(2, steps=3, schedule=schedule) == pytest.approx(0.2), "a run may be shorter than its warm-up"
+    assert rate(2, steps=3, schedule=schedule) == pytest.approx(0.2), (
+        "a run may be shorter than its warm-up"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +87,8 @@ def test_no_update_has_the_rate_0(settings: dict[str, Any], expected: list[float
 
 
 def test_a_decay_ends_at_the_lowest_rate() -> None:
-    """A cosine of 99 updates without warm-up, and the last 19 of 100; wsd decays in a tenth of the run by default."""
+    """A cosine of 99 updates without warm-up, and the last 19 of 100; wsd decays in a tenth of the
+    run by default."""
     cosine = (1 + math.cos(math.pi * 49 / 99)) / 2
     assert rate(50, 99, schedule="cosine", warmup_steps=0) == pytest.approx(0.1 + 0.9 * cosine)
     assert rate(90, schedule="wsd", decay_steps=19) == pytest.approx(0.1 + 0.9 * 11 / 20)
@@ -85,7 +100,8 @@ def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
     assert warmup_note(config(lr=1.0, warmup_steps=20), 20) is None
     note = warmup_note(config(lr=1e-3, warmup_steps=20), 5)
     assert note == (
-        "the run ends in its warm-up: optimizer.warmup_steps is 20, and the run has 5 steps, so that its learning rate "
+        "the run ends in its warm-up: optimizer.warmup_steps is 20, and the run has 5 steps, so "
+        "that its learning rate "
         "reaches 0.00025 instead of 0.001"
     )
     shortest = warmup_note(config(lr=1e-3, warmup_steps=2), 1)
@@ -93,7 +109,7 @@ def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
     assert "the run has 1 step, so" in shortest
 
 
-# Norms --------------------------------------------------------------------------------------------------------------
+# Norms --------------------------------------------------------------------------------------------
 
 
 def test_clipping_is_torchs() -> None:
@@ -112,15 +128,21 @@ def test_norms_are_summed_in_float64_where_a_gpu_is_made_for_it() -> None:
     a100, h100, b200 = (8, 0), (9, 0), (10, 0)
     a10, l40s, b300 = (8, 6), (8, 9), (10, 3)
     assert {sum_dtype_of(capability) for capability in (a100, h100, b200)} == {torch.float64}
-    assert {sum_dtype_of(capability) for capability in (a10, l40s, b300, (12, 0), (7, 5))} == {torch.float32}
+    assert {sum_dtype_of(capability) for capability in (a10, l40s, b300, (12, 0), (7, 5))} == {
+        torch.float32
+    }
     assert sum_dtype(torch.device("cpu")) == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_norm_summed_in_float32_keeps_the_tolerance(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_a_norm_summed_in_float32_keeps_the_tolerance(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     """And one of gradients of which some are in float64 is summed in float64 all the same."""
     torch.manual_seed(0)
-    model = nn.ParameterList([*(torch.zeros(1 << 16) for _ in range(8)), torch.zeros(3, dtype=dtype)])
+    model = nn.ParameterList(
+        [*(torch.zeros(1 << 16) for _ in range(8)), torch.zeros(3, dtype=dtype)]
+    )
     for p in model:
         p.grad = (torch.rand(p.shape) ** 8).to(p.dtype)
 
@@ -130,14 +152,18 @@ def test_a_norm_summed_in_float32_keeps_the_tolerance(monkeypatch: pytest.Monkey
     exact = torch.cat([p.grad.double() for p in model]).norm()
     torch.testing.assert_close(norm(), exact, rtol=1e-13, atol=0)
     monkeypatch.setattr(grad_norm, "sum_dtype", lambda device: torch.float32)
-    torch.testing.assert_close(norm(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-13, atol=0)
+    torch.testing.assert_close(
+        norm(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-13, atol=0
+    )
     assert (abs(norm() / exact - 1) > 1e-11) == (dtype == torch.float32)
 
 
-# Updates ------------------------------------------------------------------------------------------------------------
+# Updates ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [nn.SiLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["no weights", "frozen"])
+@pytest.mark.parametrize(
+    "model", [nn.SiLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["no weights", "frozen"]
+)
 def test_a_stage_with_nothing_to_train(model: nn.Module) -> None:
     """Of a pipeline whose other stages have something."""
     optimizer = optimizer_of(model, lr=0.1)
@@ -151,11 +177,14 @@ def test_a_stage_with_nothing_to_train(model: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("factor", [2.0**-16, 0.3, 1.0])
 def test_gradients_are_scaled_in_the_update(dtype: torch.dtype, factor: float) -> None:
-    """As if they had been scaled before it: a loss scale, a power of 2, to the bit; clipping in float32 but for the
-    rounding of one factor, because the kernel divides by it. A step that is skipped changes nothing."""
+    """As if they had been scaled before it: a loss scale, a power of 2, to the bit; clipping in
+    float32 but for the rounding of one factor, because the kernel divides by it. A step that is
+    skipped changes nothing."""
     ours, theirs = linear_and_norm().to(dtype), linear_and_norm().to(dtype)
     optimizer = optimizer_of(ours, lr=1.0, weight_decay=0.0)
-    reference = torch.optim.AdamW(theirs.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    reference = torch.optim.AdamW(
+        theirs.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     tolerance = 0 if dtype == torch.float64 or factor != 0.3 else 1e-6
     for step in (1, 2, 3):
         skip = step == 2
@@ -181,7 +210,12 @@ def test_a_skipped_update_changes_nothing(name: str) -> None:
     optimizer = optimizer_of(model, name=name.split()[0], **rounded)
     set_gradients(model, 1)
     update(optimizer, 1)
-    tensors = [t for group in optimizer.param_groups for p in group.parameters for t in (p.local, *p.state.values())]
+    tensors = [
+        t
+        for group in optimizer.param_groups
+        for p in group.parameters
+        for t in (p.local, *p.state.values())
+    ]
     before = [tensor.detach().clone() for tensor in tensors]
     assert all(tensor.any() for tensor in tensors)
     set_gradients(model, 2, math.nan)
@@ -221,10 +255,12 @@ def test_torchs_optimizers_update_split_and_plain_parameters(
     plain = trained(ALONE, optimizer_class, options)
     for name, parameter in trained(mesh, optimizer_class, options).named_parameters():
         part, where = local_part(parameter)
-        torch.testing.assert_close(part, plain.get_parameter(name)[where], rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            part, plain.get_parameter(name)[where], rtol=1e-9, atol=1e-12, msg=name
+        )
 
 
-# A user's optimizer -------------------------------------------------------------------------------------------------
+# A user's optimizer -------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("normalized")
@@ -233,32 +269,53 @@ def test_what_another_optimizer_keeps_is_known_without_a_job() -> None:
     held = held_by_ranks([matrix, vector], Layout({}), "float32", config(name="normalized"))
     assert (held.weight_bytes, held.optimizer_bytes) == (66 * 4, 60 * 4 + 8)
     layer = nn.Linear(10, 6)
-    assert list(optimizer_of(layer, name="normalized").state(layer.weight)) == ["momentum", "largest"]
+    assert list(optimizer_of(layer, name="normalized").state(layer.weight)) == [
+        "momentum",
+        "largest",
+    ]
     with pytest.raises(InputError, match="is built for adamw, not for normalized"):
         optimizer_of(layer, name="normalized", state_precision="bfloat16")
-    assert held_by_ranks([matrix], Layout({}), "float64", config(state_precision="bfloat16")).optimizer_bytes == 4 * 60
+    assert (
+        held_by_ranks(
+            [matrix], Layout({}), "float64", config(state_precision="bfloat16")
+        ).optimizer_bytes
+        == 4 * 60
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_another_optimizer_trains_and_resumes_on_any_layout(tmp_path: Path) -> None:
-    """One class and one line of the registry: the config's check, the norm, checkpoints and layouts follow."""
+    """One class and one line of the registry: the config's check, the norm, checkpoints and layouts
+    follow."""
     two = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
 
     def train(command: list[str], output: str, steps: int, *overrides: str) -> list[float]:
-        keys = [*SMALL, "train.precision=float64", "optimizer.name=normalized", "optimizer.schedule=constant"]
-        keys += [f"train.steps={steps}", f"train.output={tmp_path}/{output}", "checkpoint.every=3", *overrides]
+        keys = [
+            *SMALL,
+            "train.precision=float64",
+            "optimizer.name=normalized",
+            "optimizer.schedule=constant",
+        ]
+        keys += [
+            f"train.steps={steps}",
+            f"train.output={tmp_path}/{output}",
+            "checkpoint.every=3",
+            *overrides,
+        ]
         run([*command, str(HERE / "toy_optimizer.py"), "configs/quickstart.yaml", *keys]).check()
         rows = read(tmp_path / output / "metrics.jsonl")
         return [row[name] for name in ("loss", "grad_norm") for row in rows]
 
     expected = train([sys.executable], "one", 6)
     assert expected[5] < expected[0]
-    train(two, "two", 3, "layout={dp_replicate: 2}", "parallel.shard_optimizer=true")  # the rule gets whole matrices
-    assert train(two, "two", 6, "layout={tp: 2}") == pytest.approx(expected, rel=1e-9)  # resumed on another layout
+    # the rule gets whole matrices
+    train(two, "two", 3, "layout={dp_replicate: 2}", "parallel.shard_optimizer=true")
+    # resumed on another layout
+    assert train(two, "two", 6, "layout={tp: 2}") == pytest.approx(expected, rel=1e-9)
 
 
-# Groups of parameters -------------------------------------------------------------------------------------------------
+# Groups of parameters -----------------------------------------------------------------------------
 
 
 def test_the_first_group_that_matches_counts() -> None:
@@ -280,7 +337,9 @@ def test_the_first_group_that_matches_counts() -> None:
 def test_muon_is_for_matrices_between_embedding_and_head() -> None:
     for row in table("tables")["muon"]:
         groups = (ParamGroup(row["group"][0], name=row["group"][1]),) if "group" in row else ()
-        options = group_options(config(name="muon", groups=groups), ParameterSpec(row["name"], tuple(row["shape"])))
+        options = group_options(
+            config(name="muon", groups=groups), ParameterSpec(row["name"], tuple(row["shape"]))
+        )
         assert options.name == row["optimizer"], row
 
 
@@ -304,7 +363,9 @@ def test_groups_are_updated_as_by_torchs_optimizers(nesterov: bool) -> None:
         ParamGroup("*", lr_scale=0.5),
     )
     optimizer = optimizer_of(ours, lr=0.1, groups=groups, momentum=0.8, nesterov=nesterov)
-    sgd = torch.optim.SGD([theirs[0].weight], lr=0.05, momentum=0.8, nesterov=nesterov, weight_decay=0.1)
+    sgd = torch.optim.SGD(
+        [theirs[0].weight], lr=0.05, momentum=0.8, nesterov=nesterov, weight_decay=0.1
+    )
     vectors = [
         {"params": [theirs[0].bias], "lr": 0.1, "weight_decay": 0.2},
         {"params": theirs[1].parameters(), "lr": 0.05, "weight_decay": 0.0},

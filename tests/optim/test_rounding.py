@@ -1,4 +1,5 @@
-"""AdamW's averages in bfloat16, rounded stochastically. Layouts and checkpoints are in test_zero.py."""
+"""AdamW's averages in bfloat16, rounded stochastically. Layouts and checkpoints are in
+test_zero.py."""
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from tests.optim.steps import optimizer_of, update
 
 
 def test_averages_in_bfloat16_are_right_in_the_mean() -> None:
-    """The first step is AdamW's. With a decay whose steps are lost when they are rounded to nearest, the averages of
-    many elements still follow gradients up and down."""
+    """The first step is AdamW's. With a decay whose steps are lost when they are rounded to
+    nearest, the averages of many elements still follow gradients up and down."""
     torch.manual_seed(0)
     models = [nn.Linear(200, 100) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -32,7 +33,9 @@ def test_averages_in_bfloat16_are_right_in_the_mean() -> None:
         expected = exact.state(models[0].weight)
         for kind, (_, average) in rounded.state(models[1].weight).items():
             assert average.dtype == torch.bfloat16
-            assert average.float().mean().item() == pytest.approx(expected[kind][1].mean().item(), rel=2e-3), kind
+            assert average.float().mean().item() == pytest.approx(
+                expected[kind][1].mean().item(), rel=2e-3
+            ), kind
     assert rounded.updates == exact.updates == 59
 
 
@@ -62,7 +65,9 @@ def test_an_average_in_bfloat16_is_computed_in_blocks(monkeypatch: pytest.Monkey
     def trained(block: int, memory_format: torch.memory_format) -> list[torch.Tensor]:
         monkeypatch.setattr(rounding, "BLOCK", block)
         torch.manual_seed(0)
-        model = nn.ParameterList([torch.randn(5, 3, 2, 2).to(memory_format=memory_format), torch.tensor(0.5)])
+        model = nn.ParameterList(
+            [torch.randn(5, 3, 2, 2).to(memory_format=memory_format), torch.tensor(0.5)]
+        )
         optimizer = optimizer_of(model, lr=1.0, state_precision="bfloat16")
         for step in (1, 2):
             for p in model:
@@ -72,4 +77,6 @@ def test_an_average_in_bfloat16_is_computed_in_blocks(monkeypatch: pytest.Monkey
 
     expected = trained(2**22, torch.contiguous_format)
     for memory_format in (torch.contiguous_format, torch.channels_last):
-        assert all(torch.equal(a, b) for a, b in zip(trained(20, memory_format), expected, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(trained(20, memory_format), expected, strict=True)
+        )

@@ -1,4 +1,5 @@
-"""ZeRO-1: what a rank keeps and sends, and checkpoints. That layouts agree is in the parity table."""
+"""ZeRO-1: what a rank keeps and sends, and checkpoints. That layouts agree is in the parity
+table."""
 
 import math
 from pathlib import Path
@@ -17,12 +18,23 @@ from tests.launching import Finished, forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
 SHARED = ("layout={dp_replicate: 2}", "parallel.shard_optimizer=true")
-EXACT = (*SMALL, "train.precision=float64", "optimizer.schedule=constant", "model.intermediate_size=109")
+EXACT = (
+    *SMALL,
+    "train.precision=float64",
+    "optimizer.schedule=constant",
+    "model.intermediate_size=109",
+)
 ROUNDED = "optimizer.state_precision=bfloat16"
 
 
 def train(folder: Path, world: int, steps: int, *overrides: str) -> Finished:
-    keys = [*EXACT, f"train.steps={steps}", f"train.output={folder}", "checkpoint.every=3", *overrides]
+    keys = [
+        *EXACT,
+        f"train.steps={steps}",
+        f"train.output={folder}",
+        "checkpoint.every=3",
+        *overrides,
+    ]
     return forked(world, "-m", "meshtrain.train", QUICKSTART, *keys)
 
 
@@ -33,15 +45,19 @@ def numbers(folder: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_it_goes_on_to_the_bit_and_on_other_layouts(tmp_path: Path) -> None:
-    """With states in bfloat16, whose rounding is a function of an element's place in the whole; in the other layout
-    both stages hold the tied weight."""
+    """With states in bfloat16, whose rounding is a function of an element's place in the whole; in
+    the other layout both stages hold the tied weight."""
     tied = "model.tie_word_embeddings=true"
     one, straight, two, stages = (tmp_path / name for name in ("one", "straight", "two", "stages"))
     train(one, 1, 6, ROUNDED, tied).check()
     train(straight, 2, 6, *SHARED, ROUNDED, tied).check()
     train(two, 2, 3, *SHARED, ROUNDED, tied).check()
     manifest, _ = read_manifest(find_checkpoint(two))
-    states = {name: t.cuts for name, t in manifest.tensors.items() if name.endswith(("exp_avg", "exp_avg_sq"))}
+    states = {
+        name: t.cuts
+        for name, t in manifest.tensors.items()
+        if name.endswith(("exp_avg", "exp_avg_sq"))
+    }
     assert set(states.values()) == {(("dp_replicate", 0),)}
     assert all(not t.cuts for name, t in manifest.tensors.items() if name.startswith("model."))
     train(stages, 2, 6, "layout={pp: 2}", ROUNDED, tied, f"checkpoint.resume={two}").check()
@@ -68,7 +84,9 @@ def test_what_is_sent_is_a_closed_form(tmp_path: Path) -> None:
 def test_each_copy_keeps_a_share_of_the_states() -> None:
     layout = Layout({"pp": 1, "dp_replicate": 4, "tp": 2})
     specs = [ParameterSpec("w", (6, 10), (Cut("tp", 1, 2),)), ParameterSpec("b", (8,))]
-    whole, shared = (held_by_ranks(specs, layout, "float32", Keys(), shard_optimizer=s) for s in (False, True))
+    whole, shared = (
+        held_by_ranks(specs, layout, "float32", Keys(), shard_optimizer=s) for s in (False, True)
+    )
     assert whole.optimizer_bytes == 2 * 4 * (30 + 8)
     assert shared.optimizer_bytes == 2 * 4 * (2 * 5 + 2), "6 rows over 4 copies are 2, 2, 2 and 0"
     assert shared.weight_bytes == whole.weight_bytes

@@ -1,4 +1,5 @@
-"""meshtrain.train with a user's optimizer, which needs whole matrices and keeps several kinds of state."""
+"""meshtrain.train with a user's optimizer, which needs whole matrices and keeps several kinds of
+state."""
 
 import sys
 from dataclasses import replace
@@ -12,7 +13,8 @@ from meshtrain.parallel.sharding import ParameterSpec
 
 
 class NormalizedMomentum(UpdateRule):
-    """Updates matrices by their momentum divided by its largest norm so far, and vectors by their gradient."""
+    """Updates matrices by their momentum divided by its largest norm so far, and vectors by their
+    gradient."""
 
     title = "normalized momentum"
 
@@ -20,8 +22,13 @@ class NormalizedMomentum(UpdateRule):
     def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
         if len(parameter.shape) < 2:
             return {}
-        largest = ParameterSpec(f"{parameter.name}.largest", (), stages=parameter.stages, dtype=torch.float64)
-        return {"momentum": replace(parameter, name=f"{parameter.name}.momentum"), "largest": largest}
+        largest = ParameterSpec(
+            f"{parameter.name}.largest", (), stages=parameter.stages, dtype=torch.float64
+        )
+        return {
+            "momentum": replace(parameter, name=f"{parameter.name}.momentum"),
+            "largest": largest,
+        }
 
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
         gradient = parameter.local.grad

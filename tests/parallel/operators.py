@@ -22,4 +22,6 @@ class Operators(TorchDispatchMode):
 
     def of(self, *operators: Any) -> int:
         """How often these were called with a matrix."""
-        return sum(count for (func, *types), count in self.calls.items() if func in operators and types)
+        return sum(
+            count for (func, *types), count in self.calls.items() if func in operators and types
+        )

@@ -1,4 +1,5 @@
-"""Attention over a sequence that lies in parts on several ranks, against attention in one process."""
+"""Attention over a sequence that lies in parts on several ranks, against attention in one
+process."""
 
 from typing import Any
 
@@ -29,18 +30,29 @@ DOCUMENTS: dict[str, list[list[int]] | None] = {
     "halves": [[24, 99], [24, 99]],
     "returning": [[5, 9, 4, 20], [11, 3, 9, 2]],  # documents 0 and 1 alternate
 }
-# In 16 bits, results may be off by ten roundings from float32: of scores, of probabilities, and of blocks' results.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 10 * 2**-8, torch.float16: 10 * 2**-11}
+# In 16 bits, results may be off by ten roundings from float32: of scores, of probabilities, and of
+# blocks' results.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 10 * 2**-8,
+    torch.float16: 10 * 2**-11,
+}
 
 
 class SegmentsByMask(kernels._Flash):
-    """Variable-length flash attention by products with a mask of the segments: on any device, in any dtype."""
+    """Variable-length flash attention by products with a mask of the segments: on any device, in
+    any dtype."""
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *settings: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         block, blind = block_of(*settings, **options)
         out, lse = kernels.forward_block(*heads_first(q, k, v), block, kernels.PRODUCTS)
         out = out[0].transpose(0, 1).to(q.dtype)
-        return out.masked_fill(blind[:, None, None], torch.nan), lse[0].masked_fill(blind, torch.inf)
+        return out.masked_fill(blind[:, None, None], torch.nan), lse[0].masked_fill(
+            blind, torch.inf
+        )
 
     def run_backward(self, *inputs: Any, **options: Any) -> tuple[Tensor, ...]:
         grad, q, k, v, out, lse, *settings = inputs
@@ -93,15 +105,25 @@ def documents_of(name: str, s: int) -> Tensor | None:
 
 
 class Case:
-    """Queries, keys and values of a whole sequence, the same on every rank, and the results of one process."""
+    """Queries, keys and values of a whole sequence, the same on every rank, and the results of one
+    process."""
 
     def __init__(
-        self, s: int, kv: int, documents: str, dtype: torch.dtype = torch.float64, *, f: int = E, **options: Any
+        self,
+        s: int,
+        kv: int,
+        documents: str,
+        dtype: torch.dtype = torch.float64,
+        *,
+        f: int = E,
+        **options: Any,
     ) -> None:
         self.s, self.kv, self.f, self.dtype, self.options = s, kv, f, dtype, options
         draws = torch.Generator().manual_seed(s + kv)
         shapes = (B, H, s, E), (B, kv, s, E), (B, kv, s, f), (B, H, s, f)
-        tensors = [torch.randn(shape, dtype=torch.float64, generator=draws).to(dtype) for shape in shapes]
+        tensors = [
+            torch.randn(shape, dtype=torch.float64, generator=draws).to(dtype) for shape in shapes
+        ]
         *self.qkv, self.grad = tensors
         self.documents = documents_of(documents, s)
         wide = torch.float32 if dtype.itemsize == 2 else dtype
@@ -116,8 +138,9 @@ class Case:
         return Batch.of((tokens, tokens, self.documents), tokens + 1)
 
     def traveling(self, parts: int, index: int) -> tuple[int, int]:
-        """By the rules of `meshtrain.data.sequence`: how often other ranks of `parts` see a chunk of this rank, and how
-        many of theirs it sees. If documents return, all chunks count as seen."""
+        """By the rules of `meshtrain.data.sequence`: how often other ranks of `parts` see a chunk
+        of this rank, and how many of theirs it sees. If documents return, all chunks count as
+        seen."""
         padded = padded_length(self.s, dist.get_world_size())
         chunk = padded // (2 * parts)
         first = [0] * (2 * parts)
@@ -136,7 +159,8 @@ class Case:
 
 
 class Way:
-    """How the ranks of a job exchange parts of a sequence: a method, and how many ranks share out heads."""
+    """How the ranks of a job exchange parts of a sequence: a method, and how many ranks share out
+    heads."""
 
     def __init__(self, job: Job, method: str, heads: int) -> None:
         self.method, self.heads, self.device = method, heads, job.device
@@ -149,7 +173,8 @@ class Way:
         return record.to(self.device)
 
     def sharded(self, case: Case) -> tuple[list[Tensor], Tensor, ShardedContext]:
-        """This rank's q, k and v as leaves, the gradient of its output, and its context; padding is zero."""
+        """This rank's q, k and v as leaves, the gradient of its output, and its context; padding is
+        zero."""
         own = self.cp.positions(case.s)
         padding = padded_length(case.s, self.cp.size, self.cp.tp) - case.s
         tensors = [F.pad(x, (0, 0, 0, padding))[:, :, own] for x in (*case.qkv, case.grad)]
@@ -164,8 +189,8 @@ class Way:
 
 
 def check(way: Way, case: Case, *, as_on_gpus: bool = False) -> None:
-    """Compares this rank's part of a case: values, bytes sent, and numbers kept. `as_on_gpus`: with collectives, which
-    gloo has, too."""
+    """Compares this rank's part of a case: values, bytes sent, and numbers kept. `as_on_gpus`: with
+    collectives, which gloo has, too."""
     cp = way.cp
     by_messages = way.device.type == "cpu" and not as_on_gpus
     for group in cp.groups.values():
@@ -202,7 +227,9 @@ def check(way: Way, case: Case, *, as_on_gpus: bool = False) -> None:
 
     own = cp.positions(case.s)
     real = own < case.s
-    for name, actual, expected in zip("yqkv", (out, *(x.grad for x in leaves)), case.expected, strict=True):
+    for name, actual, expected in zip(
+        "yqkv", (out, *(x.grad for x in leaves)), case.expected, strict=True
+    ):
         assert actual.dtype == case.dtype
         largest = max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(

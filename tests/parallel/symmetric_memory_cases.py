@@ -1,5 +1,5 @@
-"""Run under torchrun on GPUs: tensor-parallel layers with the fused kernels of torch's symmetric memory against
-plain collectives."""
+"""Run under torchrun on GPUs: tensor-parallel layers with the fused kernels of torch's symmetric
+memory against plain collectives."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from meshtrain.loss import sample_losses
 from meshtrain.parallel.torch_private import to_local
 from tests.comparing import gradients, small_llama
 
-# Tolerance for sums of a few hundred products in float32, in another order, relative to the largest number.
+# Tolerance for sums of a few hundred products in float32, in another order, relative to the largest
+# number.
 ROUNDING = 1e-4
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 256}
 
@@ -30,7 +31,9 @@ def main() -> None:
         results = []
         # The plain model first: ranks that have set up shared memory keep sharing it.
         for fused in (False, True):
-            model = meshtrain.parallelize(small_llama(**SIZES).to(job.device), mesh, symmetric_memory=fused)
+            model = meshtrain.parallelize(
+                small_llama(**SIZES).to(job.device), mesh, symmetric_memory=fused
+            )
             groups = [layer.axis_group for layer in model.modules() if hasattr(layer, "axis_group")]
             assert {group.fused for group in groups} == {fused}
             results.append(step(model, job.device))

@@ -32,7 +32,8 @@ class Uncalled(nn.Module):
 
 
 class Dropping(nn.Module):
-    """A block with every kind of dropout but meshtrain's: functional, in attention, torch's module."""
+    """A block with every kind of dropout but meshtrain's: functional, in attention, torch's
+    module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +48,8 @@ class Dropping(nn.Module):
 
 
 def drawn_steps(recompute: str, compile: bool) -> list[Tensor]:
-    """Outputs and gradients of microbatches three of which are under way at once, as in a pipeline, and whose backwards
-    come in another order than their forwards."""
+    """Outputs and gradients of microbatches three of which are under way at once, as in a pipeline,
+    and whose backwards come in another order than their forwards."""
     torch.manual_seed(0)
     model = nn.Sequential(Dropping(), Dropping())
     model.blocks = lambda: list(model)
@@ -59,15 +60,23 @@ def drawn_steps(recompute: str, compile: bool) -> list[Tensor]:
     outputs.append(model(inputs[3]))
     for i in (0, 3, 2):
         outputs[i].square().sum().backward()
-    return [*(output.detach() for output in outputs), *(parameter.grad for parameter in model.parameters())]
+    return [
+        *(output.detach() for output in outputs),
+        *(parameter.grad for parameter in model.parameters()),
+    ]
 
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_block_that_runs_again_draws_the_same(recompute: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.dropout, attention's own and nn.Dropout: neither a gradient nor what is drawn afterwards may tell."""
+def test_a_block_that_runs_again_draws_the_same(
+    recompute: str, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F.dropout, attention's own and nn.Dropout: neither a gradient nor what is drawn afterwards
+    may tell."""
     # The partitioner that decides what runs again, without the seconds of generating code.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")
+    )
     expected = drawn_steps("none", compile)
     assert len({float(x.double().sum()) for x in expected[:4]}) == 4
     rounding = {"rtol": 1e-5, "atol": 1e-6} if compile else {"rtol": 0, "atol": 0}
@@ -75,7 +84,8 @@ def test_a_block_that_runs_again_draws_the_same(recompute: str, compile: bool, m
 
 
 class WritingBlock(nn.Module):
-    """Writes to results of products: where torch notices, through views of which it knows nothing (a GRU), or both."""
+    """Writes to results of products: where torch notices, through views of which it knows nothing
+    (a GRU), or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,12 +115,17 @@ def test_a_recomputed_block_may_write_to_its_activations(recompute: str) -> None
 
 
 def test_attention_that_draws_is_run_again() -> None:
-    """A GPU's kernel draws inside; were its result kept, the dropouts behind it would draw from another state."""
+    """A GPU's kernel draws inside; were its result kept, the dropouts behind it would draw from
+    another state."""
     for operator, position in ATTENTION.items():
         assert operator._schema.arguments[position].name == "dropout_p"
         before = [None] * position
         runs_again = [_policy(None, operator, *before, 0.1), _policy(None, operator, dropout_p=0.1)]
-        is_kept = [_policy(None, operator, *before, 0.0), _policy(None, operator, *[None] * 3)]  # a default is left out
+        # a default is left out
+        is_kept = [
+            _policy(None, operator, *before, 0.0),
+            _policy(None, operator, *[None] * 3),
+        ]
         assert set(runs_again) == {CheckpointPolicy.PREFER_RECOMPUTE}
         assert set(is_kept) == {CheckpointPolicy.MUST_SAVE}
 
@@ -118,15 +133,24 @@ def test_attention_that_draws_is_run_again() -> None:
 def test_torchs_own_dropout_is_refused_where_ranks_of_tp_have_the_same_activations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(apply, "sum_partial_gradients", lambda *_, **__: None)  # here is no other rank
+    # here is no other rank
+    monkeypatch.setattr(apply, "sum_partial_gradients", lambda *_, **__: None)
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     mesh = Mesh(Layout({"tp": 2}), 0, "cpu", None, {})
-    with pytest.raises(InputError, match="1 is a Dropout, whose mask each rank of tp would draw for itself"):
+    with pytest.raises(
+        InputError, match="1 is a Dropout, whose mask each rank of tp would draw for itself"
+    ):
         apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=False))
     apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=True))
-    apply_data_parallel(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), mesh, ParallelOptions(sequence_parallel=False))
+    apply_data_parallel(
+        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)),
+        mesh,
+        ParallelOptions(sequence_parallel=False),
+    )
 
 
 def test_a_block_that_is_never_called_is_said_not_to_be_recomputed() -> None:
-    with pytest.warns(UserWarning, match="names a ModuleList, which has no forward: it is neither recomputed nor"):
+    with pytest.warns(
+        UserWarning, match="names a ModuleList, which has no forward: it is neither recomputed nor"
+    ):
         parallelize(Uncalled(), ALONE, recompute="full")

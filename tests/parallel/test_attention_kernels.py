@@ -23,7 +23,10 @@ from meshtrain.parallel.context.kernels import (
 from tests.parallel.sharded_attention import SegmentsByMask
 from tests.properties import given, st
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+GPU = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+)
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 UNEVEN = (0, 0, 0, 0, 1, 1)
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -36,7 +39,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(m: int, n: int, e: int, f: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor]:
+def drawn(
+    m: int, n: int, e: int, f: int, dtype: torch.dtype, device: str
+) -> tuple[list[Tensor], Tensor]:
     """Gradient of the output, q, k and v; and a mask."""
     draw = torch.Generator().manual_seed(m + n)
     shapes = (2, 6, m, f), (2, 6, m, e), (2, 2, n, e), (2, 2, n, f)
@@ -57,27 +62,39 @@ def by_autograd(tensors: Sequence[Tensor], block: Block) -> tuple[Tensor, ...]:
     m, n = scores.shape[-2:]
     seen = block.mask
     if seen is None:
-        seen = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m if block.causal else n)
+        seen = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(
+            n - m if block.causal else n
+        )
     blind = ~seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~seen, -torch.inf)
     out = (scores.masked_fill(blind, 0).softmax(-1) * ~blind) @ v[:, looks]
-    return out.detach(), scores.detach().logsumexp(-1), *torch.autograd.grad(out, (q, k, v), grad.double())
+    return (
+        out.detach(),
+        scores.detach().logsumexp(-1),
+        *torch.autograd.grad(out, (q, k, v), grad.double()),
+    )
 
 
 def assert_attention(
-    tensors: Sequence[Tensor], block: Block, expected: Sequence[Tensor], kernel: Kernel | None = None
+    tensors: Sequence[Tensor],
+    block: Block,
+    expected: Sequence[Tensor],
+    kernel: Kernel | None = None,
 ) -> None:
     """Laid out as where they are used: as rows of a longer sequence, and keys beside values."""
     grad, q, k, v = tensors
     m, widths = q.shape[2], [k.shape[3], v.shape[3]]
     out, lse = forward_block(q, k, v, block, kernel)
     assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
-    whole = lse.masked_fill(lse == -torch.inf, 0)  # backward is only asked for rows that see something in the end
+    # backward is only asked for rows that see something in the end
+    whole = lse.masked_fill(lse == -torch.inf, 0)
     grad, q, y, whole = (torch.cat([x, x], 2)[:, :, :m] for x in (grad, q, out.to(q.dtype), whole))
     k, v = torch.cat([k, v], -1).split(widths, -1)
     results = out, lse, *backward_block(grad, q, k, v, y, whole, block, kernel)
     where = f"{kernel or kernels._kernel_of(q, v, block)}, {m} x {k.shape[2]}, widths {widths}: "
-    for name, actual, right in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True):
+    for name, actual, right in zip(
+        ("out", "lse", "dq", "dk", "dv"), results, expected, strict=True
+    ):
         size = max(1.0, float(right[right.isfinite()].abs().max()))
         torch.testing.assert_close(
             actual.double(),
@@ -91,7 +108,9 @@ def assert_attention(
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_kernel_computes_attention_as_it_is_written(name: str, dtype: torch.dtype, device: str) -> None:
+def test_every_kernel_computes_attention_as_it_is_written(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
     """That of the device, and products, which CUDA takes in float64."""
     for m, n, (e, f) in itertools.product((7, 32), (32, 41), ((8, 8), (12, 5), (4, 16), (16, 4))):
         (grad, q, k, v), mask = drawn(m, n, e, f, dtype, device)
@@ -106,7 +125,10 @@ def test_every_kernel_computes_attention_as_it_is_written(name: str, dtype: torc
 def documents(draw: st.DrawFn) -> Tensor:
     """(b, n), ascending."""
     n = draw(st.integers(2, 40))
-    rows = [sorted(draw(st.lists(st.integers(0, 6), min_size=n, max_size=n))) for _ in range(draw(st.integers(1, 3)))]
+    rows = [
+        sorted(draw(st.lists(st.integers(0, 6), min_size=n, max_size=n)))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
     return torch.tensor(rows)
 
 
@@ -115,7 +137,10 @@ def test_segments_are_the_mask_of_documents(keys: Tensor, data: st.DataObject) -
     """Of the last queries of the keys, and of any others, some of which see nothing."""
     b, n = keys.shape
     m = data.draw(st.integers(1, n))
-    for queries, causal in ((keys[:, n - m :], True), (data.draw(documents())[:1].expand(b, -1), False)):
+    for queries, causal in (
+        (keys[:, n - m :], True),
+        (data.draw(documents())[:1].expand(b, -1), False),
+    ):
         segments = segments_of(queries, keys)
         assert bool((segments.queries > 0).all())
         parts = []
@@ -132,7 +157,9 @@ def test_segments_are_the_mask_of_documents(keys: Tensor, data: st.DataObject) -
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("heads", [(), UNEVEN], ids=str)
-def test_segments_give_what_their_mask_does(heads: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def test_segments_give_what_their_mask_does(
+    heads: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
     """By the arrangement of flash attention for GPUs, with products in its place on the CPU."""
     keys = torch.tensor([[0] * 9 + [1] * 3 + [2] * 29, [1] * 20 + [4] * 21])
     tensors, _ = drawn(17, 41, 12, 5, dtype, device)
@@ -152,16 +179,23 @@ def test_segments_give_what_their_mask_does(heads: tuple[int, ...], dtype: torch
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-@pytest.mark.parametrize("kernel", [kernels.CUDNN, kernels.FLASH, kernels.EFFICIENT, kernels.PRODUCTS])
-def test_what_cuda_is_asked_for_is_what_its_operators_take(kernel: Kernel, dtype: torch.dtype) -> None:
-    """On the meta device, where torch checks the arguments of an operator and says what shapes it returns."""
+@pytest.mark.parametrize(
+    "kernel", [kernels.CUDNN, kernels.FLASH, kernels.EFFICIENT, kernels.PRODUCTS]
+)
+def test_what_cuda_is_asked_for_is_what_its_operators_take(
+    kernel: Kernel, dtype: torch.dtype
+) -> None:
+    """On the meta device, where torch checks the arguments of an operator and says what shapes it
+    returns."""
     (grad, q, k, v), mask = drawn(24, 24, 12, 7, dtype, "meta")
     keys = torch.arange(24).div(5, rounding_mode="floor").expand(2, -1)
     by_mask = kernel in (kernels.EFFICIENT, kernels.PRODUCTS)
     blocks = [Block(0.3), Block(0.3, causal=True), Block(0.3, heads=UNEVEN)]
     blocks += [Block(0.3, mask=mask)] if by_mask else []
     if kernel.segmented:
-        blocks += [Block(0.3, causal=True, segments=segments_of(keys, keys), window=n) for n in (None, 3)]
+        blocks += [
+            Block(0.3, causal=True, segments=segments_of(keys, keys), window=n) for n in (None, 3)
+        ]
     for block in blocks:
         out, lse = forward_block(q, k, v, block, kernel)
         grads = backward_block(grad, q, k, v, out.to(dtype), lse, block, kernel)
@@ -174,7 +208,9 @@ class Fake(kernels._Products):
 
     lower_right, multiple = False, 8
 
-    def __init__(self, off: dict[int, float] | None = None, error: str = "", possible: bool = True) -> None:
+    def __init__(
+        self, off: dict[int, float] | None = None, error: str = "", possible: bool = True
+    ) -> None:
         self.off, self.error, self.calls = off or {}, error, 0
         self.allowed = lambda _: possible
 
@@ -197,7 +233,9 @@ def test_a_kernel_that_is_off_is_passed_over(result: int, all_visible: bool) -> 
     """Whichever of output, log-sum-exp and gradients it is; and it is said, and tried, once."""
     off, right, behind = Fake({result: 0.2}), Fake(), Fake()
     setting = (off, right, behind), torch.device("cpu"), torch.bfloat16, 12, 7, all_visible
-    with pytest.warns(UserWarning, match="Fake computes something else than attention, so another is taken") as warned:
+    with pytest.warns(
+        UserWarning, match="Fake computes something else than attention, so another is taken"
+    ) as warned:
         assert first_correct(*setting) is right
     assert len(warned) == 1
     calls = off.calls, right.calls
@@ -217,17 +255,29 @@ def test_a_kernel_is_passed_over_where_torch_does_not_allow_it_or_it_fails() -> 
         assert first_correct((Fake(error="no such image"), right), *setting) is right
     with (
         pytest.warns(UserWarning, match="Fake fails"),
-        pytest.raises(InputError, match=r"widths 8 and 8 in torch.float16 on cpu: Fake is not allowed by torch; Fake "),
+        pytest.raises(
+            InputError,
+            match=r"widths 8 and 8 in torch.float16 on cpu: Fake is not allowed by torch; Fake ",
+        ),
     ):
         first_correct((Fake(possible=False), Fake(error="no such image")), *setting)
 
 
 def test_the_order_of_preference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "first_correct", lambda candidates, *_: candidates)
-    q, half = torch.empty(1, 1, 1, 8, device="meta"), torch.empty(1, 1, 1, 8, device="meta", dtype=torch.bfloat16)
+    q, half = (
+        torch.empty(1, 1, 1, 8, device="meta"),
+        torch.empty(1, 1, 1, 8, device="meta", dtype=torch.bfloat16),
+    )
     choose: Any = choose_kernel
     assert choose(half, half, None, "all") == (kernels.CUDNN, kernels.FLASH, kernels.EFFICIENT)
     assert choose(half, half, None, "documents") == (kernels.FLASH, kernels.EFFICIENT)
-    assert choose(half, half, None, "mask") == choose(q, q, None, "documents") == (kernels.EFFICIENT,)
-    assert choose(half, half, 2.0, "all") is choose(q.double(), q.double(), None, "mask") is kernels.PRODUCTS
+    assert (
+        choose(half, half, None, "mask") == choose(q, q, None, "documents") == (kernels.EFFICIENT,)
+    )
+    assert (
+        choose(half, half, 2.0, "all")
+        is choose(q.double(), q.double(), None, "mask")
+        is kernels.PRODUCTS
+    )
     assert choose(torch.empty(1), half, None, "mask") is kernels.CPU_FLASH

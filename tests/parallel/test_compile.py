@@ -1,4 +1,5 @@
-"""torch.compile of blocks: where it is chosen, how many graphs it makes, and what it runs again in backward."""
+"""torch.compile of blocks: where it is chosen, how many graphs it makes, and what it runs again in
+backward."""
 
 import os
 import re
@@ -13,7 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import (
+    aot_module_simplified,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
@@ -35,7 +40,12 @@ from meshtrain.parallel.parallelize import parallelize
 from tests.comparing import ALONE, CPU, small_llama, tokens
 
 CUDA = torch.device("cuda", 0)
-SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
 PRODUCTS = {"mm", "addmm", "bmm"}
@@ -43,7 +53,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Graphs:
-    """A backend of torch.compile that runs what it is given as it is, and keeps it: forward and backward."""
+    """A backend of torch.compile that runs what it is given as it is, and keeps it: forward and
+    backward."""
 
     def __init__(self) -> None:
         self.forward: list[list[str]] = []  # the names of each graph's operators
@@ -55,13 +66,18 @@ class Graphs:
             inputs,
             fw_compiler=partial(self.compile_graph, self.forward),
             bw_compiler=partial(self.compile_graph, self.backward),
-            partition_fn=min_cut_rematerialization_partition,  # what decides in earnest what runs again
+            # what decides in earnest what runs again
+            partition_fn=min_cut_rematerialization_partition,
         )
 
     @staticmethod
-    def compile_graph(graphs: list[list[str]], graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
+    def compile_graph(
+        graphs: list[list[str]], graph: GraphModule, inputs: list[torch.Tensor]
+    ) -> Callable:
         targets = (node.target for node in graph.graph.nodes if node.op == "call_function")
-        graphs.append([getattr(target, "__name__", str(target)).split(".")[0] for target in targets])
+        graphs.append(
+            [getattr(target, "__name__", str(target)).split(".")[0] for target in targets]
+        )
         return make_boxed_func(graph.forward)
 
 
@@ -79,13 +95,16 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list[int]:
-    """The graphs that there are after each of two steps, with other documents, and an evaluation each."""
+    """The graphs that there are after each of two steps, with other documents, and an evaluation
+    each."""
     file = model_file(name)
     model = parallelize(file.Model(file.Config(**sizes)), ALONE, compile=True, **options)
     counts = []
     for _ in range(2):
         tokens = torch.randint(50, (2, 12))
-        inputs = Batch.of((tokens, torch.arange(12).expand(2, 12), None), tokens).with_context().inputs
+        inputs = (
+            Batch.of((tokens, torch.arange(12).expand(2, 12), None), tokens).with_context().inputs
+        )
         model(*inputs).square().sum().backward()
         with torch.no_grad():
             model.eval()(*inputs)
@@ -107,7 +126,12 @@ def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list
     ],
 )
 def test_all_layers_share_a_graph_and_an_evaluation_has_one(
-    name: str, recompute: str, precision: str, merges: bool, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    recompute: str,
+    precision: str,
+    merges: bool,
+    graphs: Graphs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`merges`: as on GPUs, where in 16 bits q, k and v are one product, and gate and up."""
     monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
@@ -116,10 +140,12 @@ def test_all_layers_share_a_graph_and_an_evaluation_has_one(
     (forward,), (backward,) = (graphs.forward[:1], graphs.backward)
     products = sum(name in PRODUCTS for name in forward)
     assert products == (4 if merges else 7)
-    # Two products for each one, for its input and its weight; `full` has all but the last again, which nobody needs.
+    # Two products for each one, for its input and its weight; `full` has all but the last again,
+    # which nobody needs.
     again = products - 1 if recompute == "full" else 0
     assert sum(name in PRODUCTS for name in backward) == 2 * products + again
-    if recompute != "full":  # in which attention stands inside of an operator that gives it its random state
+    # in which attention stands inside of an operator that gives it its random state
+    if recompute != "full":
         attention = {operator._schema.name.split("::")[1] for operator in ATTENTION}
         assert len(attention.intersection(forward)) == 1
         assert not attention.intersection(backward)
@@ -129,7 +155,8 @@ def test_all_layers_share_a_graph_and_an_evaluation_has_one(
 def test_layers_that_read_the_same_input_compute_one_product(
     recompute: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same gradients under the same names: computed in float64, added up in float32, of some weights not."""
+    """The same gradients under the same names: computed in float64, added up in float32, of some
+    weights not."""
     monkeypatch.setattr(parallelizing, "master_dtype", lambda precision: torch.float32)
     monkeypatch.setattr(mixed_precision, "ADDED_ON", ("cpu",))
     results = []
@@ -149,11 +176,18 @@ def test_layers_that_read_the_same_input_compute_one_product(
         with torch.no_grad():
             outputs.append(model(tokens()))
         assert names == [name for name, _ in model.named_parameters()]
-        results.append([*outputs, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)])
+        results.append(
+            [
+                *outputs,
+                *(parameter.grad for parameter in model.parameters() if parameter.requires_grad),
+            ]
+        )
     assert sum(name in PRODUCTS for name in graphs.forward[0]) == 4
     assert len(graphs.forward) == 2
     for plain, merged in zip(*results, strict=True):
-        torch.testing.assert_close(merged, plain, rtol=1e-6 if plain.dtype == torch.float32 else 1e-12, atol=1e-7)
+        torch.testing.assert_close(
+            merged, plain, rtol=1e-6 if plain.dtype == torch.float32 else 1e-12, atol=1e-7
+        )
 
 
 def test_what_a_layer_gives_is_its_own() -> None:
@@ -168,9 +202,14 @@ def test_what_a_layer_gives_is_its_own() -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_experts_run_between_graphs() -> None:
-    """Five pieces for training and five for evaluation, which all layers share; nothing else breaks a graph."""
+    """Five pieces for training and five for evaluation, which all layers share; nothing else breaks
+    a graph."""
     assert train_and_evaluate("qwen3_moe", SIZES | EXPERTS) == [10, 10]
-    breaks = {str(name) for reason in counters["graph_break"] for name in re.findall(r"function `([\w.]+)`", reason)}
+    breaks = {
+        str(name)
+        for reason in counters["graph_break"]
+        for name in re.findall(r"function `([\w.]+)`", reason)
+    }
     assert breaks == {"choose", "Balance._count", "attach", "Experts.forward"}
 
 
@@ -210,13 +249,17 @@ HAS_HOOKS = "Sequential is not compiled: a graph leaves hooks"
         (hooked, "full", HAS_HOOKS),
     ],
 )
-def test_what_cannot_be_compiled_runs_as_it_is(make: Callable[[], nn.Module], recompute: str, message: str) -> None:
+def test_what_cannot_be_compiled_runs_as_it_is(
+    make: Callable[[], nn.Module], recompute: str, message: str
+) -> None:
     """In 16 bits, where a block that runs again needs its casts again."""
     grads = []
     for compiled in (False, True):
         torch.manual_seed(0)
         with warns(message if compiled else None):
-            model = parallelize(make(), ALONE, precision="bfloat16", recompute=recompute, compile=compiled)
+            model = parallelize(
+                make(), ALONE, precision="bfloat16", recompute=recompute, compile=compiled
+            )
             model(torch.ones(2, 8)).float().square().sum().backward()
         grads.append(next(model.parameters()).grad)
     assert torch.equal(*grads)
@@ -241,17 +284,32 @@ def test_a_graph_that_evaluation_has_not_leaves_training_compiled() -> None:
 
 
 def test_selective_keeps_whatever_multiplies_matrices() -> None:
-    """All operators whose FLOPs torch counts; those that only other operators call are no business of the policy."""
-    inner = {"_convolution", "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward"}
+    """All operators whose FLOPs torch counts; those that only other operators call are no business
+    of the policy."""
+    inner = {
+        "_convolution",
+        "cudnn_convolution",
+        "convolution_overrideable",
+        "_slow_conv2d_forward",
+    }
     inner |= {"_flash_attention_forward", "_efficient_attention_forward"}
     aten = torch.ops.aten
     flex_attention = torch.ops.higher_order.flex_attention
     operators = [flex_attention, aten._grouped_mm.default]
     for packet in flop_registry:
         name = packet.__name__
-        if packet is flex_attention or "backward" in name or name in inner or not str(packet).startswith("aten."):
+        if (
+            packet is flex_attention
+            or "backward" in name
+            or name in inner
+            or not str(packet).startswith("aten.")
+        ):
             continue
-        overloads = (overload for overload in packet.overloads() if "out" not in overload and overload != "quantized")
+        overloads = (
+            overload
+            for overload in packet.overloads()
+            if "out" not in overload and overload != "quantized"
+        )
         operators += [getattr(packet, overload) for overload in overloads]
     assert {aten.mm.dtype, aten._scaled_mm.default, aten.baddbmm.default} <= set(operators)
     for operator in operators:
@@ -266,7 +324,9 @@ def test_auto_is_true_where_kernels_can_be_made(monkeypatch: pytest.MonkeyPatch)
     assert choose_compile(True, CPU, False) == (True, None)
     assert choose_compile(False, CUDA, False) == (False, None)
     assert str(choose_compile("auto", CUDA, False)) == "blocks are compiled"
-    assert "blocks are not compiled: the schedule computes gradients" in str(choose_compile("auto", CUDA, True))
+    assert "blocks are not compiled: the schedule computes gradients" in str(
+        choose_compile("auto", CUDA, True)
+    )
     monkeypatch.setattr(compiling, "missing_tools", lambda capability: "Triton is not installed")
     assert choose_compile("auto", CUDA, False) == (False, "Triton is not installed")
 
@@ -277,7 +337,9 @@ def test_auto_falls_back_where_the_schedule_splits_backwards(
 ) -> None:
     monkeypatch.setattr(compiling, "missing_tools", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config = Config.load("configs/quickstart.yaml", ["layout={pp: 2}", f"pipeline.schedule={schedule}"], world_size=2)
+    config = Config.load(
+        "configs/quickstart.yaml", ["layout={pp: 2}", f"pipeline.schedule={schedule}"], world_size=2
+    )
     assert config.resolved is not None
     assert compile_choice(config, config.resolved, CUDA).compiles == compiles
 
@@ -300,8 +362,11 @@ def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "no C compiler" in str(missing_tools((9, 0))), "Triton takes what CC names"
 
 
-def test_code_that_others_could_have_written_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A `data.cache` that a group shares holds data, and no code: that lies in the user's own cache folder."""
+def test_code_that_others_could_have_written_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A `data.cache` that a group shares holds data, and no code: that lies in the user's own cache
+    folder."""
     shared, own = tmp_path / "shared", tmp_path / "home" / "meshtrain"
     shared.mkdir()
     shared.chmod(0o2775)
@@ -317,7 +382,9 @@ def test_code_that_others_could_have_written_is_not_run(monkeypatch: pytest.Monk
     assert CACHE not in os.environ, "anybody may have put something there"
 
 
-def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_code_is_kept_where_a_restart_finds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(CACHE, "there")
     keep_compiled_code(tmp_path)
     assert os.environ[CACHE] == "there", "the user's choice"
@@ -339,5 +406,8 @@ def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.Monk
         torch.compiler.reset()
         counters.clear()
         torch.compile(square)(torch.ones(3, 3))
-        found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+        found = (
+            counters["aot_autograd"]["autograd_cache_hit"]
+            + counters["inductor"]["fxgraph_cache_hit"]
+        )
         assert min(found, 1) == hits

@@ -1,4 +1,5 @@
-"""Attention over sequences that lie in parts on several ranks: every way of exchanging parts against one process.
+"""Attention over sequences that lie in parts on several ranks: every way of exchanging parts
+against one process.
 
 Run as a script on GPUs, it checks there what can differ from CPUs.
 """
@@ -25,28 +26,47 @@ from meshtrain.parallel.context import ContextParallel, kernels, visible_spans
 from meshtrain.parallel.context.attention import Exchange, _context_attention_backward
 from tests.comparing import CPU, Peak, small_llama
 from tests.launching import torchrun
-from tests.parallel.sharded_attention import DOCUMENTS, B, Case, E, H, Mixer, SegmentsByMask, Way, check, documents_of
+from tests.parallel.sharded_attention import (
+    DOCUMENTS,
+    B,
+    Case,
+    E,
+    H,
+    Mixer,
+    SegmentsByMask,
+    Way,
+    check,
+    documents_of,
+)
 from tests.properties import given, st
 
 GPUS = torch.cuda.device_count()
-SHARED = GPUS > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU hosts several ranks: NCCL 2.30
+# a GPU hosts several ranks: NCCL 2.30
+SHARED = GPUS > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 2 and not SHARED, reason="needs 2 GPUs, or one and NCCL_MULTI_RANK_GPU_ENABLE=1")
+@pytest.mark.skipif(
+    GPUS < 2 and not SHARED, reason="needs 2 GPUs, or one and NCCL_MULTI_RANK_GPU_ENABLE=1"
+)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [world for world in (2, 4) if world <= max(GPUS, 2) or SHARED])
 def test_every_way_computes_the_same_on_gpus(world: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
     environment = {"CUDA_VISIBLE_DEVICES": visible}
-    torchrun(world, "-m", "tests.parallel.test_context_attention", timeout=800, env=environment).check()
+    torchrun(
+        world, "-m", "tests.parallel.test_context_attention", timeout=800, env=environment
+    ).check()
 
 
 @pytest.mark.parametrize("stages", [[(2, 3, 0)], [(2,), (3,), (0,)]], ids=["gather", "ring"])
 def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None:
-    """Whether they come together or one after the other: these addends have another sum in another order."""
+    """Whether they come together or one after the other: these addends have another sum in another
+    order."""
     like = torch.zeros(1, 1, 2, 1)
-    exchange = Exchange(like, like, None, torch.zeros(2, 8, dtype=torch.int64), (), "", "ring", 1.0, None, None)
+    exchange = Exchange(
+        like, like, None, torch.zeros(2, 8, dtype=torch.int64), (), "", "ring", 1.0, None, None
+    )
     exchange.size, exchange.index, exchange.own, exchange.first = 4, 1, (1, 6), [0] * 8
     values = [1.0, 1e20, -1e20, 3.0]
 
@@ -58,7 +78,10 @@ def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None
 
         def wait(self) -> list[torch.Tensor]:
             counts = [len(range(2)[exchange._halves(j, 1)]) * (j in self.ranks) for j in range(4)]
-            return [torch.full((n, 1, 1, 1, 1), values[j], dtype=torch.float64) for j, n in enumerate(counts)]
+            return [
+                torch.full((n, 1, 1, 1, 1), values[j], dtype=torch.float64)
+                for j, n in enumerate(counts)
+            ]
 
     exchange.gradient = torch.full((2, 1, 1, 1, 1), values[1], dtype=torch.float64)
     for ranks in stages:
@@ -69,7 +92,10 @@ def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None
     assert second == values[1] + values[0], "the other ranks' queries do not see it"
 
 
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size=1, max_size=3), st.integers(1, 5))
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size=1, max_size=3),
+    st.integers(1, 5),
+)
 def test_spans_say_what_the_queries_of_a_chunk_see(rows: list[list[int]], parts: int) -> None:
     whole = [[n for n, count in enumerate(row) for _ in range(count)] for row in rows]
     m = -(-max(map(len, whole)) // (2 * parts))
@@ -77,8 +103,12 @@ def test_spans_say_what_the_queries_of_a_chunk_see(rows: list[list[int]], parts:
     first, last = visible_spans(torch.tensor(documents), 2 * parts).tolist()
     for y in range(2 * parts):
         queries = range(y * m, (y + 1) * m)
-        assert first[y] == min(k for row in documents for q in queries for k in range(q + 1) if row[k] == row[q])
-        all_seen = all(row[k] == row[q] for row in documents for q in queries for k in range(first[y], q + 1))
+        assert first[y] == min(
+            k for row in documents for q in queries for k in range(q + 1) if row[k] == row[q]
+        )
+        all_seen = all(
+            row[k] == row[q] for row in documents for q in queries for k in range(first[y], q + 1)
+        )
         assert (last[y] <= first[y]) == all_seen
 
 
@@ -160,7 +190,8 @@ def test_shorter_types(job: Job, method: str, heads: int, dtype: torch.dtype) ->
 
 @pytest.fixture
 def visibilities(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Documents become segments instead of masks, as on GPUs in 16 bits; gets what each kernel was chosen for."""
+    """Documents become segments instead of masks, as on GPUs in 16 bits; gets what each kernel was
+    chosen for."""
     choose_kernel, choices, segmented = kernels.choose_kernel, list[str](), SegmentsByMask()
 
     def choose(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:
@@ -176,11 +207,20 @@ def visibilities(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("documents", "options"),
     [
         *((name, {"f": 5}) for name, lengths in DOCUMENTS.items() if lengths),
-        *((name, {"window": window}) for name in ("documents", "causal") for window in (1, 7, 24, 30)),
+        *(
+            (name, {"window": window})
+            for name in ("documents", "causal")
+            for window in (1, 7, 24, 30)
+        ),
     ],
 )
 def test_segments(
-    job: Job, method: str, heads: int, documents: str, options: dict[str, Any], visibilities: list[str]
+    job: Job,
+    method: str,
+    heads: int,
+    documents: str,
+    options: dict[str, Any],
+    visibilities: list[str],
 ) -> None:
     way = Way(job, method, heads)
     for s, kv in ((37, 3), (48, 1)):
@@ -200,7 +240,16 @@ def test_memory_of_a_backward(job: Job, method: str, heads: int) -> None:
             q, k, v = torch.ops.meshtrain.to_heads([q, k, v], [H, 3, 3], context.heads)
             [grad] = torch.ops.meshtrain.to_heads([grad], [H], context.heads)
         looks = kv_heads_of(H, 3, *way.cp.neighbours)
-        settings = context.documents, context.spans, looks, context.ring, context.method, 0.3, None, None
+        settings = (
+            context.documents,
+            context.spans,
+            looks,
+            context.ring,
+            context.method,
+            0.3,
+            None,
+            None,
+        )
         out, lse = torch.ops.meshtrain.context_attention(q, k, v, *settings)
         with Peak([grad, q, k, v, out, lse, context.spans]) as peak:
             _context_attention_backward(grad, q, k, v, out, lse, *settings)
@@ -211,11 +260,14 @@ def test_memory_of_a_backward(job: Job, method: str, heads: int) -> None:
 @pytest.mark.slow
 @each_way
 def test_recomputed_and_compiled(job: Job, method: str, heads: int) -> None:
-    """Gradients are bit-equal, or equal up to rounding if compiled; only `full` sends again; one graph serves all."""
+    """Gradients are bit-equal, or equal up to rounding if compiled; only `full` sends again; one
+    graph serves all."""
     way = Way(job, method, heads)
     torch.manual_seed(0)
     block = Mixer().double().to(way.device)
-    inputs = torch.randn(2, B, 37, 24, dtype=torch.float64)[:, :, way.cp.positions(37).clamp(max=36)]
+    inputs = torch.randn(2, B, 37, 24, dtype=torch.float64)[
+        :, :, way.cp.positions(37).clamp(max=36)
+    ]
     contexts = [way.shard(Case(37, 3, documents).batch()) for documents in ("documents", "short")]
 
     def run(recompute: str, compiled: bool) -> tuple[list[Tensor], int]:

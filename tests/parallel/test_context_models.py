@@ -1,4 +1,5 @@
-"""Models on parts of sequences, in a loop of one's own and as a run makes them; and what is refused."""
+"""Models on parts of sequences, in a loop of one's own and as a run makes them; and what is
+refused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -49,10 +50,16 @@ def cp(job: Job) -> Mesh:
 
 
 @pytest.mark.ranks(2)
-def test_a_compiled_model_has_one_graph(cp: Mesh, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_has_one_graph(
+    cp: Mesh, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For all layers and microbatches, whatever the documents. Without slow code generation."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    model = meshtrain.parallelize(small_llama(), cp, precision="float64", context="ring", compile=True)
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")
+    )
+    model = meshtrain.parallelize(
+        small_llama(), cp, precision="float64", context="ring", compile=True
+    )
     plain, context = small_llama().double(), ContextParallel(cp, method="ring")
     own = context.positions(S)
     real = own < S
@@ -68,11 +75,25 @@ Built = tuple[nn.Module, Mesh, ContextParallel | None]
 
 def build(layout: str, world: int, *overrides: str) -> Built:
     """A run's model with its initial weights, its mesh, and its context parallelism."""
-    keys = [*SMALL, "train.precision=float64", "data.seq_len=22", "model.num_hidden_layers=2", *overrides]
+    keys = [
+        *SMALL,
+        "train.precision=float64",
+        "data.seq_len=22",
+        "model.num_hidden_layers=2",
+        *overrides,
+    ]
     config = Config.load(QUICKSTART, [*keys, f"layout={layout}"], world_size=world)
     assert config.resolved is not None
-    mesh = meshtrain.build_mesh(config.resolved) if world > 1 else Mesh(config.resolved, 0, "cpu", None, {})
-    return build_model(config, mesh, CPU), mesh, context_parallel(config, mesh) if mesh.size("cp") > 1 else None
+    mesh = (
+        meshtrain.build_mesh(config.resolved)
+        if world > 1
+        else Mesh(config.resolved, 0, "cpu", None, {})
+    )
+    return (
+        build_model(config, mesh, CPU),
+        mesh,
+        context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
+    )
 
 
 def text_of(model: nn.Module, mesh: Mesh, context: ContextParallel | None) -> list[int]:
@@ -104,7 +125,9 @@ class Text:
         (110, 2, 1, True, 32),
     ],
 )
-def test_sample_of_a_run(length: int, cp: int, tp: int, experts: bool, expected: int | None) -> None:
+def test_sample_of_a_run(
+    length: int, cp: int, tp: int, experts: bool, expected: int | None
+) -> None:
     """As long as its sequences, up to a limit, in whole parts; short for a model with experts."""
     model = nn.Sequential(Experts(2, 1, 1)) if experts else nn.Linear(1, 1)
     sample: Any = short_sample(cast(Any, Text(length)), model, cp, tp)
@@ -122,7 +145,10 @@ RUNS = [
 
 
 @pytest.mark.parametrize(
-    ("job", "layout", "overrides"), RUNS, indirect=["job"], ids=[f"{world}-ranks-{name}" for world, name, _ in RUNS]
+    ("job", "layout", "overrides"),
+    RUNS,
+    indirect=["job"],
+    ids=[f"{world}-ranks-{name}" for world, name, _ in RUNS],
 )
 def test_text_of_a_run(job: Job, layout: str, overrides: tuple[str, ...]) -> None:
     expected = text_of(*build("{}", 1))
@@ -142,7 +168,7 @@ def test_weights_that_fsdp_shards_over_cp_are_written_whole(job: Job, shared_pat
         assert torch.equal(x, plain[name]), name
 
 
-# Refused ------------------------------------------------------------------------------------------------------------
+# Refused ------------------------------------------------------------------------------------------
 
 
 class Shift(llama.Layer):
@@ -166,7 +192,9 @@ class Convolution(llama.Layer):
         self.mix = nn.Conv1d(D, D, 3, groups=D)
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
-        return super().forward(x + self.mix(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2), *others)
+        return super().forward(
+            x + self.mix(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2), *others
+        )
 
 
 class OwnAttention(llama.Attention):
@@ -174,7 +202,9 @@ class OwnAttention(llama.Attention):
 
     def forward(self, x: Tensor, rotary: Any, context: AttentionContext) -> Tensor:
         projections = self.q_proj, self.k_proj, self.v_proj
-        heads = [project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in projections]
+        heads = [
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in projections
+        ]
         return self.o_proj(self.attend(*heads, context).transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
@@ -187,7 +217,8 @@ class Twice(OwnAttention):
 
 
 class KeyBias(OwnAttention):
-    """Without rotary angles, softmax is invariant to a bias of keys: the gradient of the bias is rounding only."""
+    """Without rotary angles, softmax is invariant to a bias of keys: the gradient of the bias is
+    rounding only."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -203,17 +234,24 @@ class Gated(Mixer):
 
 
 class Handing(nn.Module):
-    """Its blocks pass on a vector over features: every rank has all of it, and a part of its gradient."""
+    """Its blocks pass on a vector over features: every rank has all of it, and a part of its
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.gate, self.head = nn.Embedding(V, D), nn.Parameter(torch.ones(D)), nn.Linear(D, V)
+        self.words, self.gate, self.head = (
+            nn.Embedding(V, D),
+            nn.Parameter(torch.ones(D)),
+            nn.Linear(D, V),
+        )
         self.layers = nn.ModuleList(Gated() for _ in range(2))
 
     def blocks(self) -> list[nn.Module]:
         return [*self.layers]
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None
+    ) -> Tensor:
         x, gate = self.words(tokens), self.gate.exp()
         for layer in self.layers:
             x, gate = layer(x, gate, AttentionContext.of(documents))
@@ -242,7 +280,9 @@ def with_attention(kind: type[nn.Module]) -> Callable[[Any], nn.Module]:
 class Between(llama.Model):
     """Mixes tokens between the blocks."""
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None
+    ) -> Tensor:
         logits = super().forward(tokens, positions, documents)
         return logits - logits.mean(1, keepdim=True)
 
@@ -250,12 +290,16 @@ class Between(llama.Model):
 class Counted(llama.Model):
     """Computes positions itself."""
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None
+    ) -> Tensor:
         return super().forward(tokens, None, documents)
 
 
 class Pooled(llama.Model):
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None
+    ) -> Tensor:
         return super().forward(tokens, positions, documents).mean(1)
 
 
@@ -268,7 +312,10 @@ class Normed(llama.Layer):
 PLAN = llama.cp_plan
 NARROW = {"model.layers.0.self_attn": "attention"}
 LAYER_DIFFERS, OUTPUT_DIFFERS = "model.layers.0: output 0 differs by", "the model's output 0"
-TWO_CALLS, ELSEWHERE = "model.layers.0.self_attn calls attention 2 times", "attention is called elsewhere"
+TWO_CALLS, ELSEWHERE = (
+    "model.layers.0.self_attn calls attention 2 times",
+    "attention is called elsewhere",
+)
 NO_PLAN = "Linear has no cp_plan, which says where it mixes tokens"
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (with_layers(Shift), {}, LAYER_DIFFERS),
@@ -282,11 +329,18 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (with_layers(Normed), {}, "is a BatchNorm1d"),
     (llama.Model, {"cp_plan": {"layers.*": "attention"}}, "'layers.*' matches no module"),
     (llama.Model, {"cp_plan": NARROW}, ELSEWHERE),
-    (llama.Model, {"cp_plan": {**PLAN, "model.layers.*.mlp": "attention"}}, "mlp calls attention 0 times"),
+    (
+        llama.Model,
+        {"cp_plan": {**PLAN, "model.layers.*.mlp": "attention"}},
+        "mlp calls attention 0 times",
+    ),
     (llama.Model, {"context_heads": 3}, "context_heads 3 does not divide layout.cp"),
     (lambda config: nn.Linear(3, 3), {"cp_plan": None}, NO_PLAN),
 ]
-REFUSED_AT_ITS_FIRST_FORWARD = [(with_attention(Twice), PLAN, TWO_CALLS), (llama.Model, NARROW, ELSEWHERE)]
+REFUSED_AT_ITS_FIRST_FORWARD = [
+    (with_attention(Twice), PLAN, TWO_CALLS),
+    (llama.Model, NARROW, ELSEWHERE),
+]
 
 
 def refused(sentence: str, action: Callable[[], Any]) -> None:
@@ -297,13 +351,20 @@ def refused(sentence: str, action: Callable[[], Any]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "options", "sentence"), REFUSED)
-def test_models_and_plans_that_are_refused(cp: Mesh, kind: Any, options: dict[str, Any], sentence: str) -> None:
-    refused(sentence, lambda: meshtrain.parallelize(small_llama(kind), cp, **{"cp_plan": PLAN, **options}))
+def test_models_and_plans_that_are_refused(
+    cp: Mesh, kind: Any, options: dict[str, Any], sentence: str
+) -> None:
+    refused(
+        sentence,
+        lambda: meshtrain.parallelize(small_llama(kind), cp, **{"cp_plan": PLAN, **options}),
+    )
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "plan", "sentence"), REFUSED_AT_ITS_FIRST_FORWARD)
-def test_the_first_forward_of_what_was_not_verified(cp: Mesh, kind: Any, plan: dict[str, str], sentence: str) -> None:
+def test_the_first_forward_of_what_was_not_verified(
+    cp: Mesh, kind: Any, plan: dict[str, str], sentence: str
+) -> None:
     part = ContextParallel(cp).shard(batch_of(0))
     model = meshtrain.parallelize(small_llama(kind), cp, cp_plan=plan, verify=False)
     refused(sentence, lambda: model(*part.inputs))
@@ -332,11 +393,20 @@ def test_after_the_first_forward_its_hooks_are_gone(cp: Mesh) -> None:
 
 @pytest.mark.ranks(2)
 def test_inputs_are_parts(cp: Mesh) -> None:
-    model, whole, context = meshtrain.parallelize(small_llama(), cp), batch_of(0), ContextParallel(cp)
+    model, whole, context = (
+        meshtrain.parallelize(small_llama(), cp),
+        batch_of(0),
+        ContextParallel(cp),
+    )
     part = context.shard(whole)
     refused("a rank's part already", lambda: context.shard(part))
     tokens, positions, documents = part.inputs
-    for inputs in (whole.inputs, whole.with_context().inputs, whole.inputs[:1], (tokens, None, documents)):
+    for inputs in (
+        whole.inputs,
+        whole.with_context().inputs,
+        whole.inputs[:1],
+        (tokens, None, documents),
+    ):
         refused("shard(batch)", lambda inputs=inputs: model(*inputs))
     by_name = model(tokens, positions=positions, documents=documents)
     assert torch.equal(by_name, model(*part.inputs))

@@ -20,29 +20,53 @@ from tests.parity.experiments import QUICKSTART, SMALL
 
 
 def test_buckets_are_full_and_of_one_type() -> None:
-    parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30)] + [nn.Parameter(torch.zeros(5).double())]
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30)] + [
+        nn.Parameter(torch.zeros(5).double())
+    ]
     assert [len(bucket) for bucket in _group_into_buckets(parameters)] == [3, 1]
     large = nn.Parameter(torch.zeros(ddp.BUCKET_BYTES // 4))
-    assert [len(bucket) for bucket in _group_into_buckets([parameters[0], large, parameters[1]])] == [1, 1, 1]
+    assert [
+        len(bucket) for bucket in _group_into_buckets([parameters[0], large, parameters[1]])
+    ] == [1, 1, 1]
 
 
 def test_units_gather_together(monkeypatch) -> None:
-    """Small blocks join the next one, large ones stand alone, what is shared or left over stays with the model."""
+    """Small blocks join the next one, large ones stand alone, what is shared or left over stays
+    with the model."""
     monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 100)
     blocks = [nn.Linear(n, 1, bias=False) for n in (60, 60, 200, 30, 80, 10)]
     model = nn.Sequential(*blocks)
-    assert _group_into_units(model, blocks) == [[blocks[0], blocks[1]], [blocks[2]], [blocks[3], blocks[4]]]
+    assert _group_into_units(model, blocks) == [
+        [blocks[0], blocks[1]],
+        [blocks[2]],
+        [blocks[3], blocks[4]],
+    ]
     blocks[2].weight = nn.Parameter(torch.zeros(1, 60))
     blocks[0].weight = blocks[2].weight
     assert _group_into_units(model, blocks) == [[blocks[1], blocks[3], blocks[4]]]
     assert _group_into_units(model, [model]) == []
-    assert _group_into_units(model, [*blocks[:2], *blocks[3:]]) == [[blocks[1], blocks[3], blocks[4]]]  # 2 is no block
+    # 2 is no block
+    assert _group_into_units(model, [*blocks[:2], *blocks[3:]]) == [
+        [blocks[1], blocks[3], blocks[4]]
+    ]
 
 
 def test_ranks_that_gather_other_blocks_are_told(tmp_path: Path) -> None:
-    """Each rank gathers as many blocks of the same size, so that no message is missing and every loss is finite."""
-    keys = (*SMALL, "model.name=tests/models/chosen.py", "layout={dp_shard: 2}", "batch.global_size=2")
-    keys = (*keys, "batch.micro_size=1", "parallel.verify=false", "checkpoint.every=1", f"data.cache={tmp_path}")
+    """Each rank gathers as many blocks of the same size, so that no message is missing and every
+    loss is finite."""
+    keys = (
+        *SMALL,
+        "model.name=tests/models/chosen.py",
+        "layout={dp_shard: 2}",
+        "batch.global_size=2",
+    )
+    keys = (
+        *keys,
+        "batch.micro_size=1",
+        "parallel.verify=false",
+        "checkpoint.every=1",
+        f"data.cache={tmp_path}",
+    )
     done = forked(2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / 'run'}")
     assert done.status == 2
     assert done.err.count("the model's forward ran its blocks in another order on some ranks") == 1
@@ -63,9 +87,15 @@ def hooked(register: Any) -> nn.Parameter:
             {"dp_shard": 2},
             "norm",
             nn.BatchNorm1d(3),
-            r"norm is a BatchNorm1d, which computes with the samples that a rank.*parallel\.sync_batch_norm: true",
+            r"norm is a BatchNorm1d, which computes with the samples that a "
+            r"rank.*parallel\.sync_batch_norm: true",
         ),
-        ({"dp_replicate": 2}, "words", nn.Embedding(4, 2, max_norm=1.0), "words is an embedding with max_norm, which"),
+        (
+            {"dp_replicate": 2},
+            "words",
+            nn.Embedding(4, 2, max_norm=1.0),
+            "words is an embedding with max_norm, which",
+        ),
         (
             {"dp_replicate": 2},
             "gain",
@@ -88,11 +118,14 @@ def hooked(register: Any) -> nn.Parameter:
             {"tp": 2},
             "gain",
             hooked(Tensor.register_hook),
-            "the parameter gain has a hook on its gradient, which its parts on several ranks would not",
+            "the parameter gain has a hook on its gradient, which its parts on several ranks would "
+            "not",
         ),
     ],
 )
-def test_what_several_ranks_would_change_is_refused(layout: dict[str, int], name: str, part: Any, message: str) -> None:
+def test_what_several_ranks_would_change_is_refused(
+    layout: dict[str, int], name: str, part: Any, message: str
+) -> None:
     model = nn.Module()
     setattr(model, name, part)
     with pytest.raises(AgreedError, match=message):

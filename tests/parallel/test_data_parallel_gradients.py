@@ -1,4 +1,5 @@
-"""Gradients under DDP, FSDP and HSDP are those of one process with all samples, whatever the loop does."""
+"""Gradients under DDP, FSDP and HSDP are those of one process with all samples, whatever the loop
+does."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,13 @@ from tests.parallel.operators import Operators
 
 DDP, FSDP, HSDP = {"dp_replicate": 4}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
 # Layouts, and whether parameters are gathered again for the backward.
-KINDS: list[tuple[dict[str, int], bool]] = [(DDP, True), (FSDP, True), (FSDP, False), (HSDP, True), (HSDP, False)]
+KINDS: list[tuple[dict[str, int], bool]] = [
+    (DDP, True),
+    (FSDP, True),
+    (FSDP, False),
+    (HSDP, True),
+    (HSDP, False),
+]
 every_kind = pytest.mark.parametrize(("mesh", "reshard"), KINDS, indirect=["mesh"])
 pytestmark = [pytest.mark.ranks(4), pytest.mark.usefixtures("small_units")]
 
@@ -139,11 +146,15 @@ def backwards(model: nn.Module, mesh: Mesh, use: str = "all", microbatches: int 
     [(*kind, use) for kind in KINDS for use in USES if kind[0] is DDP or use != "block of a rank"],
     indirect=["mesh"],
 )
-def test_parameters_that_some_ranks_or_microbatches_use(mesh: Mesh, reshard: bool, use: str) -> None:
+def test_parameters_that_some_ranks_or_microbatches_use(
+    mesh: Mesh, reshard: bool, use: str
+) -> None:
     for microbatches, set_to_none in ((1, True), (3, True), (3, False)):
         model, plain = split(mesh, reshard_after_forward=reshard), fresh()
         backwards(model, mesh)  # must leave nothing behind that affects the next step
-        compare_step(model, plain, mesh, squares(use), microbatches=microbatches, set_to_none=set_to_none)
+        compare_step(
+            model, plain, mesh, squares(use), microbatches=microbatches, set_to_none=set_to_none
+        )
 
 
 @every_kind
@@ -174,10 +185,16 @@ def test_gradients_are_sent_in_16_bits(mesh: Mesh, reshard: bool, precision: str
     # The dtype in which microbatches accumulate.
     set_is_last_backward(model, False)
     squares()(model, mesh.rank, 0).sum().backward()
-    groups = [part._get_fsdp_state()._fsdp_param_group for part in model.modules() if isinstance(part, FSDPModule)]
+    groups = [
+        part._get_fsdp_state()._fsdp_param_group
+        for part in model.modules()
+        if isinstance(part, FSDPModule)
+    ]
     units = [unit for unit in groups if unit]
     if not reshard:
-        summed = [parameter.unsharded_accumulated_grad for unit in units for parameter in unit.fsdp_params]
+        summed = [
+            parameter.unsharded_accumulated_grad for unit in units for parameter in unit.fsdp_params
+        ]
     elif mesh.size("dp_replicate") > 1:
         summed = [unit._partial_reduce_output for unit in units]
     else:
@@ -186,9 +203,11 @@ def test_gradients_are_sent_in_16_bits(mesh: Mesh, reshard: bool, precision: str
 
 
 @on(FSDP, HSDP)
-def test_messages_in_memory_of_the_process_group(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of FSDP's, with the same sums and counted bytes. If the backend has no such memory, as here, they stay in
-    ordinary memory."""
+def test_messages_in_memory_of_the_process_group(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of FSDP's, with the same sums and counted bytes. If the backend has no such memory, as
+    here, they stay in ordinary memory."""
     taken: list[int] = []
 
     def take(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -208,7 +227,9 @@ def test_messages_in_memory_of_the_process_group(mesh: Mesh, monkeypatch: pytest
         compare_step(model, fresh(), mesh, squares("last"), microbatches=2)
         sent.append(mesh.comm_bytes.by_kind("dp_shard"))
     t = mesh.size("dp_shard")
-    gathered, scattered = (sent[0][kind] * t // (t - 1) // 8 for kind in ("all_gather", "reduce_scatter"))
+    gathered, scattered = (
+        sent[0][kind] * t // (t - 1) // 8 for kind in ("all_gather", "reduce_scatter")
+    )
     assert sum(taken) == gathered + scattered + scattered // t
     assert sent == sent[:1] * 3
 
@@ -217,7 +238,13 @@ def test_messages_in_memory_of_the_process_group(mesh: Mesh, monkeypatch: pytest
 def test_a_forward_that_runs_again_within_the_backward(mesh: Mesh) -> None:
     model, plain = split(mesh), fresh()
     for _ in range(2):
-        compare_step(model, plain, mesh, squares(run=partial(checkpoint, use_reentrant=False)), microbatches=2)
+        compare_step(
+            model,
+            plain,
+            mesh,
+            squares(run=partial(checkpoint, use_reentrant=False)),
+            microbatches=2,
+        )
 
 
 @on(DDP)
@@ -257,7 +284,9 @@ def test_steps_after_a_backward_that_fails_on_all_ranks(mesh: Mesh, reshard: boo
             with pytest.raises(MemoryError):
                 backwards(model, mesh)
             model.fails = False
-            compare_step(model, plain, mesh, squares(), microbatches=microbatches, set_to_none=set_to_none)
+            compare_step(
+                model, plain, mesh, squares(), microbatches=microbatches, set_to_none=set_to_none
+            )
 
 
 @on(DDP)
@@ -297,7 +326,9 @@ def test_state_parameters_are_whole_and_wide(mesh: Mesh) -> None:
     model.a.register_parameter("counts", counts)
     model.a.state_parameters = ("counts",)
     a, forward = model.a, model.a.forward
-    a.forward = lambda x: types.extend((a.weight.dtype, a.counts.dtype, type(a.counts))) or forward(x)
+    a.forward = lambda x: (
+        types.extend((a.weight.dtype, a.counts.dtype, type(a.counts))) or forward(x)
+    )
     split(mesh, model, precision="bfloat16")
     backwards(model, mesh)
     assert types == [torch.bfloat16, torch.float32, nn.Parameter]
@@ -343,7 +374,8 @@ def test_products_accumulate_into_the_gradients(mesh: Mesh, use: str) -> None:
         model.zero_grad()
         with Operators() as operators:
             backwards(model, mesh, use, microbatches=3)
-        # Gradients that autograd makes: of the biases and the gain, once, and of the weight with a hook.
+        # Gradients that autograd makes: of the biases and the gain, once, and of the weight with a
+        # hook.
         assert use != "all" or operators.of(torch.ops.aten.copy_.default) <= 1
     compare_step(model, plain, mesh, squares(use), microbatches=3)
 

@@ -1,4 +1,5 @@
-"""Layers of experts over ranks against one process: losses, gradients, loads, and bytes against closed forms."""
+"""Layers of experts over ranks against one process: losses, gradients, loads, and bytes against
+closed forms."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,13 @@ SLOW_PLACES = PLACES[1:3] + PLACES[5:6] + PLACES[7:9]
 each_place = pytest.mark.parametrize(
     ("job", "sizes", "ep"),
     [
-        ranks.row(world, sizes, ep, name=f"{'-'.join(sizes)}-ep{ep}", slow=(world, sizes, ep) in SLOW_PLACES)
+        ranks.row(
+            world,
+            sizes,
+            ep,
+            name=f"{'-'.join(sizes)}-ep{ep}",
+            slow=(world, sizes, ep) in SLOW_PLACES,
+        )
         for world, sizes, ep in PLACES
     ],
     indirect=["job"],
@@ -76,7 +83,13 @@ class Layer(nn.Module):
         balance = Balance(case.experts, LAYERS, number)
         options: dict[str, Any] = {}
         if case.sigmoid:
-            options = {"score": "sigmoid", "bias": True, "groups": 2, "groups_per_token": 1, "scale": 1.5}
+            options = {
+                "score": "sigmoid",
+                "bias": True,
+                "groups": 2,
+                "groups_per_token": 1,
+                "scale": 1.5,
+            }
         self.norm = nn.RMSNorm(D)
         self.gate = Router(D, case.experts, case.per_token, balance=balance, **options)
         self.experts = Experts(case.experts, D, WIDE)
@@ -111,7 +124,10 @@ class Model(nn.Module):
 def chosen_experts(plain: nn.Module, data_rank: int, microbatch: int) -> list[Tensor]:
     """Of each layer, (b, s, j)."""
     chosen: list[Tensor] = []
-    hooks = [layer.gate.register_forward_hook(lambda *call: chosen.append(call[2][0])) for layer in plain.layers]
+    hooks = [
+        layer.gate.register_forward_hook(lambda *call: chosen.append(call[2][0]))
+        for layer in plain.layers
+    ]
     plain(tokens(data_rank, microbatch))
     for hook in hooks:
         hook.remove()
@@ -132,7 +148,9 @@ def bytes_sent(case: Case, mesh: Mesh, plain: nn.Module) -> int:
         return LAYERS * MICROBATCHES * dispatch_bytes(out, answered, D, 8, foreign, case.recompute)
     sent = 0
     for microbatch in range(MICROBATCHES):
-        of_ranks = [chosen_experts(plain, mesh.layout.index(rank, *DATA_AXES), microbatch) for rank in ranks]
+        of_ranks = [
+            chosen_experts(plain, mesh.layout.index(rank, *DATA_AXES), microbatch) for rank in ranks
+        ]
         for of_layer in zip(*of_ranks, strict=True):
             slots = [[owner[expert] for expert in chosen.flatten().tolist()] for chosen in of_layer]
             out = len(slots[here]) - slots[here].count(here)
@@ -169,7 +187,9 @@ def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 @each_place
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_two_steps_are_those_of_one_process(job: Job, sizes: dict[str, int], ep: int, case: Case) -> None:
+def test_two_steps_are_those_of_one_process(
+    job: Job, sizes: dict[str, int], ep: int, case: Case
+) -> None:
     compare_steps(case, meshtrain.build_mesh(Layout(sizes).with_experts(ep)), Model(case))
 
 
@@ -180,7 +200,9 @@ def test_replicas_of_experts_that_fsdp_does_not_shard_start_on_the_meta_device(j
 
 
 @each_place
-def test_routing_weights_and_loads_stay_in_float32(job: Job, sizes: dict[str, int], ep: int) -> None:
+def test_routing_weights_and_loads_stay_in_float32(
+    job: Job, sizes: dict[str, int], ep: int
+) -> None:
     """In 16 bits, whoever casts the parameters."""
     mesh = meshtrain.build_mesh(Layout(sizes).with_experts(ep))
     model = meshtrain.parallelize(Model(Case()), mesh, precision="bfloat16")
@@ -188,7 +210,9 @@ def test_routing_weights_and_loads_stay_in_float32(job: Job, sizes: dict[str, in
     for layer in model.layers:
         products = layer.experts._products
 
-        def record(rows: Tensor, counts: Tensor, layer: nn.Module = layer, products: Any = products) -> Tensor:
+        def record(
+            rows: Tensor, counts: Tensor, layer: nn.Module = layer, products: Any = products
+        ) -> Tensor:
             tensors = layer.gate.balance.loads, layer.gate.weight, layer.experts.down_proj, rows
             types.add(tuple(x.dtype for x in tensors))
             return products(rows, counts)
@@ -205,12 +229,15 @@ def test_experts_of_two_layers_that_fsdp_cannot_shard_are_refused(job: Job) -> N
     model = Model(Case())
     model.layers[1].experts.down_proj = model.layers[0].experts.down_proj
     mesh = meshtrain.build_mesh(Layout({"dp_shard": 4}).with_experts(2))
-    message = "layers.1.experts shares down_proj with another layer, and FSDP .* use expert_parallel: 4"
+    message = (
+        "layers.1.experts shares down_proj with another layer, and FSDP .* use expert_parallel: 4"
+    )
     with pytest.raises(InputError, match=message):
         meshtrain.parallelize(model, mesh)
 
 
-# Gathers of the whole model, layers and experts; the last layer stays gathered from its forward to its backward.
+# Gathers of the whole model, layers and experts; the last layer stays gathered from its forward to
+# its backward.
 FORWARD = "all layer experts layer run0 experts run1"
 
 
@@ -259,7 +286,8 @@ PLAN = {"experts": "ep_dispatch_experts"}
 def test_fsdp_cuts_experts_while_each_shard_has_one() -> None:
     assert expert_shard_dim((8, 6, 4), ep=2, efsdp=4) == 0
     assert expert_shard_dim((8, 6, 4), ep=4, efsdp=3) == 1
-    assert expert_shard_dim((8, 6, 4), ep=4, efsdp=4) == 0  # 6 rows do not divide: some ranks have no part
+    # 6 rows do not divide: some ranks have no part
+    assert expert_shard_dim((8, 6, 4), ep=4, efsdp=4) == 0
 
 
 class _Scaled(nn.Module):
@@ -276,7 +304,9 @@ class _WithBias(Experts):
         self.bias = nn.Parameter(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("module", [_Scaled(), _WithBias(), _WithBias(3, 4), nn.Sequential(Experts(4, 3, 2))])
+@pytest.mark.parametrize(
+    "module", [_Scaled(), _WithBias(), _WithBias(3, 4), nn.Sequential(Experts(4, 3, 2))]
+)
 def test_a_plan_that_names_something_else_is_refused(module: nn.Module) -> None:
     model = nn.Module()
     model.experts = module
@@ -284,5 +314,7 @@ def test_a_plan_that_names_something_else_is_refused(module: nn.Module) -> None:
         expert_modules(model, PLAN)
     model.experts = _WithBias(4, 3)
     assert expert_modules(model, PLAN) == {"experts": 4}
-    with pytest.raises(SplitError, match=r"'layers.*' matches no module.* is 'rowwise': use ep_dispatch_experts"):
+    with pytest.raises(
+        SplitError, match=r"'layers.*' matches no module.* is 'rowwise': use ep_dispatch_experts"
+    ):
         expert_modules(model, {"layers.*": "rowwise"})

@@ -1,4 +1,5 @@
-"""Float8 and MXFP8 products: against arithmetic written plainly, against torch's kernels, and token by token."""
+"""Float8 and MXFP8 products: against arithmetic written plainly, against torch's kernels, and token
+by token."""
 
 import math
 from dataclasses import replace
@@ -16,13 +17,21 @@ from meshtrain.errors import InputError
 from meshtrain.loss import sample_losses
 from meshtrain.parallel.float8_layers import float8_layers, float8_problems
 from meshtrain.parallel.linear import float8
-from meshtrain.parallel.linear.float8 import COMPILED, EMULATED, KERNELS, has_kernel, power_of_two_scale, swizzle
+from meshtrain.parallel.linear.float8 import (
+    COMPILED,
+    EMULATED,
+    KERNELS,
+    has_kernel,
+    power_of_two_scale,
+    swizzle,
+)
 from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, parallelize
 from meshtrain.parallel.tp_plan import split_layers
 from tests.comparing import ALONE, llama, small_llama
 
 needs_scales_of_rows = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="torch 2.11 multiplies float8 on a CPU with one scale a tensor only"
+    torch.__version__.startswith("2.11."),
+    reason="torch 2.11 multiplies float8 on a CPU with one scale a tensor only",
 )
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 4, "vocab_size": 160}
@@ -34,7 +43,8 @@ def model(**keys: Any) -> nn.Module:
 
 
 def e4m3(x: float) -> float:
-    """The nearest number with one sign, four exponent and three fraction bits; of two the even one."""
+    """The nearest number with one sign, four exponent and three fraction bits; of two the even
+    one."""
     if x == 0:
         return 0.0
     step = 2.0 ** (max(math.floor(math.log2(abs(x))), -6) - 3)
@@ -54,18 +64,31 @@ def rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
 
 
 def operands(n: int = 24, d: int = 128, f: int = 192) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and the gradient of the output, in float64; sizes of tokens and features lie far apart."""
+    """x, weight and the gradient of the output, in float64; sizes of tokens and features lie far
+    apart."""
     torch.manual_seed(1)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        spread = torch.exp2(torch.randint(-20, 20, (rows, 1))) * torch.exp2(torch.randint(-3, 3, (1, columns)))
+        spread = torch.exp2(torch.randint(-20, 20, (rows, 1))) * torch.exp2(
+            torch.randint(-3, 3, (1, columns))
+        )
         return (torch.randn(rows, columns) * spread).double()
 
     return matrix(n, d), matrix(f, d), matrix(n, f)
 
 
 def test_a_scale_is_the_least_power_of_two_that_fits() -> None:
-    largest = [448.0, 448.0001, 449.0, 1.0, 0.875, 0.8750001, 3e-20, 1.7e30, *torch.rand(200).exp().tolist()]
+    largest = [
+        448.0,
+        448.0001,
+        449.0,
+        1.0,
+        0.875,
+        0.8750001,
+        3e-20,
+        1.7e30,
+        *torch.rand(200).exp().tolist(),
+    ]
     scales = power_of_two_scale(torch.tensor(largest)).tolist()
     for value, scale in zip(torch.tensor(largest).tolist(), scales, strict=True):
         assert math.frexp(scale)[0] == 0.5, scale
@@ -80,7 +103,9 @@ def test_products_are_those_of_rounded_operands(precision: str) -> None:
     products, block = EMULATED[precision], {"float8": None, "mxfp8": 32}[precision]
     x, weight, grad = operands()
     y = products.forward(x, weight)
-    torch.testing.assert_close(y, rounded(x, 1, block) @ rounded(weight, 1, block).t(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        y, rounded(x, 1, block) @ rounded(weight, 1, block).t(), rtol=0, atol=0
+    )
     assert products.forward(x.view(2, 12, -1), weight).equal(y.view(2, 12, -1))
     _, *other = operands(d=128, f=160)
     pairs = [(grad, weight), (other[1], other[0])]
@@ -97,7 +122,12 @@ def test_the_kernel_multiplies_the_same_numbers(dtype: torch.dtype) -> None:
     results = []
     for kind in (KERNELS, EMULATED):
         products = kind["float8"]
-        results.append((products.forward(x, weight).double(), products.input_grad_sum([grad], [weight]).double()))
+        results.append(
+            (
+                products.forward(x, weight).double(),
+                products.input_grad_sum([grad], [weight]).double(),
+            )
+        )
     for kernel, emulated in zip(*results, strict=True):
         error = (kernel - emulated).norm(dim=1) / emulated.norm(dim=1)
         assert (error < 4 * torch.finfo(dtype).eps).all()
@@ -117,7 +147,8 @@ def test_the_kernel_on_gpus_takes_these_shapes_and_strides(precision: str, n: in
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 4), (128, 6), (200, 9)])
 def test_scales_of_blocks_lie_as_cublas_wants_them(rows: int, columns: int) -> None:
-    """By its formula of the offset: tiles of 128 x 4, in which 32 rows of 16 hold rows 32 apart side by side."""
+    """By its formula of the offset: tiles of 128 x 4, in which 32 rows of 16 hold rows 32 apart
+    side by side."""
     powers = torch.randint(-20, 20, (rows, columns))
     swizzled = swizzle(torch.exp2(powers.float())).float()
     tiles = -(-columns // 4)
@@ -153,7 +184,10 @@ def test_which_layers() -> None:
     """Not the head, which is a block by itself, and none that is small or odd."""
     layers, others = float8_layers(model(num_key_value_heads=2), "float8")
     assert len(layers) == 2 * 5
-    assert others == [*(f"model.layers.{i}.self_attn.{kind}_proj" for i in (0, 1) for kind in "kv"), "lm_head"]
+    assert others == [
+        *(f"model.layers.{i}.self_attn.{kind}_proj" for i in (0, 1) for kind in "kv"),
+        "lm_head",
+    ]
     for width, precision, count in ((200, "float8", 4), (208, "float8", 7), (208, "mxfp8", 4)):
         assert len(float8_layers(model(intermediate_size=width), precision)[0]) == 2 * count
     routed = model()
@@ -161,18 +195,28 @@ def test_which_layers() -> None:
     assert float8_layers(routed, "float8")[1] == ["model.layers.1.mlp.gate", "lm_head"]
     line = float8.describe_float8(model(num_key_value_heads=2), "float8", torch.float32, "cpu")
     assert "float8: 10 of 15 linear layers, emulated" in line
-    assert "not model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, lm_head, embeddings" in line
+    assert (
+        "not model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, lm_head, embeddings"
+        in line
+    )
 
 
 def test_what_cannot_be_exact_is_refused() -> None:
     few, blocks = model(num_key_value_heads=1, head_dim=128), model()
 
     def problems(plain: nn.Module, precision: str, tp: int) -> str:
-        return "\n".join(float8_problems(plain, precision, split_layers(plain, llama.tp_plan, tp), tp))
+        return "\n".join(
+            float8_problems(plain, precision, split_layers(plain, llama.tp_plan, tp), tp)
+        )
 
-    heads = "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, of 1 heads, cannot be split"
+    heads = (
+        "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, of 1 heads, cannot be "
+        "split"
+    )
     assert heads in problems(few, "float8", 4)
-    features = "mlp.up_proj, model.layers.*.mlp.down_proj, where each rank needs a multiple of 32 features"
+    features = (
+        "mlp.up_proj, model.layers.*.mlp.down_proj, where each rank needs a multiple of 32 features"
+    )
     assert features in problems(blocks, "mxfp8", 4)
     assert not problems(blocks, "mxfp8", 2)
     assert not problems(blocks, "float8", 4)
@@ -200,7 +244,9 @@ class StraightThrough(torch.autograd.Function):
 def losses_and_gradients(trained: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     losses = sample_losses(trained(TOKENS), TOKENS.roll(-1, 1))
     losses.sum().backward()
-    return losses.detach(), {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}
+    return losses.detach(), {
+        name: p.grad for name, p in trained.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -211,7 +257,9 @@ def test_a_model_has_the_gradients_of_its_layers(recompute: str) -> None:
         layer: Any = reference.get_submodule(name)
         layer.forward = lambda x, weight=layer.weight: StraightThrough.apply(x, weight)
     options = ParallelOptions(precision="float64", linear_precision="float8", recompute=recompute)
-    losses, gradients = losses_and_gradients(apply_data_parallel(model(**keys).double(), ALONE, options))
+    losses, gradients = losses_and_gradients(
+        apply_data_parallel(model(**keys).double(), ALONE, options)
+    )
     expected, expected_gradients = losses_and_gradients(reference)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
     for name, gradient in expected_gradients.items():
@@ -221,21 +269,27 @@ def test_a_model_has_the_gradients_of_its_layers(recompute: str) -> None:
 
 @needs_scales_of_rows
 def test_it_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for the alike blocks and one for their backward, which sees each product, and keeps those of the
-    forward; the numbers are those of eager blocks."""
+    """One graph for the alike blocks and one for their backward, which sees each product, and keeps
+    those of the forward; the numbers are those of eager blocks."""
     monkeypatch.setattr(float8, "kernel_of", lambda *_: True)
     products: list[int] = []
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: object) -> Any:
-        products.append(sum(node.target is torch.ops.aten._scaled_mm.default for node in graph.graph.nodes))
+        products.append(
+            sum(node.target is torch.ops.aten._scaled_mm.default for node in graph.graph.nodes)
+        )
         return make_boxed_func(graph.forward)
 
     monkeypatch.setattr(
-        torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True)
+        torch,
+        "compile",
+        partial(torch.compile, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True),
     )
     options = ParallelOptions(linear_precision="float8")
     eager = apply_data_parallel(model(), ALONE, options)
-    compiled = apply_data_parallel(model(), ALONE, replace(options, compile=True, recompute="selective"))
+    compiled = apply_data_parallel(
+        model(), ALONE, replace(options, compile=True, recompute="selective")
+    )
     torch.testing.assert_close(losses_and_gradients(compiled), losses_and_gradients(eager))
     assert products == [7, 7]
 
@@ -250,8 +304,12 @@ def test_rounding_alone_is_compiled_once_for_all_shapes(monkeypatch: pytest.Monk
     for d, f in ((128, 192), (192, 128), (256, 128), (128, 320), (144, 160)):
         x, weight, grad = (tensor.float() for tensor in operands(d=d, f=f))
         assert COMPILED["float8"].forward(x, weight).equal(KERNELS["float8"].forward(x, weight))
-        grads = [products["float8"].input_grad_sum([grad], [weight]) for products in (COMPILED, KERNELS)]
+        grads = [
+            products["float8"].input_grad_sum([grad], [weight]) for products in (COMPILED, KERNELS)
+        ]
         assert grads[0].equal(grads[1])
         counts.append(graphs.frame_count)
     float8._compiled.cache_clear()
-    assert 2 <= counts[0] == counts[-1] < 8, "more for each shape, of which the compiler would take eight"
+    assert 2 <= counts[0] == counts[-1] < 8, (
+        "more for each shape, of which the compiler would take eight"
+    )

@@ -1,4 +1,5 @@
-"""The loss without logits, against plain cross entropy in float64; which models have it; what memory it takes."""
+"""The loss without logits, against plain cross entropy in float64; which models have it; what
+memory it takes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +49,8 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor]:
-    """Inputs (b, s, d), a head, and targets: some are ignored, among them the whole second chunk of 7."""
+    """Inputs (b, s, d), a head, and targets: some are ignored, among them the whole second chunk of
+    7."""
     torch.manual_seed(0)
     x, layer, targets = torch.randn(B, S, D), nn.Linear(D, V, bias=False), torch.randint(V, (B, S))
     layer.weight.data.mul_(5)
@@ -57,7 +59,9 @@ def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tens
     return x.to(dtype).requires_grad_(), layer.to(dtype), targets
 
 
-def request(targets: Tensor, factor: float | None = 1.0, total: WeightGradSum | None = None) -> LossRequest:
+def request(
+    targets: Tensor, factor: float | None = 1.0, total: WeightGradSum | None = None
+) -> LossRequest:
     wide = None if factor is None else partial(torch.tensor, factor, dtype=torch.float64)
     return LossRequest(lambda: targets, wide, total)
 
@@ -72,7 +76,9 @@ def fused(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0) -> 
     return answered
 
 
-def with_logits(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0) -> tuple[Tensor, list[Any]]:
+def with_logits(
+    x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0
+) -> tuple[Tensor, list[Any]]:
     """Losses, and gradients of the input and the weight, which are taken away."""
     losses = sample_losses(layer(x), targets)
     (losses.sum() * factor).backward()
@@ -123,7 +129,8 @@ def test_logits_whose_exponentials_no_number_holds_and_a_sample_that_is_no_numbe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_no_further_from_the_truth_than_with_logits(dtype: torch.dtype) -> None:
-    """Logits in 16 bits, losses in float32; a weight gradient over many chunks is summed in float32."""
+    """Logits in 16 bits, losses in float32; a weight gradient over many chunks is summed in
+    float32."""
     x, layer, targets = tensors(dtype)
     losses, grads = with_logits(x, layer, targets, 100.0)
     answered = fused(x, layer, targets, 100.0)
@@ -164,7 +171,9 @@ def test_a_backward_of_something_else_is_refused() -> None:
         output.backward()
 
 
-@pytest.mark.parametrize("around", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize(
+    "around", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"]
+)
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=str)
 def test_forwards_that_run_before_backwards_have_one_gradient_of_the_weight(
     order: tuple[int, ...], around: bool | None
@@ -205,20 +214,40 @@ def test_a_hook_on_the_weight_sees_the_gradient_of_each_forward() -> None:
 def test_the_pass_over_a_chunk_is_one_graph(dtype: torch.dtype) -> None:
     """As the compiler is given it, by its own tracing of the backward, which needs no GPU."""
     x, layer, targets = tensors(dtype)
-    logits, arguments = layer(x).detach().flatten(0, 1), (targets.flatten(), torch.tensor(0.5), 0, None)
-    compiled = torch.compile(losses_and_gradient, dynamic=False, backend="aot_eager", fullgraph=True)
+    logits, arguments = (
+        layer(x).detach().flatten(0, 1),
+        (targets.flatten(), torch.tensor(0.5), 0, None),
+    )
+    compiled = torch.compile(
+        losses_and_gradient, dynamic=False, backend="aot_eager", fullgraph=True
+    )
     results = compiled(logits.clone(), *arguments)
     torch.testing.assert_close(results, losses_and_gradient(logits.clone(), *arguments))
 
 
-# Which models -------------------------------------------------------------------------------------------------------
+# Which models -------------------------------------------------------------------------------------
 
 SMALL = (
-    *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2", "data.seq_len=12"),
+    *(
+        "model.hidden_size=16",
+        "model.num_hidden_layers=2",
+        "model.num_attention_heads=2",
+        "data.seq_len=12",
+    ),
     *("model.num_key_value_heads=2", "model.intermediate_size=24", "model.vocab_size=300"),
 )
 CHANGES = (  # of tests/models/between_blocks.py
-    *("inside", "cap", "eval", "bias", "loss", "twice", "in place of logits", "other loss", "loss of training"),
+    *(
+        "inside",
+        "cap",
+        "eval",
+        "bias",
+        "loss",
+        "twice",
+        "in place of logits",
+        "other loss",
+        "loss of training",
+    ),
     *("gradient", "gradient of outputs", "forward", "hook", "hook in place", "fails"),
 )
 
@@ -246,8 +275,14 @@ def test_every_language_model_of_the_project_has_it(name: str) -> None:
         *((tweak, "float32", False) for tweak in CHANGES),
     ],
 )
-def test_a_model_that_does_more_with_its_logits_gives_them(tweak: str, precision: str, has: bool) -> None:
-    config = load(f"model.name={MODELS}/between_blocks.py", f"model.tweak={tweak}", f"train.precision={precision}")
+def test_a_model_that_does_more_with_its_logits_gives_them(
+    tweak: str, precision: str, has: bool
+) -> None:
+    config = load(
+        f"model.name={MODELS}/between_blocks.py",
+        f"model.tweak={tweak}",
+        f"train.precision={precision}",
+    )
     assert build.has_loss_head(build.plain_model(config), config) is has
 
 
@@ -256,8 +291,12 @@ def change_logits(head: nn.Module) -> None:
 
 
 def test_logits_that_something_unseen_takes_are_refused() -> None:
-    """A block that calls the head would get a loss; a hook that comes later changes logits in place."""
-    in_a_block, later = Run(f"model.name={MODELS}/between_blocks.py", "model.tweak=in a block"), Run()
+    """A block that calls the head would get a loss; a hook that comes later changes logits in
+    place."""
+    in_a_block, later = (
+        Run(f"model.name={MODELS}/between_blocks.py", "model.tweak=in a block"),
+        Run(),
+    )
     later.step(1)
     change_logits(later.trainer.model.get_submodule("lm_head"))
     for run in (in_a_block, later):
@@ -266,19 +305,23 @@ def test_logits_that_something_unseen_takes_are_refused() -> None:
                 action()
 
 
-# Steps and evaluations ----------------------------------------------------------------------------------------------
+# Steps and evaluations ----------------------------------------------------------------------------
 
 
 class Run:
     """A small Llama in a world of one, as the command trains it."""
 
     def __init__(self, *overrides: str) -> None:
-        self.trainer = trainer_of(load("batch.global_size=4", "batch.micro_size=2", *overrides), ALONE)
+        self.trainer = trainer_of(
+            load("batch.global_size=4", "batch.micro_size=2", *overrides), ALONE
+        )
 
     def pipelined(self, microbatches: int) -> "Run":
         """With all forwards before all backwards."""
         plan = schedule("gpipe", ranks=1, microbatches=microbatches)
-        self.trainer.model = Pipeline({0: self.trainer.model}, plan, ALONE, CPU, parameter_stages={})
+        self.trainer.model = Pipeline(
+            {0: self.trainer.model}, plan, ALONE, CPU, parameter_stages={}
+        )
         return self
 
     def batches(self, count: int = 2) -> list[Batch]:
@@ -319,7 +362,8 @@ def test_steps_are_those_with_logits(
 ) -> None:
     keys = (f"model.tie_word_embeddings={str(tied).lower()}", f"train.precision={precision}")
     run = Run(*keys)
-    assert isinstance(run.trainer.model.lm_head.forward, LossHead) or precision == "float16"  # wrapped by casts
+    # wrapped by casts
+    assert isinstance(run.trainer.model.lm_head.forward, LossHead) or precision == "float16"
     if forwards_first:  # after a step that was given up between a forward and its backward
         run.pipelined(2)
         batches = run.batches()
@@ -349,9 +393,16 @@ def test_a_sample_whose_loss_is_not_finite_is_named() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_no_tensor_of_tokens_times_vocabulary_exists(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_tokens_times_vocabulary_exists(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither in a step nor in an evaluation, which takes no more memory than a step."""
-    keys = f"train.precision={precision}", "model.vocab_size=20000", "model.hidden_size=8", "model.intermediate_size=8"
+    keys = (
+        f"train.precision={precision}",
+        "model.vocab_size=20000",
+        "model.hidden_size=8",
+        "model.intermediate_size=8",
+    )
     run = Run(*keys)
     logits = 2 * 12 * 20000  # of a microbatch
     run.step(1)  # the optimizer's state
@@ -361,6 +412,8 @@ def test_no_tensor_of_tokens_times_vocabulary_exists(precision: str, monkeypatch
     assert max(step.largest, evaluation.largest) <= 4 * 20000 * max(7, 8) < 2 * logits
     assert evaluation.bytes <= step.bytes
     few, many = (Run(*keys).pipelined(count).watched_step(count) for count in (2, 4))
-    assert many.bytes - few.bytes < 4 * 20000 * 8, "microbatches under way share the gradient of the weight"
+    assert many.bytes - few.bytes < 4 * 20000 * 8, (
+        "microbatches under way share the gradient of the weight"
+    )
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 24)
     assert run.watched(run.evaluate).largest >= 2 * logits, "the watch sees what it is to see"

@@ -1,4 +1,5 @@
-"""16 bits without FSDP: one copy of the weights that stays, written once a step, and never one of old weights."""
+"""16 bits without FSDP: one copy of the weights that stays, written once a step, and never one of
+old weights."""
 
 import copy
 from collections.abc import Callable
@@ -56,7 +57,11 @@ class Writes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[Tensor] = []
         write = precision._write
-        monkeypatch.setattr(precision, "_write", lambda copies, *of: self.copies.extend(copies) or write(copies, *of))
+        monkeypatch.setattr(
+            precision,
+            "_write",
+            lambda copies, *of: self.copies.extend(copies) or write(copies, *of),
+        )
 
     def take_bytes(self) -> int:
         size = sum(copied.nbytes for copied in self.copies)
@@ -81,19 +86,23 @@ def by_data(net: nn.Module) -> None:
 
 
 def by_loading(net: nn.Module, assign: bool = False) -> None:
-    net.load_state_dict({name: value * 1.1 for name, value in net.state_dict().items()}, assign=assign)
+    net.load_state_dict(
+        {name: value * 1.1 for name, value in net.state_dict().items()}, assign=assign
+    )
 
 
 def by_assigning(net: nn.Module) -> None:
     by_loading(net, assign=True)
 
 
-# When copies are written ---------------------------------------------------------------------------------------------
+# When copies are written --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_microbatches_under_way_share_one_copy(recompute: str, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbatches_under_way_share_one_copy(
+    recompute: str, deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a pipeline: four forwards before the first backward. The copy stays where it is."""
     queue = WeightGradQueue()
     net = model(queue if deferred else None, recompute=recompute, tied=True)
@@ -141,32 +150,40 @@ def test_an_evaluation_writes_copies_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("merges", [False, True])
-def test_the_copies_of_a_block_lie_in_its_order(merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`merges`: as in compiled blocks on GPUs, where they are parts of one weight. Each layer sees its own."""
+def test_the_copies_of_a_block_lie_in_its_order(
+    merges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`merges`: as in compiled blocks on GPUs, where they are parts of one weight. Each layer sees
+    its own."""
     monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
     monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
     net, weights = model(compile=True), {}
     for name, module in net.model.layers[1].named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda module, x, name=name: weights.update({name: module.weight}))
+            module.register_forward_pre_hook(
+                lambda module, x, name=name: weights.update({name: module.weight})
+            )
     net(TOKENS[0])
     for above, names in {"self_attn": "qkv", "mlp": ["gate", "up"]}.items():
         copies = [weights[f"{above}.{name}_proj"] for name in names]
         for copied, name in zip(copies, names, strict=True):
             assert copied.dtype == torch.bfloat16
-            assert copied.equal(net.get_parameter(f"model.layers.1.{above}.{name}_proj.weight").bfloat16())
+            assert copied.equal(
+                net.get_parameter(f"model.layers.1.{above}.{name}_proj.weight").bfloat16()
+            )
         for before, after in pairwise(copies):
             assert before.data_ptr() + before.nbytes == after.data_ptr()
             assert before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
 
 
-# Weights that change -------------------------------------------------------------------------------------------------
+# Weights that change ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [by_adamw, by_hand, by_data, by_loading, by_assigning])
 @pytest.mark.parametrize("told", [False, True])
 def test_changed_weights_are_seen(change: Callable[[nn.Module], None], told: bool) -> None:
-    """After a step that accumulated, in evaluation and in the next step; `told`: set_is_last_backward was called."""
+    """After a step that accumulated, in evaluation and in the next step; `told`:
+    set_is_last_backward was called."""
     net = model()
     for _ in range(2):
         for i, tokens in enumerate(TOKENS[:2]):
@@ -251,12 +268,13 @@ def test_a_copy_of_the_model_is_refused() -> None:
     assert not torch.equal(copied(TOKENS[0]), plain(TOKENS[0]))
 
 
-# Gradients -----------------------------------------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_gradients_of_a_shared_copy_are_summed_in_float32(recompute: str) -> None:
-    """The same bits as those of forwards that each cast for themselves, in a loop that accumulates."""
+    """The same bits as those of forwards that each cast for themselves, in a loop that
+    accumulates."""
     shared, each = model(tied=True, recompute=recompute), model(tied=True, recompute=recompute)
     for i, tokens in enumerate(TOKENS):
         set_is_last_backward(shared, i == 3)
@@ -266,8 +284,11 @@ def test_gradients_of_a_shared_copy_are_summed_in_float32(recompute: str) -> Non
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradients_in_16_bits_are_added_in_one_pass(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs, those of all matrices; a tied one's, which come from two places, are cast first. The same bits."""
+def test_gradients_in_16_bits_are_added_in_one_pass(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, those of all matrices; a tied one's, which come from two places, are cast first.
+    The same bits."""
     nets = []
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(precision, "ADDED_ON", devices)
@@ -284,11 +305,12 @@ def test_gradients_in_16_bits_are_added_in_one_pass(tied: bool, monkeypatch: pyt
     assert_same_gradients(*nets)
 
 
-# Numbers -----------------------------------------------------------------------------------------------------------
+# Numbers ------------------------------------------------------------------------------------------
 
 
 def test_the_loss_scale_has_a_floor() -> None:
-    """Two hundred bad steps (on_nonfinite: skip) leave a scale that a good one can be taken with, and that grows."""
+    """Two hundred bad steps (on_nonfinite: skip) leave a scale that a good one can be taken with,
+    and that grows."""
     scale = LossScale(torch.device("cpu"))
     for _ in range(200):
         scale.update(torch.tensor(True))

@@ -32,13 +32,24 @@ def linked(host: str, gpu: str, *others: str) -> Endpoint:
 @pytest.mark.parametrize(
     ("ranks", "problem"),
     [
-        ([linked("n1", "a", "b", "c"), linked("n1", "b", "a", "c"), linked("n1", "c", "a", "b")], None),
+        (
+            [linked("n1", "a", "b", "c"), linked("n1", "b", "a", "c"), linked("n1", "c", "a", "b")],
+            None,
+        ),
         ([linked("n1", "a", "b"), linked("n2", "b", "a")], "several hosts"),
-        ([linked("n1", "a", "b"), linked("n1", "b", "a", "c"), linked("n1", "c", "b")], "a and c of n1 have no NVLink"),
-        ([linked("n1", "a"), linked("n1", "b")], "a and b of n1"),  # each process sees its own GPU only
+        (
+            [linked("n1", "a", "b"), linked("n1", "b", "a", "c"), linked("n1", "c", "b")],
+            "a and c of n1 have no NVLink",
+        ),
+        (
+            [linked("n1", "a"), linked("n1", "b")],
+            "a and b of n1",
+        ),  # each process sees its own GPU only
     ],
 )
-def test_symmetric_memory_is_for_gpus_of_one_host_with_nvlink(ranks: list[Endpoint], problem: str | None) -> None:
+def test_symmetric_memory_is_for_gpus_of_one_host_with_nvlink(
+    ranks: list[Endpoint], problem: str | None
+) -> None:
     found = symmetric_memory_problem(ranks)
     assert found is None if problem is None else problem in found
 
@@ -58,9 +69,14 @@ def test_symmetric_memory_is_for_gpus_of_one_host_with_nvlink(ranks: list[Endpoi
     ],
 )
 def test_auto_takes_symmetric_memory_where_all_ranks_can(
-    others: Endpoint, refusals: list[str | None], halves: list[bool], choice: str, monkeypatch: pytest.MonkeyPatch
+    others: Endpoint,
+    refusals: list[str | None],
+    halves: list[bool],
+    choice: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One rank's refusal, of another than this one, is all ranks'; none waits for one that has refused by itself."""
+    """One rank's refusal, of another than this one, is all ranks'; none waits for one that has
+    refused by itself."""
     tried: list[bool] = []
 
     def gather(objects: list, own: object, group: object) -> None:
@@ -69,7 +85,9 @@ def test_auto_takes_symmetric_memory_where_all_ranks_can(
     monkeypatch.setattr(collectives.dist, "all_gather_object", gather)
     monkeypatch.setattr(collectives.socket, "gethostname", lambda: "n1")
     monkeypatch.setattr(collectives, "nvlink_neighbours", lambda device: ("a", frozenset("b")))
-    monkeypatch.setattr(collectives, "try_symmetric_memory", lambda group, together: tried.append(together))
+    monkeypatch.setattr(
+        collectives, "try_symmetric_memory", lambda group, together: tried.append(together)
+    )
     group = SimpleNamespace(size=2, group=None, fused=False, choice="")
     collectives.AxisGroup.fuse_if_possible(group, torch.device("cuda"))
     assert (group.fused, group.choice, tried) == (choice == "on", choice, halves)
@@ -79,4 +97,6 @@ def test_auto_takes_symmetric_memory_where_all_ranks_can(
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs that reach each other's memory")
 def test_symmetric_memory_computes_the_same() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
-    torchrun(2, str(HERE / "symmetric_memory_cases.py"), env={"CUDA_VISIBLE_DEVICES": visible}).check()
+    torchrun(
+        2, str(HERE / "symmetric_memory_cases.py"), env={"CUDA_VISIBLE_DEVICES": visible}
+    ).check()

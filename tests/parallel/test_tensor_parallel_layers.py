@@ -38,7 +38,8 @@ pytestmark = pytest.mark.ranks(2, 4)
 
 
 class Gated(nn.Module):
-    """A user's model with layers that read the same input, and a bias in every layer that can have one."""
+    """A user's model with layers that read the same input, and a bias in every layer that can have
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,9 @@ def part_of(x: Tensor, tp: Mesh, sequence_parallel: bool) -> Tensor:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("padding_idx", [0, 4, -1])
-def test_the_row_of_padding_has_no_gradient(tp: Mesh, padding_idx: int, sequence_parallel: bool) -> None:
+def test_the_row_of_padding_has_no_gradient(
+    tp: Mesh, padding_idx: int, sequence_parallel: bool
+) -> None:
     assert (tokens() == padding_idx % V).any()
     options = {"tp_plan": GATED, "sequence_parallel": sequence_parallel}
     plain: Any = compare(lambda: Padded(padding_idx), tp, steps=2, **options)[1]
@@ -88,18 +91,26 @@ def test_the_row_of_padding_has_no_gradient(tp: Mesh, padding_idx: int, sequence
 def test_a_sample_that_tp_does_not_divide_is_refused_by_each_rank(tp: Mesh) -> None:
     model = meshtrain.parallelize(Gated(), tp, tp_plan=GATED, precision="float64")
     odd = torch.zeros(B, 4 * tp.size("tp") + 1, dtype=torch.int64)
-    with pytest.raises(InputError, match=f"a sample of {odd.shape[1]} tokens does not divide over layout") as refused:
+    with pytest.raises(
+        InputError, match=f"a sample of {odd.shape[1]} tokens does not divide over layout"
+    ) as refused:
         model(odd)
-    assert type(refused.value) is InputError, "other data ranks do not find it, and would wait for this one"
+    assert type(refused.value) is InputError, (
+        "other data ranks do not find it, and would wait for this one"
+    )
 
 
-@pytest.mark.parametrize(("sequence_parallel", "regather"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "regather"), [(True, False), (True, True), (False, False)]
+)
 def test_layers_of_uneven_parts(tp: Mesh, sequence_parallel: bool, regather: bool) -> None:
     """Losses and gradients of two steps; whole logits on request, and as many hits."""
     targets = some_targets()
 
     def weighted_losses(model: nn.Module, data_rank: int, microbatch: int) -> Tensor:
-        return sample_losses(model(tokens(microbatch=microbatch)), targets) * torch.tensor([1.0, 3.0])
+        return sample_losses(model(tokens(microbatch=microbatch)), targets) * torch.tensor(
+            [1.0, 3.0]
+        )
 
     options = {"tp_plan": GATED, "sequence_parallel": sequence_parallel, "regather": regather}
     model, plain = compare(Gated, tp, weighted_losses, steps=2, microbatches=2, **options)
@@ -129,7 +140,9 @@ def test_all_ranks_refuse_a_target_outside_of_the_vocabulary(tp: Mesh, token: in
     targets = torch.zeros(B, S, dtype=torch.int64)
     targets[0, :2] = torch.tensor([IGNORE, token])
     x = torch.randn(B, S, D)
-    layer = ColumnParallelLinear(nn.Linear(D, V, bias=False), tp, sequence_parallel=False, use_local_output=False)
+    layer = ColumnParallelLinear(
+        nn.Linear(D, V, bias=False), tp, sequence_parallel=False, use_local_output=False
+    )
     with pytest.raises(RuntimeError, match=f"0 to {V - 1}"):
         sample_losses(layer(x), targets)
     fuse_loss(layer, compiled=False)
@@ -157,20 +170,25 @@ def test_loss_without_logits(
     factor: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In chunks of a size that divides nothing; of a vocabulary of 5, the last of 4 ranks has no part. `factor`: on the
-    losses, whose gradient is wanted; None: it is not."""
+    """In chunks of a size that divides nothing; of a vocabulary of 5, the last of 4 ranks has no
+    part. `factor`: on the losses, whose gradient is wanted; None: it is not."""
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 7)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_LOGITS", 0)
     torch.manual_seed(0)
     head, whole = nn.Linear(D, vocabulary, bias=False), torch.randn(B, S, D, requires_grad=True)
     targets = some_targets().clamp(max=vocabulary - 1)
     expected = sample_losses(head(whole), targets)
-    layer = ColumnParallelLinear(head, tp, sequence_parallel=sequence_parallel, use_local_output=False)
+    layer = ColumnParallelLinear(
+        head, tp, sequence_parallel=sequence_parallel, use_local_output=False
+    )
     fuse_loss(layer, compiled=False)
     x = part_of(whole, tp, sequence_parallel)
     tp.comm_bytes.restart()
     scale = None if factor is None else lambda: torch.tensor(factor)
-    with torch.set_grad_enabled(factor is not None), request_loss(LossRequest(lambda: targets, scale)) as request:
+    with (
+        torch.set_grad_enabled(factor is not None),
+        request_loss(LossRequest(lambda: targets, scale)) as request,
+    ):
         output = layer(x)
     same(request.losses, expected)
     t, n = tp.size("tp"), B * S
@@ -194,9 +212,12 @@ def bytes_of_a_step(model: nn.Module, tp: Mesh, microbatches: int) -> int:
         for microbatch in range(microbatches):
             set_is_last_backward(model, microbatch == microbatches - 1)
             sample_losses(model(tokens()), tokens()).sum().backward()
-    assert not any(str(operator).startswith("c10d.") for operator, *_ in operators.calls), "ours are not seen here"
+    assert not any(str(operator).startswith("c10d.") for operator, *_ in operators.calls), (
+        "ours are not seen here"
+    )
     counted = sum(tp.comm_bytes.by_kind("tp").values())
-    # A tensor that does not divide is sent in parts that differ by an element: the counter uses their mean.
+    # A tensor that does not divide is sent in parts that differ by an element: the counter uses
+    # their mean.
     assert sent.bytes == pytest.approx(counted, abs=64)
     return counted
 
@@ -212,8 +233,12 @@ def bytes_of_a_step(model: nn.Module, tp: Mesh, microbatches: int) -> int:
         {"recompute": "selective", "regather": True},
     ],
 )
-def test_bytes_of_two_microbatches_are_those_of_the_formula(tp: Mesh, options: dict[str, Any]) -> None:
-    model = meshtrain.parallelize(small_llama(num_hidden_layers=3), tp, precision="float64", **options)
+def test_bytes_of_two_microbatches_are_those_of_the_formula(
+    tp: Mesh, options: dict[str, Any]
+) -> None:
+    model = meshtrain.parallelize(
+        small_llama(num_hidden_layers=3), tp, precision="float64", **options
+    )
     t, n = tp.size("tp"), B * S * 24
     share = (t - 1) / t
     activations = 3 * 8 + 4
@@ -240,5 +265,7 @@ def test_bytes_of_latent_attention(tp: Mesh, sequence_parallel: bool) -> None:
     t, n = tp.size("tp"), B * S
     share = (t - 1) / t
     partial_gradients = 3 * d + 8 * d + 8 + 12 * d + 10 if sequence_parallel else 0
-    expected = round(8 * share * (n * (6 * d + 2 * latents) + 4 * n * d + 3 * n * t + 2 * partial_gradients))
+    expected = round(
+        8 * share * (n * (6 * d + 2 * latents) + 4 * n * d + 3 * n * t + 2 * partial_gradients)
+    )
     assert bytes_of_a_step(model, tp, microbatches=1) == pytest.approx(expected, abs=8)

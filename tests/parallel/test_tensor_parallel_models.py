@@ -1,4 +1,5 @@
-"""Whole models split over `tp` against plain ones: losses, gradients, texts, compiled blocks, fused kernels, runs."""
+"""Whole models split over `tp` against plain ones: losses, gradients, texts, compiled blocks, fused
+kernels, runs."""
 
 import re
 from collections import Counter
@@ -78,7 +79,9 @@ def test_cross_entropy_of_torch_mistakes_no_split_logits_for_whole_ones(tp: Mesh
 
 
 def test_layers_of_the_documents_snippet_have_its_shapes(tp: Mesh) -> None:
-    (snippet,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    (snippet,) = re.findall(
+        r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE
+    )
     names = {"nn": nn, "mesh": tp, **vars(tensor_parallel)}
     exec(snippet, names)
     t = tp.size("tp")
@@ -103,29 +106,42 @@ def dataset(config, split):
 
 
 @pytest.mark.ranks(2)
-def test_samples_of_ones_own_that_tp_does_not_divide_are_refused_before_the_start(job: Job, shared_path: Path) -> None:
+def test_samples_of_ones_own_that_tp_does_not_divide_are_refused_before_the_start(
+    job: Job, shared_path: Path
+) -> None:
     file = shared_path / "own.py"
     if job.rank == 0:
         file.write_text(OF_21_TOKENS)
     dist.barrier()
-    keys = ("layout={tp: 2}", f"data.source={file}", "data.seq_len=21", "train.steps=1", "batch.micro_size=7")
-    with pytest.raises(AgreedError, match=r"first sample, 21, does not divide over layout\.tp 2, .*: use 20 or 22, or"):
+    keys = (
+        "layout={tp: 2}",
+        f"data.source={file}",
+        "data.seq_len=21",
+        "train.steps=1",
+        "batch.micro_size=7",
+    )
+    with pytest.raises(
+        AgreedError,
+        match=r"first sample, 21, does not divide over layout\.tp 2, .*: use 20 or 22, or",
+    ):
         train(job, shared_path / "run", *keys)
     assert len(train(job, shared_path / "whole", *keys, "parallel.sequence_parallel=false")) == 1
 
 
-# 16 bits ------------------------------------------------------------------------------------------------------------
+# 16 bits ------------------------------------------------------------------------------------------
 
 
 def test_microbatches_share_cast_copies_of_parts(tp: Mesh) -> None:
-    """Each step casts those that the previous one has changed (which a DTensor's version does not show): the same bits
-    as if each forward cast its own."""
+    """Each step casts those that the previous one has changed (which a DTensor's version does not
+    show): the same bits as if each forward cast its own."""
     keys = Config.load(QUICKSTART, list(SMALL)).optimizer
     losses: dict[bool, list[list[float]]] = {True: [], False: []}
     for shared, losses_of_model in losses.items():
         model: Any = meshtrain.parallelize(small_llama(), tp, precision="bfloat16")
         if not shared:
-            model.gradient_syncs = [sync for sync in model.gradient_syncs if not isinstance(sync, ComputeCopies)]
+            model.gradient_syncs = [
+                sync for sync in model.gradient_syncs if not isinstance(sync, ComputeCopies)
+            ]
         optimizer = Optimizer(model, keys, tp, 9)
         for step in (1, 2, 3):
             optimizer.zero_grad()
@@ -153,7 +169,9 @@ def test_backward_is_refused_whose_weights_have_changed_and_are_gone(tp: Mesh) -
 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-def test_runs_in_each_precision(job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_in_each_precision(
+    job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With FSDP over cp and tp. Rotary angles must reach every block in float32."""
     types = set()
     rotate = llama.rotate
@@ -165,9 +183,15 @@ def test_runs_in_each_precision(job: Job, shared_path: Path, monkeypatch: pytest
     monkeypatch.setattr(llama, "rotate", record)
     keys = ("layout={cp: 2, tp: 2}", "train.steps=6")
     precisions = ("float32", "bfloat16", "float16")
-    rows = {name: train(job, shared_path / name, *keys, f"train.precision={name}") for name in precisions}
-    assert types == {(x, torch.float32, torch.float32) for x in (torch.float32, torch.bfloat16, torch.float16)}
-    # One rounding of a type of 8 or 11 bits is the most by which the mean of many rounded losses may be off.
+    rows = {
+        name: train(job, shared_path / name, *keys, f"train.precision={name}")
+        for name in precisions
+    }
+    assert types == {
+        (x, torch.float32, torch.float32) for x in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    # One rounding of a type of 8 or 11 bits is the most by which the mean of many rounded losses
+    # may be off.
     for precision, rounding in (("bfloat16", 2**-8), ("float16", 2**-11)):
         assert len(rows[precision]) == 6
         for row, expected in zip(rows[precision], rows["float32"], strict=True):
@@ -176,26 +200,33 @@ def test_runs_in_each_precision(job: Job, shared_path: Path, monkeypatch: pytest
             assert row["loss"] != expected["loss"], f"{precision} does compute in 16 bits"
 
 
-# Compiled -----------------------------------------------------------------------------------------------------------
+# Compiled -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "options", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": "full", "regather": True}]
+    "options",
+    [
+        {},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "full", "regather": True},
+    ],
 )
 def test_compiled_blocks(
     tp: Mesh, options: dict[str, Any], fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They compute and send the same as eager ones, with one graph for all layers and one for evaluation. Kernels,
-    which take long to build, are generated for one option on one rank only."""
+    """They compute and send the same as eager ones, with one graph for all layers and one for
+    evaluation. Kernels, which take long to build, are generated for one option on one rank only."""
     generates = options.get("recompute") == "selective" and tp.rank == 0
     backend = "inductor" if generates else "aot_eager_decomp_partition"
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     compare(small_llama, tp, **options)
     expected_bytes = tp.comm_bytes.by_axis()["tp"]
     assert counters["stats"]["unique_graphs"] == 0
-    if options.get("recompute") == "full":  # the compiler sees that the last reduction is not needed again
+    # the compiler sees that the last reduction is not needed again
+    if options.get("recompute") == "full":
         expected_bytes -= 2 * 8 * 2 * S * 24 // 2
     model, plain = compare(small_llama, tp, compile=True, **options)
     assert tp.comm_bytes.by_axis()["tp"] == expected_bytes
@@ -209,27 +240,35 @@ def test_compiled_blocks(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"recompute": "selective", "regather": True}])
 def test_merged_weights(
-    tp: Mesh, options: dict[str, Any], fresh_compiler: None, products: list[int], monkeypatch: pytest.MonkeyPatch
+    tp: Mesh,
+    options: dict[str, Any],
+    fresh_compiler: None,
+    products: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A compiled block in 16 bits, as on GPUs: a rank's rows of q, k and v form one weight, as do those of gate and up.
-    Here computed in float64 and accumulated in float32."""
+    """A compiled block in 16 bits, as on GPUs: a rank's rows of q, k and v form one weight, as do
+    those of gate and up. Here computed in float64 and accumulated in float32."""
     monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",))
     monkeypatch.setattr(parallelizing, "master_dtype", lambda precision: torch.float32)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    model = meshtrain.parallelize(small_llama(), tp, precision="float64", compile=True, verify=False, **options)
+    model = meshtrain.parallelize(
+        small_llama(), tp, precision="float64", compile=True, verify=False, **options
+    )
     plain = small_llama().double()
     losses, expected = (token_losses(one, 0, 0) for one in (model, plain))
     losses.sum().backward()
     expected.sum().backward()
     same(losses, expected)
     assert len(products) == 2 * 4 + 1
-    for (name, parameter), grad in zip(model.named_parameters(), gradients(plain).values(), strict=True):
+    for (name, parameter), grad in zip(
+        model.named_parameters(), gradients(plain).values(), strict=True
+    ):
         part = grad[local_part(parameter)[1]]
         scale = part.abs().max()
         same(to_local(parameter.grad) / scale, part / scale, name, tolerance=1e-6)
 
 
-# Fused kernels of symmetric memory ----------------------------------------------------------------------------------
+# Fused kernels of symmetric memory ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -253,8 +292,9 @@ def kernel_calls() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("regather", [False, True])
-# Two layers with two gathers and two scatters each, and the head; input gradients of row-parallel layers gather too.
-# Those of column-parallel layers are reduced during the weight gradients, or fused if weights are frozen.
+# Two layers with two gathers and two scatters each, and the head; input gradients of row-parallel
+# layers gather too. Those of column-parallel layers are reduced during the weight gradients, or
+# fused if weights are frozen.
 @pytest.mark.parametrize(("frozen", "scatters"), [((), 4), (("q_proj", "k_proj", "v_proj"), 6)])
 def test_fused_kernels_compute_and_send_the_same(
     tp: Mesh,

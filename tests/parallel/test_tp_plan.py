@@ -75,7 +75,12 @@ def test_few_key_value_heads_are_held_by_every_rank() -> None:
     splits = styles(attention_model(kv_heads=2), 4)
     assert [splits[f"attention.{name}"].everywhere for name in "qkv"] == [False, True, True]
     heads = [splits["attention.k"].heads_of(4, index) for index in range(4)]
-    assert [(few.rows.start // 4, few.rows.stop // 4) for few in heads if few] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [(few.rows.start // 4, few.rows.stop // 4) for few in heads if few] == [
+        (0, 1),
+        (0, 1),
+        (1, 2),
+        (1, 2),
+    ]
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
@@ -90,17 +95,28 @@ def test_each_query_looks_at_its_head(k: int, group: int, tp: int) -> None:
         assert heads is not None
         mine = list(range(heads.rows.start // 3, heads.rows.stop // 3))
         each = h // tp // len(mine)
-        seen += [mine[i] for i in heads.repeated] if heads.repeated else [head for head in mine for _ in range(each)]
+        seen += (
+            [mine[i] for i in heads.repeated]
+            if heads.repeated
+            else [head for head in mine for _ in range(each)]
+        )
     assert seen == [query // group for query in range(h)]
 
 
 LINEAR = nn.Sequential(nn.Linear(4, 4))
-COMPUTED = nn.ModuleDict({name: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for name in ("up", "down")})
+COMPUTED = nn.ModuleDict(
+    {name: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for name in ("up", "down")}
+)
 REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
     (attention_model(), PLAN, 3, ["8 query heads do not divide over tp 3: use a tp of 1, 2, 4, 8"]),
     (attention_model(), PLAN | {"mlp.*": "rowwise"}, 2, ["'mlp.*' matches no layer"]),
     (attention_model(), PLAN | {"norm.scale": REPLICATED}, 2, ["'norm.scale' matches no layer"]),
-    (attention_model(), PLAN | {"norm": "colwise"}, 2, ["wants norm colwise, which is for a linear layer"]),
+    (
+        attention_model(),
+        PLAN | {"norm": "colwise"},
+        2,
+        ["wants norm colwise, which is for a linear layer"],
+    ),
     (attention_model(), PLAN | {"head": "columns"}, 2, ["'columns': use one of colwise"]),
     (
         attention_model(),
@@ -108,14 +124,20 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
         2,
         ["head embedding_rowwise, which is for an embedding, and it is a Linear"],
     ),
-    (LINEAR, {"0": "gather_sequence"}, 2, ["0 gather_sequence, which is for an nn.Identity, and it is a Linear"]),
+    (
+        LINEAR,
+        {"0": "gather_sequence"},
+        2,
+        ["0 gather_sequence, which is for an nn.Identity, and it is a Linear"],
+    ),
     (
         attention_model(tied=True),
         {name: style for name, style in PLAN.items() if name != "head"},
         2,
         ["words and head share one weight"],
     ),
-    # Two computed weights are not taken for one: each is a new tensor, whose id another may have had.
+    # Two computed weights are not taken for one: each is a new tensor, whose id another may have
+    # had.
     (
         COMPUTED,
         {"up": "colwise", "down": "rowwise"},
@@ -134,38 +156,62 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "plan", "tp", "expected"), REFUSED, ids=[row[-1][0] for row in REFUSED])
-def test_what_cannot_be_split(model: nn.Module, plan: dict[str, str], tp: int, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("model", "plan", "tp", "expected"), REFUSED, ids=[row[-1][0] for row in REFUSED]
+)
+def test_what_cannot_be_split(
+    model: nn.Module, plan: dict[str, str], tp: int, expected: list[str]
+) -> None:
     with pytest.raises(SplitError) as error:
         split_layers(model, plan, tp)
     for message in expected:
         assert any(message in problem for problem in error.value.problems), error.value.problems
 
 
-TOGETHER = dict.fromkeys(("q", "k", "v", "gate", "up"), "colwise") | {"o": "rowwise", "down": "rowwise"}
+TOGETHER = dict.fromkeys(("q", "k", "v", "gate", "up"), "colwise") | {
+    "o": "rowwise",
+    "down": "rowwise",
+}
 
 
 def together(order: str, heads: int, kv_heads: int, inner: int) -> nn.Module:
     """Attention and a feed-forward net in one module, their layers defined in this order."""
     width = 8 * heads
-    sizes = {"q": (width, width), "k": (width, 8 * kv_heads), "v": (width, 8 * kv_heads), "o": (width, width)}
+    sizes = {
+        "q": (width, width),
+        "k": (width, 8 * kv_heads),
+        "v": (width, 8 * kv_heads),
+        "o": (width, width),
+    }
     sizes |= {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
     model: Any = nn.ModuleDict({name: nn.Linear(*sizes[name]) for name in order.split()})
     model.head_dim = 8
     return model
 
 
-ORDERS = ("q k v o gate up down", "q k v gate up o down", "gate up down q k v o", "gate up q k v down o")
+ORDERS = (
+    "q k v o gate up down",
+    "q k v gate up o down",
+    "gate up down q k v o",
+    "gate up q k v down o",
+)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("kv_heads", "inner"), [(4, 128), (4, 61), (2, 128), (1, 61), (1, 256)])
-def test_layers_of_a_feed_forward_net_beside_attention_have_no_heads(order: str, kv_heads: int, inner: int) -> None:
-    splits = {split.layer: split for split in split_layers(together(order, 4, kv_heads, inner), TOGETHER, 2)}
+def test_layers_of_a_feed_forward_net_beside_attention_have_no_heads(
+    order: str, kv_heads: int, inner: int
+) -> None:
+    splits = {
+        split.layer: split
+        for split in split_layers(together(order, 4, kv_heads, inner), TOGETHER, 2)
+    }
     expected = {"q": 4, "k": kv_heads, "v": kv_heads, "gate": 0, "up": 0}
     assert {name: splits[name].heads for name in expected} == expected
     assert [splits[name].everywhere for name in "qkv"] == [False, kv_heads == 1, kv_heads == 1]
-    with pytest.raises(SplitError, match=r"^3 query heads do not divide over tp 2: use a tp of 1, 3$"):
+    with pytest.raises(
+        SplitError, match=r"^3 query heads do not divide over tp 2: use a tp of 1, 3$"
+    ):
         split_layers(together(order, 3, 3, 96), TOGETHER, 2)
 
 
@@ -208,7 +254,11 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Module()
-        self.inner.q, self.inner.o, self.inner.q_norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.RMSNorm(4)
+        self.inner.q, self.inner.o, self.inner.q_norm = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.RMSNorm(4),
+        )
         self.inner.scale = nn.Parameter(torch.ones(1))
         self.norm = nn.RMSNorm(8)
 
@@ -231,7 +281,11 @@ def test_parameters_between_layers_are_covered_or_undecided(
     model, plan = Normed(), NORMED | more
     splits = split_layers(model, plan, 2)
     assert [split.layer for split in splits] == ["inner.q", "inner.o"]
-    between = [split for split in styled_parameters(model, plan) if split.layer not in ("inner.q", "inner.o")]
+    between = [
+        split
+        for split in styled_parameters(model, plan)
+        if split.layer not in ("inner.q", "inner.o")
+    ]
     assert [name for split in between for name in split.parameters] == covered
     assert undecided(model, plan, splits) == open_ones
 
@@ -253,8 +307,15 @@ def test_heads_may_have_a_width_of_their_own_in_each_layer() -> None:
     widths = {name: (split.heads, split.width) for name, split in splits.items() if split.heads}
     assert widths == {"self_attn.q_b_proj": (8, 48), "self_attn.kv_b_proj": (8, 64)}
     assert not any(split.everywhere for split in splits.values())
-    assert [name.removeprefix("self_attn.") for name in undecided(model, LATENT, list(splits.values()))] == [
-        *("q_a_proj.weight", "q_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight")
+    assert [
+        name.removeprefix("self_attn.") for name in undecided(model, LATENT, list(splits.values()))
+    ] == [
+        *(
+            "q_a_proj.weight",
+            "q_a_layernorm.weight",
+            "kv_a_proj_with_mqa.weight",
+            "kv_a_layernorm.weight",
+        )
     ]
     assert not undecided(model, LATENT | {"self_attn.*_a_*": "replicate"}, list(splits.values()))
 
@@ -280,9 +341,9 @@ def test_one_class_makes_a_style(monkeypatch: pytest.MonkeyPatch) -> None:
         split_layers(model, plan, 2)
     monkeypatch.setitem(STYLES, "halved", Halved())
     splits = split_layers(model, plan, 2)
-    assert [(split.layer, split.dim_of("weight"), STYLES[split.style].becomes) for split in splits] == [
-        ("inner.q", 0, "Linear")
-    ]
+    assert [
+        (split.layer, split.dim_of("weight"), STYLES[split.style].becomes) for split in splits
+    ] == [("inner.q", 0, "Linear")]
     replace_layers(model, TensorParallel(mesh, plan, splits, sequence_parallel=False))
     assert torch.equal(model.inner.q.weight, torch.ones(4, 8))
     model.inner.q = nn.Linear(8, 7)

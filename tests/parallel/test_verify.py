@@ -40,7 +40,9 @@ MLP = {**AROUND, "inner.up": "colwise", "inner.down": "rowwise"}
 class Around(nn.Module):
     """A model with one block around a given part."""
 
-    def __init__(self, inner: nn.Module, finish: Callable[[Tensor], Any] = lambda logits: logits) -> None:
+    def __init__(
+        self, inner: nn.Module, finish: Callable[[Tensor], Any] = lambda logits: logits
+    ) -> None:
         super().__init__()
         self.words, self.norm, self.inner = nn.Embedding(V, D), nn.RMSNorm(D), inner
         self.head = nn.Linear(D, V, bias=False)
@@ -52,7 +54,8 @@ class Around(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with a norm per head of q and k, of at most so many tokens. `seen`: what keys and values read."""
+    """Attention with a norm per head of q and k, of at most so many tokens. `seen`: what keys and
+    values read."""
 
     def __init__(self, most: int = 1000, seen: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
@@ -63,7 +66,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[1] <= self.most
         seen = self.seen(x)
-        q, k, v = (y.unflatten(-1, (-1, 5)).transpose(1, 2) for y in (self.q(x), self.k(seen), self.v(seen)))
+        q, k, v = (
+            y.unflatten(-1, (-1, 5)).transpose(1, 2)
+            for y in (self.q(x), self.k(seen), self.v(seen))
+        )
         y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -87,7 +93,8 @@ def two_in_one(_: Mlp, x: Tensor) -> Tensor:
 
 
 class Mixture(nn.Module):
-    """A layer of experts; `centred`: tokens are routed by their difference from the mean of their sample."""
+    """A layer of experts; `centred`: tokens are routed by their difference from the mean of their
+    sample."""
 
     def __init__(self, centred: bool, width: int = 4) -> None:
         super().__init__()
@@ -98,7 +105,8 @@ class Mixture(nn.Module):
 
 
 class Changing(nn.Module):
-    """A block with a buffer, keyword arguments and several outputs, which modifies tensors in place."""
+    """A block with a buffer, keyword arguments and several outputs, which modifies tensors in
+    place."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -112,7 +120,8 @@ class Changing(nn.Module):
 
 
 class Unusual(nn.Module):
-    """`Changing` blocks, one of them run twice, tied weights, complex numbers, and a parameter outside all blocks."""
+    """`Changing` blocks, one of them run twice, tied weights, complex numbers, and a parameter
+    outside all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,14 +159,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "keys of another tensor": lambda: Around(Attention(seen=torch.tanh)),
     "16 tokens at most": lambda: Around(Attention(most=16)),
     "classes": lambda: Around(Attention(), lambda logits: logits.mean(1)),
-    "logits that are cut": lambda: Around(Attention(), lambda y: torch.cat([y[..., :1], y[..., 1:]], -1)),
+    "logits that are cut": lambda: Around(
+        Attention(), lambda y: torch.cat([y[..., :1], y[..., 1:]], -1)
+    ),
     "an object around logits": lambda: Around(Attention(), lambda y: SimpleNamespace(logits=y)),
     "unusual": Unusual,
     "frozen layers": frozen,
     "a norm over all features": lambda: Around(Mlp(lambda _, x: F.rms_norm(x, x.shape[-1:]))),
     "a scale for each feature": lambda: Around(Mlp(lambda layer, x: x * layer.scale)),
     "two matrices in one": lambda: Around(Mlp(two_in_one, width=2 * D)),
-    "a mean in training": lambda: Around(Mlp(lambda layer, x: x - x.mean(-1, keepdim=True) * layer.training)),
+    "a mean in training": lambda: Around(
+        Mlp(lambda layer, x: x - x.mean(-1, keepdim=True) * layer.training)
+    ),
     "a batch norm": lambda: nn.Sequential(nn.Embedding(V, D), nn.BatchNorm1d(D), nn.Linear(D, V)),
     "mixing": lambda: mixing(learned_positions=0),
     "mixing by places": lambda: mixing(learned_positions=16),
@@ -195,7 +208,11 @@ def test_models_that_compute_something_else_are_refused(
 
 def with_positions(name: str) -> dict[str, Any]:
     """A sample for the models that take positions."""
-    return {"sample": (tokens()[:, :8], torch.arange(8).expand(2, 8))} if name.startswith("mixing") else {}
+    return (
+        {"sample": (tokens()[:, :8], torch.arange(8).expand(2, 8))}
+        if name.startswith("mixing")
+        else {}
+    )
 
 
 @pytest.mark.parametrize(("name", "options", "problem"), TABLE["whole"])
@@ -203,17 +220,25 @@ def test_sequence_parallelism_that_was_not_asked_for_is_off_where_it_computes_so
     tp: Mesh, name: str, options: dict[str, Any], problem: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     def losses(model: nn.Module, data_rank: int, microbatch: int) -> Tensor:
-        inputs = (tokens(), torch.arange(S).expand(B, S)) if name.startswith("mixing") else (tokens(),)
+        inputs = (
+            (tokens(), torch.arange(S).expand(B, S)) if name.startswith("mixing") else (tokens(),)
+        )
         logits = model(*inputs)
         return sample_losses(logits, tokens() if logits.dim() == 3 else tokens()[:, 0])
 
     options = {**options, **with_positions(name)}
     compare(MODELS[name], tp, losses, **options)
-    said = [str(warning.message) for warning in recwarn if "sequence_parallel is off" in str(warning.message)]
+    said = [
+        str(warning.message)
+        for warning in recwarn
+        if "sequence_parallel is off" in str(warning.message)
+    ]
     assert len(said) == (tp.rank == 0)
     assert all(problem in text for text in said)
     with pytest.raises(AgreedError, match="sequence_parallel: false, which passes"):
-        meshtrain.parallelize(MODELS[name](), tp, precision="float64", sequence_parallel=True, **options)
+        meshtrain.parallelize(
+            MODELS[name](), tp, precision="float64", sequence_parallel=True, **options
+        )
 
 
 def norms_before(layer: "Beside", x: Tensor) -> Tensor:
@@ -258,17 +283,28 @@ def test_norms_beside_split_layers_need_no_check_and_no_word(tp: Mesh) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (norm_between, r"^inner.scale: they lie between .* have to be summed: give them the style replicated_with"),
-        (reads_values, r"inner.scale, .*: whether they lie between .* \(verify is off\), .* or replicate if not$"),
+        (
+            norm_between,
+            r"^inner.scale: they lie between .* have to be summed: give them the style "
+            r"replicated_with",
+        ),
+        (
+            reads_values,
+            r"inner.scale, .*: whether they lie between .* \(verify is off\), .* or replicate if "
+            r"not$",
+        ),
     ],
 )
-def test_parameters_that_may_lie_between_split_layers_are_named(tp: Mesh, function: Any, words: str) -> None:
+def test_parameters_that_may_lie_between_split_layers_are_named(
+    tp: Mesh, function: Any, words: str
+) -> None:
     with pytest.raises(AgreedError, match=words):
         meshtrain.parallelize(Around(Beside(function)), tp, precision="float64", **PLAIN_MLP)
 
 
 class FewKeys(nn.Module):
-    """Attention with one head of keys and values for two of queries. `head_dim`: whether it says how wide one is."""
+    """Attention with one head of keys and values for two of queries. `head_dim`: whether it says
+    how wide one is."""
 
     def __init__(self, head_dim: bool) -> None:
         super().__init__()
@@ -277,7 +313,9 @@ class FewKeys(nn.Module):
             self.head_dim = D // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (-1, D // 2)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (
+            y.unflatten(-1, (-1, D // 2)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x))
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -285,14 +323,21 @@ class FewKeys(nn.Module):
 def test_the_width_of_a_head_is_asked_for_where_a_split_cuts_heads(tp: Mesh) -> None:
     plan = {**AROUND, "inner.[qkv]": "colwise", "inner.o": "rowwise"}
     compare(lambda: Around(FewKeys(head_dim=True)), tp, tp_plan=plan)
-    with pytest.raises(AgreedError, match="If inner is attention, set its attribute head_dim, by which heads stay"):
-        meshtrain.parallelize(Around(FewKeys(head_dim=False)), tp, precision="float64", tp_plan=plan)
+    with pytest.raises(
+        AgreedError, match="If inner is attention, set its attribute head_dim, by which heads stay"
+    ):
+        meshtrain.parallelize(
+            Around(FewKeys(head_dim=False)), tp, precision="float64", tp_plan=plan
+        )
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda x: F.dropout(x, 0.1), lambda x: x * random.random(), lambda x: x * np.random.rand()]
+    "draw",
+    [lambda x: F.dropout(x, 0.1), lambda x: x * random.random(), lambda x: x * np.random.rand()],
 )
-def test_random_numbers_of_a_model_are_the_same_in_the_check(tp: Mesh, draw: Callable[[Tensor], Tensor]) -> None:
+def test_random_numbers_of_a_model_are_the_same_in_the_check(
+    tp: Mesh, draw: Callable[[Tensor], Tensor]
+) -> None:
     state = random.getstate()
     model = Around(Mlp(lambda layer, x: draw(x) if layer.training else x))
     meshtrain.parallelize(model, tp, precision="float64", tp_plan=MLP)
@@ -303,7 +348,10 @@ def test_experts_that_are_dealt_out(tp: Mesh) -> None:
     mesh = build_mesh(tp.layout.with_experts(tp.size("tp")))
     ep_plan = {"inner.experts": "ep_dispatch_experts"}
     compare(MODELS["experts"], mesh, tp_plan=AROUND, ep_plan=ep_plan)
-    for reason, options in (("leave it true", {**WHOLE, "ep_plan": ep_plan}), ("has no ep_plan", {})):
+    for reason, options in (
+        ("leave it true", {**WHOLE, "ep_plan": ep_plan}),
+        ("has no ep_plan", {}),
+    ):
         with pytest.raises(InputError, match=reason):
             meshtrain.parallelize(MODELS["experts"](), mesh, tp_plan=AROUND, **options)
 
@@ -335,7 +383,9 @@ def test_nothing_splits_the_sequence(tp: Mesh, recwarn: pytest.WarningsRecorder)
 
 def test_dropout_of_one_token_per_rank_is_refused(tp: Mesh) -> None:
     model = nn.Sequential(nn.Embedding(V, D), Dropout(0.5), nn.Linear(D, V))
-    meshtrain.parallelize(model, tp, tp_plan={"0": "embedding_rowwise", "2": "colwise_gather_output"})
+    meshtrain.parallelize(
+        model, tp, tp_plan={"0": "embedding_rowwise", "2": "colwise_gather_output"}
+    )
     set_dropout(model, seed=0, step=1, samples=range(B))
     single, two = (torch.zeros(B, n * tp.size("tp"), dtype=torch.int64) for n in (1, 2))
     with pytest.raises(InputError, match="each rank has one"):
@@ -344,16 +394,21 @@ def test_dropout_of_one_token_per_rank_is_refused(tp: Mesh) -> None:
     model.eval()(single)
 
 
-def test_one_wrong_rank_suffices_and_the_others_are_told(tp: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_rank_suffices_and_the_others_are_told(
+    tp: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = tensor_parallel.RowParallelLinear.forward
     wrong = 1 + 0.01 * tp.rank
-    monkeypatch.setattr(tensor_parallel.RowParallelLinear, "forward", lambda layer, x: forward(layer, x) * wrong)
+    monkeypatch.setattr(
+        tensor_parallel.RowParallelLinear, "forward", lambda layer, x: forward(layer, x) * wrong
+    )
     with pytest.raises(InputError, match=r"model\.layers\.0: output 0 differs by 0\.0"):
         meshtrain.parallelize(small_llama(), tp)
 
 
 def test_the_check_leaves_all_alone(tp: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes no generator and no weight; identical blocks run once in each of the two models."""
+    """It changes no generator and no weight; identical blocks run once in each of the two
+    models."""
     calls: list[int] = []
     forward = llama.Layer.forward
 
@@ -394,7 +449,8 @@ class Three(nn.Module):
 
 
 def test_products_of_layers_that_may_share_an_input(tp: Mesh, products: list[int]) -> None:
-    """One for each layer if they read two tensors; nothing is kept, nor by a forward without gradients."""
+    """One for each layer if they read two tensors; nothing is kept, nor by a forward without
+    gradients."""
 
     def products_of(*inputs: Tensor) -> int:
         products.clear()
@@ -417,13 +473,19 @@ def test_products_of_layers_that_may_share_an_input(tp: Mesh, products: list[int
     assert shared._input is None
 
 
-def test_uneven_heads_make_no_tensor_from_host_data(tp: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uneven_heads_make_no_tensor_from_host_data(
+    tp: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which would synchronize."""
-    model: Any = meshtrain.parallelize(small_llama(num_attention_heads=12, num_key_value_heads=3), tp)
+    model: Any = meshtrain.parallelize(
+        small_llama(num_attention_heads=12, num_key_value_heads=3), tp
+    )
     layer = model.model.layers[0].self_attn.k_proj
     assert layer.heads.repeated is not None
     x = torch.randn(1, 4, 24, dtype=torch.float32)
-    monkeypatch.setattr(torch, "tensor", lambda *_, **named: pytest.fail("a tensor is made from numbers"))
+    monkeypatch.setattr(
+        torch, "tensor", lambda *_, **named: pytest.fail("a tensor is made from numbers")
+    )
     layer(x)
 
 
@@ -431,6 +493,12 @@ def test_a_run_says_that_nothing_splits_the_sequence(
     job: Job, shared_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.set_default_dtype(torch.float32)
-    train(job, shared_path / "run", "layout={tp: 2}", f"model.name={OWN_MODELS / 'whole_sequence.py'}", "train.steps=1")
+    train(
+        job,
+        shared_path / "run",
+        "layout={tp: 2}",
+        f"model.name={OWN_MODELS / 'whole_sequence.py'}",
+        "train.steps=1",
+    )
     off = "parallel.sequence_parallel is off: the tp_plan has no embedding_rowwise layer"
     assert capsys.readouterr().out.count(off) == (job.rank == 0)

@@ -1,5 +1,5 @@
-"""Over data ranks, a sample's result may not depend on those beside it or on forwards before, and no forward may change
-what each rank, or a second run of a block, would change."""
+"""Over data ranks, a sample's result may not depend on those beside it or on forwards before, and
+no forward may change what each rank, or a second run of a block, would change."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -88,11 +88,16 @@ def centre(_: Any, x: Tensor) -> Tensor:
     [
         (centre, "output 0 differs by"),
         (lambda layer, x: x / len(x) if layer.training else x, "output 0 differs "),
-        (lambda _, x: attach(x, "spread", x.var(0).sum(-1).expand(x.shape[:2])), ": spread differs by"),
+        (
+            lambda _, x: attach(x, "spread", x.var(0).sum(-1).expand(x.shape[:2])),
+            ": spread differs by",
+        ),
         (lambda _, x: x * (1 + 2**-8 * (len(x) - 2)), "output 0 differs by 0.0039"),
     ],
 )
-def test_what_depends_on_other_samples_is_refused(data_ranks: Mesh, action: Any, words: str) -> None:
+def test_what_depends_on_other_samples_is_refused(
+    data_ranks: Mesh, action: Any, words: str
+) -> None:
     problem = check(Blocks(Beside(action)), data_ranks)
     for part in ("inner", words, "use one data rank"):
         assert part in problem
@@ -110,7 +115,8 @@ def add_neighbour(_: Any, x: Tensor) -> Tensor:
 
 
 def by_the_weights(sign: int) -> Callable[[Any, Tensor], Tensor]:
-    """Differs with one of two draws of weights alone, as if rounding had changed a router's choice."""
+    """Differs with one of two draws of weights alone, as if rounding had changed a router's
+    choice."""
     return lambda layer, x: x + (len(x) - 2) * (sign * layer.layer.weight[0, 0] > 0)
 
 
@@ -122,7 +128,9 @@ def by_the_weights(sign: int) -> Callable[[Any, Tensor], Tensor]:
         double_bright,
         lambda _, x: F.dropout(x, 0.5) if x.requires_grad else x,
         add_neighbour,
-        lambda _, x: (x * (1 + 2**-8 * (len(x) - 2))).bfloat16().double(),  # which another size rounds in another way
+        lambda _, x: (
+            (x * (1 + 2**-8 * (len(x) - 2))).bfloat16().double()
+        ),  # which another size rounds in another way
         by_the_weights(1),
         by_the_weights(-1),
     ],
@@ -142,7 +150,9 @@ def test_other_models_and_settings(data_ranks: Mesh) -> None:
     assert check(dependent, ALONE, recompute="full") == "", "one process may mix samples"
     sample = (torch.randint(V, (2, 8)),)
     with pytest.raises(InputError, match=r"inner|the model's output"):
-        meshtrain.parallelize(Around(Beside(centre)), data_ranks, precision="float64", sample=sample)
+        meshtrain.parallelize(
+            Around(Beside(centre)), data_ranks, precision="float64", sample=sample
+        )
 
 
 def multiply_by_calls(layer: Any, x: Tensor) -> Tensor:
@@ -185,19 +195,31 @@ def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
         "parallel.sequence_parallel=true",
     )
     keys += (f"data.cache={tmp_path / 'cache'}",)
-    refused = forked(2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / 'run'}")
+    refused = forked(
+        2, "-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path / 'run'}"
+    )
     assert refused.status == 2
-    assert refused.err.count("does not compute what it does on one device: blocks_.0: input 0 differs by") == 1
-    assert "Use parallel.sequence_parallel: false, which passes this check, or mend the model" in refused.err
+    assert (
+        refused.err.count(
+            "does not compute what it does on one device: blocks_.0: input 0 differs by"
+        )
+        == 1
+    )
+    assert (
+        "Use parallel.sequence_parallel: false, which passes this check, or mend the model"
+        in refused.err
+    )
     assert "parallel.verify: false" in refused.err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-# What a forward changes besides its output ----------------------------------------------------------------------------
+# What a forward changes besides its output --------------------------------------------------------
 
 
 # Of two copies, one of which knows nothing of the other.
-RANKS: Any = SimpleNamespace(size=lambda *axes: 1 if axes == ("pp",) else 2, uses_fsdp=False, world=None)
+RANKS: Any = SimpleNamespace(
+    size=lambda *axes: 1 if axes == ("pp",) else 2, uses_fsdp=False, world=None
+)
 
 
 class Changing(nn.Module):
@@ -259,7 +281,10 @@ def test_a_block_that_runs_again_may_not_count() -> None:
         model = nn.Sequential(Changing(CHANGES["count"]))
         return parallelize(model, ALONE, precision="float64", recompute=recompute, verify=verify)
 
-    x, refusal = torch.ones(1, 2), r"changes 0\.count in training, and a block that is recomputed would change it"
+    x, refusal = (
+        torch.ones(1, 2),
+        r"changes 0\.count in training, and a block that is recomputed would change it",
+    )
     with pytest.raises(AgreedError, match=refusal):
         placed("full")(x)
     for allowed in (placed("none"), placed("full", verify=False)):

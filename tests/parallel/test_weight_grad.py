@@ -1,5 +1,5 @@
-"""Weight gradients that are left for later or added where they belong: the same numbers, and really not computed
-before."""
+"""Weight gradients that are left for later or added where they belong: the same numbers, and really
+not computed before."""
 
 import copy
 import pickle
@@ -20,9 +20,17 @@ from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.parallel.grad_sync import finish_reduce, set_is_last_backward, start_reduce
 from meshtrain.parallel.linear import use_products
-from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
+from meshtrain.parallel.linear.weight_grad import (
+    DeferredWeightGrad,
+    WeightGradQueue,
+    run_weight_grads,
+)
 from meshtrain.parallel.mixed_precision import master_dtype
-from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, apply_tensor_parallel
+from meshtrain.parallel.parallelize import (
+    ParallelOptions,
+    apply_data_parallel,
+    apply_tensor_parallel,
+)
 from tests.comparing import ALONE, V, gradients, small_llama, token_losses
 from tests.parallel.operators import Operators
 
@@ -48,7 +56,9 @@ def twice(model: nn.Module) -> None:
 
 def frozen(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(layer in name for layer in ("up_proj", "k_proj", "layers.1")))
+        parameter.requires_grad_(
+            not any(layer in name for layer in ("up_proj", "k_proj", "layers.1"))
+        )
 
 
 def bias(model: nn.Module) -> None:
@@ -74,7 +84,9 @@ def placed(model: nn.Module, precision: str = "float64", **options: Any) -> nn.M
     return apply_data_parallel(model, ALONE, ParallelOptions(precision=precision, **options))
 
 
-def ours(change: Change = unchanged, queue: WeightGradQueue | None = None, **options: Any) -> nn.Module:
+def ours(
+    change: Change = unchanged, queue: WeightGradQueue | None = None, **options: Any
+) -> nn.Module:
     """The same model with our layers, as on GPUs."""
     model = torchs(change)
     use_products(model, queue=queue)
@@ -85,7 +97,9 @@ def loss_of(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
     return sample_losses(model(tokens), tokens).sum()
 
 
-def assert_same(model: nn.Module, known: nn.Module, rtol: float = 1e-12, atol: float = 1e-14) -> None:
+def assert_same(
+    model: nn.Module, known: nn.Module, rtol: float = 1e-12, atol: float = 1e-14
+) -> None:
     torch.testing.assert_close(gradients(model), gradients(known), rtol=rtol, atol=atol)
 
 
@@ -96,17 +110,21 @@ def products(action: Callable[[], Any]) -> int:
     return operators.of(aten.mm.default, aten.addmm.default, aten.addmm_.default)
 
 
-# Left for later ------------------------------------------------------------------------------------------------------
+# Left for later -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [unchanged, tied_layers])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_the_same_bits_as_at_once(recompute: str, precision: str, change: Change) -> None:
-    """Two microbatches, whose weight gradients come in the other order, after both input gradients."""
+    """Two microbatches, whose weight gradients come in the other order, after both input
+    gradients."""
     queue, options = WeightGradQueue(), {"recompute": recompute, "precision": precision}
     plain, deferring = placed(torchs(change), **options), ours(change, queue, **options)
-    losses = [[loss_of(model, tokens) for tokens in (TOKENS, TOKENS.flip(1))] for model in (plain, deferring)]
+    losses = [
+        [loss_of(model, tokens) for tokens in (TOKENS, TOKENS.flip(1))]
+        for model in (plain, deferring)
+    ]
     pending = []
     for at_once, split in zip(*losses, strict=True):
         assert torch.equal(at_once, split)
@@ -114,7 +132,9 @@ def test_the_same_bits_as_at_once(recompute: str, precision: str, change: Change
         with queue.record() as deferred:
             split.backward()
         pending.append(deferred)
-    assert all("norm" in name or "embed" in name for name in gradients(deferring)), "no other has its gradient yet"
+    assert all("norm" in name or "embed" in name for name in gradients(deferring)), (
+        "no other has its gradient yet"
+    )
     for deferred in pending:
         run_weight_grads(deferred)
     assert_same(deferring, plain, rtol=0, atol=0)
@@ -122,11 +142,16 @@ def test_the_same_bits_as_at_once(recompute: str, precision: str, change: Change
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_each_product_is_computed_once(recompute: str) -> None:
-    """A full recomputation repeats the products of a block's forward; those of the head are not computed again."""
+    """A full recomputation repeats the products of a block's forward; those of the head are not
+    computed again."""
     again = 2 * 7 if recompute == "full" else 0
-    spared = 2 if recompute == "full" else 0  # torch's own layer saves its input before it multiplies, and stops there
+    # torch's own layer saves its input before it multiplies, and stops there
+    spared = 2 if recompute == "full" else 0
     queue = WeightGradQueue()
-    assert products(loss_of(placed(torchs(), recompute=recompute)).backward) == 2 * LINEAR + again - spared
+    assert (
+        products(loss_of(placed(torchs(), recompute=recompute)).backward)
+        == 2 * LINEAR + again - spared
+    )
     loss = loss_of(ours(queue=queue, recompute=recompute))
     with queue.record() as deferred:
         assert products(loss.backward) == LINEAR + again, "input gradients only"
@@ -163,7 +188,8 @@ def test_a_bias_is_computed_at_once_and_an_input_without_gradient_costs_nothing(
 
 
 def test_weight_gradients_are_made_one_after_the_other() -> None:
-    """Those of a second microbatch are added to the first's, and let go: no two layers have theirs at once."""
+    """Those of a second microbatch are added to the first's, and let go: no two layers have theirs
+    at once."""
     queue = WeightGradQueue()
     model = ours(queue=queue)
     storages: list[StorageWeakRef] = []
@@ -194,20 +220,24 @@ def test_a_queue_gets_what_goes_to_a_weight_whose_gradients_nobody_watches() -> 
     use_products(layers, queue=queue)
     layers[0].weight.register_hook(lambda grad: 2 * grad)
     with queue.record() as deferred:
-        torch.autograd.grad(layers(x).sum(), x)  # of a forward that runs again and has a backward inside
+        # of a forward that runs again and has a backward inside
+        torch.autograd.grad(layers(x).sum(), x)
         assert not deferred
         layers(x).sum().backward()
     assert [each.parameter for each in deferred] == [layers[1].weight]
-    torch.testing.assert_close(layers[0].weight.grad, 4 * layers[1].weight.sum(0)[:, None].expand(4, 3))
+    torch.testing.assert_close(
+        layers[0].weight.grad, 4 * layers[1].weight.sum(0)[:, None].expand(4, 3)
+    )
 
 
-# Added where they belong ---------------------------------------------------------------------------------------------
+# Added where they belong --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [unchanged, tied, twice, frozen, bias])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_gradients_are_those_of_autograd(change: Change, recompute: str) -> None:
-    """Three uneven microbatches in two steps, of which the second begins with gradients of zeros."""
+    """Three uneven microbatches in two steps, of which the second begins with gradients of
+    zeros."""
     models = ours(change, recompute=recompute), torchs(change)
     for model in models:
         for tokens in (TOKENS, TOKENS[:1], TOKENS[:, :5]):
@@ -234,13 +264,19 @@ def test_products_add_where_gradients_belong() -> None:
 
 
 def test_autograd_keeps_what_it_is_asked_to_see() -> None:
-    """Hooks, anomaly mode, gradients of some tensors only, or to have and not to add, sparse ones."""
+    """Hooks, anomaly mode, gradients of some tensors only, or to have and not to add, sparse
+    ones."""
     models = ours(), torchs()
     calls: list[list[float]] = [[], []]
     for model, own in zip(models, calls, strict=True):
-        q, o = model.model.layers[1].self_attn.q_proj.weight, model.model.layers[0].self_attn.o_proj.weight
+        q, o = (
+            model.model.layers[1].self_attn.q_proj.weight,
+            model.model.layers[0].self_attn.o_proj.weight,
+        )
         hook = q.register_hook(lambda grad: 2 * grad)
-        post = o.register_post_accumulate_grad_hook(lambda p, own=own: own.append(p.grad.sum().item()))
+        post = o.register_post_accumulate_grad_hook(
+            lambda p, own=own: own.append(p.grad.sum().item())
+        )
         for _ in range(2):
             loss_of(model).backward()
         hook.remove()
@@ -310,14 +346,18 @@ def test_a_model_stays_one_that_can_be_copied_and_pickled() -> None:
     assert not gradients(model)
 
 
-# Over tp ------------------------------------------------------------------------------------------------------------
+# Over tp ------------------------------------------------------------------------------------------
 
 
 REGATHERED = {"precision": "float32", "recompute": "full", "regather": True}
 
 
 def model_of(
-    tp: Mesh, key_value_heads: int, change: Change, options: dict[str, Any], queue: WeightGradQueue | None = None
+    tp: Mesh,
+    key_value_heads: int,
+    change: Change,
+    options: dict[str, Any],
+    queue: WeightGradQueue | None = None,
 ) -> nn.Module:
     model = small_llama(num_key_value_heads=key_value_heads)
     change(model)
@@ -335,10 +375,17 @@ def model_of(
 @pytest.mark.parametrize(
     ("key_value_heads", "change", "options"),
     [
-        *((heads, unchanged, keys) for heads in (2, 1) for keys in ({}, {"sequence_parallel": False}, REGATHERED)),
+        *(
+            (heads, unchanged, keys)
+            for heads in (2, 1)
+            for keys in ({}, {"sequence_parallel": False}, REGATHERED)
+        ),
         (2, frozen, {"regather": True}),
         (1, frozen, {"recompute": "full", "sequence_parallel": False}),
-        *((2, unchanged, {"precision": "bfloat16", "recompute": kind}) for kind in ("none", "selective", "full")),
+        *(
+            (2, unchanged, {"precision": "bfloat16", "recompute": kind})
+            for kind in ("none", "selective", "full")
+        ),
     ],
 )
 def test_the_same_bits_as_at_once_over_tp(
@@ -347,7 +394,9 @@ def test_the_same_bits_as_at_once_over_tp(
     """Of two microbatches, after both of their backwards. Nothing is left for frozen weights."""
     tp, queue = build_mesh(Layout({"tp": 2})), WeightGradQueue()
     models = [model_of(tp, key_value_heads, change, options, queue) for queue in (None, queue)]
-    losses = [[token_losses(model, 0, microbatch).sum() for microbatch in (0, 1)] for model in models]
+    losses = [
+        [token_losses(model, 0, microbatch).sum() for microbatch in (0, 1)] for model in models
+    ]
     pending = []
     for at_once, split in zip(*losses, strict=True):
         at_once.backward()

@@ -19,9 +19,14 @@ def train(
     runs: list[tuple[Experiment, str, str, tuple[str, ...]]],
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes."""
+    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world`
+    processes."""
     cells = [
-        [e.config, [*e.overrides, *more, f"layout={layout}", f"train.output={folder / where}"], small(e)]
+        [
+            e.config,
+            [*e.overrides, *more, f"layout={layout}", f"train.output={folder / where}"],
+            small(e),
+        ]
         for e, where, layout, more in runs
     ]
     file = folder / f"cells_{world}_{len(cells)}.json"
@@ -34,7 +39,8 @@ def train(
 
 
 def small(experiment: Experiment) -> int:
-    """FSDP's minimum unit size: the default for the experiment in float32; 0 for others, to gather each block alone."""
+    """FSDP's minimum unit size: the default for the experiment in float32; 0 for others, to gather
+    each block alone."""
     return MIN_UNIT_SIZE if experiment.name == "float32" else 0
 
 
@@ -47,4 +53,6 @@ def assert_same(rows: list[dict], reference: list[dict], tolerance: float) -> No
         for name in (*COMPARED, *(name for name in expected if "/" in name)):
             assert (name in row) == (name in expected)
             if name in row:
-                assert row[name] == pytest.approx(expected[name], rel=tolerance, abs=0), f"step {row['step']}: {name}"
+                assert row[name] == pytest.approx(expected[name], rel=tolerance, abs=0), (
+                    f"step {row['step']}: {name}"
+                )

@@ -1,8 +1,10 @@
-"""Which cells the parity tests train: every pair of values of two factors stands together in at least one cell.
+"""Which cells the parity tests train: every pair of values of two factors stands together in at
+least one cell.
 
-A cell gives each factor a value: the size of each axis, a schedule, a precision, and so on. All combinations would be
-hundreds of thousands; most errors need one value or the meeting of two. `covering` chooses few cells that have every
-pair, but for the pairs that no run can have, of which `why_not` gives the reason.
+A cell gives each factor a value: the size of each axis, a schedule, a precision, and so on. All
+combinations would be hundreds of thousands; most errors need one value or the meeting of two.
+`covering` chooses few cells that have every pair, but for the pairs that no run can have, of which
+`why_not` gives the reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +31,17 @@ NO_SCHEDULE = "none"
 FACTORS: dict[str, tuple[str, ...]] = {
     **AXES,
     "schedule": (NO_SCHEDULE, *NAMES),
-    "model": ("llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "convnet", "with terms", "lora"),
+    "model": (
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "glm4_moe",
+        "deepseek_v3",
+        "convnet",
+        "with terms",
+        "lora",
+    ),
     "optimizer": ("adamw", "muon", "sgd", "adamw, sharded", "adamw, averaged"),
     "recompute": ("none", "selective", "full"),
     "precision": ("float64", "float32", "float8", "mxfp8"),
@@ -48,7 +60,9 @@ def size(cell: Mapping[str, str], axis: str) -> int:
 
 
 def stages_per_rank(schedule: str) -> int:
-    return 1 if schedule == NO_SCHEDULE else build(schedule, ranks=2, microbatches=2).stages_per_rank
+    return (
+        1 if schedule == NO_SCHEDULE else build(schedule, ranks=2, microbatches=2).stages_per_rank
+    )
 
 
 def why_not(cell: Mapping[str, str]) -> str | None:
@@ -56,7 +70,11 @@ def why_not(cell: Mapping[str, str]) -> str | None:
     model, precision = cell.get("model"), cell.get("precision")
     if ranks_of(cell) > RANKS:
         return f"a cell has at most {RANKS} ranks"
-    if "pp" in cell and "schedule" in cell and (cell["pp"] == "1") != (cell["schedule"] == NO_SCHEDULE):
+    if (
+        "pp" in cell
+        and "schedule" in cell
+        and (cell["pp"] == "1") != (cell["schedule"] == NO_SCHEDULE)
+    ):
         return "a schedule is of stages on several ranks"
     if model == "convnet":
         if size(cell, "tp") > 1:
@@ -95,7 +113,9 @@ def covering(
 ) -> tuple[list[Cell], list[Pair]]:
     """Cells that together have every pair of values, and the pairs that no cell can have."""
     # The pairs of the two factors with most values need most cells: the others find room in these.
-    largest = sorted(all_pairs(factors), key=lambda pair: -len(factors[pair[0][0]]) * len(factors[pair[1][0]]))
+    largest = sorted(
+        all_pairs(factors), key=lambda pair: -len(factors[pair[0][0]]) * len(factors[pair[1][0]])
+    )
     missing = dict.fromkeys(largest)
     impossible: list[Pair] = []
     cells: list[Cell] = []
@@ -115,7 +135,8 @@ def covering(
 def completed(
     begun: Cell, factors: Mapping[str, Sequence[str]], missing: Mapping[Pair, Any], why_not: Any
 ) -> Cell | None:
-    """Gives each factor a value, the one with which most pairs are there that are still missing; None: nothing fits."""
+    """Gives each factor a value, the one with which most pairs are there that are still missing;
+    None: nothing fits."""
     if why_not(begun) is not None:
         return None
     open_factors = [name for name in factors if name not in begun]
@@ -125,7 +146,11 @@ def completed(
 
     def gain(value: str) -> tuple[float, int]:
         new = sum(pair in missing for pair in pairs(begun | {name: value}))
-        cost = 1.0 * (ranks_of(begun | {name: value}) / max(1, ranks_of(begun)) - 1) if name in AXES else 0.0
+        cost = (
+            1.0 * (ranks_of(begun | {name: value}) / max(1, ranks_of(begun)) - 1)
+            if name in AXES
+            else 0.0
+        )
         return new - cost, -factors[name].index(value)
 
     for value in sorted(factors[name], key=gain, reverse=True):

@@ -30,7 +30,9 @@ def overrides_of(name: str, section: str = "parts") -> tuple[str, ...]:
 
 
 SMALL = overrides_of("small")
-EXPERT_MODELS = {name: overrides_of(name) for name in ("qwen3_moe", "mixtral", "glm", "latent attention")}
+EXPERT_MODELS = {
+    name: overrides_of(name) for name in ("qwen3_moe", "mixtral", "glm", "latent attention")
+}
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,29 @@ def experiments(folder: Path) -> dict[str, Experiment]:
 
     def experiment(name: str, section: str, config: str, first: tuple[str, ...]) -> Experiment:
         keys = (*first, *overrides_of(name, section))
-        return Experiment(name, config, tuple(key.replace("DIR", str(folder)) for key in keys), 1e-9, falls_to(name))
+        return Experiment(
+            name,
+            config,
+            tuple(key.replace("DIR", str(folder)) for key in keys),
+            1e-9,
+            falls_to(name),
+        )
 
     text, images = TABLE["on text"], TABLE["on images"]
-    every = {name: experiment(name, "on text", QUICKSTART, (*SMALL, *overrides_of("exact"))) for name in text}
+    every = {
+        name: experiment(name, "on text", QUICKSTART, (*SMALL, *overrides_of("exact")))
+        for name in text
+    }
     every |= {name: experiment(name, "on images", "configs/digits.yaml", ()) for name in images}
-    every["float32"] = Experiment("float32", QUICKSTART, (*SMALL, f"data.cache={folder / 'cache'}"), 1e-5, falls_to=0.8)
+    every["float32"] = Experiment(
+        "float32", QUICKSTART, (*SMALL, f"data.cache={folder / 'cache'}"), 1e-5, falls_to=0.8
+    )
     return every
 
 
 def falls_to(name: str) -> float:
-    """Of the first loss, in float64: the head, or everything before the stop, may keep its initial values."""
+    """Of the first loss, in float64: the head, or everything before the stop, may keep its initial
+    values."""
     if name in ("a frozen tied embedding", "gradients that stop") or name.startswith("lora"):
         return 0.985
     return 0.95 if "learns slowly" in TABLE["on text"].get(name, ()) else 0.97
@@ -78,7 +92,8 @@ def write_held_out(folder: Path) -> None:
 
 
 def write_ragged(path: Path) -> Path:
-    """Prompts without and completions with a loss, of very different lengths: many samples have no valid target."""
+    """Prompts without and completions with a loss, of very different lengths: many samples have no
+    valid target."""
     rng = random.Random(0)
     words = ["mesh", "rank", "loss", "shard", "step", "group", "axis", "host", "norm", "batch"]
 
@@ -93,7 +108,8 @@ def write_ragged(path: Path) -> Path:
     return path
 
 
-# -------------------------------------------------------------------------------------------- the cells of covering.py
+# -------------------------------------------------------------------------------------------- the
+# cells of covering.py
 
 SHARED = "parallel.shard_optimizer=true"
 CELL_STEPS = 3
@@ -103,7 +119,12 @@ _OPTIMIZERS = {
     "muon": ("optimizer.name=muon",),
     "sgd": ("optimizer.name=sgd", "optimizer.lr=0.1"),
     "adamw, sharded": (),
-    "adamw, averaged": ("optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=2", "train.eval_samples=9"),
+    "adamw, averaged": (
+        "optimizer.ema_decay=0.8",
+        "train.use_ema=true",
+        "train.eval_every=2",
+        "train.eval_samples=9",
+    ),
 }
 _AXES = {
     "2, ring": ("parallel.context=ring",),
@@ -114,8 +135,13 @@ _SIZES = {"convnet": 21, **dict.fromkeys(EXPERT_MODELS, 7)}  # samples per step;
 
 
 def experiment_of(cell: Mapping[str, str], folder: Path) -> Experiment:
-    """What a cell trains, but for what the layout may not change: its layout, schedule, recomputation."""
-    keys: tuple[str, ...] = (f"data.cache={folder / 'cache'}", "optimizer.warmup_steps=2", f"train.steps={CELL_STEPS}")
+    """What a cell trains, but for what the layout may not change: its layout, schedule,
+    recomputation."""
+    keys: tuple[str, ...] = (
+        f"data.cache={folder / 'cache'}",
+        "optimizer.warmup_steps=2",
+        f"train.steps={CELL_STEPS}",
+    )
     model, precision = cell["model"], cell["precision"]
     keys += (f"train.precision={'float32' if precision == 'float32' else 'float64'}",)
     if model == "convnet":
@@ -124,7 +150,12 @@ def experiment_of(cell: Mapping[str, str], folder: Path) -> Experiment:
     else:
         config = QUICKSTART
         ragged = write_ragged(folder / "ragged.jsonl")
-        data = ("data.source=jsonl", f"data.path={ragged}", "data.validation=0.03", "data.mask_documents=true")
+        data = (
+            "data.source=jsonl",
+            f"data.path={ragged}",
+            "data.validation=0.03",
+            "data.mask_documents=true",
+        )
         keys = (*SMALL, *data, *keys)
     keys += {
         "llama": ("model.tie_word_embeddings=true",),
@@ -141,7 +172,11 @@ def experiment_of(cell: Mapping[str, str], folder: Path) -> Experiment:
         if model == "deepseek_v3":
             wide += ("model.q_lora_rank=128",)
         keys += (f"train.linear_precision={precision}", *wide)
-    keys += (*_OPTIMIZERS[cell["optimizer"]], f"batch.global_size={_SIZES.get(model, 14)}", "parallel.recompute=none")
+    keys += (
+        *_OPTIMIZERS[cell["optimizer"]],
+        f"batch.global_size={_SIZES.get(model, 14)}",
+        "parallel.recompute=none",
+    )
     tolerance = 1e-5 if precision == "float32" else 1e-9
     name = f"{model}, {cell['optimizer']}, {precision}"
     return Experiment(name, config, keys, tolerance)
@@ -154,7 +189,11 @@ def layout_of(cell: Mapping[str, str]) -> list[str]:
     microbatches = 3 if sizes["pp"] > 1 else 2
     data_ranks = sizes["dp_replicate"] * sizes["dp_shard"]
     micro_size = -(-_SIZES.get(cell["model"], 14) // (data_ranks * microbatches))
-    keys = [f"layout={{{layout}}}", f"batch.micro_size={micro_size}", f"parallel.recompute={cell['recompute']}"]
+    keys = [
+        f"layout={{{layout}}}",
+        f"batch.micro_size={micro_size}",
+        f"parallel.recompute={cell['recompute']}",
+    ]
     keys.append(f"parallel.verify={cell['verify']}")
     for axis in AXES:
         keys += _AXES.get(cell[axis], ())

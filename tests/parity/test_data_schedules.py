@@ -1,4 +1,5 @@
-"""Mixtures of sources and growing batches: the same curve on every layout, and the same bits after a resume."""
+"""Mixtures of sources and growing batches: the same curve on every layout, and the same bits after
+a resume."""
 
 from pathlib import Path
 
@@ -41,14 +42,16 @@ def write_sources(folder: Path) -> None:
     rng = np.random.default_rng(0)
     (folder / "text.txt").write_text("one two three four five six seven eight nine ten. " * 60)
     ids = (Document(rng.integers(1, 200, 50)) for _ in range(40))
-    write(folder / "tokens", ids, vocab_size=300, tokenizer="bytes", source="random")  # two bytes per token
+    # two bytes per token
+    write(folder / "tokens", ids, vocab_size=300, tokenizer="bytes", source="random")
     write_ragged(folder / "ragged.jsonl")
 
 
 def experiment_of(name: str, session_path: Path) -> Experiment:
     data = made_once(session_path / "sources", write_sources)
     sources = (
-        f"{{name: ragged, source: jsonl, path: {data}/ragged.jsonl, epochs: 2, weight: [[0, 0.5], [3, 0.05]]}}",
+        f"{{name: ragged, source: jsonl, path: {data}/ragged.jsonl, epochs: 2, weight: [[0, 0.5], "
+        f"[3, 0.05]]}}",
         f"{{name: text, source: text, path: {data}/text.txt, weight: [[0, 0.3], [3, 0.95]]}}",
         f"{{name: tokens, source: tokens, path: {data}/tokens, weight: [[0, 0.2], [3, 0]]}}",
     )
@@ -81,7 +84,9 @@ def test_same_curve_as_one_process(
     experiment = experiment_of(name, session_path)
     # More layers are another experiment.
     of_one_process = tuple(key for key in more if key.startswith("model."))
-    plain = Experiment(name, QUICKSTART, (*experiment.overrides, *of_one_process), experiment.tolerance)
+    plain = Experiment(
+        name, QUICKSTART, (*experiment.overrides, *of_one_process), experiment.tolerance
+    )
     run = train_here(job, experiment, [*more, f"layout={layout}"], shared_path)
     assert_same(run.rows, train_alone(job, plain, session_path).rows, experiment.tolerance)
 
@@ -96,11 +101,15 @@ def same_bits(rows: list[dict], expected: list[dict]) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mixture", "ramp", "length"])
-def test_a_resumed_run_goes_on_bit_for_bit(job: Job, name: str, shared_path: Path, session_path: Path) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(
+    job: Job, name: str, shared_path: Path, session_path: Path
+) -> None:
     experiment = experiment_of(name, session_path)
     whole = train_here(job, experiment, [SHARDED, "checkpoint.every=3"], shared_path / "whole").rows
     resume = f"checkpoint.resume={shared_path}/whole/checkpoints/step_0000003"
-    same_bits(train_here(job, experiment, [SHARDED, resume], shared_path / "resumed").rows, whole[3:])
+    same_bits(
+        train_here(job, experiment, [SHARDED, resume], shared_path / "resumed").rows, whole[3:]
+    )
 
 
 @pytest.mark.ranks(2)
@@ -109,7 +118,13 @@ def test_a_decay_branch_is_the_run_that_had_its_keys_from_the_beginning(
 ) -> None:
     experiment = experiment_of("ramp", session_path)
     decay = [SHARDED, "optimizer.schedule=wsd", "train.steps=6", "optimizer.decay_steps=2"]
-    trunk = [SHARDED, "optimizer.schedule=wsd", "train.steps=7", "optimizer.decay_steps=1", "checkpoint.every=4"]
+    trunk = [
+        SHARDED,
+        "optimizer.schedule=wsd",
+        "train.steps=7",
+        "optimizer.decay_steps=1",
+        "checkpoint.every=4",
+    ]
     decayed = train_here(job, experiment, decay, shared_path / "decayed").rows
     train_here(job, experiment, trunk, shared_path / "trunk")
     resume = f"checkpoint.resume={shared_path}/trunk/checkpoints/step_0000004"
@@ -122,12 +137,19 @@ def test_a_decay_branch_is_the_run_that_had_its_keys_from_the_beginning(
 def test_rows_have_the_samples_of_the_order(job: Job, session_path: Path) -> None:
     """The losses of the sources, too, must be consistent with that of the step."""
     ramp, length, both = (
-        train_alone(job, experiment_of(name, session_path), session_path).rows for name in ("ramp", "length", "both")
+        train_alone(job, experiment_of(name, session_path), session_path).rows
+        for name in ("ramp", "length", "both")
     )
     assert [row["samples"] for row in ramp] == [5, 10, 24, 38, 52, 55]
-    assert np.diff([0, *(row["tokens"] for row in length)]).tolist() == [14 * n for n in (8, 8, 26, 26, 48, 48)]
+    assert np.diff([0, *(row["tokens"] for row in length)]).tolist() == [
+        14 * n for n in (8, 8, 26, 26, 48, 48)
+    ]
     losses = [{key: row[key] for key in row if key.startswith("source_loss/")} for row in both]
-    assert set().union(*losses[:3]) == {"source_loss/ragged", "source_loss/text", "source_loss/tokens"}
+    assert set().union(*losses[:3]) == {
+        "source_loss/ragged",
+        "source_loss/text",
+        "source_loss/tokens",
+    }
     with_tokens = ["source_loss/tokens" in of_step for of_step in losses[2:]]
     assert with_tokens == [True, False, False, False], "its weight is 0 from then"
     assert set(losses[-1]) == {"source_loss/text"}  # 3 samples, of which 1/20 would be ragged

@@ -1,4 +1,5 @@
-"""Fixed-size messages to experts change nothing: a run with them equals one without, even if rows overflow."""
+"""Fixed-size messages to experts change nothing: a run with them equals one without, even if rows
+overflow."""
 
 from pathlib import Path
 
@@ -24,7 +25,12 @@ EP = "parallel.expert_parallel={}".format
 FEW = ("train.steps=3", "train.eval_every=2")
 CELLS = (
     (2, "{dp_shard: 2}", "experts", (EP(2), "batch.micro_size=2")),
-    (2, "{dp_replicate: 2}", "experts", (EP(2), "train.precision=float16", "model.hidden_dropout=0.1")),
+    (
+        2,
+        "{dp_replicate: 2}",
+        "experts",
+        (EP(2), "train.precision=float16", "model.hidden_dropout=0.1"),
+    ),
     (4, "{pp: 2, dp_shard: 2}", "experts", (EP(2), "pipeline.schedule=zbv")),
     (4, "{cp: 2, tp: 2}", "experts, sigmoid", (EP(4), "batch.micro_size=4")),
 )
@@ -38,8 +44,8 @@ ROWS = [row(*cell, name=cell[1], slow=cell[0] > 2) for cell in CELLS]
 def test_expert_rows_change_nothing(
     job: Job, layout: str, name: str, more: tuple[str, ...], shared_path: Path, session_path: Path
 ) -> None:
-    """Room for an even share, which overflows in every step, and room for all rows. A step that runs again draws random
-    numbers, scales and counts as in its first run."""
+    """Room for an even share, which overflows in every step, and room for all rows. A step that
+    runs again draws random numbers, scales and counts as in its first run."""
     experiment = experiments(session_path)[name]
     rows = {}
     for room in ("null", "1.0", str(job.world_size)):
@@ -78,11 +84,15 @@ def test_a_step_runs_again_from_the_same_state() -> None:
         torch.manual_seed(0)
         model = _Drawing()
         optimizer = Optimizer(model, config.optimizer, mesh, 10)
-        trainer = Trainer(model, optimizer, config, mesh, device, task="classification", timer=StepTimer(device))
+        trainer = Trainer(
+            model, optimizer, config, mesh, device, task="classification", timer=StepTimer(device)
+        )
         if again:
             trainer._expert_rows, model.trainer = 1.0, [trainer]
         for step in (1, 2):
-            trainer.forward_backward(step, [Batch.of([torch.randn(5, 6)], torch.arange(5) % 4) for _ in range(2)])
+            trainer.forward_backward(
+                step, [Batch.of([torch.randn(5, 6)], torch.arange(5) % 4) for _ in range(2)]
+            )
             result = trainer.optimizer_step(step)()
         assert result.terms == ({"expert_rows_overflow": 2.0} if again else {})
         results.append((result.loss, result.grad_norm, model.state_dict()))

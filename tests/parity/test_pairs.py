@@ -1,4 +1,5 @@
-"""The promise, for every pair of settings: cells of up to four ranks have the loss curve of one process."""
+"""The promise, for every pair of settings: cells of up to four ranks have the loss curve of one
+process."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ from meshtrain.config import Config
 from meshtrain.config.errors import ConfigErrors
 from meshtrain.job.process import Job
 from tests import ranks
-from tests.parity.covering import FACTORS, PLAIN, Cell, all_pairs, covering, pairs, ranks_of, why_not
+from tests.parity.covering import (
+    FACTORS,
+    PLAIN,
+    Cell,
+    all_pairs,
+    covering,
+    pairs,
+    ranks_of,
+    why_not,
+)
 from tests.parity.experiments import experiment_of, layout_of
 from tests.parity.runs import assert_parity
 
@@ -28,9 +38,15 @@ def parameter(cell: Cell) -> Any:
     return ranks.row(ranks_of(cell), cell, name=name)
 
 
-@pytest.mark.parametrize(("job", "cell"), [parameter(cell) for cell in CELLS if ranks_of(cell) > 1], indirect=["job"])
-def test_same_curve_as_one_process(job: Job, cell: Cell, shared_path: Path, session_path: Path) -> None:
-    assert_parity(job, experiment_of(cell, session_path), layout_of(cell), shared_path, session_path)
+@pytest.mark.parametrize(
+    ("job", "cell"), [parameter(cell) for cell in CELLS if ranks_of(cell) > 1], indirect=["job"]
+)
+def test_same_curve_as_one_process(
+    job: Job, cell: Cell, shared_path: Path, session_path: Path
+) -> None:
+    assert_parity(
+        job, experiment_of(cell, session_path), layout_of(cell), shared_path, session_path
+    )
 
 
 def test_every_pair_is_in_a_cell() -> None:

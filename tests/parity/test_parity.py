@@ -1,6 +1,6 @@
-"""The promise, for what test_pairs.py has no factor for: data, users' models, settings of one kind of layout, larger
-meshes. An experiment that has something of its own is trained once by `make test`, and the whole table by `make
-test-all`."""
+"""The promise, for what test_pairs.py has no factor for: data, users' models, settings of one kind
+of layout, larger meshes. An experiment that has something of its own is trained once by `make
+test`, and the whole table by `make test-all`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,10 +36,18 @@ def cells() -> Iterator[Row]:
 
 
 CELLS = list(cells())
-# Experiments that other tests of `make test` show but for a few settings: test_pairs.py, and for what is compiled
-# tests/parallel/test_compile.py.
+# Experiments that other tests of `make test` show but for a few settings: test_pairs.py, and for
+# what is compiled tests/parallel/test_compile.py.
 SHOWN_ELSEWHERE = {
-    *("float64", "selective", "averaged weights", "digits", "lora", "lora, experts", "lora, latent attention"),
+    *(
+        "float64",
+        "selective",
+        "averaged weights",
+        "digits",
+        "lora",
+        "lora, experts",
+        "lora, latent attention",
+    ),
     *("muon", "muon, experts", "float8", "mxfp8", "attached", "attached, recomputed", "qwen3"),
     "attached, even",
     *EXPERT_MODELS,
@@ -47,8 +55,8 @@ SHOWN_ELSEWHERE = {
 
 
 def parameters() -> list[Any]:
-    """The rows of the table: `slow` but for the first of each experiment that has something of its own, and the first
-    of each layout of three ranks, which divide little."""
+    """The rows of the table: `slow` but for the first of each experiment that has something of its
+    own, and the first of each layout of three ranks, which divide little."""
     rows = []
     trained = set(SHOWN_ELSEWHERE)
     layouts = set()
@@ -57,7 +65,16 @@ def parameters() -> list[Any]:
         slow = name in trained and not first_of_three
         trained.add(name)
         layouts.add(layout)
-        rows.append(ranks.row(world, layout, name, more, name=f"{layout} {name} {' '.join(more)}".strip(), slow=slow))
+        rows.append(
+            ranks.row(
+                world,
+                layout,
+                name,
+                more,
+                name=f"{layout} {name} {' '.join(more)}".strip(),
+                slow=slow,
+            )
+        )
     return rows
 
 
@@ -73,7 +90,10 @@ def test_same_curve_as_one_process(
 @pytest.mark.ranks(1)
 def test_averages_are_what_is_evaluated(job: Job, session_path: Path) -> None:
     known = experiments(session_path)
-    averaged, plain = (train_alone(job, known[name], session_path).rows[-1] for name in ("averaged weights", "ragged"))
+    averaged, plain = (
+        train_alone(job, known[name], session_path).rows[-1]
+        for name in ("averaged weights", "ragged")
+    )
     assert averaged["loss"] == plain["loss"]
     assert averaged["eval_loss"] > plain["eval_loss"], "of a loss that falls an average lags behind"
 
@@ -83,7 +103,9 @@ def test_every_schedule_has_its_microbatches(world: int, tmp_path: Path) -> None
     """A number that the ranks do not divide, and on two ranks also twice the number of ranks."""
     staged = experiments(tmp_path)["staged"].overrides
     rows = [
-        more for ranks, layout, name, more in CELLS if (ranks, layout, name) == (world, f"{{pp: {world}}}", "staged")
+        more
+        for ranks, layout, name, more in CELLS
+        if (ranks, layout, name) == (world, f"{{pp: {world}}}", "staged")
     ]
     for schedule in NAMES:
         counts = set()
@@ -95,15 +117,20 @@ def test_every_schedule_has_its_microbatches(world: int, tmp_path: Path) -> None
 
 
 def test_ragged_labels_would_tell_an_average_of_averages(tmp_path: Path) -> None:
-    """The ragged data is ragged enough: a rank's mean loss differs from the global mean far beyond the tolerance."""
+    """The ragged data is ragged enough: a rank's mean loss differs from the global mean far beyond
+    the tolerance."""
     ragged = experiments(tmp_path)["ragged"]
     config = Config.load(ragged.config, [*ragged.overrides, "layout={dp_shard: -1}"])
     data = open_data(config.data, n_outputs=256, seed=0, say=print)
     counts = []
     for step in range(STEPS):
         samples = batch_samples(0, step, 7, len(data.train))
-        shares = [[data.train.item(samples[i], 0)[1] for i in share(7, 4, rank)] for rank in range(4)]
-        counts.append([sum(int((targets != IGNORE).sum()) for targets in share) for share in shares])
+        shares = [
+            [data.train.item(samples[i], 0)[1] for i in share(7, 4, rank)] for rank in range(4)
+        ]
+        counts.append(
+            [sum(int((targets != IGNORE).sum()) for targets in share) for share in shares]
+        )
     assert any(0 in step for step in counts), "no rank ever has a share without a valid target"
     assert all(max(step) > 1.5 * sum(step) / 4 for step in counts)
 
@@ -113,6 +140,15 @@ def test_ragged_labels_would_tell_an_average_of_averages(tmp_path: Path) -> None
 def test_public_command(job: Job, session_path: Path, tmp_path: Path) -> None:
     """A cell through the command line."""
     experiment = experiments(session_path)["float64"]
-    arguments = [experiment.config, *experiment.overrides, "layout={cp: -1}", f"train.output={tmp_path}"]
+    arguments = [
+        experiment.config,
+        *experiment.overrides,
+        "layout={cp: -1}",
+        f"train.output={tmp_path}",
+    ]
     torchrun(2, "-m", "meshtrain.train", *arguments).check()
-    assert_same(read(tmp_path / "metrics.jsonl"), train_alone(job, experiment, session_path).rows, experiment.tolerance)
+    assert_same(
+        read(tmp_path / "metrics.jsonl"),
+        train_alone(job, experiment, session_path).rows,
+        experiment.tolerance,
+    )

@@ -1,4 +1,5 @@
-"""Packed documents with variable-length attention, as on GPUs: runs have the same losses as with a mask."""
+"""Packed documents with variable-length attention, as on GPUs: runs have the same losses as with a
+mask."""
 
 import json
 from pathlib import Path
@@ -18,8 +19,8 @@ from tests.ranks import made_once
 
 @pytest.fixture
 def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variable-length attention on CPUs, in all dtypes. Documents that are moved lose their values, so that building a
-    mask from them fails."""
+    """Variable-length attention on CPUs, in all dtypes. Documents that are moved lose their values,
+    so that building a mask from them fails."""
     from tests.varlen_on_cpu import KERNEL  # registers its operators
 
     plain_to = AttentionContext.to
@@ -36,20 +37,34 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_texts(folder: Path) -> None:
-    texts = [f"{i} " * (1 + i * i % 17) for i in range(400)]  # each sample of 48 tokens has a few texts, or part of one
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    # each sample of 48 tokens has a few texts, or part of one
+    texts = [f"{i} " * (1 + i * i % 17) for i in range(400)]
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
 
 
 def packed(session_path: Path, masked: bool) -> Experiment:
     data = made_once(session_path / "packed", write_texts)
-    keys = ("data.source=jsonl", f"data.path={data}/texts.jsonl", f"data.mask_documents={str(masked).lower()}")
-    keys += (f"data.cache={session_path / 'cache'}", "train.precision=float64", "train.steps=3", "train.eval_every=3")
+    keys = (
+        "data.source=jsonl",
+        f"data.path={data}/texts.jsonl",
+        f"data.mask_documents={str(masked).lower()}",
+    )
+    keys += (
+        f"data.cache={session_path / 'cache'}",
+        "train.precision=float64",
+        "train.steps=3",
+        "train.eval_every=3",
+    )
     return Experiment("packed", QUICKSTART, (*SMALL, *keys), 1e-9)
 
 
 @pytest.mark.ranks(2)
 def test_documents_show(job: Job, session_path: Path) -> None:
-    masked, whole = (train_alone(job, packed(session_path, value), session_path).rows for value in (True, False))
+    masked, whole = (
+        train_alone(job, packed(session_path, value), session_path).rows for value in (True, False)
+    )
     assert abs(whole[-1]["loss"] / masked[-1]["loss"] - 1) > 1e-4
 
 
@@ -65,9 +80,15 @@ def test_documents_show(job: Job, session_path: Path) -> None:
     ids=" ".join,
 )
 def test_runs_with_lengths_have_the_losses_of_runs_with_masks(
-    job: Job, keys: tuple[str, ...], shared_path: Path, session_path: Path, request: pytest.FixtureRequest
+    job: Job,
+    keys: tuple[str, ...],
+    shared_path: Path,
+    session_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     experiment = packed(session_path, masked=True)
     reference = train_alone(job, experiment, session_path).rows
     request.getfixturevalue("varlen")  # from here on: one process has masks
-    assert_same(train_here(job, experiment, keys, shared_path).rows, reference, experiment.tolerance)
+    assert_same(
+        train_here(job, experiment, keys, shared_path).rows, reference, experiment.tolerance
+    )

@@ -32,16 +32,24 @@ MODEL = (
 TIED = "model.tie_word_embeddings=true"
 
 
-def schedules(of_ranks: Mapping[int, Sequence[str]], slow: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Parametrizes `schedule` by number of ranks. `slow`: repetitions on 4 ranks, which `make test` leaves out."""
+def schedules(
+    of_ranks: Mapping[int, Sequence[str]], slow: Sequence[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrizes `schedule` by number of ranks. `slow`: repetitions on 4 ranks, which `make test`
+    leaves out."""
     rows = [(world, name, ()) for world, names in of_ranks.items() for name in names]
     rows += [(4, name, (pytest.mark.slow,)) for name in slow]
-    cases = [pytest.param(world, name, marks=marks, id=f"{world}-ranks-{name}") for world, name, marks in rows]
+    cases = [
+        pytest.param(world, name, marks=marks, id=f"{world}-ranks-{name}")
+        for world, name, marks in rows
+    ]
     return pytest.mark.parametrize(("job", "schedule"), cases, indirect=["job"])
 
 
 MIDDLE = ("interleaved-1f1b", "zbv")  # on 4 ranks, of which some have neither end of the model
-each_schedule = schedules({2: NAMES, 4: MIDDLE}, slow=[name for name in NAMES if name not in MIDDLE])
+each_schedule = schedules(
+    {2: NAMES, 4: MIDDLE}, slow=[name for name in NAMES if name not in MIDDLE]
+)
 
 
 class Event(NamedTuple):
@@ -53,9 +61,14 @@ class Event(NamedTuple):
 class Step:
     """The microbatches of a step: (b, s) tokens each, whose lengths s are those given, in turn."""
 
-    def __init__(self, microbatches: int, b: int = B, lengths: Sequence[int] = (S,), seed: int = 0) -> None:
+    def __init__(
+        self, microbatches: int, b: int = B, lengths: Sequence[int] = (S,), seed: int = 0
+    ) -> None:
         draws = torch.Generator().manual_seed(seed)
-        self.tokens = [torch.randint(V, (b, lengths[i % len(lengths)]), generator=draws) for i in range(microbatches)]
+        self.tokens = [
+            torch.randint(V, (b, lengths[i % len(lengths)]), generator=draws)
+            for i in range(microbatches)
+        ]
         self.losses: dict[int, Tensor] = {}
         self.events: list[Event] = []
         self._latest: Any = None, False
@@ -65,7 +78,8 @@ class Step:
 
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         tokens = self.tokens[microbatch]
-        positions = torch.arange(tokens.shape[1])[None]  # a later stage may have only a part of the tokens
+        # a later stage may have only a part of the tokens
+        positions = torch.arange(tokens.shape[1])[None]
         return tokens, positions, None
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
@@ -106,7 +120,9 @@ def config(mesh: Mesh, schedule: str, microbatches: int, *overrides: str) -> Con
         "batch.micro_size": B,
         "pipeline.schedule": schedule,
     }
-    return Config.load(QUICKSTART, [*MODEL, *(f"{key}={value}" for key, value in keys.items()), *overrides])
+    return Config.load(
+        QUICKSTART, [*MODEL, *(f"{key}={value}" for key, value in keys.items()), *overrides]
+    )
 
 
 def pipeline(mesh: Mesh, schedule: str, microbatches: int, *overrides: str) -> Pipeline:

@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from meshtrain.cli.pipeline_terminal import numbers, print_timelines, round_step, shade, timeline_lines
+from meshtrain.cli.pipeline_terminal import (
+    numbers,
+    print_timelines,
+    round_step,
+    shade,
+    timeline_lines,
+)
 from meshtrain.errors import InputError
 from meshtrain.metrics.picture import write_picture
 from meshtrain.pipeline.actions import Action, Kind
@@ -39,21 +45,31 @@ def drawn(*rows: str, title: str = "a schedule", unit: str = "", each: float = 1
     return Record(title, Timeline(tuple(ranks)), unit)
 
 
-ONE = drawn("0F0 0F1 .. .. 0B0 0F2 0B1 .. 0B2", ".. 1F0 1B0 1F1 1B1 1F2 1B2")  # 1f1b, 2 ranks x 3 microbatches
+# 1f1b, 2 ranks x 3 microbatches
+ONE = drawn("0F0 0F1 .. .. 0B0 0F2 0B1 .. 0B2", ".. 1F0 1B0 1F1 1B1 1F2 1B2")
 V = drawn("0F0 .. .. 3F0 3I0 3W0 .. .. 0I0 0W0", ".. 1F0 2F0 .. .. 2I0 1I0 2W0 1W0")
 
 
 def records(forward: float, input_grad: float, weight_grad: float) -> list[Record]:
     """Of every schedule, with these costs."""
-    schedules = [build(name, ranks=2, microbatches=microbatches) for name in NAMES for microbatches in (2, 11)]
-    return [Record("any", simulate(each, forward, input_grad, weight_grad, transfer=2), "s") for each in schedules]
+    schedules = [
+        build(name, ranks=2, microbatches=microbatches)
+        for name in NAMES
+        for microbatches in (2, 11)
+    ]
+    return [
+        Record("any", simulate(each, forward, input_grad, weight_grad, transfer=2), "s")
+        for each in schedules
+    ]
 
 
-# In a terminal ------------------------------------------------------------------------------------------------------
+# In a terminal ------------------------------------------------------------------------------------
 
 
 def text_of(*timelines: Record, width: int = 80) -> str:
-    return "\n".join(line.plain.rstrip() for line in timeline_lines(timelines, width, coloured=False))
+    return "\n".join(
+        line.plain.rstrip() for line in timeline_lines(timelines, width, coloured=False)
+    )
 
 
 def drawing_of(timeline: Record, width: int, coloured: bool = False) -> list[Text]:
@@ -67,7 +83,10 @@ def rows_of(timeline: Record, width: int) -> list[str]:
     drawing = [line.plain for line in drawing_of(timeline, width)]
     names = [f"rank {rank}" for rank in range(timeline.timeline.ranks)]
     margin = len(names[-1]) + 2
-    return ["".join(line[margin:] for line in drawing if line.startswith(name.ljust(margin))) for name in names]
+    return [
+        "".join(line[margin:] for line in drawing if line.startswith(name.ljust(margin)))
+        for name in names
+    ]
 
 
 def test_later_stages_of_a_rank_are_told_from_its_first() -> None:
@@ -115,7 +134,9 @@ def test_what_is_longer_still_has_several_actions_in_a_column() -> None:
     timeline = drawn(half, mixed, *[".. 0F0"] * 40)
     assert rows_of(timeline, 109)[:2] == ["#" * 33 + "·" * 67, "#" * 100]
     assert "# busy   · idle\na column has several actions" in text_of(timeline, width=109)
-    blue, green = (bytes.fromhex(shade(kind, 0, 1)[0][1:]) for kind in (Kind.FORWARD, Kind.WEIGHT_GRAD))
+    blue, green = (
+        bytes.fromhex(shade(kind, 0, 1)[0][1:]) for kind in (Kind.FORWARD, Kind.WEIGHT_GRAD)
+    )
     for row, share in zip(drawing_of(timeline, 109, coloured=True), (0, 2 / 3)):  # noqa: B905
         colour = Style.parse(str(row.spans[20].style)).bgcolor.triplet
         expected = [b + share * (g - b) for b, g in zip(blue, green, strict=True)]
@@ -125,7 +146,9 @@ def test_what_is_longer_still_has_several_actions_in_a_column() -> None:
 @pytest.mark.parametrize("colours", ["truecolor", None])
 def test_colours_are_left_out_where_nobody_sees_them(colours: Any) -> None:
     printed = io.StringIO()
-    print_timelines([ONE], Console(file=printed, width=80, force_terminal=bool(colours), color_system=colours))
+    print_timelines(
+        [ONE], Console(file=printed, width=80, force_terminal=bool(colours), color_system=colours)
+    )
     assert ("\x1b[" in printed.getvalue()) == bool(colours)
     assert ("F0--- F1--- ···" in printed.getvalue()) == (not colours)
 
@@ -160,19 +183,28 @@ def test_ticks_are_round() -> None:
 
 
 def test_numbers_have_four_digits() -> None:
-    columns = {(9, 0): "9 0", (9.0, 12.0): "9 12", (0.123456, 12.3456): "0.12 12.35", (1234.5,): "1234"}
+    columns = {
+        (9, 0): "9 0",
+        (9.0, 12.0): "9 12",
+        (0.123456, 12.3456): "0.12 12.35",
+        (1234.5,): "1234",
+    }
     columns[(0.00123456,)] = "0.001235"
     assert {values: " ".join(numbers(values)) for values in columns} == columns
 
 
-# In files -----------------------------------------------------------------------------------------------------------
+# In files -----------------------------------------------------------------------------------------
 
 
 def test_what_follows_from_the_events_is_written_too() -> None:
     content = timeline_json(ONE.timeline)
     assert content["events"][1][0] == {"action": "1F0", "start": 1, "end": 2}
     assert (content["ranks"], content["makespan"], content["idle_share"]) == (2, 12, 0.25)
-    assert (content["idle"], content["idle_in_span"], content["peak_activations"]) == ([3, 3], [3, 0], [2, 1])
+    assert (content["idle"], content["idle_in_span"], content["peak_activations"]) == (
+        [3, 3],
+        [3, 0],
+        [2, 1],
+    )
 
 
 @pytest.mark.parametrize("case", table("wrong_timelines"), ids=lambda case: case["message"])
@@ -185,22 +217,35 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, case: dict) -> None:
 
 def test_a_trace_has_a_thread_per_rank_and_arrows_between_them() -> None:
     events = trace_json([V, Record("run", V.timeline, "s")])["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["a schedule", "run"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
+        "a schedule",
+        "run",
+    ]
     threads = [(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"]
     assert threads == [(0, 0), (0, 1), (1, 0), (1, 1)]
     slices = [event for event in events if event["ph"] == "X"]
     assert slices[1] == {
-        "ph": "X", "name": "F stage 3 microbatch 0", "cat": "forward", "pid": 0, "tid": 0, "ts": 3000, "dur": 1000,
+        "ph": "X",
+        "name": "F stage 3 microbatch 0",
+        "cat": "forward",
+        "pid": 0,
+        "tid": 0,
+        "ts": 3000,
+        "dur": 1000,
         "args": {"stage": 3, "microbatch": 0},
-    }  # fmt: skip
+    }
     assert [event["ts"] for event in slices if event["pid"] == 1][1] == 3_000_000
     arrows = [event for event in events if event["ph"] in "sf"]
     # Forward 0 -> 1 and 2 -> 3, backward 3 -> 2 and 1 -> 0; 1 -> 2 and back stay on their rank.
     edges = ("activation.1", "activation.3", "gradient.2", "gradient.0")
-    expected = [(f"{process}.{edge}.0", end) for process in range(2) for edge in edges for end in "sf"]
+    expected = [
+        (f"{process}.{edge}.0", end) for process in range(2) for edge in edges for end in "sf"
+    ]
     assert sorted((arrow["id"], arrow["ph"]) for arrow in arrows) == sorted(expected)
     for arrow in arrows:
-        own = [each for each in slices if (each["pid"], each["tid"]) == (arrow["pid"], arrow["tid"])]
+        own = [
+            each for each in slices if (each["pid"], each["tid"]) == (arrow["pid"], arrow["tid"])
+        ]
         assert any(each["ts"] <= arrow["ts"] < each["ts"] + each["dur"] for each in own), (
             "it begins and ends in a slice"
         )
@@ -219,7 +264,9 @@ def test_a_picture_has_a_box_per_action(tmp_path: Path) -> None:
         (colour,) = {to_hex(each) for each in collection.get_facecolor()}
         widths[colour] += sum(path.get_extents().width for path in collection.get_paths())
     legend = 0.17
-    forward, backward = (widths[shade(kind, 0, 1)[0]] - legend for kind in (Kind.FORWARD, Kind.BACKWARD))
+    forward, backward = (
+        widths[shade(kind, 0, 1)[0]] - legend for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
     assert backward == pytest.approx(2 * forward)  # a backward is twice a forward
     assert widths[GROUND] == pytest.approx(forward / (6 + 3) * (2 * 12 + 9))
     texts = Counter(text.get_text() for text in axes.texts)
@@ -227,7 +274,9 @@ def test_a_picture_has_a_box_per_action(tmp_path: Path) -> None:
     assert texts["makespan 9,  idle 0.0 %,  peak activations 1"] == 1
     assert texts["rank 0"] == 2
     assert texts["a schedule"] == texts["another"] == 1
-    with pytest.raises(InputError, match=r"cannot write a picture to .*: give a name such as schedule.png"):
+    with pytest.raises(
+        InputError, match=r"cannot write a picture to .*: give a name such as schedule.png"
+    ):
         write_picture(tmp_path / "picture.docx", lambda: figure, "schedule.png")
 
 

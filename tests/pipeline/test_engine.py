@@ -1,4 +1,5 @@
-"""The engine computes what one process computes, and what it holds and sends meanwhile, over which groups and when."""
+"""The engine computes what one process computes, and what it holds and sends meanwhile, over which
+groups and when."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,9 +64,11 @@ def test_steps_of_changing_shapes(pp: Mesh, schedule: str) -> None:
 
 
 @schedules({2: ["1f1b", "zbv"], 4: ["interleaved-1f1b"]})
-def test_an_evaluation_fills_the_pipeline(pp: Mesh, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With batches of two lengths: the last stage begins only after the first has had three batches. Inputs and targets
-    are copied only to where they are used."""
+def test_an_evaluation_fills_the_pipeline(
+    pp: Mesh, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With batches of two lengths: the last stage begins only after the first has had three
+    batches. Inputs and targets are copied only to where they are used."""
     p = pp.size("pp")
     model, batches = pipeline(pp, schedule, p), Step(4 * p + 3, lengths=[12, 7]).batches()
     store, to = dist.distributed_c10d._get_default_store(), Batch.to
@@ -99,14 +102,15 @@ def test_an_evaluation_fills_the_pipeline(pp: Mesh, schedule: str, monkeypatch: 
     assert counts == [len(batches) * end for end in model.ends]
 
 
-# What it holds and sends ----------------------------------------------------------------------------------------------
+# What it holds and sends --------------------------------------------------------------------------
 
 
 FLOAT64 = 8  # bytes
 
 
 class Watched(Step):
-    """After each action, counts the stage forwards whose graphs are alive, and the live outputs that were sent."""
+    """After each action, counts the stage forwards whose graphs are alive, and the live outputs
+    that were sent."""
 
     def __init__(self, microbatches: int, schedule: Schedule) -> None:
         super().__init__(microbatches)
@@ -121,7 +125,9 @@ class Watched(Step):
             yield
         if action.kind is Kind.FORWARD and not self.schedule.sends(action):
             self.outputs.pop()
-        graphs, outputs = (sum(not ref.expired() for ref in refs) for refs in (self.graphs, self.outputs))
+        graphs, outputs = (
+            sum(not ref.expired() for ref in refs) for refs in (self.graphs, self.outputs)
+        )
         self.counts.append((action, graphs, outputs))
 
     def _watch(self, stage: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -143,14 +149,18 @@ def bytes_to_send(model: Pipeline, mesh: Mesh) -> int:
 
 @each_schedule
 def test_what_is_held_and_sent(pp: Mesh, schedule: str) -> None:
-    """Graphs are held from a forward to its input gradient, outputs until they are sent, and nothing after the step."""
+    """Graphs are held from a forward to its input gradient, outputs until they are sent, and
+    nothing after the step."""
     count = 3 * pp.size("pp")
     model = pipeline(pp, schedule, count)
     model.run(Step(count))  # allocates the gradients, finds the shapes
     step = Watched(count, model.schedule)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     pp.comm_bytes.restart()
-    with Created(besides=(*model.parameters(), *gradients, *step.tokens)) as created, Sent() as sent:
+    with (
+        Created(besides=(*model.parameters(), *gradients, *step.tokens)) as created,
+        Sent() as sent,
+    ):
         model.run(step)
     assert sent.bytes == pp.comm_bytes.by_kind("pp")["send"] == bytes_to_send(model, pp)
     held = 0
@@ -168,7 +178,9 @@ def test_what_is_held_and_sent(pp: Mesh, schedule: str) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("axis", "schedule"), [("tp", "zb-h1"), ("tp", "zbv"), ("dp_shard", "v-half")])
+@pytest.mark.parametrize(
+    ("axis", "schedule"), [("tp", "zb-h1"), ("tp", "zbv"), ("dp_shard", "v-half")]
+)
 def test_bytes_with_another_axis(job: Job, axis: str, schedule: str) -> None:
     mesh = build_mesh(Layout({"pp": 2, axis: 2}))
     model = pipeline(mesh, schedule, 4)
@@ -178,7 +190,9 @@ def test_bytes_with_another_axis(job: Job, axis: str, schedule: str) -> None:
 
 
 @schedules({2: ["zbv"], 4: ["1f1b", "zbv", "interleaved-1f1b"]})
-def test_each_neighbour_and_direction_has_a_group(job: Job, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_neighbour_and_direction_has_a_group(
+    job: Job, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on NCCL; all is sent over these groups."""
     p = job.world_size
     monkeypatch.setattr(meshtrain.mesh, "IN_TURN", ("cpu",))
@@ -196,8 +210,8 @@ def test_each_neighbour_and_direction_has_a_group(job: Job, schedule: str, monke
 
 @schedules({2: ["1f1b", "looped-bfs"], 4: ["zb-h2"]})
 def test_a_tied_weight(job: Job, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage sends its gradient once; from the second step on, it is received while the rank computes. On 4 ranks
-    with groups as on NCCL, between ranks that are no neighbours."""
+    """Each stage sends its gradient once; from the second step on, it is received while the rank
+    computes. On 4 ranks with groups as on NCCL, between ranks that are no neighbours."""
     p, receive = job.world_size, dist.irecv
     monkeypatch.setattr(meshtrain.mesh, "IN_TURN", ("cpu",) if p == 4 else ())
     pp = build_mesh(Layout({"pp": p}))
@@ -210,7 +224,9 @@ def test_a_tied_weight(job: Job, schedule: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(dist, "irecv", step.adding("receive", receive))
         model.run(step)
         compare_gradients(model, step, TIED)
-        waits.append(Event("receive", model.schedule.actions_of(pp.index("pp"))[-1], False) in step.events)
+        waits.append(
+            Event("receive", model.schedule.actions_of(pp.index("pp"))[-1], False) in step.events
+        )
     if model.ends[0]:  # its last action sends nothing
         assert waits == [True, False]
     own_addend = V * D * FLOAT64 * any(model.ends)
@@ -219,19 +235,27 @@ def test_a_tied_weight(job: Job, schedule: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("schedule", "overrides"), [("1f1b", ()), ("interleaved-1f1b", ()), ("1f1b", ("parallel.recompute=full",))]
+    ("schedule", "overrides"),
+    [("1f1b", ()), ("interleaved-1f1b", ()), ("1f1b", ("parallel.recompute=full",))],
 )
 def test_the_last_input_gradient_of_a_stage_is_sent_first(
     pp: Mesh, schedule: str, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it computes weight gradients; other backwards, and those of the first stage, leave nothing for later."""
+    """Before it computes weight gradients; other backwards, and those of the first stage, leave
+    nothing for later."""
     model, step = pipeline(pp, schedule, 3, *overrides), Step(3)
     run = engine.run_weight_grads
     observed = step.adding("weights", run)
-    monkeypatch.setattr(engine, "run_weight_grads", lambda deferred: (observed if deferred else run)(deferred))
+    monkeypatch.setattr(
+        engine, "run_weight_grads", lambda deferred: (observed if deferred else run)(deferred)
+    )
     monkeypatch.setattr(dist, "isend", step.adding("send", dist.isend))
     model.run(step)
-    last = {action.stage: action for action in model.schedule.actions_of(pp.index("pp")) if action.stage > 0}
+    last = {
+        action.stage: action
+        for action in model.schedule.actions_of(pp.index("pp"))
+        if action.stage > 0
+    }
     assert all(step.kinds(action) == ["send", "weights"] for action in last.values())
     assert [event.kind for event in step.events].count("weights") == len(last)
     compare_gradients(model, step, *overrides)

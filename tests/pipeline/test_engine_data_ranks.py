@@ -1,5 +1,5 @@
-"""Pipelines whose stages are replicated or sharded: gradients are reduced once a step, at the right time, and copies
-stay equal to the bit."""
+"""Pipelines whose stages are replicated or sharded: gradients are reduced once a step, at the right
+time, and copies stay equal to the bit."""
 
 from collections import Counter
 from itertools import chain
@@ -28,15 +28,17 @@ def parts(stage: Any) -> int:
     """Into how many reductions the gradients of a stage are cut."""
     if not isinstance(stage, FSDPModule):
         return len(stage.gradient_syncs[0]._buckets)
-    states = {module._get_fsdp_state() for module in stage.modules() if isinstance(module, FSDPModule)}
+    states = {
+        module._get_fsdp_state() for module in stage.modules() if isinstance(module, FSDPModule)
+    }
     return sum(state._fsdp_param_group is not None for state in states)
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
 @pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs", "zbv"])
 def test_reductions(job: Job, axis: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a stage start within its last backward, or right after its last weight gradients. Nothing waits for them
-    before the end of the last action. FSDP gathers a stage once."""
+    """Those of a stage start within its last backward, or right after its last weight gradients.
+    Nothing waits for them before the end of the last action. FSDP gathers a stage once."""
     mesh = build_mesh(Layout({"pp": 2, axis: 2}))
     model, replicated = pipeline(mesh, schedule, 6), axis == "dp_replicate"
     model.run(Step(6))
@@ -63,7 +65,9 @@ def test_reductions(job: Job, axis: str, schedule: str, monkeypatch: pytest.Monk
     actions = model.schedule.actions_of(mesh.index("pp"))
     last = {action.stage: action for action in actions}
     starts = [event for event in step.events if event.kind == "start"]
-    assert Counter(start.action for start in starts) == {last[stage]: parts(model.stage(stage)) for stage in last}
+    assert Counter(start.action for start in starts) == {
+        last[stage]: parts(model.stage(stage)) for stage in last
+    }
     assert all(start.running == (start.action.kind is not Kind.WEIGHT_GRAD) for start in starts)
     for action in last.values():
         kinds = step.kinds(action)
@@ -81,7 +85,9 @@ def test_copies_of_a_tied_weight_stay_equal(job: Job, axis: str, schedule: str) 
     model, _ = train(mesh, schedule, 3, TIED)
     weights = [p for name, p in model.named_parameters() if name == "model.embed_tokens.weight"]
     copies: list[Any] = [None, None]
-    dist.all_gather_object(copies, [local_part(weight)[0].detach() for weight in weights], mesh.group("pp"))
+    dist.all_gather_object(
+        copies, [local_part(weight)[0].detach() for weight in weights], mesh.group("pp")
+    )
     first, second = chain(*copies)
     assert torch.equal(first, second)
 
@@ -90,18 +96,22 @@ SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb", "zbv", "v-half", "v-min", "dual
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=[] if name == "zbv" else pytest.mark.slow) for name in SPLITTING]
+    "schedule",
+    [pytest.param(name, marks=[] if name == "zbv" else pytest.mark.slow) for name in SPLITTING],
 )
 @pytest.mark.parametrize(("precision", "microbatches"), [("float16", 2), ("bfloat16", 5)])
 def test_sharded_stages_have_the_bits_of_copies_in_16_bits(
     job: Job, schedule: str, precision: str, microbatches: int
 ) -> None:
-    """FSDP adds up in float32, too, what weight gradients that were put off bring: with 2 microbatches after the last
-    input gradient of their stage, with 5 several in a row between two of them."""
+    """FSDP adds up in float32, too, what weight gradients that were put off bring: with 2
+    microbatches after the last input gradient of their stage, with 5 several in a row between two
+    of them."""
     keys = (f"train.precision={precision}", "model.num_hidden_layers=3", "optimizer.clip_norm=null")
     meshes = [build_mesh(Layout({"pp": 2, axis: 2})) for axis in ("dp_replicate", "dp_shard")]
     seed = meshes[0].index("dp_replicate")
-    (whole, expected), (sharded, numbers) = (train(mesh, schedule, microbatches, *keys, seed=seed) for mesh in meshes)
+    (whole, expected), (sharded, numbers) = (
+        train(mesh, schedule, microbatches, *keys, seed=seed) for mesh in meshes
+    )
     assert [loss for loss, _ in numbers] == [loss for loss, _ in expected]
     for (name, parameter), copy in zip(sharded.named_parameters(), whole.parameters(), strict=True):
         gradient, where = local_part(parameter.grad)

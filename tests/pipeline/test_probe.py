@@ -1,4 +1,5 @@
-"""Models that stages would not compute as they are: refused before anything runs, with the place."""
+"""Models that stages would not compute as they are: refused before anything runs, with the
+place."""
 
 import copy
 import re
@@ -19,14 +20,22 @@ from tests.launching import forked
 from tests.parity.experiments import QUICKSTART
 from tests.pipeline.formulas import table
 
-SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "vocab_size": 16}
+SIZES: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+}
 TWO_STAGES = [(0, 2), (2, 5)]
 MODEL = "tests/models/between_blocks.py"
 IMAGES = torch.zeros(2, 1, 8, 8)
 
 
 def check_llama(
-    tweak: str, bounds: Sequence[tuple[int, int]] = TWO_STAGES, dtype: torch.dtype = torch.float32, **keys: Any
+    tweak: str,
+    bounds: Sequence[tuple[int, int]] = TWO_STAGES,
+    dtype: torch.dtype = torch.float32,
+    **keys: Any,
 ) -> None:
     module = model_file(MODEL)
     with torch.device("meta"):
@@ -44,7 +53,9 @@ def test_what_stages_compute_as_it_is_passes(tweak: str, bounds: list[tuple[int,
 
 def test_what_every_stage_would_do_again_is_refused() -> None:
     for tweak, message in table("refused_models").items():
-        with pytest.raises(InputError, match=f"{re.escape(message)}.* move it into the forward of the block.*pp: 1"):
+        with pytest.raises(
+            InputError, match=f"{re.escape(message)}.* move it into the forward of the block.*pp: 1"
+        ):
             check_llama(tweak)
 
 
@@ -55,7 +66,8 @@ def test_a_cast_is_something_where_the_activation_is_of_another_type() -> None:
 
 
 class Images(nn.Module):
-    """Convolutions, and a head that takes them as rows: what stands between them does nothing to rows."""
+    """Convolutions, and a head that takes them as rows: what stands between them does nothing to
+    rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +83,8 @@ class Images(nn.Module):
 
 
 class Asks(Images):
-    """Reads a value, which the meta device has none of, and fails on what another stage would get."""
+    """Reads a value, which the meta device has none of, and fails on what another stage would
+    get."""
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.first(images)
@@ -80,7 +93,8 @@ class Asks(Images):
 
 
 class Reads(Images):
-    """Its blocks get a number that it reads of the first one's result, with or without an operator."""
+    """Its blocks get a number that it reads of the first one's result, with or without an
+    operator."""
 
     def __init__(self, read: Callable[[Tensor], float]) -> None:
         super().__init__()
@@ -175,11 +189,21 @@ def test_the_shapes_are_those_that_stages_get() -> None:
         (Lists, IMAGES, "block second, a ModuleList, has no forward"),
         (Asks, IMAGES, "its forward fails behind block first (AssertionError"),
         (Hooked, IMAGES, "it registers a hook on the activation"),
-        (Refers, IMAGES, "block second computes with first.weight, which is a parameter of a block of"),
-        (Words, torch.zeros(2, 3, dtype=torch.int64), "the first block of a stage, a Embedding gets torch.int64"),
+        (
+            Refers,
+            IMAGES,
+            "block second computes with first.weight, which is a parameter of a block of",
+        ),
+        (
+            Words,
+            torch.zeros(2, 3, dtype=torch.int64),
+            "the first block of a stage, a Embedding gets torch.int64",
+        ),
     ],
 )
-def test_what_no_stage_would_notice_is_refused(kind: type[Images], values: Tensor, message: str) -> None:
+def test_what_no_stage_would_notice_is_refused(
+    kind: type[Images], values: Tensor, message: str
+) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         check_forward(on_meta(kind), [(0, 1), (1, 3)], (values,), torch.float32)
 
@@ -187,7 +211,9 @@ def test_what_no_stage_would_notice_is_refused(kind: type[Images], values: Tenso
 @pytest.mark.parametrize(
     "read", [lambda x: float(x.sum()), lambda x: x.numpy().max(), lambda x: x.tolist()[0][0][0][0]]
 )
-def test_a_number_that_is_read_of_the_activation_is_refused(read: Callable[[Tensor], float]) -> None:
+def test_a_number_that_is_read_of_the_activation_is_refused(
+    read: Callable[[Tensor], float],
+) -> None:
     """Each stage would read another one."""
     with torch.device("meta"):
         model = Reads(read)
@@ -262,12 +288,16 @@ def test_a_module_that_uses_no_value_of_the_activation_runs_in_each_stage(functi
     torch.manual_seed(0)
     whole = Outside(Gives(function))
     with torch.device("meta"):
-        check_forward(Outside(Gives(function)), [(0, 1), (1, 2), (2, 3)], (PLACES, PLACES), torch.float32)
+        check_forward(
+            Outside(Gives(function)), [(0, 1), (1, 2), (2, 3)], (PLACES, PLACES), torch.float32
+        )
     x = PLACES
     for number in range(3):
         stage = copy.deepcopy(whole)
         keep_stage(stage, number, number + 1)
-        assert list(stage.state_dict()) == [name for name in whole.state_dict() if name in stage.state_dict()]
+        assert list(stage.state_dict()) == [
+            name for name in whole.state_dict() if name in stage.state_dict()
+        ]
         x = stage(x, PLACES)
     assert torch.equal(x, whole(PLACES, PLACES))
 
@@ -282,10 +312,14 @@ def test_a_module_that_uses_no_value_of_the_activation_runs_in_each_stage(functi
         (OF_NO_VALUES[0], True),  # a buffer of two stages
     ],
 )
-def test_a_module_that_uses_values_draws_or_stores_is_refused(function: Any, persistent: bool) -> None:
+def test_a_module_that_uses_values_draws_or_stores_is_refused(
+    function: Any, persistent: bool
+) -> None:
     with torch.device("meta"):
         model = Outside(Gives(function, persistent))
-    with pytest.raises(InputError, match=r"cut into stages: block layers\.0 gets, besides its first"):
+    with pytest.raises(
+        InputError, match=r"cut into stages: block layers\.0 gets, besides its first"
+    ):
         check_forward(model, [(0, 1), (1, 3)], (PLACES, PLACES), torch.float32)
 
 
@@ -297,21 +331,41 @@ def test_a_module_outside_blocks_that_is_defined_too_late_is_said_to_be_so() -> 
         del model.beside
         model.beside = beside
     with pytest.raises(
-        InputError, match=r"block layers\.0 runs behind module beside, and the model defines them the other"
+        InputError,
+        match=r"block layers\.0 runs behind module beside, and the model defines them the other",
     ):
         check_forward(model, [(0, 1), (1, 3)], (PLACES, PLACES), torch.float32)
 
 
 def test_it_is_said_by_the_plan_and_by_a_run_before_its_first_step(tmp_path: Path) -> None:
-    sizes = ("model.hidden_size=8", "model.num_attention_heads=2", "model.num_key_value_heads=2", "data.seq_len=16")
-    keys = (*sizes, "data.source=text", "data.path=README.md", f"model.name={MODEL}", "model.tweak=scale")
+    sizes = (
+        "model.hidden_size=8",
+        "model.num_attention_heads=2",
+        "model.num_key_value_heads=2",
+        "data.seq_len=16",
+    )
+    keys = (
+        *sizes,
+        "data.source=text",
+        "data.path=README.md",
+        f"model.name={MODEL}",
+        "model.tweak=scale",
+    )
     make_plan(QUICKSTART, [*keys, "layout={tp: 2}"])
     with pytest.raises(InputError, match=r"between module model\.dropout and block"):
         make_plan(QUICKSTART, [*keys, "layout={pp: 2}"])
-    shared = ("model.name=tests/models/unusual_layers.py", "model.kind=one module", "layout={pp: 2}")
+    shared = (
+        "model.name=tests/models/unusual_layers.py",
+        "model.kind=one module",
+        "layout={pp: 2}",
+    )
     with pytest.raises(InputError, match=r"blocks\(\) name model.layers.0 twice"):
         make_plan(QUICKSTART, [*sizes, *shared])
-    more = ("layout={pp: 2}", f"train.output={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}")
+    more = (
+        "layout={pp: 2}",
+        f"train.output={tmp_path / 'run'}",
+        f"data.cache={tmp_path / 'cache'}",
+    )
     job = forked(2, "-m", "meshtrain.train", QUICKSTART, *keys, *more)
     assert job.status == 2
     assert job.err.count("the model cannot be cut into stages") == 1, "told once for all ranks"

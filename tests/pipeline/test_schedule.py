@@ -1,4 +1,5 @@
-"""Schedules: times and memory by the docs' formulas, what holds for all of them, refusals, and CSV files."""
+"""Schedules: times and memory by the docs' formulas, what holds for all of them, refusals, and CSV
+files."""
 
 import re
 import sys
@@ -15,7 +16,7 @@ from tests.pipeline.formulas import csv_text, documented, schedule_of, small_sch
 TABLES = table("schedules")
 
 
-# What a schedule costs ----------------------------------------------------------------------------------------------
+# What a schedule costs ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,8 +36,14 @@ def test_times_and_memory_of_4_ranks_and_8_microbatches(name: str) -> None:
     assert float(held) == max(timeline.peak_activations) / schedule.stages_per_rank
 
 
-# Of p ranks: from how many microbatches on the formula of the idle time holds; of the others, from p on.
-ENOUGH = {"gpipe": lambda p: 1, "1f1b": lambda p: 1, "v-min": lambda p: 1, "zb-h2": lambda p: max(1, 2 * p - 2)}
+# Of p ranks: from how many microbatches on the formula of the idle time holds; of the others, from
+# p on.
+ENOUGH = {
+    "gpipe": lambda p: 1,
+    "1f1b": lambda p: 1,
+    "v-min": lambda p: 1,
+    "zb-h2": lambda p: max(1, 2 * p - 2),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,12 +54,16 @@ def test_idle_time_and_memory_follow_the_formulas(name: str) -> None:
         enough = ENOUGH.get(name, lambda p: p)(ranks)
         for microbatches in (enough, enough + 1, enough + 2, enough + ranks, 3 * ranks + 1):
             for stages_per_rank in range(stages, stages + 1 + more):
-                schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+                schedule = build(
+                    name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+                )
                 timeline = simulate(schedule)
                 assert set(timeline.idle) == {max(value(idle, schedule), ranks - 1)}, schedule.title
                 if name in ("zb-h2", "zbv") and microbatches >= 2 * ranks - 1:
                     assert set(timeline.idle_in_span) == {0}, schedule.title
-        assert max(timeline.peak_activations) == min(stages_per_rank * microbatches, value(peak, schedule))
+        assert max(timeline.peak_activations) == min(
+            stages_per_rank * microbatches, value(peak, schedule)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,24 +78,39 @@ def test_every_schedule_is_complete_and_within_its_memory(name: str) -> None:
 
 def assert_in_order_of_the_microbatches(schedule: Schedule) -> None:
     for stage in range(schedule.stages):
-        own = [action for action in schedule.actions_of(schedule.rank_of(stage)) if action.stage == stage]
-        for part in (Kind.FORWARD.__eq__, lambda kind: kind.gives_input_grad, lambda kind: kind.gives_weight_grad):
+        own = [
+            action
+            for action in schedule.actions_of(schedule.rank_of(stage))
+            if action.stage == stage
+        ]
+        for part in (
+            Kind.FORWARD.__eq__,
+            lambda kind: kind.gives_input_grad,
+            lambda kind: kind.gives_weight_grad,
+        ):
             passing = [action.microbatch for action in own if part(action.kind)]
             assert passing == list(range(schedule.microbatches)), schedule.title
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (3, 5), (4, 8), (4, 3), (5, 17), (8, 16)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(1, 3), (2, 4), (3, 5), (4, 8), (4, 3), (5, 17), (8, 16)]
+)
 def test_pairs_may_start_both_parts_at_once(ranks: int, microbatches: int) -> None:
-    """No part needs the other or what comes after it, also where both have to be able to start before either does."""
+    """No part needs the other or what comes after it, also where both have to be able to start
+    before either does."""
     schedule = build("dualpipev", ranks=ranks, microbatches=microbatches)
-    assert ranks > microbatches or any(isinstance(action, Pair) for row in schedule.actions for action in row)
+    assert ranks > microbatches or any(
+        isinstance(action, Pair) for row in schedule.actions for action in row
+    )
     rows = [list(row) for row in schedule.actions]
     done: set[Action] = set()
     moved = True
     while moved:
         moved = False
         for row in rows:
-            while row and done.issuperset(need for part in row[0].parts for need in schedule.needs(part)):
+            while row and done.issuperset(
+                need for part in row[0].parts for need in schedule.needs(part)
+            ):
                 done.update(row.pop(0).parts)
                 moved = True
     assert not any(rows)
@@ -102,7 +128,7 @@ def test_a_schedule_is_made_in_time_of_its_actions(name: str) -> None:
     assert calls["call"] < 30 * sum(len(schedule.actions_of(rank)) for rank in range(16))
 
 
-# What does not work -------------------------------------------------------------------------------------------------
+# What does not work -------------------------------------------------------------------------------
 
 
 def test_numbers_that_do_not_work_are_told_with_those_that_do() -> None:
@@ -114,12 +140,14 @@ def test_numbers_that_do_not_work_are_told_with_those_that_do() -> None:
 
 def test_a_schedule_that_leaves_something_out_or_does_it_twice_is_refused() -> None:
     for case in TABLES["wrong_actions"]:
-        schedule = schedule_of(*case["rows"], placement=case.get("placement"), microbatches=case.get("microbatches", 2))
+        schedule = schedule_of(
+            *case["rows"], placement=case.get("placement"), microbatches=case.get("microbatches", 2)
+        )
         with pytest.raises(ScheduleError, match=re.escape(case["message"])):
             check(schedule)
 
 
-# CSV ----------------------------------------------------------------------------------------------------------------
+# CSV ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

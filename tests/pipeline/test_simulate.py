@@ -18,17 +18,29 @@ def test_every_action_starts_when_the_last_of_what_it_needs_is_there(
 ) -> None:
     schedule = build(name, ranks=ranks, microbatches=microbatches)
     per_stage = st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
-    forward, input_grad, weight_grad = data.draw(per_stage), data.draw(per_stage), data.draw(per_stage)
+    forward, input_grad, weight_grad = (
+        data.draw(per_stage),
+        data.draw(per_stage),
+        data.draw(per_stage),
+    )
     transfer = data.draw(st.integers(0, 5))
     timeline = simulate(schedule, forward, input_grad, weight_grad, transfer)
-    cost = {F: forward, I: input_grad, W: weight_grad, B: [i + w for i, w in zip(input_grad, weight_grad, strict=True)]}
+    cost = {
+        F: forward,
+        I: input_grad,
+        W: weight_grad,
+        B: [i + w for i, w in zip(input_grad, weight_grad, strict=True)],
+    }
     done = {event.action: event for row in timeline.events for event in row}
     for rank, row in enumerate(timeline.events):
         assert tuple(event.action for event in row) == schedule.actions_of(rank)
         before = 0
         for event in row:
             assert event.duration == cost[event.action.kind][event.action.stage]
-            arrivals = [done[need].end + transfer * (done[need].rank != rank) for need in schedule.needs(event.action)]
+            arrivals = [
+                done[need].end + transfer * (done[need].rank != rank)
+                for need in schedule.needs(event.action)
+            ]
             assert event.start == max(before, *arrivals, 0)
             before = event.end
         busy = sum(event.duration for event in row)
@@ -41,12 +53,15 @@ def test_every_action_starts_when_the_last_of_what_it_needs_is_there(
 
 
 def test_what_costs_nothing_has_no_idle_time() -> None:
-    timeline = simulate(build("1f1b", ranks=2, microbatches=2), forward=0, input_grad=0, weight_grad=0)
+    timeline = simulate(
+        build("1f1b", ranks=2, microbatches=2), forward=0, input_grad=0, weight_grad=0
+    )
     assert (timeline.makespan, timeline.idle, timeline.idle_share) == (0, (0, 0), 0)
 
 
 def most_held(row: tuple[Event, ...]) -> int:
-    """Counted anew at every forward: those before it, less those whose weight gradient came before it."""
+    """Counted anew at every forward: those before it, less those whose weight gradient came before
+    it."""
     kinds = [event.action.kind for event in row]
     until = [kinds[: i + 1] for i, kind in enumerate(kinds) if kind is F]
     return max(part.count(F) - part.count(W) - part.count(B) for part in until)
@@ -54,8 +69,17 @@ def most_held(row: tuple[Event, ...]) -> int:
 
 def test_what_an_action_needs() -> None:
     schedule = schedule_of("0F0 0I0 0W0", "1F0 1B0", "2F0 2I0 2W0")
-    needs = {"0F0": [], "2F0": ["1F0"], "2I0": ["2F0"], "1B0": ["1F0", "2I0"], "0I0": ["0F0", "1B0"], "2W0": ["2I0"]}
-    assert {action: [str(need) for need in schedule.needs(Action.parse(action))] for action in needs} == needs
+    needs = {
+        "0F0": [],
+        "2F0": ["1F0"],
+        "2I0": ["2F0"],
+        "1B0": ["1F0", "2I0"],
+        "0I0": ["0F0", "1B0"],
+        "2W0": ["2I0"],
+    }
+    assert {
+        action: [str(need) for need in schedule.needs(Action.parse(action))] for action in needs
+    } == needs
 
 
 def test_a_timeline_of_measured_events() -> None:
@@ -65,7 +89,11 @@ def test_a_timeline_of_measured_events() -> None:
         1: [("1F0", 102, 104), ("1B0", 104, 105)],
         2: [("2F0", 100, 108), ("2F1", 101, 103), ("2B0", 105, 110), ("2B1", 111, 112)],
     }
-    events = [Event(rank, Action.parse(action), start, end) for rank in times for action, start, end in times[rank]]
+    events = [
+        Event(rank, Action.parse(action), start, end)
+        for rank in times
+        for action, start, end in times[rank]
+    ]
     timeline = Timeline.measured(events, ranks=4)
     assert [str(event.action) for event in timeline.events[0]] == ["0F0", "0F1", "0B0"]
     assert timeline.start == 100
@@ -95,7 +123,14 @@ def test_a_schedule_that_cannot_finish(case: dict) -> None:
         simulate(schedule_of(*case["rows"], placement=case.get("placement")))
     error = caught.value
     waits = [
-        [wait.rank, str(wait.action), wait.position, str(wait.missing), wait.holder, wait.missing_position]
+        [
+            wait.rank,
+            str(wait.action),
+            wait.position,
+            str(wait.missing),
+            wait.holder,
+            wait.missing_position,
+        ]
         for wait in error.waits
     ]
     assert waits == case["waits"]

@@ -1,7 +1,9 @@
-"""Stages of a model: which blocks and parameters each has, under which names; how blocks are shared out by cost."""
+"""Stages of a model: which blocks and parameters each has, under which names; how blocks are shared
+out by cost."""
 
 import math
 import re
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -44,7 +46,9 @@ def test_stages_one_after_the_other_are_the_model(cuts: tuple[int, ...], tied: b
         assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
         names |= set(parameters)
     assert torch.equal(x, whole(tokens))
-    assert names == set(expected), "every parameter is in a stage, under the name that it has in the model"
+    assert names == set(expected), (
+        "every parameter is in a stage, under the name that it has in the model"
+    )
 
 
 def test_a_stage_has_the_parameters_of_its_blocks_and_the_settings_of_all() -> None:
@@ -67,7 +71,8 @@ def test_a_submodule_of_that_name_is_no_function_of_blocks() -> None:
 
 @pytest.mark.parametrize("bounds", [(0, 2), (4, 6)])
 def test_a_tied_weight_keeps_both_of_its_names(bounds: tuple[int, int]) -> None:
-    """So that whoever goes by names (first values, weights of a file, splitting) finds it, and it is one parameter."""
+    """So that whoever goes by names (first values, weights of a file, splitting) finds it, and it
+    is one parameter."""
     names = dict(stage(*bounds, tied=True).named_parameters(remove_duplicate=False))
     assert names["model.embed_tokens.weight"] is names["lm_head.weight"]
 
@@ -93,7 +98,10 @@ def test_what_is_around_the_blocks_goes_with_the_block_before_it_or_the_first() 
     keep_stage(first, 0, 1)
     keep_stage(second, 1, 2)
     x = torch.ones(3)
-    hands_on = [[getattr(model, name)(x) is x for name in ("before", "between", "after")] for model in (first, second)]
+    hands_on = [
+        [getattr(model, name)(x) is x for name in ("before", "between", "after")]
+        for model in (first, second)
+    ]
     assert hands_on == [[False, False, True], [True, True, False]]
 
 
@@ -102,7 +110,10 @@ def test_a_parameter_in_no_block_is_refused() -> None:
     loose.scale = nn.Parameter(torch.ones(2))
     nested.extra = nn.Sequential(nn.Linear(2, 2))
     for model, name in ((loose, "scale"), (nested, "extra.0.weight")):
-        with pytest.raises(InputError, match=rf"the parameter {name} is in none of the model's blocks\(\).*use pp: 1"):
+        with pytest.raises(
+            InputError,
+            match=rf"the parameter {name} is in none of the model's blocks\(\).*use pp: 1",
+        ):
             keep_stage(model, 0, 1)
 
 
@@ -110,8 +121,13 @@ def test_a_block_that_is_there_twice_is_refused() -> None:
     twice, within = Loose(), Loose()
     twice.second, within.second = twice.first, nn.Sequential(within.first)
     for model in (twice, within):
-        for act in (lambda: keep_stage(model, 0, 1), lambda: stages_of_parameter(model, [(0, 1), (1, 2)])):  # noqa: B023
-            with pytest.raises(InputError, match=r"blocks\(\) name first twice, or within another block.*use pp: 1"):
+        for act in (
+            partial(keep_stage, model, 0, 1),
+            partial(stages_of_parameter, model, [(0, 1), (1, 2)]),
+        ):
+            with pytest.raises(
+                InputError, match=r"blocks\(\) name first twice, or within another block.*use pp: 1"
+            ):
                 act()
 
 
@@ -127,10 +143,11 @@ def test_which_stages_hold_a_parameter() -> None:
     assert set(stages_of_parameter(stage(tied=True), [(0, 6)]).values()) == {(0,)}
 
 
-# How many blocks a stage gets -----------------------------------------------------------------------------------------
+# How many blocks a stage gets ---------------------------------------------------------------------
 
 
-# Whole numbers, so that sums are exact; few of them, so that there are ties; zeros, as an embedding nearly is.
+# Whole numbers, so that sums are exact; few of them, so that there are ties; zeros, as an embedding
+# nearly is.
 COSTS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 10, 47]), min_size=1, max_size=10)
 
 
@@ -139,7 +156,9 @@ def test_no_split_is_better(costs: list[int], data: st.DataObject) -> None:
     """The largest stage counts first, and then how even the others are."""
     stages = data.draw(st.integers(1, len(costs)))
     split = split_blocks(costs, stages)
-    assert [block for first, end in split.bounds for block in range(first, end)] == list(range(len(costs)))
+    assert [block for first, end in split.bounds for block in range(first, end)] == list(
+        range(len(costs))
+    )
     assert len(split.bounds) == stages
     assert min(split.counts) >= 1
     assert split.costs == tuple(sum(costs[first:end]) for first, end in split.bounds)
@@ -183,7 +202,7 @@ def test_an_error_says_what_works() -> None:
             split_blocks([1.0, cost], 2)
 
 
-# What blocks cost ---------------------------------------------------------------------------------------------------
+# What blocks cost ---------------------------------------------------------------------------------
 
 
 def test_a_llamas_blocks() -> None:
@@ -194,8 +213,11 @@ def test_a_llamas_blocks() -> None:
         model = llama.Model(llama.Config(hidden_size=d, vocab_size=v, **sizes))
     costs, message = block_flops(model, model.blocks(), (torch.zeros(3, s, dtype=torch.int64),))
     embedding, *layers, norm, head = costs
-    weights = sum(weight.numel() for weight in model.model.layers[0].parameters() if weight.dim() == 2)
-    assert layers == [s * (2 * weights + 4 * d * s + d)] * 3  # products with weights, attention's two, what is returned
+    weights = sum(
+        weight.numel() for weight in model.model.layers[0].parameters() if weight.dim() == 2
+    )
+    # products with weights, attention's two, what is returned
+    assert layers == [s * (2 * weights + 4 * d * s + d)] * 3
     assert embedding == norm == s * d
     assert head == s * (2 * d * v + v + 5 * v)  # the product, what it returns, and the loss on top
     assert message == "costs of blocks: FLOPs counted on the meta device"
@@ -210,4 +232,6 @@ def test_a_model_that_asks_for_values_is_weighed() -> None:
     model = Asking(nn.Embedding(100, 8), nn.Linear(8, 8))
     costs, message = block_flops(model, list(model), (torch.zeros(1, 4, dtype=torch.int64),))
     assert costs == [8 + 1, 2 * 8 * 8 + 1]
-    assert message.startswith("costs of blocks by their weights: the model does not run on the meta device (")
+    assert message.startswith(
+        "costs of blocks by their weights: the model does not run on the meta device ("
+    )

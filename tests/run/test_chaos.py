@@ -1,4 +1,5 @@
-"""Faults on purpose strike the rank, the step and the save that were named, once, and what cannot strike is refused."""
+"""Faults on purpose strike the rank, the step and the save that were named, once, and what cannot
+strike is refused."""
 
 import errno
 import os
@@ -17,7 +18,10 @@ from meshtrain.run.fault_injection import FaultInjector, PlantedError, describe
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
-BASE = "model: {name: llama}\nbatch: {global_size: 8, micro_size: 2}\ntrain: {steps: 20}\ncheckpoint: {every: 5}\n"
+BASE = (
+    "model: {name: llama}\nbatch: {global_size: 8, micro_size: 2}\ntrain: {steps: 20}\ncheckpoint: "
+    "{every: 5}\n"
+)
 FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text())
 
 
@@ -30,19 +34,27 @@ def config(tmp_path: Path) -> Path:
 
 def errors(config: Path, faults: str, world_size: int) -> list[str]:
     """What is said about a list of faults on line 7 of the config and after it."""
-    config.write_text(BASE.replace("train: {steps: 20}\n", "") + f"train:\n  steps: 20\n  chaos:\n{faults}")
+    config.write_text(
+        BASE.replace("train: {steps: 20}\n", "") + f"train:\n  steps: 20\n  chaos:\n{faults}"
+    )
     with pytest.raises(ConfigErrors) as caught:
         Config.load(str(config), world_size=world_size)
     return [f"{error.place.line}: {error.message}" for error in caught.value.errors]
 
 
-# The config ---------------------------------------------------------------------------------------------------------
+# The config ---------------------------------------------------------------------------------------
 
 
 def test_faults_are_read_written_and_read_again(config: Path) -> None:
-    faults = "[{fault: kill, rank: 1, step: 7}, {fault: slow, rank: 0, step: 3, seconds: 1, until: 5, again: true}]"
+    faults = (
+        "[{fault: kill, rank: 1, step: 7}, {fault: slow, rank: 0, step: 3, seconds: 1, until: 5, "
+        "again: true}]"
+    )
     loaded = Config.load(str(config), [f"train.chaos={faults}"], world_size=2)
-    assert loaded.train.chaos == (Fault("kill", 7, 1), Fault("slow", 3, 0, seconds=1.0, until=5, again=True))
+    assert loaded.train.chaos == (
+        Fault("kill", 7, 1),
+        Fault("slow", 3, 0, seconds=1.0, until=5, again=True),
+    )
     again = config.with_name("again.yaml")
     again.write_text(loaded.to_yaml())
     assert Config.load(str(again)).train.chaos == loaded.train.chaos
@@ -54,7 +66,9 @@ def test_what_no_run_would_meet_is_refused(config: Path) -> None:
         (error,) = errors(config, f"    - {case['fault']}\n", world_size=4)
         assert error.startswith("7: ")
         assert case["text"] in error
-    faults = "    - {fault: kill, rank: 0, step: 1}\n    - fault: stop\n      rank: 9\n      step: 30\n"
+    faults = (
+        "    - {fault: kill, rank: 0, step: 1}\n    - fault: stop\n      rank: 9\n      step: 30\n"
+    )
     lines = [error[:18] for error in errors(config, faults, world_size=2)]
     assert lines == ["9: train.chaos[1]:", "10: train.chaos[1]"], "each has its own"
 
@@ -78,17 +92,25 @@ def test_editors_know_the_keys_of_a_fault() -> None:
 
     text = BASE.replace("steps: 20", "steps: 20, chaos: [{fault: kill, rank: 1, step: 7}]")
     jsonschema.validate(yaml.safe_load(text), schema())
-    for wrong in ("{fault: kil, step: 7}", "{fault: kill, rank: 1}", "{fault: kill, step: 7, rnak: 1}"):
+    for wrong in (
+        "{fault: kil, step: 7}",
+        "{fault: kill, rank: 1}",
+        "{fault: kill, step: 7, rnak: 1}",
+    ):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(yaml.safe_load(text.replace("{fault: kill, rank: 1, step: 7}", wrong)), schema())
+            jsonschema.validate(
+                yaml.safe_load(text.replace("{fault: kill, rank: 1, step: 7}", wrong)), schema()
+            )
 
 
-# When they strike ---------------------------------------------------------------------------------------------------
+# When they strike ---------------------------------------------------------------------------------
 
 SLOW = Fault("slow", 3, 1, seconds=0.5, until=5)
 
 
-def chaos(*faults: Fault, rank: int = 1, again: bool = False, slept: list[float] | None = None) -> FaultInjector:
+def chaos(
+    *faults: Fault, rank: int = 1, again: bool = False, slept: list[float] | None = None
+) -> FaultInjector:
     job = SimpleNamespace(rank=rank, again=again)
     return FaultInjector(faults, job, sleep=([] if slept is None else slept).append)
 
@@ -108,7 +130,9 @@ def test_signals_strike_their_rank_at_their_step(
             struck.clear()
 
 
-def test_a_slow_rank_is_slow_from_the_first_to_the_last_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_rank_is_slow_from_the_first_to_the_last_of_its_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     slept = []
     injector = chaos(SLOW, slept=slept)
     counts = []
@@ -134,7 +158,9 @@ def test_a_save_fails_as_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_an_exception_in_a_step_and_in_a_save(tmp_path: Path) -> None:
     in_step, in_save = chaos(Fault("raise", 4, 1)), chaos(Fault("raise", 4, 1, during="save"))
-    with pytest.raises(PlantedError, match=r"rank 1 raises an exception at the beginning of step 4"):
+    with pytest.raises(
+        PlantedError, match=r"rank 1 raises an exception at the beginning of step 4"
+    ):
         in_step.at_step(4)
     with pytest.raises(PlantedError, match=r"rank 1 raises an exception in the save after step 4"):
         in_save.in_save(4, tmp_path)
@@ -149,7 +175,8 @@ def test_a_job_that_was_started_again_is_spared_unless_it_was_told_otherwise() -
     injector.at_step(3)
     assert slept == [2.0]
     assert list(injector.about()) == [
-        "warning: a fault is planted (train.chaos): rank 1 takes 2 s longer for each step, from step 3 to step 5",
+        "warning: a fault is planted (train.chaos): rank 1 takes 2 s longer for each step, from "
+        "step 3 to step 5",
         "train.chaos: 1 of its faults struck in the first start, and are not planted again",
     ]
     assert len(list(chaos(*faults).about())) == 2
@@ -161,20 +188,44 @@ def test_a_fault_in_a_sentence() -> None:
         assert describe(Fault(**case["of"])) == case["text"]
 
 
-# Real runs ----------------------------------------------------------------------------------------------------------
+# Real runs ----------------------------------------------------------------------------------------
 
 
 def train(folder: Path, fault: str, *keys: str) -> tuple[str, ...]:
-    own = ("train.steps=8", "checkpoint.every=2", f"train.output={folder}", f"train.chaos=[{fault}]")
-    return ("-m", "meshtrain.train", QUICKSTART, *SMALL, f"data.cache={folder.parent / 'cache'}", *own, *keys)
+    own = (
+        "train.steps=8",
+        "checkpoint.every=2",
+        f"train.output={folder}",
+        f"train.chaos=[{fault}]",
+    )
+    return (
+        "-m",
+        "meshtrain.train",
+        QUICKSTART,
+        *SMALL,
+        f"data.cache={folder.parent / 'cache'}",
+        *own,
+        *keys,
+    )
 
 
 @pytest.mark.parametrize("in_background", ["true", "false"])
-def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(in_background: str, tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(
+    in_background: str, tmp_path: Path
+) -> None:
     keys = (f"checkpoint.in_background={in_background}",)
     job = forked(2, *train(tmp_path, "{fault: kill, rank: 1, step: 4, during: save}", *keys))
     assert job.status != 0
-    assert job.out.count("warning: a fault is planted (train.chaos): rank 1 is killed (SIGKILL) in the save") == 1
-    assert re.search(r"train.chaos: rank 1 on host \S+ \(dp_shard 1\): kill strikes, as planted", job.err)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_0000002"]
+    assert (
+        job.out.count(
+            "warning: a fault is planted (train.chaos): rank 1 is killed (SIGKILL) in the save"
+        )
+        == 1
+    )
+    assert re.search(
+        r"train.chaos: rank 1 on host \S+ \(dp_shard 1\): kill strikes, as planted", job.err
+    )
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == [
+        "step_0000002"
+    ]
     assert (tmp_path / "checkpoints" / ".step_0000004.tmp").is_dir()

@@ -1,4 +1,5 @@
-"""torch.compile in a run: its time is no training, what is compiled anew is said, and a restart finds all of it."""
+"""torch.compile in a run: its time is no training, what is compiled anew is said, and a restart
+finds all of it."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ from meshtrain.run.phase_monitor import CompileTimer
 from tests.checkpoint.going_on import small_run
 from tests.launching import environment, torchrun
 
-# Its one block is compiled. It writes down what the compiler has found in its cache, and what not, until this step.
+# Its one block is compiled. It writes down what the compiler has found in its cache, and what not,
+# until this step.
 MODEL = """
 import json, os
 from dataclasses import dataclass
@@ -86,9 +88,18 @@ def test_a_restart_within_a_job_compiles_nothing_anew(tmp_path: Path) -> None:
     env = environment()
     env.pop("TORCHINDUCTOR_CACHE_DIR", None)
     chaos = "train.chaos=[{fault: kill, rank: 0, step: 4}]"
-    command = ("-m", "meshtrain.train", str(config), "parallel.compile=true", "checkpoint.every=2", chaos)
+    command = (
+        "-m",
+        "meshtrain.train",
+        str(config),
+        "parallel.compile=true",
+        "checkpoint.every=2",
+        chaos,
+    )
     torchrun(1, "--max-restarts=1", *command, env=env, timeout=600).check()
-    first, second = (json.loads((tmp_path / f"start{number}.json").read_text()) for number in range(2))
+    first, second = (
+        json.loads((tmp_path / f"start{number}.json").read_text()) for number in range(2)
+    )
     assert first["fxgraph_cache_miss"] > 0
     assert "fxgraph_cache_hit" not in first
     assert second["fxgraph_cache_hit"] == first["fxgraph_cache_miss"]

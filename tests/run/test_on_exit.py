@@ -17,7 +17,13 @@ from meshtrain.run.on_exit import run_on_exit
 from meshtrain.run.run_folder import RunFolder
 from meshtrain.run.status import RunStatus
 
-END = {"status": "failed", "code": 1, "kind": "lost", "step": 7, "reason": 'rank 3 is "gone"; $(touch no)\nmore'}
+END = {
+    "status": "failed",
+    "code": 1,
+    "kind": "lost",
+    "step": 7,
+    "reason": 'rank 3 is "gone"; $(touch no)\nmore',
+}
 TELL = 'echo "$MESHTRAIN_STATUS|$MESHTRAIN_STEP|$MESHTRAIN_KIND|$MESHTRAIN_CODE|$MESHTRAIN_REASON" >> told'
 
 
@@ -25,9 +31,13 @@ def tell(folder: Path) -> str:
     return f"cd {shlex.quote(str(folder))} && {TELL}"
 
 
-def test_it_gets_the_path_and_the_variables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_gets_the_path_and_the_variables(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "exit.json").write_text(json.dumps(END))
-    run_on_exit(f'{tell(tmp_path)} && cp "$MESHTRAIN_EXIT_JSON" "$MESHTRAIN_RUN"/copy', END, tmp_path)
+    run_on_exit(
+        f'{tell(tmp_path)} && cp "$MESHTRAIN_EXIT_JSON" "$MESHTRAIN_RUN"/copy', END, tmp_path
+    )
     assert (tmp_path / "told").read_text() == f"failed|7|lost|1|{END['reason']}\n"
     assert json.loads((tmp_path / "copy").read_text()) == END
     assert not (tmp_path / "no").exists()
@@ -38,7 +48,10 @@ def test_what_is_wrong_with_it_is_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_on_exit("exit 3", END, tmp_path)
-    assert f"train.on_exit: 'exit 3' has ended with status 3; {tmp_path}/exit.json has" in capfd.readouterr().err
+    assert (
+        f"train.on_exit: 'exit 3' has ended with status 3; {tmp_path}/exit.json has"
+        in capfd.readouterr().err
+    )
     with monkeypatch.context() as patch:
         patch.setattr(on_exit, "ON_EXIT_S", 0.3)
         run_on_exit("sleep 1000", END, tmp_path, 0.3)
@@ -48,7 +61,9 @@ def test_what_is_wrong_with_it_is_said(
     assert "train.on_exit could not be started" in capfd.readouterr().err
 
 
-def test_a_process_that_is_about_to_be_ended_waits_shortly_and_the_command_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_is_about_to_be_ended_waits_shortly_and_the_command_goes_on(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "fifo")
     run_on_exit(f"read line < {tmp_path}/fifo; echo $line > {tmp_path}/fifo", END, tmp_path, 0.1)
     (tmp_path / "fifo").write_text("it goes on\n")  # returns when it is read
@@ -74,7 +89,9 @@ def status_of(folder: Path, rank: int = 0, *, begun: bool = True) -> RunStatus:
         (InputError("wrong"), "failed|7|input|1|InputError: wrong"),
     ],
 )
-def test_it_runs_when_a_run_ends_and_sinks_hear_of_it(tmp_path: Path, error: Exception | None, line: str) -> None:
+def test_it_runs_when_a_run_ends_and_sinks_hear_of_it(
+    tmp_path: Path, error: Exception | None, line: str
+) -> None:
     status = status_of(tmp_path)
     status.__exit__(None, error, None)
     assert (tmp_path / "told").read_text() == f"{line}\n"

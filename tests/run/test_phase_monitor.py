@@ -1,4 +1,5 @@
-"""One object tells everybody what the run does: timers, goodput, the watchdog and the timeouts of process groups."""
+"""One object tells everybody what the run does: timers, goodput, the watchdog and the timeouts of
+process groups."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -44,7 +45,9 @@ def test_a_step_is_told_to_all_and_moves_the_deadlines(calls: Mock, monitor: Pha
         call.watchdog.adapt_deadline(1, 0.0, None),
     ]
     first = monitor.finish_step(5)
-    assert (monitor.finished_step, monitor.slowest_s) == (5, 0.0), "the first step of a job starts readers and compiles"
+    assert (monitor.finished_step, monitor.slowest_s) == (5, 0.0), (
+        "the first step of a job starts readers and compiles"
+    )
     assert "own_time_max_rank" not in first
     second = monitor.finish_step(6)
     assert (monitor.finished_step, monitor.slowest_s) == (6, 2.0)
@@ -66,10 +69,16 @@ def test_an_evaluation_has_a_timeout_of_its_own(calls: Mock, monitor: PhaseMonit
     ]
 
 
-def test_a_save_is_a_phase_of_the_watchdog_and_no_step_time(calls: Mock, monitor: PhaseMonitor) -> None:
+def test_a_save_is_a_phase_of_the_watchdog_and_no_step_time(
+    calls: Mock, monitor: PhaseMonitor
+) -> None:
     with monitor.phase("checkpoint"):
         calls.save()
-    assert calls.mock_calls == [call.watchdog.enter_phase("saving"), call.save(), call.timer.restart()]
+    assert calls.mock_calls == [
+        call.watchdog.enter_phase("saving"),
+        call.save(),
+        call.timer.restart(),
+    ]
 
 
 @pytest.mark.parametrize("name", PHASES)

@@ -1,14 +1,15 @@
-"""A real SLURM on one machine: slurmctld, a slurmd on each of a few hosts made of namespaces, and munge.
+"""A real SLURM on one machine: slurmctld, a slurmd on each of a few hosts made of namespaces, and
+munge.
 
     with Cluster(tmp_path) as cluster:
         job = cluster.sbatch("tools/slurm/train.sbatch", "configs/quickstart.yaml")
         cluster.wait(job)
 
-The hosts are those of `tests/nethosts.py`; SLURM's nodes have their names. To SLURM, each has 4 CPUs and 2 GPUs. Jobs
-of the partition `high` preempt those of `main`, the default. The machine's own SLURM and munge stay untouched: key,
-socket, state and logs are in the cluster's folder, and all processes end with the cluster. Needs root, and slurmctld,
-slurmd, slurm-client and munge, as Debian packages them; `python -m tests.slurm.cluster` starts a cluster and a shell in
-it.
+The hosts are those of `tests/nethosts.py`; SLURM's nodes have their names. To SLURM, each has 4
+CPUs and 2 GPUs. Jobs of the partition `high` preempt those of `main`, the default. The machine's
+own SLURM and munge stay untouched: key, socket, state and logs are in the cluster's folder, and all
+processes end with the cluster. Needs root, and slurmctld, slurmd, slurm-client and munge, as Debian
+packages them; `python -m tests.slurm.cluster` starts a cluster and a shell in it.
 """
 
 import os
@@ -26,7 +27,12 @@ from tests.launching import ROOT, environment
 from tests.nethosts import Network
 from tests.nethosts import why_not as why_no_hosts
 
-PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
+PROGRAMS = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
+}
 GPUS = 2  # per node; empty files stand in for devices
 
 CONF = """
@@ -66,7 +72,9 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 def why_not() -> str | None:
     """Why this machine cannot have a cluster; None if it can."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    missing = [package for program, package in PROGRAMS.items() if shutil.which(program, path=path) is None]
+    missing = [
+        package for program, package in PROGRAMS.items() if shutil.which(program, path=path) is None
+    ]
     return f"needs the packages {', '.join(missing)}" if missing else why_no_hosts()
 
 
@@ -74,7 +82,12 @@ class Cluster:
     """Nodes node1, node2, ..., and the commands of users."""
 
     def __init__(
-        self, folder: Path, *, nodes: int = 2, lost_after_s: int = 60, gpus: Mapping[int, int] | None = None
+        self,
+        folder: Path,
+        *,
+        nodes: int = 2,
+        lost_after_s: int = 60,
+        gpus: Mapping[int, int] | None = None,
     ) -> None:
         """`folder` is for the files of the cluster.
 
@@ -84,7 +97,9 @@ class Cluster:
         """
         self.folder = folder.resolve()
         socket = f"{self.folder}/spool.node{nodes}/node{nodes}_99.4294967291"
-        assert len(socket) < 108, f"Unix takes no socket with so long a path, and SLURM starts no step: {socket}"
+        assert len(socket) < 108, (
+            f"Unix takes no socket with so long a path, and SLURM starts no step: {socket}"
+        )
         self._nodes = nodes
         self._network = Network(nodes, self.folder)
         self._munged: subprocess.Popen[bytes] | None = None
@@ -93,7 +108,11 @@ class Cluster:
             f"NodeName=node{node} CPUs=4 RealMemory=1000 Gres=gpu:{have} State=UNKNOWN"
             for node, have in self._gpus.items()
         ]
-        self._settings = {"folder": self.folder, "lines": "\n".join(lines), "lost_after": lost_after_s}
+        self._settings = {
+            "folder": self.folder,
+            "lines": "\n".join(lines),
+            "lost_after": lost_after_s,
+        }
 
     def __enter__(self) -> "Cluster":
         try:
@@ -121,10 +140,12 @@ class Cluster:
         for gpu in range(GPUS):
             (self.folder / f"gpu{gpu}").touch()
         lines = [
-            f"NodeName=node{node} Name=gpu File={self.folder}/gpu[0-{have - 1}]" for node, have in self._gpus.items()
+            f"NodeName=node{node} Name=gpu File={self.folder}/gpu[0-{have - 1}]"
+            for node, have in self._gpus.items()
         ]
         (self.folder / "gres.conf").write_text("\n".join(lines) + "\n")
-        # Set explicitly: otherwise slurmd detects the cgroup version and does not start where none is mounted.
+        # Set explicitly: otherwise slurmd detects the cgroup version and does not start where none
+        # is mounted.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def _authenticate(self) -> subprocess.Popen[bytes]:
@@ -132,11 +153,18 @@ class Cluster:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        files = {"key-file": key.name, "socket": "munge.socket", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+        files = {
+            "key-file": key.name,
+            "socket": "munge.socket",
+            "pid-file": "munge.pid",
+            "seed-file": "munge.seed",
+        }
         options = [f"--{option}={self.folder / name}" for option, name in files.items()]
         with (self.folder / "munged.log").open("wb") as log:
             daemon = subprocess.Popen(
-                ["/usr/sbin/munged", "--foreground", "--force", *options], stdout=log, stderr=subprocess.STDOUT
+                ["/usr/sbin/munged", "--foreground", "--force", *options],
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         return daemon
 
@@ -157,7 +185,13 @@ class Cluster:
         while time.monotonic() < deadline:
             asked = subprocess.run(
                 self._network.on(
-                    1, "sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"
+                    1,
+                    "sinfo",
+                    "--noheader",
+                    "--Node",
+                    "--partition=main",
+                    "--states=idle",
+                    "--format=%N",
                 ),
                 env=self.variables(),
                 capture_output=True,
@@ -167,7 +201,9 @@ class Cluster:
             if len(asked.stdout.split()) == self._nodes:
                 return
             time.sleep(0.2)
-        logs = "\n".join(f"--- {log}\n{log.read_text()[-3000:]}" for log in self.folder.glob("*.log"))
+        logs = "\n".join(
+            f"--- {log}\n{log.read_text()[-3000:]}" for log in self.folder.glob("*.log")
+        )
         raise RuntimeError(f"the cluster did not come up: {asked.stdout}{asked.stderr}\n{logs}")
 
     def variables(self, **extra: str) -> dict[str, str]:
@@ -175,7 +211,7 @@ class Cluster:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
         return environment(PATH=path, SLURM_CONF=str(self.folder / "slurm.conf"), **extra)
 
-    # Use ------------------------------------------------------------------------------------------------------------
+    # Use ------------------------------------------------------------------------------------------
 
     def on(self, *command: str, cwd: Path = ROOT) -> list[str]:
         """A command line that runs a command on node1, in the folder `cwd`."""
@@ -188,10 +224,16 @@ class Cluster:
             RuntimeError: it failed; with its output.
         """
         done = subprocess.run(
-            self.on(*command, cwd=cwd), env=self.variables(**(env or {})), capture_output=True, text=True, check=False
+            self.on(*command, cwd=cwd),
+            env=self.variables(**(env or {})),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode != 0:
-            raise RuntimeError(f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}"
+            )
         return done.stdout
 
     def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> str:
@@ -200,15 +242,21 @@ class Cluster:
 
     def job(self, job: str) -> dict[str, str]:
         """What SLURM knows about a job: JobState, Restarts, ExitCode, ..."""
-        return dict(word.split("=", 1) for word in self.ask("scontrol", "show", "job", job).split() if "=" in word)
+        return dict(
+            word.split("=", 1)
+            for word in self.ask("scontrol", "show", "job", job).split()
+            if "=" in word
+        )
 
     def wait(
         self, job: str, until: Callable[[dict[str, str]], bool] | None = None, seconds: float = 400
     ) -> dict[str, str]:
-        """Waits until `until` is true of a job, by default until it has ended for good; returns what SLURM knows of it.
+        """Waits until `until` is true of a job, by default until it has ended for good; returns
+        what SLURM knows of it.
 
         Raises:
-            AssertionError: it did not become true in time, or the job has ended before; with what SLURM knows.
+            AssertionError: it did not become true in time, or the job has ended before; with what
+                SLURM knows.
         """
         deadline = time.monotonic() + seconds
         while not (until or _ended)(found := self.job(job)):
@@ -221,7 +269,11 @@ class Cluster:
         """Cancels and kills a job, unless it has ended."""
         if not _ended(self.job(job)):
             self.ask("scancel", job)
-            subprocess.run(self.on("scancel", "--signal=KILL", "--full", job), env=self.variables(), check=False)
+            subprocess.run(
+                self.on("scancel", "--signal=KILL", "--full", job),
+                env=self.variables(),
+                check=False,
+            )
             self.wait(job)
 
     def lose(self, node: int) -> None:
@@ -229,9 +281,13 @@ class Cluster:
         self._network.kill(node)
 
     def start_again(self, job: str, restarts: int) -> None:
-        """Waits until a job has been requeued `restarts` times, and starts it, which would take two more minutes."""
-        self.wait(job, lambda found: found["Restarts"] == str(restarts) and found["JobState"] == "PENDING")
-        time.sleep(3)  # within the same second, nodes mistake it for the previous start and refuse it
+        """Waits until a job has been requeued `restarts` times, and starts it, which would take two
+        more minutes."""
+        self.wait(
+            job, lambda found: found["Restarts"] == str(restarts) and found["JobState"] == "PENDING"
+        )
+        # within the same second, nodes mistake it for the previous start and refuse it
+        time.sleep(3)
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
@@ -243,5 +299,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         with Cluster(Path(folder)) as cluster:
-            print("two nodes, partitions main and high; the cluster ends with this shell", flush=True)
+            print(
+                "two nodes, partitions main and high; the cluster ends with this shell", flush=True
+            )
             subprocess.run(cluster.on("bash"), env=cluster.variables(), check=False)

@@ -78,9 +78,16 @@ class Stage:
             (self.folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
             (self.folder / "bin" / name).chmod(0o755)
         self.write(
-            hostnames="gpu07\ngpu08\n", job="ExcNodeList=(null) PreemptTime=None", requeue_status="0", step_status="0",
-            during="", partition="gpu01\ngpu02\ngpu07\ngpu08\n", states="", unfit="none", help="--container-image=PATH",
-        )  # fmt: skip
+            hostnames="gpu07\ngpu08\n",
+            job="ExcNodeList=(null) PreemptTime=None",
+            requeue_status="0",
+            step_status="0",
+            during="",
+            partition="gpu01\ngpu02\ngpu07\ngpu08\n",
+            states="",
+            unfit="none",
+            help="--container-image=PATH",
+        )
 
     def write(self, **files: str) -> None:
         for name, text in files.items():
@@ -97,13 +104,21 @@ class Stage:
 
     def run(self, script: str, *words: str) -> subprocess.CompletedProcess[str]:
         variables = {
-            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "STAGE": str(self.folder), "ACTIVATE": "",
-            "SLURM_JOB_ID": "70001", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_CPUS_PER_TASK": "6", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_PARTITION": "main",
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "STAGE": str(self.folder),
+            "ACTIVATE": "",
+            "SLURM_JOB_ID": "70001",
+            "SLURM_JOB_NODELIST": "gpu[07-08]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_CPUS_PER_TASK": "6",
+            "SLURM_NTASKS_PER_NODE": "4",
+            "SLURM_JOB_PARTITION": "main",
             "SLURMD_NODENAME": "gpu07",
             "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        variables = {name: value for name, value in (variables | self.variables).items() if value is not None}
+        }
+        variables = {
+            name: value for name, value in (variables | self.variables).items() if value is not None
+        }
         command = ["bash", str(SLURM / script), *(words or ("mine.yaml",))]
         return subprocess.run(
             command, env=variables, cwd=self.folder, capture_output=True, text=True, timeout=60,
@@ -129,7 +144,9 @@ ENDS = yaml.safe_load(Path(__file__).with_name("ends.yaml").read_text())
 def test_how_a_job_ends(tmp_path: Path, script: str) -> None:
     wrong = []
     for number, (name, row) in enumerate(ENDS.items()):
-        if row.get("script", script) == script and (problem := wrong_end(tmp_path / f"a stage {number}", script, row)):
+        if row.get("script", script) == script and (
+            problem := wrong_end(tmp_path / f"a stage {number}", script, row)
+        ):
             wrong.append(f"{name}: {problem}")
     assert not wrong, "\n".join(wrong)
 
@@ -155,8 +172,14 @@ def wrong_end(folder: Path, script: str, row: Mapping[str, Any]) -> str:
         "torchrun": "torchrun.0",
         "torchrun of the second node": "torchrun.1",
     }
-    lines = {name: set(stage.read(file).replace(str(folder), "FOLDER").splitlines()) for name, file in files.items()}
-    missing = {name: {*row.get(name, ()), *row.get(f"{name} of {script}", ())} - lines[name] for name in files}
+    lines = {
+        name: set(stage.read(file).replace(str(folder), "FOLDER").splitlines())
+        for name, file in files.items()
+    }
+    missing = {
+        name: {*row.get(name, ()), *row.get(f"{name} of {script}", ())} - lines[name]
+        for name in files
+    }
     fits = {
         "status": ended.returncode == row["ends"],
         "queue": stage.requeued == row.get("back", False),
@@ -173,7 +196,9 @@ def wrong_end(folder: Path, script: str, row: Mapping[str, Any]) -> str:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_config(script: str) -> None:
     variables = {**os.environ, "SLURM_JOB_ID": "1"}
-    ended = subprocess.run(["bash", SLURM / script], env=variables, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        ["bash", SLURM / script], env=variables, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, "no config was named" in ended.stderr) == (1, True)
 
 
@@ -185,7 +210,11 @@ def test_what_the_step_gets(stage: Stage, script: str) -> None:
     assert stage.read("srun").splitlines()[-2:] == own
     if script == "train.sbatch":
         for node in range(2):
-            assert stage.read(f"torchrun.{node}").splitlines()[-4:] == ["-m", "meshtrain.train", *own]
+            assert stage.read(f"torchrun.{node}").splitlines()[-4:] == [
+                "-m",
+                "meshtrain.train",
+                *own,
+            ]
     files = ("torchrun.0", "torchrun.1", "env") if script == "train.sbatch" else ("srun", "env")
     given = "".join(map(stage.read, files))
     assert not re.findall("--cpu-bind|--numa-binding|SOCKET_IFNAME", given)
@@ -199,7 +228,9 @@ def test_a_site_that_gives_no_cpus_per_task(stage: Stage, script: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_host_engine_that_does_not_answer_says_nothing_of_a_node(stage: Stage, script: str) -> None:
+def test_a_host_engine_that_does_not_answer_says_nothing_of_a_node(
+    stage: Stage, script: str
+) -> None:
     """`dcgmi` is there, and users may not ask it."""
     dcgmi = stage.folder / "bin" / "dcgmi"
     dcgmi.write_text("#!/bin/bash\necho 'Error: Unable to connect to host engine.'; exit 235\n")
@@ -227,7 +258,11 @@ def test_the_runs_folder_is_the_one_that_training_has(stage: Stage, script: str)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_container_by_apptainer(stage: Stage, script: str) -> None:
     """The check of the config runs in it, and the ranks; no environment of the host is needed."""
-    stage.variables = {"CONTAINER_RUNTIME": "apptainer", "CONTAINER_IMAGE": "a.sif", "CONTAINER_MOUNTS": "/data:/d"}
+    stage.variables = {
+        "CONTAINER_RUNTIME": "apptainer",
+        "CONTAINER_IMAGE": "a.sif",
+        "CONTAINER_MOUNTS": "/data:/d",
+    }
     stage.variables |= {"ACTIVATE": "no/such/activate"}
     stage.write(**{"a.sif": ""})
     ended = stage.run(script, "mine.yaml", "train.steps=3")
@@ -235,7 +270,9 @@ def test_a_container_by_apptainer(stage: Stage, script: str) -> None:
     calls = stage.read("apptainer").split("exec\n--nv\n")[1:]
     assert len(calls) == 3, "the check, and a task of each node"
     for call in calls:
-        assert call.startswith(f"--bind={stage.folder}:{stage.folder},/data:/d\n--pwd={stage.folder}\na.sif\n")
+        assert call.startswith(
+            f"--bind={stage.folder}:{stage.folder},/data:/d\n--pwd={stage.folder}\na.sif\n"
+        )
         assert call.endswith("\nmine.yaml\ntrain.steps=3\n")
     assert calls[0].splitlines()[3:5] == ["python", "-"]
     assert calls[1].splitlines()[3] == ("torchrun" if script == "train.sbatch" else "python")
@@ -264,7 +301,9 @@ def test_both_scripts_share_what_is_no_part_of_the_step() -> None:
     """sbatch copies one file to the node, so that they cannot share it in another way."""
     part = r"^# --- The (job|end): the same in .*?(?=^# --- |\Z)"
     texts = [(SLURM / script).read_text() for script in SCRIPTS]
-    shared = [{found[1]: found[0] for found in re.finditer(part, text, re.M | re.S)} for text in texts]
+    shared = [
+        {found[1]: found[0] for found in re.finditer(part, text, re.M | re.S)} for text in texts
+    ]
     assert list(shared[0]) == ["job", "end"]
     assert shared[0] == shared[1]
 

@@ -1,4 +1,5 @@
-"""The page in a real browser: on a wide screen and on a phone's, by keyboard, and while a run writes."""
+"""The page in a real browser: on a wide screen and on a phone's, by keyboard, and while a run
+writes."""
 
 import json
 from collections.abc import Iterator
@@ -24,15 +25,25 @@ def url(tmp_path: Path) -> Iterator[str]:
         folder = tmp_path / name
         (folder / "checkpoints" / "step_0000040").mkdir(parents=True)
         rows = [
-            {"step": n, "loss": 5 / n, "tokens_per_s": 1e4, "step_time_s": 1.0, "time_forward_s": 0.4}
+            {
+                "step": n,
+                "loss": 5 / n,
+                "tokens_per_s": 1e4,
+                "step_time_s": 1.0,
+                "time_forward_s": 0.4,
+            }
             for n in range(1, 60)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        for file, values in yaml.safe_load(Path(__file__).with_name("page_run.yaml").read_text()).items():
+        for file, values in yaml.safe_load(
+            Path(__file__).with_name("page_run.yaml").read_text()
+        ).items():
             (folder / file).write_text(json.dumps(values))
         timeline = simulate(build("1f1b", ranks=2, microbatches=4, stages_per_rank=None))
         (folder / "timeline.json").write_text(json.dumps(timeline_json(timeline, "1f1b", "s")))
-    with PageServer(("127.0.0.1", 0), [RunFiles(tmp_path / name) for name in ("first", "second")]) as server:
+    with PageServer(
+        ("127.0.0.1", 0), [RunFiles(tmp_path / name) for name in ("first", "second")]
+    ) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         yield server.url
@@ -90,12 +101,15 @@ def stays_while_the_run_goes_on(page: Page, chart: str, expected: str, folder: P
         assert read_out(page, chart) == expected
 
 
-def test_values_are_read_by_a_finger_and_stay_while_the_run_goes_on(page: Page, url: str, tmp_path: Path) -> None:
+def test_values_are_read_by_a_finger_and_stay_while_the_run_goes_on(
+    page: Page, url: str, tmp_path: Path
+) -> None:
     opened(page, url, 390)
     loss = CHART.format("loss")
     page.ask(f"{loss}.scrollIntoView()")
     left, top, width, height = page.ask(
-        f"(({{x, y, width, height}}) => [x, y, width, height])({loss}.querySelector('svg').getBoundingClientRect())"
+        f"(({{x, y, width, height}}) => [x, y, width, "
+        f"height])({loss}.querySelector('svg').getBoundingClientRect())"
     )
     page.touch((left + width / 2, top + height / 2))
     assert read_out(page, loss).startswith("step 2")
@@ -105,7 +119,9 @@ def test_values_are_read_by_a_finger_and_stay_while_the_run_goes_on(page: Page, 
     stays_while_the_run_goes_on(page, loss, expected, tmp_path)
 
 
-def test_values_are_read_by_keyboard_and_stay_while_the_run_goes_on(page: Page, url: str, tmp_path: Path) -> None:
+def test_values_are_read_by_keyboard_and_stay_while_the_run_goes_on(
+    page: Page, url: str, tmp_path: Path
+) -> None:
     opened(page, url, 1280)
     loss = CHART.format("loss")
     for _ in range(20):

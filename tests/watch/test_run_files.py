@@ -11,7 +11,9 @@ from meshtrain.watch.run_files import RunFiles
 
 
 def lines(*steps: int, **values: float | None) -> str:
-    return "".join(json.dumps({"step": step, "loss": float(step), **values}) + "\n" for step in steps)
+    return "".join(
+        json.dumps({"step": step, "loss": float(step), **values}) + "\n" for step in steps
+    )
 
 
 def test_what_the_page_gets(tmp_path: Path) -> None:
@@ -67,26 +69,39 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path) -> None:
     for name in ("checkpoints", "failures"):
         (folder / name).symlink_to(tmp_path / "elsewhere")
     data = RunFiles(folder).page_data(9)
-    assert data | {"checkpoints": [], "failures": [], "rows": 0, "exit": None, "events": [], "layout": ""} == data
+    assert (
+        data
+        | {"checkpoints": [], "failures": [], "rows": 0, "exit": None, "events": [], "layout": ""}
+        == data
+    )
 
 
-def test_no_line_of_a_stranger_stops_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deep, long, or of a step that a page cannot tell from the next one: it is a bad line, and the run goes on."""
+def test_no_line_of_a_stranger_stops_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deep, long, or of a step that a page cannot tell from the next one: it is a bad line, and the
+    run goes on."""
     monkeypatch.setattr(run_files, "LONGEST", 1000)
     file, run = tmp_path / "metrics.jsonl", RunFiles(tmp_path)
     deep, long = 900 * "[", '{"step": 2, "text": "' + 5000 * "a" + '"}'
     far = [f'{{"step": {2**53 + 2}, "loss": 1}}', '{"step": 1e300}']
-    (tmp_path / "goodput.jsonl").write_text(f'{100_000 * "["}\n{{"step": {10**30}, "started": 1}}\n')
+    (tmp_path / "goodput.jsonl").write_text(
+        f'{100_000 * "["}\n{{"step": {10**30}, "started": 1}}\n'
+    )
     file.write_text("\n".join([deep, long, *far]) + "\n" + lines(3))
     data = run.page_data(9)
     assert (data["step"], data["bad_lines"]) == ([3], 4)
     assert [event["step"] for event in data["events"]] == [2**53]
-    with file.open("a") as open_file:  # a line that does not end is passed over as it grows, and not read anew
+    with file.open(
+        "a"
+    ) as open_file:  # a line that does not end is passed over as it grows, and not read anew
         open_file.write(2500 * "a")
     assert run.page_data(9)["bad_lines"] == 5
     seen: list[int] = []
     take = run._take
-    monkeypatch.setattr(run, "_take", lambda line, is_whole: seen.append(len(line)) or take(line, is_whole))
+    monkeypatch.setattr(
+        run, "_take", lambda line, is_whole: seen.append(len(line)) or take(line, is_whole)
+    )
     with file.open("a") as open_file:
         open_file.write(2500 * "a" + "\n" + lines(4))
     data = run.page_data(9)

@@ -29,7 +29,9 @@ def server(tmp_path: Path) -> Iterator[PageServer]:
         thread.join()
 
 
-def ask(server: PageServer, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, bytes]:
+def ask(
+    server: PageServer, path: str, method: str = "GET", host: str = "localhost"
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request(method, path, headers={"Host": host})
     answer = connection.getresponse()
@@ -44,7 +46,8 @@ def test_the_page_and_the_runs(server: PageServer) -> None:
         status, content = ask(server, path)
         assert status == 200
         assert len(content) > 100
-        assert b"http://" not in content.replace(b"http://www.w3.org/2000/svg", b"")  # nothing from the network
+        # nothing from the network
+        assert b"http://" not in content.replace(b"http://www.w3.org/2000/svg", b"")
         assert b"https://" not in content
     assert json.loads(ask(server, "/runs")[1]) == ["a", "b"]
     assert json.loads(ask(server, "/runs/1")[1])["columns"] == {"loss": [2.5]}
@@ -59,7 +62,9 @@ def test_no_other_path_is_served(server: PageServer, path: str) -> None:
     status, content = ask(server, path)
     assert status == 404
     assert b"secret" not in content
-    assert ask(server, path, "POST")[0] == ask(server, "/runs", "DELETE")[0] == 501, "it is read-only"
+    assert ask(server, path, "POST")[0] == ask(server, "/runs", "DELETE")[0] == 501, (
+        "it is read-only"
+    )
 
 
 def test_a_page_of_another_site_is_refused(server: PageServer) -> None:
@@ -69,7 +74,9 @@ def test_a_page_of_another_site_is_refused(server: PageServer) -> None:
     assert ask(server, "/runs", host="[::1")[0] == 400
 
 
-def test_what_cannot_be_served_is_told(tmp_path: Path, server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served_is_told(
+    tmp_path: Path, server: PageServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["watch", str(tmp_path / "no")]) == 2
     assert "is no folder: name what train.output was" in capsys.readouterr().err
     for port in (str(server.server_port), "99999"):
@@ -99,7 +106,9 @@ def test_it_is_sent_compressed_and_says_nothing_of_a_page_that_goes_away(
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
-    monkeypatch.setattr(PageServer, "serve_forever", lambda self: served.extend(run.name for run in self.runs))
+    monkeypatch.setattr(
+        PageServer, "serve_forever", lambda self: served.extend(run.name for run in self.runs)
+    )
     folders = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "other"]
     for folder in folders:
         folder.mkdir(parents=True)

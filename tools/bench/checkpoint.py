@@ -1,10 +1,12 @@
-"""The cost of checkpoints: saving compared with plain writes of the same bytes, loading compared with plain reads, and
-the time that training loses to a save in the background.
+"""The cost of checkpoints: saving compared with plain writes of the same bytes, loading compared
+with plain reads, and the time that training loses to a save in the background.
 
-    python tools/bench/checkpoint.py [--size 768] [--ranks 1] [--pairs 10] [--folder FOLDER] [--json]
+    python tools/bench/checkpoint.py [--size 768] [--ranks 1] [--pairs 10] [--folder FOLDER]
+    [--json]
 
-The plain sides move the bytes in the most direct way: each rank writes one file from memory and waits until it is on
-disk (fsync), or reads one file block by block and computes its checksum (crc32). All sides take turns on the same disk.
+The plain sides move the bytes in the most direct way: each rank writes one file from memory and
+waits until it is on disk (fsync), or reads one file block by block and computes its checksum
+(crc32). All sides take turns on the same disk.
 """
 
 import argparse
@@ -53,7 +55,8 @@ ABOUT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """Two sides that moved the same bytes: seconds of each, and the ratio of the first's throughput to the second's."""
+    """Two sides that moved the same bytes: seconds of each, and the ratio of the first's throughput
+    to the second's."""
 
     side: str
     to: str
@@ -91,7 +94,9 @@ class Bench:
         )
         self.optimizer = Optimizer(self.model, Keys(), mesh, 1)
         self.state = State(self.model, self.optimizer, mesh, job)
-        self.saver = Saver(self.state, place, job, keep=Retention(keep_last=None), say=lambda line: None)
+        self.saver = Saver(
+            self.state, place, job, keep=Retention(keep_last=None), say=lambda line: None
+        )
         self.inputs = torch.randn(SAMPLES, WIDTH)
         self.saves = 0
         self.save()  # touches the memory, and makes a checkpoint to load
@@ -207,7 +212,9 @@ def compare(bench: Bench) -> Iterator[Ratio]:
     ):
         ratios = [plain / ours for ours, plain in zip(times[side], times[to], strict=True)]
         low, high, _ = median_interval(ratios)
-        yield Ratio(side, to, median(times[side]), median(times[to]), median(ratios), low, high, at_least)
+        yield Ratio(
+            side, to, median(times[side]), median(times[to]), median(ratios), low, high, at_least
+        )
 
 
 def lost(bench: Bench) -> Lost:
@@ -226,7 +233,10 @@ def lost(bench: Bench) -> Lost:
     wall, cpu, waited, saving = [], [], [], []
     for pair in range(bench.options.pairs):
         bench.tidy()
-        turns = {act: bench.timed(act) for act in ((beside, lambda: bench.steps(count))[:: 1 if pair % 2 else -1])}
+        turns = {
+            act: bench.timed(act)
+            for act in ((beside, lambda: bench.steps(count))[:: 1 if pair % 2 else -1])
+        }
         with_save, without = turns.pop(beside), turns.popitem()[1]
         wall.append(with_save[0] - without[0])
         cpu.append(with_save[1] - without[1])
@@ -236,34 +246,50 @@ def lost(bench: Bench) -> Lost:
     return Lost(step_s, median(saving), median(waited), median(wall), low, high, median(cpu))
 
 
-def table(ratios: Sequence[Ratio], taken: Lost, nbytes: int, options: argparse.Namespace, load: float) -> str:
+def table(
+    ratios: Sequence[Ratio], taken: Lost, nbytes: int, options: argparse.Namespace, load: float
+) -> str:
     """The results as text."""
     lines = [
-        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after; "
-        f"{nbytes / 2**20:.0f} MiB of {options.ranks} rank{'s' * (options.ranks > 1)}, {options.pairs} pairs",
+        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before, "
+        f"{os.getloadavg()[0]:.1f} after; "
+        f"{nbytes / 2**20:.0f} MiB of {options.ranks} rank{'s' * (options.ranks > 1)}, "
+        f"{options.pairs} pairs",
         "",
         f"{'throughput':<42} {'MB/s':>7} {'plain':>7} {'ratio':>7}  {'interval':<15} {'goal':>6}",
         *(
-            f"{f'{one.side} / {one.to}':<42} {nbytes / one.seconds / 1e6:7.0f} {nbytes / one.plain_seconds / 1e6:7.0f} "
+            f"{f'{one.side} / {one.to}':<42} {nbytes / one.seconds / 1e6:7.0f} "
+            f"{nbytes / one.plain_seconds / 1e6:7.0f} "
             f"{one.ratio:7.3f}  {f'{one.low:.3f} - {one.high:.3f}':<15} "
             f"{f'{one.at_least:.2f}' if one.at_least else '-':>6}"
             for one in ratios
         ),
         "",
-        f"a save in the background beside steps of {taken.step_s:.2f} s: it took {taken.save_s:.2f} s, of which "
+        f"a save in the background beside steps of {taken.step_s:.2f} s: it took "
+        f"{taken.save_s:.2f} s, of which "
         f"training waited {1000 * taken.waited_s:.0f} ms for the snapshot;",
-        f"training lost {taken.wall_s:.2f} s ({taken.wall_low:.2f} - {taken.wall_high:.2f}) to it, and it cost "
+        f"training lost {taken.wall_s:.2f} s ({taken.wall_low:.2f} - {taken.wall_high:.2f}) to it, "
+        "and it cost "
         f"{taken.cpu_s:.2f} CPU s",
     ]
     return "\n".join(lines)
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What checkpoints cost, beside plain writes and reads.")
-    parser.add_argument("--size", type=int, default=768, help="MiB of model and optimizer, of all ranks (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description="What checkpoints cost, beside plain writes and reads."
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=768,
+        help="MiB of model and optimizer, of all ranks (%(default)s)",
+    )
     parser.add_argument("--ranks", type=int, default=1, help="processes (%(default)s)")
     parser.add_argument("--pairs", type=int, default=10, help="turns of each side (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk that is measured (default: a temporary one)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 
@@ -274,7 +300,11 @@ def main() -> int:
         return start(options.ranks)
     load = os.getloadavg()[0]
     with meshtrain.start() as job:
-        made = tempfile.mkdtemp(prefix="meshtrain-bench-", dir=options.folder) if job.rank == 0 else None
+        made = (
+            tempfile.mkdtemp(prefix="meshtrain-bench-", dir=options.folder)
+            if job.rank == 0
+            else None
+        )
         place = Path(job.gather("making a folder", made)[0])
         try:
             torch.set_num_threads(1)
@@ -286,7 +316,11 @@ def main() -> int:
                 shutil.rmtree(place)
         nbytes = bench.manifest.total_bytes
         found = {"bytes": nbytes, "ratios": [asdict(one) for one in ratios], "lost": asdict(taken)}
-        job.say(json.dumps(found, indent=1) if options.json else table(ratios, taken, nbytes, options, load))
+        job.say(
+            json.dumps(found, indent=1)
+            if options.json
+            else table(ratios, taken, nbytes, options, load)
+        )
     return 0
 
 

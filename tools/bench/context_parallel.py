@@ -1,9 +1,11 @@
-"""The cost of meshtrain's context-parallel step compared with one process and tensor parallelism, in CPU time.
+"""The cost of meshtrain's context-parallel step compared with one process and tensor parallelism,
+in CPU time.
 
     python tools/bench/context_parallel.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
-All sides are meshtrain's own command, which trains the same model on the same sequences of 1,024 tokens: in one
-process, as `cp=2` with each method, and as `tp=2`. FSDP, which shards parameters over `cp`, keeps them for a step.
+All sides are meshtrain's own command, which trains the same model on the same sequences of 1,024
+tokens: in one process, as `cp=2` with each method, and as `tp=2`. FSDP, which shards parameters
+over `cp`, keeps them for a step.
 """
 
 import sys
@@ -31,4 +33,10 @@ GOALS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(command(SIDES, GOALS, "What meshtrain's context-parallel step costs beside one process, in CPU time."))
+    sys.exit(
+        command(
+            SIDES,
+            GOALS,
+            "What meshtrain's context-parallel step costs beside one process, in CPU time.",
+        )
+    )

@@ -1,9 +1,11 @@
-"""The cost of meshtrain's step compared with plain PyTorch, in CPU time: one process, DDP and FSDP on two processes.
+"""The cost of meshtrain's step compared with plain PyTorch, in CPU time: one process, DDP and FSDP
+on two processes.
 
     python tools/bench/data_parallel.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
-Six sides train the same model on the same samples: plain_ddp.py in one process and as DDP, and meshtrain's own command
-in one process, as `dp_replicate=2`, and as `dp_shard=2` that keeps and that reshards its parameters.
+Six sides train the same model on the same samples: plain_ddp.py in one process and as DDP, and
+meshtrain's own command in one process, as `dp_replicate=2`, and as `dp_shard=2` that keeps and that
+reshards its parameters.
 """
 
 import sys
@@ -29,4 +31,6 @@ GOALS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(command(SIDES, GOALS, "What meshtrain's step costs beside plain PyTorch, in CPU time."))
+    sys.exit(
+        command(SIDES, GOALS, "What meshtrain's step costs beside plain PyTorch, in CPU time.")
+    )

@@ -1,10 +1,11 @@
-"""The cost of a step of meshtrain's experts compared with a loop over experts in plain PyTorch, in CPU time.
+"""The cost of a step of meshtrain's experts compared with a loop over experts in plain PyTorch, in
+CPU time.
 
     python tools/bench/experts.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
-All sides train the same small Qwen3-MoE (experts.yaml) on the same samples: a hand-written loop (plain_experts.py), and
-meshtrain's own command in one process and with experts distributed over two, `expert_parallel=2`, where FSDP keeps its
-gathered parameters for a whole step.
+All sides train the same small Qwen3-MoE (experts.yaml) on the same samples: a hand-written loop
+(plain_experts.py), and meshtrain's own command in one process and with experts distributed over
+two, `expert_parallel=2`, where FSDP keeps its gathered parameters for a whole step.
 """
 
 import sys
@@ -22,4 +23,6 @@ SIDES = (
 GOALS = (Goal(ONE, PLAIN, 1.05), Goal(TWO, ONE, 1.6))
 
 if __name__ == "__main__":
-    sys.exit(command(SIDES, GOALS, "What a step of meshtrain's experts costs, in CPU time.", WORKLOAD))
+    sys.exit(
+        command(SIDES, GOALS, "What a step of meshtrain's experts costs, in CPU time.", WORKLOAD)
+    )

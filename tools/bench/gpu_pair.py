@@ -1,13 +1,16 @@
-"""meshtrain's own command against torchtitan on one GPU, in turns: time, memory, model FLOPs utilization and losses.
+"""meshtrain's own command against torchtitan on one GPU, in turns: time, memory, model FLOPs
+utilization and losses.
 
-    python tools/bench/gpu_pair.py A1 [--against T-none ...] [--pairs 8] [--json [FILE]] [key.path=value ...]
+    python tools/bench/gpu_pair.py A1 [--against T-none ...] [--pairs 8] [--json [FILE]]
+    [key.path=value ...]
 
-Both train the same Llama from the same initial weights on the same tokens in the same order. The other sides are
-torchtitan's baselines (gpu_titan.py), or meshtrain itself with another setting, which shows the gain of that setting
-(`--against parallel.compile=false`). Sides take turns of about six seconds in the order A B B A. They stay on the GPU
-if its memory suffices for all, and otherwise start anew for each visit. The GPU is synchronized only at the ends of a
-turn. FLOPs are computed from the model's sizes, the same for all sides. Exits with 2 without a GPU or torchtitan, with
-1 if losses differ by more than 1 %.
+Both train the same Llama from the same initial weights on the same tokens in the same order. The
+other sides are torchtitan's baselines (gpu_titan.py), or meshtrain itself with another setting,
+which shows the gain of that setting (`--against parallel.compile=false`). Sides take turns of about
+six seconds in the order A B B A. They stay on the GPU if its memory suffices for all, and otherwise
+start anew for each visit. The GPU is synchronized only at the ends of a turn. FLOPs are computed
+from the model's sizes, the same for all sides. Exits with 2 without a GPU or torchtitan, with 1 if
+losses differ by more than 1 %.
 """
 
 import argparse
@@ -74,8 +77,18 @@ class Workload(NamedTuple):
     steps: int  # steps of a turn of about six seconds on an H100
 
 
-_1B = {"name": "llama", "preset": "llama-3.2-1b", "tie_word_embeddings": False}  # torchtitan 0.2 does not tie weights
-_8B = {"name": "llama", "preset": "llama-3.1-8b", "num_hidden_layers": 8}  # 8B's layers, as many as a GPU holds
+# torchtitan 0.2 does not tie weights
+_1B = {
+    "name": "llama",
+    "preset": "llama-3.2-1b",
+    "tie_word_embeddings": False,
+}
+# 8B's layers, as many as a GPU holds
+_8B = {
+    "name": "llama",
+    "preset": "llama-3.1-8b",
+    "num_hidden_layers": 8,
+}
 WORKLOADS = {
     "A1": Workload(_1B, 8192, 4, 4, 10),
     "A4": Workload(_1B, 8192, 16, 4, 3),
@@ -86,10 +99,17 @@ WORKLOADS = {
 
 
 def values_of(workload: Workload) -> dict[str, Any]:
-    """A workload's YAML, which both sides read. Without weight decay, since torchtitan would apply it to norms, too."""
+    """A workload's YAML, which both sides read. Without weight decay, since torchtitan would apply
+    it to norms, too."""
     return {
         "model": dict(workload.model),
-        "data": {"source": "tokens", "path": "tokens", "validation": 0, "seq_len": workload.seq_len, "workers": 2},
+        "data": {
+            "source": "tokens",
+            "path": "tokens",
+            "validation": 0,
+            "seq_len": workload.seq_len,
+            "workers": 2,
+        },
         "batch": {"global_size": workload.global_size, "micro_size": workload.micro_size},
         "parallel": {"compile": True, "recompute": "none"},
         "optimizer": {
@@ -101,12 +121,18 @@ def values_of(workload: Workload) -> dict[str, Any]:
             "schedule": "constant",
             "warmup_steps": 0,
         },
-        "train": {"precision": "bfloat16", "steps": 1, "seed": 0, "eval_every": 0, "sample_tokens": 0},
+        "train": {
+            "precision": "bfloat16",
+            "steps": 1,
+            "seed": 0,
+            "eval_every": 0,
+            "sample_tokens": 0,
+        },
         "checkpoint": {"every": 0},
     }
 
 
-# The model's demands --------------------------------------------------------------------------------------------------
+# The model's demands ------------------------------------------------------------------------------
 
 
 class Sizes(NamedTuple):
@@ -123,7 +149,10 @@ class Sizes(NamedTuple):
     def products(self) -> int:
         """Number of weights in matrix products: linear layers and the head, not the embedding."""
         d = self.width
-        return self.layers * (2 * d * self.heads + 2 * d * self.kv + 3 * d * self.hidden) + d * self.vocabulary
+        return (
+            self.layers * (2 * d * self.heads + 2 * d * self.kv + 3 * d * self.hidden)
+            + d * self.vocabulary
+        )
 
     @property
     def parameters(self) -> int:
@@ -131,12 +160,14 @@ class Sizes(NamedTuple):
         return self.products + self.width * (self.vocabulary + 2 * self.layers + 1)
 
     def flops(self, length: int, causal: bool) -> int:
-        """FLOPs of one token's forward and backward; attention in full, or the half that a causal mask needs."""
+        """FLOPs of one token's forward and backward; attention in full, or the half that a causal
+        mask needs."""
         attention = 12 * self.layers * self.heads * length
         return 6 * self.products + (attention // 2 if causal else attention)
 
     def activation_bytes(self, tokens: int) -> int:
-        """Bytes saved for backward: 16-bit values of compiled blocks, and float32 logits with what the loss keeps."""
+        """Bytes saved for backward: 16-bit values of compiled blocks, and float32 logits with what
+        the loss keeps."""
         saved = 8 * self.width + 4 * self.kv + 4 * self.hidden
         return tokens * (self.layers * saved + 12 * self.vocabulary)
 
@@ -145,22 +176,30 @@ def sizes_of(values: Mapping[str, Any]) -> Sizes:
     _, config = model_of(values)
     e = config.head_width
     heads, kv = config.num_attention_heads * e, config.kv_heads * e
-    return Sizes(config.num_hidden_layers, config.hidden_size, heads, kv, config.intermediate_size, config.vocab_size)
+    return Sizes(
+        config.num_hidden_layers,
+        config.hidden_size,
+        heads,
+        kv,
+        config.intermediate_size,
+        config.vocab_size,
+    )
 
 
 def fit_together(values: Mapping[str, Any], sides: int, memory: float, graphs: int = 0) -> bool:
-    """Whether weights, gradients and moments (18 bytes per parameter) of all sides fit with the activations of one side
-    and of each side whose CUDA graphs keep them."""
+    """Whether weights, gradients and moments (18 bytes per parameter) of all sides fit with the
+    activations of one side and of each side whose CUDA graphs keep them."""
     sizes = sizes_of(values)
     activations = sizes.activation_bytes(values["batch"]["micro_size"] * values["data"]["seq_len"])
     return sides * 18 * sizes.parameters + (1 + graphs) * activations < ROOM * memory
 
 
-# The GPU --------------------------------------------------------------------------------------------------------------
+# The GPU ------------------------------------------------------------------------------------------
 
 
 def ask(fields: str) -> list[str]:
-    """The values that nvidia-smi reports for the first GPU. Raises OSError or CalledProcessError: it failed."""
+    """The values that nvidia-smi reports for the first GPU. Raises OSError or CalledProcessError:
+    it failed."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     return [value.strip() for value in done.stdout.strip().splitlines()[0].split(",")]
@@ -183,7 +222,14 @@ class Sample(NamedTuple):
 def watching(file: Path) -> Iterator[None]:
     """Logs clocks, power, temperature and clock throttle reasons to a file, twice a second."""
     fields = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "500"]
+    command = [
+        "nvidia-smi",
+        "--id=0",
+        f"--query-gpu={fields}",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "500",
+    ]
     with file.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
@@ -194,21 +240,29 @@ def watching(file: Path) -> Iterator[None]:
 
 
 def read_samples(text: str) -> list[Sample]:
-    """The complete lines of nvidia-smi's log. A value that the GPU does not report, [N/A], becomes nan."""
+    """The complete lines of nvidia-smi's log. A value that the GPU does not report, [N/A], becomes
+    nan."""
     samples = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != 5 or not cells[4].startswith("0x"):
             continue
         time = datetime.strptime(cells[0], "%Y/%m/%d %H:%M:%S.%f").timestamp()
-        mhz, watt, celsius = (float(x) if x.replace(".", "").isdigit() else float("nan") for x in cells[1:4])
+        mhz, watt, celsius = (
+            float(x) if x.replace(".", "").isdigit() else float("nan") for x in cells[1:4]
+        )
         samples.append(Sample(time, mhz, watt, celsius, int(cells[4], 16)))
     return samples
 
 
 def clocks(samples: Sequence[Sample], turns: Sequence[Turn]) -> dict[str, Any]:
-    """The GPU's clocks, power, temperature and throttling during a side's turns; empty without samples."""
-    during = [s for s in samples if any(turn.began <= s.time <= turn.began + turn.wall_s for turn in turns)]
+    """The GPU's clocks, power, temperature and throttling during a side's turns; empty without
+    samples."""
+    during = [
+        s
+        for s in samples
+        if any(turn.began <= s.time <= turn.began + turn.wall_s for turn in turns)
+    ]
     if not during:
         return {}
     bits = {bit for s in during for bit in REASONS if s.reasons & bit}
@@ -220,7 +274,7 @@ def clocks(samples: Sequence[Sample], turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-# Measuring ------------------------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -233,7 +287,8 @@ class Measured:
 
 
 def make_sides(against: Sequence[str]) -> list[Side]:
-    """meshtrain, and the sides to compare it with: torchtitan's baselines, or overrides. Raises SystemExit: neither."""
+    """meshtrain, and the sides to compare it with: torchtitan's baselines, or overrides. Raises
+    SystemExit: neither."""
     sides = [Side(OURS, "meshtrain")]
     for name in against:
         if name in gpu_titan.BASELINES:
@@ -241,11 +296,15 @@ def make_sides(against: Sequence[str]) -> list[Side]:
         elif "=" in name:
             sides.append(Side(f"{OURS} {name}", "meshtrain", overrides=(name,)))
         else:
-            raise SystemExit(f"--against {name}: expected {', '.join(gpu_titan.BASELINES)} or key.path=value")
+            raise SystemExit(
+                f"--against {name}: expected {', '.join(gpu_titan.BASELINES)} or key.path=value"
+            )
     return sides
 
 
-def run(sides: Sequence[Side], values: dict[str, Any], options: argparse.Namespace, folder: Path) -> Measured:
+def run(
+    sides: Sequence[Side], values: dict[str, Any], options: argparse.Namespace, folder: Path
+) -> Measured:
     """Lets all sides take their turns; writes their inputs into the empty folder `folder`."""
     options.workload = folder / "workload.yaml"
     options.workload.write_text(yaml.safe_dump(values))
@@ -255,7 +314,9 @@ def run(sides: Sequence[Side], values: dict[str, Any], options: argparse.Namespa
             turns = measure(started, options.pairs)
         losses = read_losses(sides, folder)
         names = [side.name for side in sides]
-        return Measured(dict(zip(names, turns, strict=True)), dict(zip(names, losses, strict=True)), True)
+        return Measured(
+            dict(zip(names, turns, strict=True)), dict(zip(names, losses, strict=True)), True
+        )
     visit = copy.copy(options)
     visit.pairs = -(-options.pairs // 2)
     measured = Measured({side.name: [] for side in sides}, {}, False)
@@ -292,19 +353,26 @@ def summary(
             "mfu": None if peak is None else rate * sizes.flops(length, causal=False) / peak,
             "allocated": max(turn.allocated for turn in turns),
             "reserved": max(turn.reserved for turn in turns),
-            "largest_difference_of_losses": difference(measured.losses[name], measured.losses[OURS]),
+            "largest_difference_of_losses": difference(
+                measured.losses[name], measured.losses[OURS]
+            ),
             "turns": [asdict(turn) for turn in turns],
         } | clocks(samples, turns)
     walls = {name: [turn.wall_s for turn in turns] for name, turns in measured.turns.items()}
     return {
         "tokens_per_step": tokens,
-        "flops_per_token": {"causal": sizes.flops(length, True), "full": sizes.flops(length, False)},
+        "flops_per_token": {
+            "causal": sizes.flops(length, True),
+            "full": sizes.flops(length, False),
+        },
         "peak_flops": peak,
         "steps": steps,
         "together": measured.together,
         "sides": sides,
         # Ratios of tokens per second: above 1, meshtrain is faster.
-        "ratios": {name: ratio_of(times, walls[OURS]) for name, times in walls.items() if name != OURS},
+        "ratios": {
+            name: ratio_of(times, walls[OURS]) for name, times in walls.items() if name != OURS
+        },
         "losses": {name: losses[:COMPARED] for name, losses in measured.losses.items()},
     }
 
@@ -317,48 +385,69 @@ def difference(losses: Sequence[float], to: Sequence[float]) -> float:
 def table(result: Mapping[str, Any]) -> str:
     sides, width = result["sides"], max(14, *map(len, result["sides"]))
     lines = [
-        f"{'':<{width}} {'ms':>8} {'tokens/s':>9} {'causal':>7} {'full':>7} {'GiB':>6} {'res.':>6} {'MHz':>6} {'W':>5}"
+        f"{'':<{width}} {'ms':>8} {'tokens/s':>9} {'causal':>7} {'full':>7} {'GiB':>6} {'res.':>6} "
+        f"{'MHz':>6} {'W':>5}"
     ]
     for name, side in sides.items():
-        causal, full = (f"{100 * side[key]:.1f} %" if side[key] else "-" for key in ("mfu_causal", "mfu"))
+        causal, full = (
+            f"{100 * side[key]:.1f} %" if side[key] else "-" for key in ("mfu_causal", "mfu")
+        )
         memory = " ".join(f"{side[key] / 2**30:6.1f}" for key in ("allocated", "reserved"))
         clock, power = (f"{side[key]:.0f}" if key in side else "-" for key in ("sm_mhz", "power_w"))
         lines.append(
-            f"{name:<{width}} {side['ms_per_step']:8.1f} {side['tokens_per_s']:9.0f} {causal:>7} {full:>7} {memory} "
-            f"{clock:>6} {power:>5}" + "".join(f", {reason}" for reason in side.get("held_down_by", ()))
+            f"{name:<{width}} {side['ms_per_step']:8.1f} {side['tokens_per_s']:9.0f} {causal:>7} "
+            f"{full:>7} {memory} "
+            f"{clock:>6} {power:>5}"
+            + "".join(f", {reason}" for reason in side.get("held_down_by", ()))
         )
     lines += ["", f"tokens per second of {OURS} by those of"]
     for name, ratio in result["ratios"].items():
-        interval = f"{ratio['low']:.3f} - {ratio['high']:.3f} holds it with {100 * ratio['coverage']:.1f} %"
+        interval = (
+            f"{ratio['low']:.3f} - {ratio['high']:.3f} holds it with {100 * ratio['coverage']:.1f} "
+            "%"
+        )
         lines.append(f"{name:<{width}} {ratio['median']:8.3f}  {interval}")
     lines += ["", "loss of a step   " + " ".join(f"{name:>10}" for name in sides)]
     for step, losses in enumerate(zip(*result["losses"].values(), strict=False), start=1):
         lines.append(f"{step:>16} " + " ".join(f"{loss:>10.5f}" for loss in losses))
     lines.append(
-        "largest difference " + " ".join(f"{100 * s['largest_difference_of_losses']:>8.3f} %" for s in sides.values())
+        "largest difference "
+        + " ".join(f"{100 * s['largest_difference_of_losses']:>8.3f} %" for s in sides.values())
     )
     return "\n".join(lines)
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="meshtrain's own command beside torchtitan on one GPU, in turns.")
+    parser = argparse.ArgumentParser(
+        description="meshtrain's own command beside torchtitan on one GPU, in turns."
+    )
     parser.add_argument("name", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
     parser.add_argument(
         "--against",
         action="append",
         metavar="SIDE",
-        help="T-none, T-sac or T-amp of torchtitan, or key.path=value of meshtrain; may be repeated (T-none)",
+        help=(
+            "T-none, T-sac or T-amp of torchtitan, or key.path=value of meshtrain; may be repeated "
+            "(T-none)"
+        ),
     )
-    parser.add_argument("--pairs", type=positive, default=8, help="turns of each side that count (%(default)s)")
-    parser.add_argument("--steps", type=positive, help="steps of a turn (about six seconds of them on an H100)")
+    parser.add_argument(
+        "--pairs", type=positive, default=8, help="turns of each side that count (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, help="steps of a turn (about six seconds of them on an H100)"
+    )
     parser.add_argument(
         "--together",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="whether sides stay on the GPU while others run (%(default)s: if they fit by their sizes)",
+        help=(
+            "whether sides stay on the GPU while others run (%(default)s: if they fit by their "
+            "sizes)"
+        ),
     )
     parser.add_argument(
         "--json",
@@ -367,7 +456,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
         metavar="FILE",
         help="write all of it (tools/bench/results/WORKLOAD-CARD-TIME.json)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="of the workload, for all sides")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="of the workload, for all sides"
+    )
     return parser.parse_args(arguments)
 
 
@@ -380,7 +471,9 @@ def missing(sides: Sequence[Side]) -> str | None:
 
 
 def versions() -> dict[str, Any]:
-    commit = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     return {
         "meshtrain": commit.stdout.strip() or None,
         "torch": torch.__version__,
@@ -400,14 +493,23 @@ def main() -> int:
     workload, gpu = WORKLOADS[options.name], card()
     values = overridden(values_of(workload), options.overrides)
     options.steps = options.steps or workload.steps
-    graphs = 0 if (gpu_titan.installed() or "").startswith("0.2") else sum(side.kind == "gpu_titan" for side in sides)
+    graphs = (
+        0
+        if (gpu_titan.installed() or "").startswith("0.2")
+        else sum(side.kind == "gpu_titan" for side in sides)
+    )
     together = fit_together(values, len(sides), gpu["memory"], graphs)
     options.together = together if options.together == "auto" else options.together == "yes"
     if not fit_together(values, 1, gpu["memory"]):
-        print("a side alone may need more memory than there is: halve batch.micro_size", file=sys.stderr)
+        print(
+            "a side alone may need more memory than there is: halve batch.micro_size",
+            file=sys.stderr,
+        )
     environment = {key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()}
     shared, options.overrides = options.overrides, []  # already applied to the workload
-    vars(options).update(warm_up=WARM_UP_TURNS * options.steps, environment=environment, one_by_one=True)
+    vars(options).update(
+        warm_up=WARM_UP_TURNS * options.steps, environment=environment, one_by_one=True
+    )
     with tempfile.TemporaryDirectory(prefix="meshtrain-gpu-pair-") as name:
         folder = Path(name)
         with watching(folder / "smi.csv"):
@@ -422,14 +524,18 @@ def main() -> int:
         "card": gpu,
         "versions": versions(),
     }
-    result |= summary(measured, values, options.steps, samples, table_flops(gpu["name"], "bfloat16"))
+    result |= summary(
+        measured, values, options.steps, samples, table_flops(gpu["name"], "bfloat16")
+    )
     how = "together" if options.together else "one after the other"
     print(f"{options.name} on {gpu['name']}, {how}\n\n{table(result)}")
     if options.json is not None:
         print(f"\nwritten to {write(result, options.json)}")
     apart = max(side["largest_difference_of_losses"] for side in result["sides"].values())
     if apart > TOLERANCE:
-        print(f"losses differ by {100 * apart:.1f} %: the sides did not do the same", file=sys.stderr)
+        print(
+            f"losses differ by {100 * apart:.1f} %: the sides did not do the same", file=sys.stderr
+        )
     return int(apart > TOLERANCE)
 
 

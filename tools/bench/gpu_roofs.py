@@ -1,12 +1,14 @@
 """How fast the parts of a step can be on this GPU: its roofline.
 
-    python tools/bench/gpu_roofs.py [--preset NAME ...] [--tokens 16384] [--only PATTERN] [--json FILE]
+    python tools/bench/gpu_roofs.py [--preset NAME ...] [--tokens 16384] [--only PATTERN] [--json
+    FILE]
 
-Each line is one part in isolation, on random numbers, the median of a few measurements by GPU events: matrix products
-at 8192^3 and at a model's shapes (forward, input gradient, weight gradient, plain and accumulated in float32; float8
-with row-wise and tensor-wise scales), copies, attention with each backend and with documents, and the head with its
-loss in every available implementation. The model of docs/performance.md is fitted to these. A part that this GPU or
-this torch does not support says why. Exits with 2 without a GPU.
+Each line is one part in isolation, on random numbers, the median of a few measurements by GPU
+events: matrix products at 8192^3 and at a model's shapes (forward, input gradient, weight gradient,
+plain and accumulated in float32; float8 with row-wise and tensor-wise scales), copies, attention
+with each backend and with documents, and the head with its loss in every available implementation.
+The model of docs/performance.md is fitted to these. A part that this GPU or this torch does not
+support says why. Exits with 2 without a GPU.
 """
 
 import argparse
@@ -32,7 +34,13 @@ from meshtrain.parallel.linear_cross_entropy import LossRequest, fuse_loss, requ
 
 PRESETS = ("llama-3.2-1b", "llama-3.1-8b")
 # Bytes per second of a card's memory, from NVIDIA's data sheets; the first name that matches wins.
-MEMORY = ((r"H200", 4.8e12), (r"H100 PCIe", 2.0e12), (r"H100 NVL", 3.9e12), (r"H100", 3.35e12), (r"A100", 2.0e12))
+MEMORY = (
+    (r"H200", 4.8e12),
+    (r"H100 PCIe", 2.0e12),
+    (r"H100 NVL", 3.9e12),
+    (r"H100", 3.35e12),
+    (r"A100", 2.0e12),
+)
 ROUNDS = 5
 ROUND_S = 0.05
 DOCUMENT = 1500  # average tokens per document
@@ -41,7 +49,8 @@ Timed = Callable[[], object]
 
 
 class Roof(NamedTuple):
-    """One part: its FLOPs and bytes, and a function that prepares it and returns the call to time."""
+    """One part: its FLOPs and bytes, and a function that prepares it and returns the call to
+    time."""
 
     name: str
     flops: float
@@ -61,7 +70,7 @@ class Shape(NamedTuple):
         return torch.randn(dims, device=self.device, dtype=self.dtype)
 
 
-# Products -------------------------------------------------------------------------------------------------------------
+# Products -----------------------------------------------------------------------------------------
 
 
 def products(name: str, n: int, i: int, o: int, shape: Shape) -> Iterator[Roof]:
@@ -89,7 +98,9 @@ def products(name: str, n: int, i: int, o: int, shape: Shape) -> Iterator[Roof]:
         x, w = (shape.random(*dims).to(FLOAT8) for dims in ((n, i), (o, i)))
         dims = ((n, 1), (1, o)) if rows else ((), ())
         scales = [torch.ones(d, device=shape.device) for d in dims]
-        return lambda: torch._scaled_mm(x, w.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16)
+        return lambda: torch._scaled_mm(
+            x, w.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16
+        )
 
     yield Roof(f"{name} forward", flops, nbytes, forward)
     yield Roof(f"{name} input gradient", flops, nbytes, input_grad)
@@ -102,22 +113,33 @@ def products(name: str, n: int, i: int, o: int, shape: Shape) -> Iterator[Roof]:
 def layers(name: str, sizes: Sizes, shape: Shape) -> Iterator[Roof]:
     """The linear layers of a block, and a chunk of the head."""
     d, f, q, kv = sizes.width, sizes.hidden, sizes.heads, sizes.kv
-    for layer, i, o in (("q", d, q), ("k, v", d, kv), ("qkv", d, q + 2 * kv), ("o", q, d), ("gate|up", d, 2 * f)):
+    for layer, i, o in (
+        ("q", d, q),
+        ("k, v", d, kv),
+        ("qkv", d, q + 2 * kv),
+        ("o", q, d),
+        ("gate|up", d, 2 * f),
+    ):
         yield from products(f"{name} {layer}", shape.tokens, i, o, shape)
     yield from products(f"{name} down", shape.tokens, f, d, shape)
-    yield from products(f"{name} head of 2048 tokens", min(2048, shape.tokens), d, sizes.vocabulary, shape)
+    yield from products(
+        f"{name} head of 2048 tokens", min(2048, shape.tokens), d, sizes.vocabulary, shape
+    )
 
 
 def copies(shape: Shape, size: int = 2**28) -> Iterator[Roof]:
     def make(dtype: torch.dtype) -> Timed:
-        source, target = torch.empty(size, device=shape.device), torch.empty(size, device=shape.device, dtype=dtype)
+        source, target = (
+            torch.empty(size, device=shape.device),
+            torch.empty(size, device=shape.device, dtype=dtype),
+        )
         return lambda: target.copy_(source)
 
     yield Roof("copy float32", 0.0, 8.0 * size, partial(make, torch.float32))
     yield Roof("copy float32 to 16 bits", 0.0, 6.0 * size, partial(make, shape.dtype))
 
 
-# Attention ------------------------------------------------------------------------------------------------------------
+# Attention ----------------------------------------------------------------------------------------
 
 
 def backward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Timed:
@@ -130,7 +152,8 @@ def backward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Timed
 
 
 def attention(name: str, heads: int, kv_heads: int, width: int, shape: Shape) -> Iterator[Roof]:
-    """Causal attention with each backend of torch's SDPA, and with documents; FLOPs are those that the masks leave."""
+    """Causal attention with each backend of torch's SDPA, and with documents; FLOPs are those that
+    the masks leave."""
     b, s = max(1, shape.tokens // shape.seq_len), shape.seq_len
     flops = 2.0 * b * heads * s * s * width  # two products, of which a causal mask leaves half
 
@@ -159,12 +182,20 @@ def attention(name: str, heads: int, kv_heads: int, width: int, shape: Shape) ->
     def tokens_first() -> list[Tensor]:
         return [shape.random(b * s, h, width) for h in (heads, kv_heads, kv_heads)]
 
-    yield Roof(f"{name} varlen forward", flops, 0.0, lambda: partial(by_documents(), *tokens_first()))
-    yield Roof(f"{name} varlen backward", 2.5 * flops, 0.0, lambda: backward(by_documents(), tokens_first()))
+    yield Roof(
+        f"{name} varlen forward", flops, 0.0, lambda: partial(by_documents(), *tokens_first())
+    )
+    yield Roof(
+        f"{name} varlen backward",
+        2.5 * flops,
+        0.0,
+        lambda: backward(by_documents(), tokens_first()),
+    )
 
 
 def document_ends(tokens: int, seq_len: int) -> list[int]:
-    """Ends of documents of about 1500 tokens that fill rows of this length; none crosses the end of a row."""
+    """Ends of documents of about 1500 tokens that fill rows of this length; none crosses the end of
+    a row."""
     draw = np.random.default_rng(0)
     ends, end = [], 0
     while end < tokens:
@@ -178,7 +209,9 @@ def varlen(ends: Sequence[int], longest: int, device: str) -> Callable[..., Tens
     from torch.nn.attention.varlen import varlen_attn
 
     bounds = torch.tensor([0, *ends], device=device, dtype=torch.int32)
-    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    gqa: dict[str, Any] = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **gqa)
@@ -188,7 +221,7 @@ def varlen(ends: Sequence[int], longest: int, device: str) -> Callable[..., Tens
     return call
 
 
-# The loss -------------------------------------------------------------------------------------------------------------
+# The loss -----------------------------------------------------------------------------------------
 
 
 def losses(name: str, d: int, vocabulary: int, shape: Shape) -> Iterator[Roof]:
@@ -210,7 +243,10 @@ def losses(name: str, d: int, vocabulary: int, shape: Shape) -> Iterator[Roof]:
         return call
 
     def make(way: Callable[[], Callable[..., Tensor]]) -> Timed:
-        x, w = shape.random(n, d).requires_grad_(), torch.nn.Parameter(shape.random(vocabulary, d) * 0.02)
+        x, w = (
+            shape.random(n, d).requires_grad_(),
+            torch.nn.Parameter(shape.random(vocabulary, d) * 0.02),
+        )
         targets, function = torch.randint(vocabulary, (n,), device=shape.device), way()
         return lambda: torch.autograd.grad(function(x, w, targets), (x, w))
 
@@ -224,7 +260,7 @@ def losses(name: str, d: int, vocabulary: int, shape: Shape) -> Iterator[Roof]:
         yield Roof(f"{name} loss {way}", 6.0 * n * d * vocabulary, 0.0, partial(make, function))
 
 
-# Measuring ------------------------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 def all_roofs(presets: Sequence[str], shape: Shape) -> Iterator[Roof]:
@@ -263,8 +299,17 @@ def row_of(roof: Roof, seconds: Callable[[Timed, int], float]) -> dict[str, Any]
     try:
         took = measure(roof.make(), seconds)
     except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
-        return row | {"not_here": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
-    return row | {"ms": 1000 * took, "tflops": roof.flops / took / 1e12, "gb_per_s": roof.nbytes / took / 1e9}
+        return row | {
+            "not_here": (
+                f"{type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0] if str(error) else ''}"
+            )
+        }
+    return row | {
+        "ms": 1000 * took,
+        "tflops": roof.flops / took / 1e12,
+        "gb_per_s": roof.nbytes / took / 1e9,
+    }
 
 
 def line(row: dict[str, Any], peak: float | None, memory: float | None) -> str:
@@ -272,7 +317,9 @@ def line(row: dict[str, Any], peak: float | None, memory: float | None) -> str:
     if "not_here" in row:
         return f"{row['name']:<52} not here: {row['not_here'][:90]}"
     is_copy = row["tflops"] == 0
-    value, unit, most = (row["gb_per_s"], "GB/s", memory) if is_copy else (row["tflops"], "TF/s", peak)
+    value, unit, most = (
+        (row["gb_per_s"], "GB/s", memory) if is_copy else (row["tflops"], "TF/s", peak)
+    )
     share = "" if most is None else f"{100 * value * (1e9 if is_copy else 1e12) / most:5.1f} %"
     return f"{row['name']:<52} {row['ms']:9.3f} ms {value:8.0f} {unit} {share}".rstrip()
 
@@ -280,9 +327,18 @@ def line(row: dict[str, Any], peak: float | None, memory: float | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="How fast the parts of a step can be on this GPU.")
     parser.add_argument("--preset", action="append", choices=PRESETS, help="whose shapes (both)")
-    parser.add_argument("--tokens", type=positive, default=16384, help="of a microbatch (%(default)s)")
-    parser.add_argument("--seq-len", type=positive, default=8192, help="tokens of a row (%(default)s)")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="parts whose names have this regular expression")
+    parser.add_argument(
+        "--tokens", type=positive, default=16384, help="of a microbatch (%(default)s)"
+    )
+    parser.add_argument(
+        "--seq-len", type=positive, default=8192, help="tokens of a row (%(default)s)"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="PATTERN",
+        help="parts whose names have this regular expression",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -291,7 +347,10 @@ def main() -> int:
     gpu, shape = card(), Shape(options.tokens, options.seq_len)
     peak = table_flops(gpu["name"], "bfloat16")
     memory = next((rate for pattern, rate in MEMORY if re.search(pattern, gpu["name"])), None)
-    print(f"{gpu['name']}, torch {torch.__version__}, shares of the data sheet's 16-bit products and memory")
+    print(
+        f"{gpu['name']}, torch {torch.__version__}, shares of the data sheet's 16-bit products and "
+        "memory"
+    )
     rows = []
     for roof in all_roofs(options.preset or PRESETS, shape):
         if re.search(options.only, roof.name):

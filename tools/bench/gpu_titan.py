@@ -1,12 +1,14 @@
-"""torchtitan's own trainer with the tokens, order and initial weights of meshtrain's side: gpu_pair.py's baselines.
+"""torchtitan's own trainer with the tokens, order and initial weights of meshtrain's side:
+gpu_pair.py's baselines.
 
-It uses torchtitan's Trainer, Llama 3 model, FSDP, compilation, recomputation and loss unchanged; only the sample loader
-and the pauses between turns are ours. On one GPU torchtitan 0.2.2 computes under autocast with a float32 residual
-stream; later versions wrap the model in FSDP on a mesh of one. Three baselines:
+It uses torchtitan's Trainer, Llama 3 model, FSDP, compilation, recomputation and loss unchanged;
+only the sample loader and the pauses between turns are ours. On one GPU torchtitan 0.2.2 computes
+under autocast with a float32 residual stream; later versions wrap the model in FSDP on a mesh of
+one. Three baselines:
 
-    T-none  FSDP on a mesh of one, parameters gathered once per step, no recomputation: torchtitan as one would tune it
-    T-sac   the same with its selective recomputation, which recomputes every second matrix product: its own recipe
-    T-amp   0.2.2 unchanged: autocast
+    T-none  FSDP on a mesh of one, parameters gathered once per step, no recomputation: torchtitan
+    as one would tune it T-sac   the same with its selective recomputation, which recomputes every
+    second matrix product: its own recipe T-amp   0.2.2 unchanged: autocast
 """
 
 import contextlib
@@ -33,7 +35,16 @@ from meshtrain.data.tokens import smallest_dtype
 
 BASELINES = ("T-none", "T-sac", "T-amp")
 NAME = "meshtrain-pair"
-NEEDED = ("torchtitan", "torchdata", "tyro", "docstring_parser", "typeguard", "shtab", "tokenizers", "tensorboard")
+NEEDED = (
+    "torchtitan",
+    "torchdata",
+    "tyro",
+    "docstring_parser",
+    "typeguard",
+    "shtab",
+    "tokenizers",
+    "tensorboard",
+)
 NEEDED_0_3 = ("torch_checkpointing", "spmd_types")
 WHEELS = {
     "docstring_parser": "docstring-parser",
@@ -44,7 +55,9 @@ WHEELS = {
 
 def needed(baselines: Sequence[str]) -> str | None:
     """What these baselines lack, in one line; None: nothing."""
-    old = (installed() or ("0.2" if torch.__version__.startswith("2.11.") else "0.3")).startswith("0.2")
+    old = (installed() or ("0.2" if torch.__version__.startswith("2.11.") else "0.3")).startswith(
+        "0.2"
+    )
     names = NEEDED if old else NEEDED + NEEDED_0_3
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         wheels = " ".join(WHEELS.get(name, name) for name in names if name in missing)
@@ -64,7 +77,11 @@ def installed() -> str | None:
 
 
 def train(
-    config: dict[str, Any], tokens: Path, weights: Path, log: Path, before_step: Callable[[int], None] = lambda _: None
+    config: dict[str, Any],
+    tokens: Path,
+    weights: Path,
+    log: Path,
+    before_step: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Trains in this process; at the end it writes a line with each step's loss.
 
@@ -80,9 +97,12 @@ def train(
             "datasets.distributed", "split_dataset_by_node"
         )
     samples = Samples(config, tokens)
-    build = trainer_0_2 if importlib.metadata.version("torchtitan").startswith("0.2.") else trainer_0_3
+    build = (
+        trainer_0_2 if importlib.metadata.version("torchtitan").startswith("0.2.") else trainer_0_3
+    )
     config = config | {
-        "titan": {"compile": True, "cuda_graphs": True, "folder": str(log.with_suffix(""))} | config["titan"]
+        "titan": {"compile": True, "cuda_graphs": True, "folder": str(log.with_suffix(""))}
+        | config["titan"]
     }
     trainer = build(config, samples, load_file(weights), paced(before_step))
     trainer.train()
@@ -100,12 +120,19 @@ def alone() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    values = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: value for name, value in values.items() if name not in os.environ})
 
 
 def stub(name: str, *functions: str) -> dict[str, ModuleType]:
-    """A stand-in for a module that torchtitan imports for its own loaders, which are not used here."""
+    """A stand-in for a module that torchtitan imports for its own loaders, which are not used
+    here."""
     module = ModuleType(name)
     for function in functions:
         setattr(module, function, None)
@@ -113,7 +140,8 @@ def stub(name: str, *functions: str) -> dict[str, ModuleType]:
 
 
 class Samples:
-    """The microbatches of a run in meshtrain's order, in the form that torchtitan's trainer takes."""
+    """The microbatches of a run in meshtrain's order, in the form that torchtitan's trainer
+    takes."""
 
     def __init__(self, config: dict[str, Any], tokens: Path) -> None:
         vocabulary = model_of(config)[1].vocab_size
@@ -130,7 +158,9 @@ class Samples:
         for step in range(self.steps):
             samples = batch_samples(self.seed, step, self.size, (len(self.tokens) - 1) // s)
             for i in range(0, self.size, self.micro):
-                rows = np.stack([self.tokens[j * s : (j + 1) * s + 1] for j in samples[i : i + self.micro]])
+                rows = np.stack(
+                    [self.tokens[j * s : (j + 1) * s + 1] for j in samples[i : i + self.micro]]
+                )
                 both = torch.from_numpy(rows.astype(np.int64))
                 yield self.inputs(both[:, :-1].contiguous()), both[:, 1:].contiguous()
 
@@ -175,23 +205,31 @@ def put(config: Any, sections: dict[str, dict[str, Any]]) -> Any:
 
 
 def rope_scaling(model: Any) -> dict[str, float]:
-    """Llama 3's RoPE scaling; without one, a factor of 1 (no scaling). Raises ValueError: another kind of scaling."""
+    """Llama 3's RoPE scaling; without one, a factor of 1 (no scaling). Raises ValueError: another
+    kind of scaling."""
     scaling = model.rope_scaling or {"rope_type": "llama3", "factor": 1.0}
     if scaling.get("rope_type") != "llama3":
         raise ValueError(
-            f"torchtitan's Llama has rope_type llama3 alone, and the workload {scaling.get('rope_type')!r}"
+            "torchtitan's Llama has rope_type llama3 alone, and the workload "
+            f"{scaling.get('rope_type')!r}"
         )
     names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return {"scaling_factor": scaling["factor"]} | {name: scaling[name] for name in names if name in scaling}
+    return {"scaling_factor": scaling["factor"]} | {
+        name: scaling[name] for name in names if name in scaling
+    }
 
 
-# torchtitan 0.2 -------------------------------------------------------------------------------------------------------
+# torchtitan 0.2 -----------------------------------------------------------------------------------
 
 
 def sections_0_2(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The values of torchtitan 0.2's JobConfig for a workload, by section."""
     optimizer, baseline = config["optimizer"], config["titan"]["baseline"]
-    recompute = {"mode": "selective", "selective_ac_option": "op"} if baseline == "T-sac" else {"mode": "none"}
+    recompute = (
+        {"mode": "selective", "selective_ac_option": "op"}
+        if baseline == "T-sac"
+        else {"mode": "none"}
+    )
     return {
         "job": {"dump_folder": config["titan"]["folder"]},
         "model": {"name": NAME, "flavor": NAME},
@@ -222,7 +260,8 @@ def sections_0_2(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def arguments_0_2(model: Any) -> dict[str, Any]:
     """Fields of torchtitan 0.2's TransformerModelArgs."""
-    hidden = int(2 * 4 * model.hidden_size / 3)  # torchtitan multiplies this, rounds down, then up to `multiple_of`
+    # torchtitan multiplies this, rounds down, then up to `multiple_of`
+    hidden = int(2 * 4 * model.hidden_size / 3)
     return {
         "dim": model.hidden_size,
         "n_layers": model.num_hidden_layers,
@@ -236,7 +275,9 @@ def arguments_0_2(model: Any) -> dict[str, Any]:
     }
 
 
-def trainer_0_2(config: dict[str, Any], samples: Samples, weights: dict[str, Tensor], wrap: Callable) -> Any:
+def trainer_0_2(
+    config: dict[str, Any], samples: Samples, weights: dict[str, Tensor], wrap: Callable
+) -> Any:
     from torchtitan.config import JobConfig
     from torchtitan.models import llama3
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -264,7 +305,8 @@ def trainer_0_2(config: dict[str, Any], samples: Samples, weights: dict[str, Ten
 
 
 def fully_sharded_0_2(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-    """What torchtitan 0.2 does on several GPUs, on a mesh of one: recomputation, compilation, FSDP in 16 bits."""
+    """What torchtitan 0.2 does on several GPUs, on a mesh of one: recomputation, compilation, FSDP
+    in 16 bits."""
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.models.llama3.infra import parallelize
@@ -291,12 +333,15 @@ def fully_sharded_0_2(model: nn.Module, parallel_dims: Any, job_config: Any) -> 
     return model
 
 
-# torchtitan 0.3 -------------------------------------------------------------------------------------------------------
+# torchtitan 0.3 -----------------------------------------------------------------------------------
 
 
-def trainer_0_3(config: dict[str, Any], samples: Samples, weights: dict[str, Tensor], wrap: Callable) -> Any:
-    """torchtitan 0.3 with its defaults (always FSDP, fused q, k and v, chunked loss, CUDA graphs), except for attention
-    by torch's SDPA, which it has for models without documents, and which is faster than its masks for whole rows."""
+def trainer_0_3(
+    config: dict[str, Any], samples: Samples, weights: dict[str, Tensor], wrap: Callable
+) -> Any:
+    """torchtitan 0.3 with its defaults (always FSDP, fused q, k and v, chunked loss, CUDA graphs),
+    except for attention by torch's SDPA, which it has for models without documents, and which is
+    faster than its masks for whole rows."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -328,15 +373,21 @@ def trainer_0_3(config: dict[str, Any], samples: Samples, weights: dict[str, Ten
         parallelism=ParallelismConfig(fsdp_reshard_after_forward="never"),
         activation_checkpoint=SelectiveAC.Config() if titan["baseline"] == "T-sac" else None,
         compile=CompileConfig(enable=titan["compile"]),
-        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=model.vocab_size)),
+        loss=ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=model.vocab_size)
+        ),
         tokenizer=SimpleNamespace(build=lambda **_: None),
         dataloader=SimpleNamespace(build=lambda **_: samples),
     )
-    if not hasattr(torch.distributed, "set_timeout"):  # needs a later torch than the rest of torchtitan
+    # needs a later torch than the rest of torchtitan
+    if not hasattr(torch.distributed, "set_timeout"):
         from torchtitan.distributed import utils
 
         utils.set_pg_timeouts = lambda **_: None
-    put(job, {"metrics": {"log_freq": 10**9}, "lr_scheduler": {"warmup_steps": 0, "decay_ratio": 0.0}})
+    put(
+        job,
+        {"metrics": {"log_freq": 10**9}, "lr_scheduler": {"warmup_steps": 0, "decay_ratio": 0.0}},
+    )
     trainer = wrap(Trainer)(job)
     load(trainer.model_parts[0], spec.state_dict_adapter(spec.model, None).from_hf(weights))
     return trainer
@@ -351,7 +402,11 @@ def config_0_3(model: Any, length: int) -> Any:
     d = model.hidden_size
     config = llama3.llama3_configs["8B"]("flex")
     rope = ComplexRoPE.Config(
-        dim=model.head_width, max_seq_len=length, theta=model.rope_theta, scaling="llama", **rope_scaling(model)
+        dim=model.head_width,
+        max_seq_len=length,
+        theta=model.rope_theta,
+        scaling="llama",
+        **rope_scaling(model),
     )
     layers = llama3._build_llama3_layers(
         n_layers=model.num_hidden_layers,
@@ -380,5 +435,7 @@ def load(model: nn.Module, state: dict[str, Tensor]) -> None:
     for name, own in model.state_dict().items():
         value = state[name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")]
         sharded = isinstance(own, DTensor)
-        parts[name] = distribute_tensor(value, own.device_mesh, own.placements) if sharded else value
+        parts[name] = (
+            distribute_tensor(value, own.device_mesh, own.placements) if sharded else value
+        )
     model.load_state_dict(parts)

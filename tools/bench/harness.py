@@ -1,9 +1,10 @@
-"""The benchmark harness: sides train the same model in turns, and their times are compared as ratios.
+"""The benchmark harness: sides train the same model in turns, and their times are compared as
+ratios.
 
-A benchmark is a file next to this one, which names its sides and goals and calls `command`. All sides are started at
-once and then take turns of a few steps, one side at a time and in alternating order, so that other load on the machine
-affects all of them equally. Each ratio is a median over pairs of turns that are adjacent in time.
-README.md says how to read the result.
+A benchmark is a file next to this one, which names its sides and goals and calls `command`. All
+sides are started at once and then take turns of a few steps, one side at a time and in alternating
+order, so that other load on the machine affects all of them equally. Each ratio is a median over
+pairs of turns that are adjacent in time. README.md says how to read the result.
 """
 
 import argparse
@@ -45,10 +46,13 @@ SAMPLES = 2000  # samples in the token file
 @dataclass(frozen=True)
 class Side:
     name: str
-    kind: str  # "meshtrain", or a module next to this one with a function `train`, such as "plain_ddp"
+    # "meshtrain", or a module next to this one with a function `train`, such as "plain_ddp"
+    kind: str
     layout: Mapping[str, int] = field(default_factory=dict)  # empty: one process
     overrides: tuple[str, ...] = ()  # key.path=value, of workload.yaml
-    actions: int = 0  # pipeline actions of a step on all ranks; CPU time beyond the first side's is reported per action
+    # pipeline actions of a step on all ranks; CPU time beyond the first side's is reported per
+    # action
+    actions: int = 0
 
     @property
     def ranks(self) -> int:
@@ -75,7 +79,9 @@ class Goal:
     at_most: float | None = None
 
 
-def command(sides: Sequence[Side], goals: Sequence[Goal], description: str, workload: Path = WORKLOAD) -> int:
+def command(
+    sides: Sequence[Side], goals: Sequence[Goal], description: str, workload: Path = WORKLOAD
+) -> int:
     """Runs a benchmark's whole command line; the exit status does not depend on the goals."""
     options = read_arguments(description, workload)
     sides, goals = chosen(sides, goals, options.only)
@@ -95,12 +101,30 @@ def command(sides: Sequence[Side], goals: Sequence[Goal], description: str, work
 
 def read_arguments(description: str, workload: Path = WORKLOAD) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--pairs", type=positive, default=20, help="turns of each side that count (%(default)s)")
+    parser.add_argument(
+        "--pairs", type=positive, default=20, help="turns of each side that count (%(default)s)"
+    )
     parser.add_argument("--steps", type=positive, default=2, help="steps of a turn (%(default)s)")
-    parser.add_argument("--only", action="append", default=[], metavar="SIDE", help="run this side and the first one")
-    parser.add_argument("--workload", type=Path, default=workload, metavar="YAML", help="what they train (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON, with the time of every turn")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for meshtrain's sides")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="SIDE",
+        help="run this side and the first one",
+    )
+    parser.add_argument(
+        "--workload",
+        type=Path,
+        default=workload,
+        metavar="YAML",
+        help="what they train (%(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, with the time of every turn"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="for meshtrain's sides"
+    )
     parser.set_defaults(warm_up=WARM_UP, environment=ON_CPU, one_by_one=False)
     return parser.parse_args()
 
@@ -111,11 +135,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def chosen(sides: Sequence[Side], goals: Sequence[Goal], only: Sequence[str]) -> tuple[Sequence[Side], Sequence[Goal]]:
-    """The first side and those named in `only`, with the goals between them; all of them if `only` is empty."""
+def chosen(
+    sides: Sequence[Side], goals: Sequence[Goal], only: Sequence[str]
+) -> tuple[Sequence[Side], Sequence[Goal]]:
+    """The first side and those named in `only`, with the goals between them; all of them if `only`
+    is empty."""
     names = {side.name for side in sides}
     if unknown := [name for name in only if name not in names]:
-        raise SystemExit(f"no side is called {unknown[0]!r}; there are: " + "; ".join(side.name for side in sides))
+        raise SystemExit(
+            f"no side is called {unknown[0]!r}; there are: "
+            + "; ".join(side.name for side in sides)
+        )
     if only:
         names = {sides[0].name, *only}
     return (
@@ -125,19 +155,27 @@ def chosen(sides: Sequence[Side], goals: Sequence[Goal], only: Sequence[str]) ->
 
 
 def prepare(folder: Path, workload: Path) -> None:
-    """Writes the inputs of all sides: tokens (their values do not matter for the time) and the initial weights."""
+    """Writes the inputs of all sides: tokens (their values do not matter for the time) and the
+    initial weights."""
     values = yaml.safe_load(workload.read_text())
     module, config = model_of(values)
     vocabulary, length = config.vocab_size, SAMPLES * values["data"]["seq_len"] + 1
     ids = np.random.default_rng(0).zipf(1.5, length) % vocabulary
-    write(folder / "tokens", [Document(ids)], vocab_size=vocabulary, tokenizer="none", source="random numbers")
+    write(
+        folder / "tokens",
+        [Document(ids)],
+        vocab_size=vocabulary,
+        tokenizer="none",
+        source="random numbers",
+    )
     model = module.Model(config)
     initialise(model, module.init_plan, seed=values["train"]["seed"], std=config.initializer_range)
     save_file(model.state_dict(), folder / "weights.safetensors")
 
 
 def model_of(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
-    """The module of a workload's model and its Config; keys in the file override those of its preset."""
+    """The module of a workload's model and its Config; keys in the file override those of its
+    preset."""
     module = model_file(values["model"]["name"])
     preset = module.presets[values["model"]["preset"]] if "preset" in values["model"] else {}
     keys = {key: value for key, value in values["model"].items() if key not in ("name", "preset")}
@@ -165,8 +203,16 @@ class Running:
     def wait(self) -> Turn:
         """Waits until every rank is ready for its next turn; returns the cost of the last one."""
         ranks = [Turn(**json.loads(self._line(rank))) for rank in self.ranks.values()]
-        allocated, reserved = max(rank.allocated for rank in ranks), max(rank.reserved for rank in ranks)
-        return Turn(sum(rank.cpu_s for rank in ranks), max(rank.wall_s for rank in ranks), allocated, reserved)
+        allocated, reserved = (
+            max(rank.allocated for rank in ranks),
+            max(rank.reserved for rank in ranks),
+        )
+        return Turn(
+            sum(rank.cpu_s for rank in ranks),
+            max(rank.wall_s for rank in ranks),
+            allocated,
+            reserved,
+        )
 
     def _line(self, rank: TextIO) -> str:
         try:
@@ -179,17 +225,24 @@ class Running:
 
     def failed(self) -> str:
         said = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
-        return f"{self.side.name} did not come to the end of its turn; the last lines of what it said:\n{said}"
+        return (
+            f"{self.side.name} did not come to the end of its turn; the last lines of what it "
+            f"said:\n{said}"
+        )
 
 
 @contextmanager
-def running(sides: Sequence[Side], folder: Path, options: argparse.Namespace) -> Iterator[list[Running]]:
-    """All sides, started and waiting for their first turn; at the end they run their remaining steps and exit.
+def running(
+    sides: Sequence[Side], folder: Path, options: argparse.Namespace
+) -> Iterator[list[Running]]:
+    """All sides, started and waiting for their first turn; at the end they run their remaining
+    steps and exit.
 
-    `options.one_by_one`: a side starts when the one before it has warmed up, and exits before the next one does, since
-    they share a GPU's memory.
+    `options.one_by_one`: a side starts when the one before it has warmed up, and exits before the
+    next one does, since they share a GPU's memory.
     """
-    total = options.warm_up + options.pairs * options.steps + 1  # the last step runs after the last turn
+    # the last step runs after the last turn
+    total = options.warm_up + options.pairs * options.steps + 1
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "socket"))
         server.listen()
@@ -220,9 +273,16 @@ def running(sides: Sequence[Side], folder: Path, options: argparse.Namespace) ->
                 one.process.wait()
 
 
-def start(number: int, side: Side, folder: Path, steps: int, options: argparse.Namespace) -> Running:
+def start(
+    number: int, side: Side, folder: Path, steps: int, options: argparse.Namespace
+) -> Running:
     """Starts one side: with `python` for a world of one, otherwise under torchrun."""
-    turns = {"address": str(folder / "socket"), "side": number, "warm_up": options.warm_up, "steps": options.steps}
+    turns = {
+        "address": str(folder / "socket"),
+        "side": number,
+        "warm_up": options.warm_up,
+        "steps": options.steps,
+    }
     overrides = [f"train.steps={steps}", *side.overrides]
     if side.layout:
         overrides.append(f"layout={json.dumps(side.layout)}")
@@ -230,11 +290,20 @@ def start(number: int, side: Side, folder: Path, steps: int, options: argparse.N
         ours = [f"data.path={folder / 'tokens'}", f"train.output={folder / str(number)}"]
         arguments = [options.workload, *options.overrides, *overrides, *ours]
     else:
-        paths = [folder / "tokens" / "tokens.bin", folder / "weights.safetensors", folder / f"{number}.jsonl"]
+        paths = [
+            folder / "tokens" / "tokens.bin",
+            folder / "weights.safetensors",
+            folder / f"{number}.jsonl",
+        ]
         arguments = [options.workload, *paths, *overrides]
     launcher = [sys.executable]
     if side.ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={side.ranks}"]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={side.ranks}",
+        ]
     command = [*launcher, HERE / "side.py", json.dumps(turns), side.kind, *arguments]
     log = folder / f"{number}.log"
     with log.open("w") as file:
@@ -265,7 +334,8 @@ def meet(server: socket.socket, sides: Sequence[Running]) -> None:
 
 
 def measure(sides: Sequence[Running], pairs: int) -> list[list[Turn]]:
-    """Every turn of every side. The order is reversed each time, so that no side is always first."""
+    """Every turn of every side. The order is reversed each time, so that no side is always
+    first."""
     turns: list[list[Turn]] = [[] for _ in sides]
     order = list(enumerate(sides))
     for pair in range(pairs):
@@ -289,9 +359,9 @@ def read_losses(sides: Sequence[Side], folder: Path) -> list[list[float]]:
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """A confidence interval of the median of the values' distribution, and its coverage.
 
-    The narrowest pair of order statistics, equally far from both ends, with a coverage of at least 95 %; it assumes no
-    distribution (binomial; Conover, Practical Nonparametric Statistics, 3.2). Fewer than 6 values never reach 95 %: the
-    interval is then their smallest and largest.
+    The narrowest pair of order statistics, equally far from both ends, with a coverage of at least
+    95 %; it assumes no distribution (binomial; Conover, Practical Nonparametric Statistics, 3.2).
+    Fewer than 6 values never reach 95 %: the interval is then their smallest and largest.
     """
     ordered, n = sorted(values), len(values)
     outside = [2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range((n + 1) // 2)]
@@ -318,9 +388,14 @@ def summary(
     load: tuple[float, float],
 ) -> dict[str, Any]:
     """All results to print. Times are seconds per step: CPU time over all ranks, and wall time."""
-    apart = max(abs(x - y) / abs(y) for side in losses[1:] for x, y in zip(side, losses[0], strict=True))
+    apart = max(
+        abs(x - y) / abs(y) for side in losses[1:] for x, y in zip(side, losses[0], strict=True)
+    )
     cpu, wall = (
-        {name: [getattr(turn, clock) / options.steps for turn in made] for name, made in turns.items()}
+        {
+            name: [getattr(turn, clock) / options.steps for turn in made]
+            for name, made in turns.items()
+        }
         for clock in ("cpu_s", "wall_s")
     )
     ratios = [
@@ -346,10 +421,13 @@ def summary(
 
 
 def overheads(sides: Sequence[Side], times: dict[str, list[float]]) -> dict[str, float]:
-    """For sides with actions: CPU time beyond that of the first side, in milliseconds per action."""
+    """For sides with actions: CPU time beyond that of the first side, in milliseconds per
+    action."""
     base = times[sides[0].name]
     return {
-        side.name: 1000 * _median([x - y for x, y in zip(times[side.name], base, strict=True)]) / side.actions
+        side.name: 1000
+        * _median([x - y for x, y in zip(times[side.name], base, strict=True)])
+        / side.actions
         for side in sides
         if side.actions
     }
@@ -361,7 +439,8 @@ def table(result: dict[str, Any]) -> str:
     labels = [f"{ratio['side']} / {ratio['to']}" for ratio in result["ratios"]]
     width = max([50, *map(len, labels)])
     lines = [
-        f"{result['machine']}; load {result['load_before']:.1f} before, {result['load_after']:.1f} after; "
+        f"{result['machine']}; load {result['load_before']:.1f} before, {result['load_after']:.1f} "
+        "after; "
         f"{result['pairs']} pairs of {result['steps']} steps"
         + "".join(f", {override}" for override in result["overrides"]),
         "",
@@ -378,11 +457,15 @@ def table(result: dict[str, Any]) -> str:
     for label, ratio in zip(labels, result["ratios"], strict=True):
         goal = f"{ratio['at_most']:.2f}" if ratio["at_most"] else "-"
         cpu, wall = (
-            f"{ratio[of + 'median']:7.3f}  {ratio[of + 'low']:.3f} - {ratio[of + 'high']:.3f}" for of in ("", "wall_")
+            f"{ratio[of + 'median']:7.3f}  {ratio[of + 'low']:.3f} - {ratio[of + 'high']:.3f}"
+            for of in ("", "wall_")
         )
         lines.append(f"{label:<{width}} {cpu:<24} {goal:>6} {wall}")
     if result["ratios"]:
-        lines += ["", f"an interval holds its median with {100 * result['ratios'][0]['coverage']:.1f} %"]
+        lines += [
+            "",
+            f"an interval holds its median with {100 * result['ratios'][0]['coverage']:.1f} %",
+        ]
     lines += [
         f"losses of the sides differ by at most {result['largest_difference_of_losses']:.1e}",
     ]

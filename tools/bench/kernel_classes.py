@@ -1,10 +1,12 @@
-"""Where a GPU's time goes, by classes of kernels: reads traces of torch.profiler, as `metrics.profile` writes them.
+"""Where a GPU's time goes, by classes of kernels: reads traces of torch.profiler, as
+`metrics.profile` writes them.
 
     python tools/bench/kernel_classes.py runs/NAME/profile/rank_00000.json [--steps 2] [--json]
 
-A kernel's class follows from its name. The time of a class is the time in which at least one of its kernels runs;
-`alone` is the part of it in which no other class runs, which for communication is its exposed cost. `idle` is the time
-between the first kernel's start and the last one's end in which none runs. Exits with 2 for a file without kernels.
+A kernel's class follows from its name. The time of a class is the time in which at least one of its
+kernels runs; `alone` is the part of it in which no other class runs, which for communication is its
+exposed cost. `idle` is the time between the first kernel's start and the last one's end in which
+none runs. Exits with 2 for a file without kernels.
 """
 
 import argparse
@@ -20,7 +22,8 @@ from typing import Any, NamedTuple
 from harness import positive
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events that run on a GPU
-# The first pattern that matches a name decides. Inductor's names of fused kernels say what they compute.
+# The first pattern that matches a name decides. Inductor's names of fused kernels say what they
+# compute.
 CLASSES = (
     ("communication", r"nccl|multimem|symm_mem|one_shot_all|two_shot_all|nvshmem"),
     ("attention", r"flash|fmha|sdpa|attention|attn|cudnn_generated"),
@@ -31,7 +34,10 @@ CLASSES = (
         "copies",
         r"memcpy|memset|copy_kernel|batchedcopy|chunk_cat|fillfunctor|triton_poi_fused_(_to_copy_|cat_|clone_)+\d",
     ),
-    ("elementwise", r"elementwise|triton_|norm|reduce_kernel|embedding|indexing|index_|sort|scan|unrolled|rotary|silu"),
+    (
+        "elementwise",
+        r"elementwise|triton_|norm|reduce_kernel|embedding|indexing|index_|sort|scan|unrolled|rotary|silu",
+    ),
 )
 OTHER, IDLE = "other", "idle"
 
@@ -43,7 +49,8 @@ class Kernel(NamedTuple):
 
 
 class Class(NamedTuple):
-    """Microseconds and number of kernels of one class; `largest` are the names with the most time."""
+    """Microseconds and number of kernels of one class; `largest` are the names with the most
+    time."""
 
     name: str
     busy: float
@@ -53,11 +60,14 @@ class Class(NamedTuple):
 
 
 def class_of(name: str) -> str:
-    return next((kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), OTHER)
+    return next(
+        (kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), OTHER
+    )
 
 
 def read_kernels(trace: dict[str, Any]) -> list[Kernel]:
-    """The kernels that ran on the GPU; in a trace with several GPUs, on the one with the most kernels."""
+    """The kernels that ran on the GPU; in a trace with several GPUs, on the one with the most
+    kernels."""
     by_device: dict[Any, list[Kernel]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") in KERNELS:
@@ -103,25 +113,41 @@ def table(classes: Sequence[Class], whole: float, steps: int) -> str:
     rows = [f"{'class':<14} {'ms':>9} {'share':>7} {'alone ms':>9} {'kernels':>8}  longest"]
     for name, busy, alone, kernels, largest in classes:
         longest = largest[0][:48] if largest else ""
-        times = f"{busy / 1000 / steps:9.3f} {100 * busy / whole:5.1f} % {alone / 1000 / steps:9.3f}"
+        times = (
+            f"{busy / 1000 / steps:9.3f} {100 * busy / whole:5.1f} % {alone / 1000 / steps:9.3f}"
+        )
         rows.append(f"{name:<14} {times} {kernels / steps:8.0f}  {longest}".rstrip())
     return "\n".join(rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A GPU's time by classes of kernels, from a trace of torch.profiler.")
+    parser = argparse.ArgumentParser(
+        description="A GPU's time by classes of kernels, from a trace of torch.profiler."
+    )
     parser.add_argument("trace", type=Path, help="a file of metrics.profile, also with .gz")
-    parser.add_argument("--steps", type=positive, default=1, help="steps in it, for times of one step (%(default)s)")
+    parser.add_argument(
+        "--steps", type=positive, default=1, help="steps in it, for times of one step (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     with (gzip.open if options.trace.suffix == ".gz" else open)(options.trace, "rt") as file:
         kernels = read_kernels(json.load(file))
     if not kernels:
-        print(f"{options.trace} holds no kernels of a GPU: was it recorded on one?", file=sys.stderr)
+        print(
+            f"{options.trace} holds no kernels of a GPU: was it recorded on one?", file=sys.stderr
+        )
         return 2
     classes = summarise(kernels)
     if options.json:
-        print(json.dumps({"span": span(kernels), "steps": options.steps, "classes": [c._asdict() for c in classes]}))
+        print(
+            json.dumps(
+                {
+                    "span": span(kernels),
+                    "steps": options.steps,
+                    "classes": [c._asdict() for c in classes],
+                }
+            )
+        )
     else:
         print(table(classes, span(kernels), options.steps))
     return 0

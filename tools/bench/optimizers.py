@@ -1,4 +1,5 @@
-"""The cost of a Muon step compared with an AdamW step, in CPU time: one process, two replicas, and two FSDP shards.
+"""The cost of a Muon step compared with an AdamW step, in CPU time: one process, two replicas, and
+two FSDP shards.
 
 python tools/bench/optimizers.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 """
@@ -23,4 +24,6 @@ GOALS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(command(SIDES, GOALS, "What a step with Muon costs beside one with AdamW, in CPU time."))
+    sys.exit(
+        command(SIDES, GOALS, "What a step with Muon costs beside one with AdamW, in CPU time.")
+    )

@@ -1,10 +1,12 @@
-"""The cost of meshtrain's pipeline-parallel step compared with torch's own and with one process, in CPU time.
+"""The cost of meshtrain's pipeline-parallel step compared with torch's own and with one process, in
+CPU time.
 
     python tools/bench/pipeline.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
-meshtrain's own command trains in one process and as `pp=2` under gpipe, 1f1b, interleaved-1f1b and zbv, and
-torch.distributed.pipelining trains the same stages of the same plain model under its schedules of these names
-(torch_pipeline.py). Two more sides show `pp=4` under 1f1b, and `pp=2` x `dp_shard=2` x `tp=2`.
+meshtrain's own command trains in one process and as `pp=2` under gpipe, 1f1b, interleaved-1f1b and
+zbv, and torch.distributed.pipelining trains the same stages of the same plain model under its
+schedules of these names (torch_pipeline.py). Two more sides show `pp=4` under 1f1b, and `pp=2` x
+`dp_shard=2` x `tp=2`.
 """
 
 import sys
@@ -24,7 +26,13 @@ def pipeline(who: str, kind: str, schedule: str, layout: dict[str, int]) -> Side
     made = build(schedule, ranks=layout["pp"], microbatches=MICROBATCHES // shares)
     actions = others * sum(len(made.actions_of(rank)) for rank in range(made.ranks))
     axes = " x ".join(f"{axis}={size}" for axis, size in layout.items())
-    return Side(f"{who} {axes} {schedule}", kind, layout, (f"pipeline.schedule={schedule}",), actions=actions)
+    return Side(
+        f"{who} {axes} {schedule}",
+        kind,
+        layout,
+        (f"pipeline.schedule={schedule}",),
+        actions=actions,
+    )
 
 
 BOTH = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
@@ -50,4 +58,10 @@ GOALS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(command(SIDES, GOALS, "What meshtrain's pipeline-parallel step costs beside torch's own, in CPU time."))
+    sys.exit(
+        command(
+            SIDES,
+            GOALS,
+            "What meshtrain's pipeline-parallel step costs beside torch's own, in CPU time.",
+        )
+    )

@@ -1,10 +1,12 @@
 """Whether the ranks of a pipeline idle as much as the simulator says, for every schedule.
 
-    python tools/bench/pipeline_idle.py [--ranks 4] [--microbatches 8] [--unit 0.08] [--runs 3] [--json] [SCHEDULE ...]
+    python tools/bench/pipeline_idle.py [--ranks 4] [--microbatches 8] [--unit 0.08] [--runs 3]
+    [--json] [SCHEDULE ...]
 
-The engine runs each schedule on processes that communicate over gloo. Each action computes next to nothing, but sleeps
-first: one unit for a forward, an input gradient or a weight gradient, two for a whole backward. So ranks need no core
-of their own, and the time that a rank does not spend in its actions is the time it waited for others.
+The engine runs each schedule on processes that communicate over gloo. Each action computes next to
+nothing, but sleeps first: one unit for a forward, an input gradient or a weight gradient, two for a
+whole backward. So ranks need no core of their own, and the time that a rank does not spend in its
+actions is the time it waited for others.
 """
 
 import argparse
@@ -104,7 +106,9 @@ def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
         times.append(timeline.makespan / simulated.makespan / options.unit)
         computed = computed.clamp(min=work.computed_s)
     dist.all_reduce(computed, dist.ReduceOp.MAX)
-    return Found(name, simulated.idle_share, median(idle), median(times), computed.item() / options.unit)
+    return Found(
+        name, simulated.idle_share, median(idle), median(times), computed.item() / options.unit
+    )
 
 
 def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
@@ -112,19 +116,25 @@ def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
     stages: dict[int, nn.Module] = {
         stage: nn.Linear(WIDTH, WIDTH, bias=False) for stage in schedule.stages_of(mesh.index("pp"))
     }
-    splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp")))
+    splits_backward = any(
+        action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp"))
+    )
     later = WeightGradQueue() if splits_backward else None
     if later is not None:
         for stage in stages.values():
             use_products(stage, queue=later)
-    return Pipeline(stages, schedule, mesh, torch.device("cpu"), parameter_stages={}, weight_grads=later)
+    return Pipeline(
+        stages, schedule, mesh, torch.device("cpu"), parameter_stages={}, weight_grads=later
+    )
 
 
 def gathered(schedule: Schedule, events: Sequence[Event]) -> Timeline:
     """The timeline of all ranks. Ranks know one another's actions, so only times are sent."""
     actions = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
     times = torch.zeros(max(map(len, actions)), 2, dtype=torch.float64)
-    times[: len(events)] = torch.tensor([[event.start, event.end] for event in events], dtype=torch.float64)
+    times[: len(events)] = torch.tensor(
+        [[event.start, event.end] for event in events], dtype=torch.float64
+    )
     every = [torch.empty_like(times) for _ in actions]
     dist.all_gather(every, times)
     found = (
@@ -140,8 +150,10 @@ def table(found: Sequence[Found], options: argparse.Namespace, load: float) -> s
     within = sum(abs(one.points) <= POINTS for one in found)
     least = 1 / max(one.computation for one in found)
     lines = [
-        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before; {options.ranks} processes x "
-        f"{options.microbatches} microbatches, a unit of {1000 * options.unit:.0f} ms, the median of {options.runs}",
+        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before; "
+        f"{options.ranks} processes x "
+        f"{options.microbatches} microbatches, a unit of {1000 * options.unit:.0f} ms, the median "
+        f"of {options.runs}",
         "",
         f"{'idle share':<20} {'simulated':>9} {'measured':>9} {'points':>7} {'time':>7}",
         *(
@@ -157,32 +169,57 @@ def table(found: Sequence[Found], options: argparse.Namespace, load: float) -> s
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Whether ranks of a pipeline idle as much as the simulator says.")
+    parser = argparse.ArgumentParser(
+        description="Whether ranks of a pipeline idle as much as the simulator says."
+    )
     parser.add_argument("--ranks", type=int, default=4, help="processes (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (%(default)s)")
-    parser.add_argument("--unit", type=float, default=0.08, help="seconds of a forward (%(default)s)")
-    parser.add_argument("--runs", type=int, default=3, help="steps of each schedule; the median counts (%(default)s)")
+    parser.add_argument(
+        "--unit", type=float, default=0.08, help="seconds of a forward (%(default)s)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=3,
+        help="steps of each schedule; the median counts (%(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=f"default: {', '.join(NAMES)}")
+    parser.add_argument(
+        "schedules", nargs="*", metavar="SCHEDULE", help=f"default: {', '.join(NAMES)}"
+    )
     return parser.parse_args()
 
 
 def start(ranks: int) -> int:
     """Runs this command again under torchrun, once for each rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([*launcher, *sys.argv], env=environment, check=False).returncode
 
 
-def on_ranks(options: argparse.Namespace, schedules: Sequence[str], measure: Callable, table: Callable) -> int:
-    """Measures every schedule on `options.ranks` processes and prints the results; returns the exit status."""
+def on_ranks(
+    options: argparse.Namespace, schedules: Sequence[str], measure: Callable, table: Callable
+) -> int:
+    """Measures every schedule on `options.ranks` processes and prints the results; returns the exit
+    status."""
     if "RANK" not in os.environ:
         return start(options.ranks)
     load = os.getloadavg()[0]
-    with meshtrain.start() as job:  # as in training: among other things, ranks yield to one another on few cores
+    # as in training: among other things, ranks yield to one another on few cores
+    with meshtrain.start() as job:
         mesh = build_mesh(Layout({"pp": options.ranks}))
         found = [measure(name, mesh, options) for name in schedules]
-        said = json.dumps([asdict(one) for one in found], indent=1) if options.json else table(found, options, load)
+        said = (
+            json.dumps([asdict(one) for one in found], indent=1)
+            if options.json
+            else table(found, options, load)
+        )
         job.say(said)
     return 0
 

@@ -1,11 +1,14 @@
-"""The cost of running a pipeline action, compared with torch's engine, if the action itself computes next to nothing.
+"""The cost of running a pipeline action, compared with torch's engine, if the action itself
+computes next to nothing.
 
-    python tools/bench/pipeline_overhead.py [--ranks 2] [--microbatches 8] [--pairs 20] [--steps 10] [--json]
+    python tools/bench/pipeline_overhead.py [--ranks 2] [--microbatches 8] [--pairs 20] [--steps 10]
+    [--json]
 
-The same processes run the same stages, a small linear layer each, in turns: some steps under meshtrain's engine, some
-under torch.distributed.pipelining's schedule of the same name. Measured is the CPU time of all ranks: of the engine, of
-its messages over gloo, and of autograd. The processes start as in training, so both engines profit from meshtrain's
-sharing of few cores, which makes torch's messages cheaper as well.
+The same processes run the same stages, a small linear layer each, in turns: some steps under
+meshtrain's engine, some under torch.distributed.pipelining's schedule of the same name. Measured is
+the CPU time of all ranks: of the engine, of its messages over gloo, and of autograd. The processes
+start as in training, so both engines profit from meshtrain's sharing of few cores, which makes
+torch's messages cheaper as well.
 """
 
 import argparse
@@ -35,7 +38,8 @@ WARM_UP = 3  # steps
 
 @dataclass(frozen=True)
 class Found:
-    """The result of one schedule: microseconds of CPU time per action, and the ratio of meshtrain's to torch's."""
+    """The result of one schedule: microseconds of CPU time per action, and the ratio of meshtrain's
+    to torch's."""
 
     schedule: str
     meshtrain: float
@@ -78,8 +82,11 @@ def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
     return Found(name, median(times[ours]), median(times[theirs]), median(ratios), low, high)
 
 
-def engines(name: str, mesh: Mesh, microbatches: int) -> tuple[Callable[[], None], Callable[[], None], int]:
-    """A step under meshtrain's engine, a step under torch's, and the number of actions of either on all ranks."""
+def engines(
+    name: str, mesh: Mesh, microbatches: int
+) -> tuple[Callable[[], None], Callable[[], None], int]:
+    """A step under meshtrain's engine, a step under torch's, and the number of actions of either on
+    all ranks."""
     schedule = build(name, ranks=mesh.size("pp"), microbatches=microbatches)
     pipeline = stages_of_linears(schedule, mesh)
     inputs = torch.ones(2 * microbatches, WIDTH)
@@ -94,10 +101,16 @@ def engines(name: str, mesh: Mesh, microbatches: int) -> tuple[Callable[[], None
         loss_fn=lambda output, target: output.square().mean(),
         scale_grads=False,
     )
-    first, last = (any(getattr(stage, which) for stage in stages) for which in ("is_first", "is_last"))
+    first, last = (
+        any(getattr(stage, which) for stage in stages) for which in ("is_first", "is_last")
+    )
     given: dict[str, Any] = {"target": inputs if last else None, "return_outputs": False}
     actions = sum(len(schedule.actions_of(rank)) for rank in range(schedule.ranks))
-    return lambda: pipeline.run(Numbers(inputs)), lambda: theirs.step(*([inputs] if first else []), **given), actions
+    return (
+        lambda: pipeline.run(Numbers(inputs)),
+        lambda: theirs.step(*([inputs] if first else []), **given),
+        actions,
+    )
 
 
 def cpu_s(engine: Callable[[], None], steps: int) -> float:
@@ -114,11 +127,13 @@ def cpu_s(engine: Callable[[], None], steps: int) -> float:
 def table(found: Sequence[Found], options: argparse.Namespace, load: float) -> str:
     """The results as text."""
     lines = [
-        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after; "
+        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before, "
+        f"{os.getloadavg()[0]:.1f} after; "
         f"{options.ranks} processes x {options.microbatches} microbatches, "
         f"{options.pairs} pairs of {options.steps} steps",
         "",
-        f"{'CPU time per action':<20} {'meshtrain':>11} {'torch':>11} {'ratio':>7}  {'interval':<15} {'goal':>6}",
+        f"{'CPU time per action':<20} {'meshtrain':>11} {'torch':>11} {'ratio':>7}  "
+        f"{'interval':<15} {'goal':>6}",
         *(
             f"{one.schedule:<20} {one.meshtrain:8.0f} us {one.torch:8.0f} us {one.ratio:7.3f}  "
             f"{f'{one.low:.3f} - {one.high:.3f}':<15} {1:6.2f}"
@@ -129,7 +144,9 @@ def table(found: Sequence[Found], options: argparse.Namespace, load: float) -> s
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What running an action of a pipeline costs, beside torch's engine.")
+    parser = argparse.ArgumentParser(
+        description="What running an action of a pipeline costs, beside torch's engine."
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (%(default)s)")
     parser.add_argument("--pairs", type=int, default=20, help="turns of each engine (%(default)s)")

@@ -1,8 +1,10 @@
-"""Hand-written data-parallel training: torch's DDP around a plain model, or no wrapper in a world of one.
+"""Hand-written data-parallel training: torch's DDP around a plain model, or no wrapper in a world
+of one.
 
-The baseline of meshtrain's data parallelism: it does the same work on the same samples in the most direct way.
-Gradients are reduced in the last microbatch only, in DDP's own buckets; samples come straight from the memory map;
-every target counts, so the divisor of the loss is known without communication.
+The baseline of meshtrain's data parallelism: it does the same work on the same samples in the most
+direct way. Gradients are reduced in the last microbatch only, in DDP's own buckets; samples come
+straight from the memory map; every target counts, so the divisor of the loss is known without
+communication.
 
 From meshtrain it uses the plain model and the order of the samples.
 """
@@ -27,7 +29,11 @@ from meshtrain.data.order import batch_samples
 
 
 def train(
-    config: dict[str, Any], tokens: Path, weights: Path, log: Path, before_step: Callable[[int], None] = lambda _: None
+    config: dict[str, Any],
+    tokens: Path,
+    weights: Path,
+    log: Path,
+    before_step: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Trains on this rank; rank 0 writes a line with each step's loss.
 
@@ -41,12 +47,20 @@ def train(
     if world > 1:
         dist.init_process_group("gloo")
     llama = model_file("llama")
-    plain = llama.Model(llama.Config(**{key: value for key, value in config["model"].items() if key != "name"}))
+    plain = llama.Model(
+        llama.Config(**{key: value for key, value in config["model"].items() if key != "name"})
+    )
     plain.load_state_dict(load_file(weights))
-    model: nn.Module = DistributedDataParallel(plain, gradient_as_bucket_view=True) if world > 1 else plain
+    model: nn.Module = (
+        DistributedDataParallel(plain, gradient_as_bucket_view=True) if world > 1 else plain
+    )
     optimizer = adamw(model, config["optimizer"]["lr"])
     data = np.memmap(tokens, np.uint16, "r")
-    s, size, micro = config["data"]["seq_len"], config["batch"]["global_size"], config["batch"]["micro_size"]
+    s, size, micro = (
+        config["data"]["seq_len"],
+        config["batch"]["global_size"],
+        config["batch"]["micro_size"],
+    )
     with log.open("w") if rank == 0 else nullcontext() as lines:
         for step in range(1, config["train"]["steps"] + 1):
             before_step(step)
@@ -57,7 +71,9 @@ def train(
                 inputs, targets = read(data, mine[i : i + micro], s)
                 more = world > 1 and i + micro < len(mine)
                 with model.no_sync() if more else nullcontext():  # type: ignore[operator]
-                    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum") / (size * s)
+                    loss = F.cross_entropy(
+                        model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
+                    ) / (size * s)
                     (loss * world).backward()  # DDP takes the mean over the ranks
                 total += loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,5 +99,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 def read(data: np.memmap, samples: list[int], s: int) -> tuple[Tensor, Tensor]:
     """The tokens (b, s) of these samples, and their targets, the tokens shifted by one."""
-    rows = torch.from_numpy(np.stack([data[i * s : i * s + s + 1] for i in samples]).astype(np.int64))
+    rows = torch.from_numpy(
+        np.stack([data[i * s : i * s + s + 1] for i in samples]).astype(np.int64)
+    )
     return rows[:, :-1], rows[:, 1:]

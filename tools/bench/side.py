@@ -1,8 +1,9 @@
-"""One rank of one side of a benchmark: runs meshtrain's command or a baseline script, a few steps at a time.
+"""One rank of one side of a benchmark: runs meshtrain's command or a baseline script, a few steps
+at a time.
 
-Between its turns it waits on a socket and takes no CPU time. Measured are the CPU time of the process, all threads
-included, and of its data workers; the wall time; and, on a GPU, the peak memory. The GPU is synchronized at both ends
-of a turn and nowhere in between.
+Between its turns it waits on a socket and takes no CPU time. Measured are the CPU time of the
+process, all threads included, and of its data workers; the wall time; and, on a GPU, the peak
+memory. The GPU is synchronized at both ends of a turn and nowhere in between.
 """
 
 import importlib
@@ -24,7 +25,8 @@ from meshtrain import train as command
 
 
 class Turns:
-    """Stops before the first step of every turn until told to continue, and reports what the previous turn cost."""
+    """Stops before the first step of every turn until told to continue, and reports what the
+    previous turn cost."""
 
     def __init__(self, address: str, side: int, warm_up: int, steps: int) -> None:
         """
@@ -49,18 +51,23 @@ class Turns:
         memory = self._settle()
         cpu, wall = time.process_time() - self._cpu, time.perf_counter() - self._wall
         before, self._readers = self._readers, _readers_cpu_s()
-        # Workers go on for a moment after a turn and are then idle, so they are measured from end to end of turns.
+        # Workers go on for a moment after a turn and are then idle, so they are measured from end
+        # to end of turns.
         self._say({"cpu_s": cpu + self._readers - before, "wall_s": wall, **memory})
         if not self._lines.readline():
             os._exit(1)  # another side has failed, and the harness is gone
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def _settle(self) -> dict[str, int]:
-        """Synchronizes the GPU, if any; returns the peak memory since the last turn, and frees the cache for others."""
+        """Synchronizes the GPU, if any; returns the peak memory since the last turn, and frees the
+        cache for others."""
         if not torch.cuda.is_initialized():
             return {}
         torch.cuda.synchronize()
-        memory = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        memory = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return memory
@@ -72,13 +79,14 @@ class Turns:
 
 def _readers_cpu_s() -> float:
     """The CPU time of this process's children, the data workers."""
-    clocks = [(~child.pid << 3) | 2 for child in multiprocessing.active_children() if child.pid]  # clock_getcpuclockid
+    # clock_getcpuclockid
+    clocks = [(~child.pid << 3) | 2 for child in multiprocessing.active_children() if child.pid]
     return sum(time.clock_gettime(clock) for clock in clocks)
 
 
 def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> int:
-    """Runs meshtrain's whole command, but calls `before_step` before each step and does not save the final state, which
-    would take longer than the turns for a model that fills a GPU."""
+    """Runs meshtrain's whole command, but calls `before_step` before each step and does not save
+    the final state, which would take longer than the turns for a model that fills a GPU."""
 
     class PacedMonitor(command.PhaseMonitor):
         @contextmanager
@@ -109,14 +117,16 @@ def overridden(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Called by harness.py with the arguments of `Turns` as a JSON object, the kind of side, and its arguments."""
+    """Called by harness.py with the arguments of `Turns` as a JSON object, the kind of side, and
+    its arguments."""
     turns = Turns(**json.loads(sys.argv[1]))
     kind, *arguments = sys.argv[2:]
     if kind == "meshtrain":
         return run_meshtrain(arguments, turns.before_step)
     config, tokens, weights, log, *overrides = arguments
     values = overridden(yaml.safe_load(Path(config).read_text()), overrides)
-    script = importlib.import_module(kind)  # this folder is on sys.path, since this file is run by its path
+    # this folder is on sys.path, since this file is run by its path
+    script = importlib.import_module(kind)
     script.train(values, Path(tokens), Path(weights), Path(log), before_step=turns.before_step)
     return 0
 

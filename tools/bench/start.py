@@ -1,12 +1,15 @@
-"""The cost of starting a large job, measured by fake ranks that meet at a real store, over the world size.
+"""The cost of starting a large job, measured by fake ranks that meet at a real store, over the
+world size.
 
     python tools/bench/start.py [--ranks 64 256 1024 4096] [--picture start.png] [--json]
 
-Each fake rank has its own connection to a TCPStore, which is a separate process. The ranks of the first two hosts are
-threads that do what `meshtrain.train` does up to its first step, except for what needs a whole process: the data are
-opened once, the watchdog does not listen, nothing is computed. One thread plays all other ranks: for each, it sends the
-store what the last rank of the first two hosts sends, under the rank's own name, and fetches each answer. Groups are
-made in a world of torch's fake backend as with NCCL, by splitting the world. Calls, bytes and groups are exact.
+Each fake rank has its own connection to a TCPStore, which is a separate process. The ranks of the
+first two hosts are threads that do what `meshtrain.train` does up to its first step, except for
+what needs a whole process: the data are opened once, the watchdog does not listen, nothing is
+computed. One thread plays all other ranks: for each, it sends the store what the last rank of the
+first two hosts sends, under the rank's own name, and fetches each answer. Groups are made in a
+world of torch's fake backend as with NCCL, by splitting the world. Calls, bytes and groups are
+exact.
 """
 
 import argparse
@@ -70,7 +73,9 @@ print(store.port, flush=True)
 sys.stdin.read()
 print(time.process_time() - begun)
 """
-PLACEHOLDERS: dict[str, Callable] = {  # for what needs a process of its own, or does not depend on the world size
+PLACEHOLDERS: dict[
+    str, Callable
+] = {  # for what needs a process of its own, or does not depend on the world size
     "run.setup.prepare_data": lambda *_, **__: None,
     "run.setup.build.check_start": lambda *_: None,
     "train.set_numerics": lambda *_: None,
@@ -80,15 +85,19 @@ PLACEHOLDERS: dict[str, Callable] = {  # for what needs a process of its own, or
 
 
 def place(rank: int, ranks: int) -> Environment:
-    return Environment("srun", rank, ranks, rank % GPUS, f"host{rank // GPUS:04}", ("127.0.0.1", 29500))
+    return Environment(
+        "srun", rank, ranks, rank % GPUS, f"host{rank // GPUS:04}", ("127.0.0.1", 29500)
+    )
 
 
 class CountingStore:
-    """A rank's store. Counts calls, each a round trip to the store's only thread, and the bytes of its answers."""
+    """A rank's store. Counts calls, each a round trip to the store's only thread, and the bytes of
+    its answers."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self.calls, self.polls, self.answers = store, 0, 0, Counter[str]()
-        self.given: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # name and text of its rounds
+        # name and text of its rounds
+        self.given: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
 
     def __getattr__(self, name: str) -> Callable:
         method = getattr(self._store, name)
@@ -102,7 +111,9 @@ class CountingStore:
             if name == "append":
                 self.given.put((arguments[0].removesuffix("/given"), arguments[1]))
             if name in ("get", "multi_get"):
-                self.answers[str(arguments[0])] += sum(map(len, [answer] if name == "get" else answer))
+                self.answers[str(arguments[0])] += sum(
+                    map(len, [answer] if name == "get" else answer)
+                )
             return answer
 
         return call
@@ -129,23 +140,35 @@ def read_config(ranks: int, folder: str) -> Config:
     layout = ", ".join(f"{axis}: {size}" for axis, size in LAYOUT.items())
     overrides = [f"train.output={folder}/run", f"layout={{{layout}}}", f"batch.global_size={ranks}"]
     return Config.load(
-        str(ROOT / "configs" / "quickstart.yaml"), overrides, for_training=True, world_size=ranks, device="cpu"
+        str(ROOT / "configs" / "quickstart.yaml"),
+        overrides,
+        for_training=True,
+        world_size=ranks,
+        device="cpu",
     )
 
 
 def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Start:
-    """Starts a run of `ranks` ranks, each with the store that `connect` returns. `real`: the number of ranks that are
-    threads, a multiple of a host's; the others are played."""
+    """Starts a run of `ranks` ranks, each with the store that `connect` returns. `real`: the number
+    of ranks that are threads, a multiple of a host's; the others are played."""
     real = real or ranks
     problems: list[BaseException] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         config = read_config(ranks, folder)
         setup.prepare_data(config.data, say=print)
-        data = setup.open_data(config.data, n_outputs=setup.build.outputs(config), seed=0, say=lambda _: None)
-        for name, value in {"run.setup.open_data": lambda *_, **__: data, "train.train": _rest, **PLACEHOLDERS}.items():
+        data = setup.open_data(
+            config.data, n_outputs=setup.build.outputs(config), seed=0, say=lambda _: None
+        )
+        for name, value in {
+            "run.setup.open_data": lambda *_, **__: data,
+            "train.train": _rest,
+            **PLACEHOLDERS,
+        }.items():
             stack.enter_context(mock.patch(f"meshtrain.{name}", value))
         topics = list(run_fingerprints(config, os.environ))
-        with ThreadPoolExecutor(64) as pool:  # in parallel, since a slow name server may delay some of them by seconds
+        with ThreadPoolExecutor(
+            64
+        ) as pool:  # in parallel, since a slow name server may delay some of them by seconds
             stores = [CountingStore(store) for store in pool.map(lambda _: connect(), range(ranks))]
         rounds = [0] * real
 
@@ -168,7 +191,9 @@ def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Sta
             finally:
                 store.given.put(None)
 
-        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(real)]
+        threads = [
+            threading.Thread(target=rank, args=(number,), daemon=True) for number in range(real)
+        ]
         threads.append(threading.Thread(target=play, args=(stores, real), daemon=True))
         begun = time.monotonic()
         for thread in threads:
@@ -180,9 +205,15 @@ def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Sta
         raise problems[0]
     others = stores[1:real]
     return Start(
-        ranks, max(rounds), max(of.calls for of in others), stores[0].calls, max(of.polls for of in others),
-        max(of.answers.total() for of in others), max(max(of.answers.values()) for of in others), wall_s,
-    )  # fmt: skip
+        ranks,
+        max(rounds),
+        max(of.calls for of in others),
+        stores[0].calls,
+        max(of.polls for of in others),
+        max(of.answers.total() for of in others),
+        max(max(of.answers.values()) for of in others),
+        wall_s,
+    )
 
 
 def play(stores: Sequence[CountingStore], real: int) -> None:
@@ -198,7 +229,9 @@ def play(stores: Sequence[CountingStore], real: int) -> None:
     while (given := stores[real - 1].given.get()) is not None:
         name, text = given
         for rank in played:
-            own = text.replace(f", {real - 1}, ", f", {rank}, ").replace(model, f"host{rank // GPUS:04}")
+            own = text.replace(f", {real - 1}, ", f", {rank}, ").replace(
+                model, f"host{rank // GPUS:04}"
+            )
             stores[rank].append(f"{name}/given", f"[{rank},{own.partition(',')[2]}")
             stores[rank].add(f"{name}/count", 1)
         for rank in played:
@@ -212,7 +245,9 @@ def _rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any)
     assert job.layout is not None
     checkpoint.restore(None)
     gather_placements([], job, job.layout)
-    status.begin(spec.config, layout_text(job.layout) if job.rank == 0 else "", GoodputTracker(None, 0, 0.0))
+    status.begin(
+        spec.config, layout_text(job.layout) if job.rank == 0 else "", GoodputTracker(None, 0, 0.0)
+    )
     with job.collective_check("opening metrics.jsonl"):
         pass
     status._goodput = None  # nothing was trained
@@ -220,7 +255,8 @@ def _rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any)
 
 @contextmanager
 def served() -> Iterator[tuple[int, list[float]]]:
-    """A store in a process of its own: yields its port, and a list that gets its CPU time afterwards."""
+    """A store in a process of its own: yields its port, and a list that gets its CPU time
+    afterwards."""
     used: list[float] = []
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -233,7 +269,8 @@ def served() -> Iterator[tuple[int, list[float]]]:
 
 
 def make_groups(ranks: int) -> tuple[int, float]:
-    """The number of calls that make the groups of a rank in the middle of the world, and their CPU seconds."""
+    """The number of calls that make the groups of a rank in the middle of the world, and their CPU
+    seconds."""
     own, calls, new_group = ranks // 2, [0], dist.new_group
 
     def split_group(*_: Any, split_ranks: Sequence[Sequence[int]], **__: Any) -> object:
@@ -316,9 +353,15 @@ def draw(starts: Sequence[Start], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="What the start of a large job takes, over the size of its world.")
+    parser = argparse.ArgumentParser(
+        description="What the start of a large job takes, over the size of its world."
+    )
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096], help="multiples of 8, from 16 on"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[64, 256, 1024, 4096],
+        help="multiples of 8, from 16 on",
     )
     parser.add_argument("--picture", type=Path, help="a file for the curves")
     parser.add_argument("--json", action="store_true", help="rows for programs")
@@ -328,19 +371,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if not options.json:
-        imports = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT)
+        imports = subprocess.run(
+            [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT
+        )
         of_torch, own, modules = imports.stdout.split()
         print(
-            f"imports: {float(of_torch):.1f} s of CPU time for torch, {float(own):.1f} s for others, {modules} modules"
+            f"imports: {float(of_torch):.1f} s of CPU time for torch, {float(own):.1f} s for "
+            f"others, {modules} modules"
         )
-        print(" ranks  rounds  calls  of rank 0  polls      bytes  of them addresses  store CPU  wall  groups  CPU")
+        print(
+            " ranks  rounds  calls  of rank 0  polls      bytes  of them addresses  store CPU  "
+            "wall  groups  CPU"
+        )
     starts = []
     for ranks in options.ranks:
         starts.append(s := measure(ranks))
         if not options.json:
             print(
-                f"{s.ranks:6}  {s.rounds:6}  {s.calls:5}  {s.calls_of_rank_0:9}  {s.polls:5}  {s.bytes:9,}  "
-                f"{s.largest:17,}  {s.store_s:7.1f} s  {s.wall_s:3.0f} s  {s.groups:6}  {1000 * s.groups_s:.0f} ms",
+                f"{s.ranks:6}  {s.rounds:6}  {s.calls:5}  {s.calls_of_rank_0:9}  {s.polls:5}  "
+                f"{s.bytes:9,}  "
+                f"{s.largest:17,}  {s.store_s:7.1f} s  {s.wall_s:3.0f} s  {s.groups:6}  "
+                f"{1000 * s.groups_s:.0f} ms",
                 flush=True,
             )
     if options.json:

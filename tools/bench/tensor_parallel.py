@@ -1,12 +1,14 @@
-"""The cost of meshtrain's tensor-parallel step compared with torch's own and with one process, in CPU time.
+"""The cost of meshtrain's tensor-parallel step compared with torch's own and with one process, in
+CPU time.
 
     python tools/bench/tensor_parallel.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
-Eight sides train the same model on the same samples: meshtrain's own command in one process and as `tp=2`, `tp=4` and
-`dp_shard=2` x `tp=2`, and the same three layouts with torch's `parallelize_module` and `fully_shard` around the same
-plain model (torch_parallel.py). FSDP keeps its parameters for a whole step on both sides. Between the parallel regions,
-meshtrain's activations are shards of the sequence; torch's are whole, since that is faster for it over gloo, and for
-`tp=2` there is also a side with shards.
+Eight sides train the same model on the same samples: meshtrain's own command in one process and as
+`tp=2`, `tp=4` and `dp_shard=2` x `tp=2`, and the same three layouts with torch's
+`parallelize_module` and `fully_shard` around the same plain model (torch_parallel.py). FSDP keeps
+its parameters for a whole step on both sides. Between the parallel regions, meshtrain's activations
+are shards of the sequence; torch's are whole, since that is faster for it over gloo, and for `tp=2`
+there is also a side with shards.
 """
 
 import sys
@@ -40,4 +42,10 @@ GOALS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(command(SIDES, GOALS, "What meshtrain's tensor-parallel step costs beside torch's own, in CPU time."))
+    sys.exit(
+        command(
+            SIDES,
+            GOALS,
+            "What meshtrain's tensor-parallel step costs beside torch's own, in CPU time.",
+        )
+    )

@@ -1,8 +1,10 @@
-"""Tensor-parallel training with torch's own tools: `parallelize_module` with a plan, and `fully_shard` over `dp_shard`.
+"""Tensor-parallel training with torch's own tools: `parallelize_module` with a plan, and
+`fully_shard` over `dp_shard`.
 
-The baseline of meshtrain's tensor parallelism. The plan is the usual one for a Llama (as in torchtitan): q, k and v
-share one gathered input, as do gate and up; the logits stay sharded by vocabulary, and the loss is computed from the
-shards (`loss_parallel`). FSDP keeps its parameters for a step and reduces gradients in the last microbatch.
+The baseline of meshtrain's tensor parallelism. The plan is the usual one for a Llama (as in
+torchtitan): q, k and v share one gathered input, as do gate and up; the logits stay sharded by
+vocabulary, and the loss is computed from the shards (`loss_parallel`). FSDP keeps its parameters
+for a step and reduces gradients in the last microbatch.
 
 From meshtrain it uses the plain model and the order of the samples.
 """
@@ -39,13 +41,18 @@ from plain_ddp import adamw, read
 
 
 def train(
-    config: dict[str, Any], tokens: Path, weights: Path, log: Path, before_step: Callable[[int], None] = lambda _: None
+    config: dict[str, Any],
+    tokens: Path,
+    weights: Path,
+    log: Path,
+    before_step: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Trains on this rank; rank 0 writes a line with each step's loss.
 
     Args:
-        config: the parsed YAML; `layout` has `tp` and may have `dp_shard`; `parallel.sequence_parallel` is whether
-            activations between the parallel regions are shards of the sequence.
+        config: the parsed YAML; `layout` has `tp` and may have `dp_shard`;
+            `parallel.sequence_parallel` is whether activations between the parallel regions are
+            shards of the sequence.
         tokens: a file of uint16 tokens.
         weights: a safetensors file with the initial weights.
         before_step: called with the number of each step, from 1, before it begins.
@@ -54,12 +61,18 @@ def train(
     dp, tp = config["layout"].get("dp_shard", 1), config["layout"]["tp"]
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp_shard", "tp"))
     llama = model_file("llama")
-    model = llama.Model(llama.Config(**{key: value for key, value in config["model"].items() if key != "name"}))
+    model = llama.Model(
+        llama.Config(**{key: value for key, value in config["model"].items() if key != "name"})
+    )
     model.load_state_dict(load_file(weights))
     parallelize(model, mesh, config["parallel"]["sequence_parallel"])
     optimizer = adamw(model, config["optimizer"]["lr"])
     data = np.memmap(tokens, np.uint16, "r")
-    s, size, micro = config["data"]["seq_len"], config["batch"]["global_size"], config["batch"]["micro_size"]
+    s, size, micro = (
+        config["data"]["seq_len"],
+        config["batch"]["global_size"],
+        config["batch"]["micro_size"],
+    )
     place, share = mesh.get_local_rank("dp_shard"), size // dp
     with log.open("w") if dist.get_rank() == 0 else nullcontext() as lines:
         for step in range(1, config["train"]["steps"] + 1):
@@ -71,7 +84,9 @@ def train(
                 last_microbatch(model, i + micro >= share)
                 inputs, targets = read(data, mine[i : i + micro], s)
                 with loss_parallel():
-                    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum") / (size * s)
+                    loss = F.cross_entropy(
+                        model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
+                    ) / (size * s)
                     (loss * dp).backward()  # FSDP takes the mean over the ranks of dp_shard
                 total += loss.detach().to_local()
             norm = clip(model, 1.0, mesh)
@@ -90,25 +105,36 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
     """Splits the parameters of a Llama over `tp`, and the parts over `dp_shard`."""
     parallelize_module(model, mesh["tp"], plan(Shard(1) if sequence_parallel else Replicate()))
     if mesh.size(0) > 1:
-        fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=False)  # a unit per layer takes longer
+        # a unit per layer takes longer
+        fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=False)
 
 
 def plan(between: Placement) -> dict[str, ParallelStyle]:
-    """How each layer is split. `between`: placement of activations (b, s, d) between the parallel regions."""
-    attention = PrepareModuleInput(input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None))
+    """How each layer is split. `between`: placement of activations (b, s, d) between the parallel
+    regions."""
+    attention = PrepareModuleInput(
+        input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
+    )
     styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "model.layers.*.self_attn": attention,
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=between),
-        "model.layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
+        "model.layers.*.mlp": PrepareModuleInput(
+            input_layouts=between, desired_input_layouts=Replicate()
+        ),
         "model.layers.*.mlp.gate_proj": ColwiseParallel(),
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=between),
         "lm_head": ColwiseParallel(input_layouts=between, use_local_output=False),
     }
-    if between.is_shard():  # else each rank of tp has the whole norm and its whole gradient, as in one process
-        norms = ("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm")
+    # else each rank of tp has the whole norm and its whole gradient, as in one process
+    if between.is_shard():
+        norms = (
+            "model.layers.*.input_layernorm",
+            "model.layers.*.post_attention_layernorm",
+            "model.norm",
+        )
         styles |= {name: SequenceParallel() for name in norms}
     return styles
 
@@ -122,7 +148,8 @@ def last_microbatch(model: nn.Module, last: bool) -> None:
 
 
 def clip(model: nn.Module, largest: float, mesh: DeviceMesh) -> Tensor:
-    """Clips gradients to a norm of at most `largest` with one all-reduce; returns the norm before."""
+    """Clips gradients to a norm of at most `largest` with one all-reduce; returns the norm
+    before."""
     squares = torch.zeros(())
     parts: list[Tensor] = []
     for parameter in model.parameters():
@@ -130,7 +157,8 @@ def clip(model: nn.Module, largest: float, mesh: DeviceMesh) -> Tensor:
         assert gradient is not None
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             if gradient.placements != parameter.placements:
-                # The embedding's is whole on every rank; a norm's under sequence_parallel is still a partial sum.
+                # The embedding's is whole on every rank; a norm's under sequence_parallel is still
+                # a partial sum.
                 gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
         squares += gradient.square().sum() / copies(parameter, mesh)
@@ -146,5 +174,9 @@ def copies(parameter: Tensor, mesh: DeviceMesh) -> int:
     if not isinstance(parameter, DTensor):
         return mesh.size()
     # Where FSDP splits what tp has already split, a placement is not a plain Shard.
-    parts = [parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if not place.is_replicate()]
+    parts = [
+        parameter.device_mesh.size(i)
+        for i, place in enumerate(parameter.placements)
+        if not place.is_replicate()
+    ]
     return mesh.size() // math.prod(parts)

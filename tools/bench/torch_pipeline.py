@@ -1,8 +1,9 @@
-"""Pipeline-parallel training with torch's own tools: `PipelineStage` and a schedule around a plain model.
+"""Pipeline-parallel training with torch's own tools: `PipelineStage` and a schedule around a plain
+model.
 
-The baseline of meshtrain's pipeline: the same stages, split at the same blocks, under torch's schedule of the same
-name. Logits are not kept (`return_outputs=False`), and the loss is divided by the number of targets, so that no
-gradient is scaled afterwards.
+The baseline of meshtrain's pipeline: the same stages, split at the same blocks, under torch's
+schedule of the same name. Logits are not kept (`return_outputs=False`), and the loss is divided by
+the number of targets, so that no gradient is scaled afterwards.
 
 From meshtrain it uses the plain model, its split into stages, and the order of the samples.
 """
@@ -35,11 +36,19 @@ from meshtrain.pipeline.stage import keep_stage
 from plain_ddp import adamw, read
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-DOUBLE = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}  # two stages a rank
+# two stages a rank
+DOUBLE = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+}
 
 
 def train(
-    config: dict[str, Any], tokens: Path, weights: Path, log: Path, before_step: Callable[[int], None] = lambda _: None
+    config: dict[str, Any],
+    tokens: Path,
+    weights: Path,
+    log: Path,
+    before_step: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Trains on this rank; the rank of the last stage writes a line with each step's loss.
 
@@ -50,7 +59,11 @@ def train(
         before_step: called with the number of each step, from 1, before it begins.
     """
     dist.init_process_group("gloo")
-    s, size, micro = config["data"]["seq_len"], config["batch"]["global_size"], config["batch"]["micro_size"]
+    s, size, micro = (
+        config["data"]["seq_len"],
+        config["batch"]["global_size"],
+        config["batch"]["micro_size"],
+    )
     stages = own_stages(config, weights)
     parameters = nn.ModuleList(stage.submod for stage in stages)
     schedule = scheduled(
@@ -72,13 +85,20 @@ def train(
             inputs, targets = read(data, samples, s)
             losses: list[Tensor] = []
             schedule.step(
-                *([inputs] if first else []), target=targets if last else None, losses=losses, return_outputs=False
+                *([inputs] if first else []),
+                target=targets if last else None,
+                losses=losses,
+                return_outputs=False,
             )
             norm = clip(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if lines is not None:
-                row = {"step": step, "loss": torch.stack(losses).sum().item(), "grad_norm": norm.item()}
+                row = {
+                    "step": step,
+                    "loss": torch.stack(losses).sum().item(),
+                    "grad_norm": norm.item(),
+                }
                 print(json.dumps(row), file=lines, flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -116,7 +136,9 @@ def own_numbers(name: str, rank: int, ranks: int) -> list[int]:
 
 def whole_model(config: dict[str, Any]) -> Any:
     llama = model_file("llama")
-    return llama.Model(llama.Config(**{key: value for key, value in config["model"].items() if key != "name"}))
+    return llama.Model(
+        llama.Config(**{key: value for key, value in config["model"].items() if key != "name"})
+    )
 
 
 def clip(model: nn.Module, largest: float) -> Tensor:

@@ -1,8 +1,9 @@
 """A data set of your own: images of a horizontal, vertical or diagonal bar, drawn on access.
 
-configs/own-dataset.yaml trains on it. A file for `data.source` exports `dataset(config, split)`, where `config` is the
-`data` section and `split` is "train" or "validation". It returns an object with `len()` and `[index]`, or None. An item
-is a pair (inputs, target) and should depend on its index alone, so that every layout and restart sees the same samples.
+configs/own-dataset.yaml trains on it. A file for `data.source` exports `dataset(config, split)`,
+where `config` is the `data` section and `split` is "train" or "validation". It returns an object
+with `len()` and `[index]`, or None. An item is a pair (inputs, target) and should depend on its
+index alone, so that every layout and restart sees the same samples.
 """
 
 from typing import Any

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node=4 tools/examples/own_loop.py dp_replicate=2,dp_shard=2
     torchrun --standalone --nproc-per-node=4 tools/examples/own_loop.py dp_shard=2,tp=2
 
-The last line it prints is the same for every layout: the model is plain, and ranks divide the batch by samples.
+The last line it prints is the same for every layout: the model is plain, and ranks divide the batch
+by samples.
 """
 
 import sys
@@ -17,7 +18,11 @@ from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import GlobalCount, sample_losses, valid_targets
 from meshtrain.optim import clip_gradients, param_groups
 
-SIZES = dict(item.split("=") for item in sys.argv[1].split(",")) if len(sys.argv) > 1 else {"dp_shard": "-1"}
+SIZES = (
+    dict(item.split("=") for item in sys.argv[1].split(","))
+    if len(sys.argv) > 1
+    else {"dp_shard": "-1"}
+)
 BATCH, STEPS = 64, 50
 TP_PLAN = {"0": "colwise", "2": "rowwise"}  # how the model's layers are split over `tp`
 
@@ -27,7 +32,9 @@ with meshtrain.start() as job:
 
     torch.manual_seed(0)
     inputs = torch.randn(1000, 16, dtype=torch.float64)
-    targets = (inputs[:, 0] + inputs[:, 1] > 0).long()  # is the sum of the first two numbers positive?
+    targets = (
+        inputs[:, 0] + inputs[:, 1] > 0
+    ).long()  # is the sum of the first two numbers positive?
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 2)).to(job.device)
     meshtrain.parallelize(model, mesh, precision="float64", tp_plan=TP_PLAN)
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
@@ -42,5 +49,9 @@ with meshtrain.start() as job:
         norm = clip_gradients(model, mesh, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
-    seen = loss.detach() * mesh.speaks_for_samples  # ranks of `tp` see the same samples: count only one of them
-    job.say(f"{layout}: loss {mesh.sum(seen).item():.9f}, gradient norm {norm.item():.9f} after {STEPS} steps")
+    # ranks of `tp` see the same samples: count only one of them
+    seen = loss.detach() * mesh.speaks_for_samples
+    job.say(
+        f"{layout}: loss {mesh.sum(seen).item():.9f}, gradient norm {norm.item():.9f} after "
+        f"{STEPS} steps"
+    )

@@ -1,13 +1,16 @@
-"""Draws docs/images/layouts.png: the loss of one YAML under several layouts, and its difference to that of one process.
+"""Draws docs/images/layouts.png: the loss of one YAML under several layouts, and its difference to
+that of one process.
 
-    SMALL="train.steps=100 optimizer.lr=1e-3 model.hidden_size=96 model.intermediate_size=256 data.seq_len=64"
-    python -m meshtrain.train configs/quickstart.yaml $SMALL layout='{}' train.output=runs/one
-    torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml $SMALL \
+    SMALL="train.steps=100 optimizer.lr=1e-3 model.hidden_size=96 model.intermediate_size=256
+    data.seq_len=64" python -m meshtrain.train configs/quickstart.yaml $SMALL layout='{}'
+    train.output=runs/one torchrun --standalone --nproc-per-node=4 -m meshtrain.train
+    configs/quickstart.yaml $SMALL \
         layout='{pp: 2, tp: 2}' train.output=runs/pp-tp
     python tools/pictures/layouts.py docs/images/layouts.png runs/one runs/pp-tp ...
 
-For each precision, one run must be of one process; the others of that precision are compared with it. The curves are
-those of float32; the differences in float64 (train.precision=float64) show that only rounding differs.
+For each precision, one run must be of one process; the others of that precision are compared with
+it. The curves are those of float32; the differences in float64 (train.precision=float64) show that
+only rounding differs.
 """
 
 import math
@@ -31,7 +34,8 @@ DASH = 3  # length of a dash, in line widths
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: the sizes of its layout's axes above 1, its precision, and the loss of every step."""
+    """A finished run: the sizes of its layout's axes above 1, its precision, and the loss of every
+    step."""
 
     sizes: dict[str, int]
     precision: str
@@ -43,7 +47,10 @@ class Run:
             return "one process"
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
         data = DATA["dp_replicate" in self.sizes, "dp_shard" in self.sizes]
-        kinds = [*([data] if data else []), *(kind for axis, kind in KINDS.items() if axis in self.sizes)]
+        kinds = [
+            *([data] if data else []),
+            *(kind for axis, kind in KINDS.items() if axis in self.sizes),
+        ]
         return f"{math.prod(self.sizes.values())} processes, {' + '.join(kinds)}: {axes}"
 
 
@@ -51,7 +58,9 @@ def read(folder: Path) -> Run:
     """Reads a run's folder. Raises ValueError: its layout has a size of -1."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     if -1 in config["layout"].values():
-        raise ValueError(f"{folder}: give the layout with its sizes, for instance layout='{{dp_shard: 4}}'")
+        raise ValueError(
+            f"{folder}: give the layout with its sizes, for instance layout='{{dp_shard: 4}}'"
+        )
     sizes = {axis: size for axis, size in config["layout"].items() if size > 1}
     losses = [row["loss"] for row in metrics.read(folder / metrics.FILE)]
     return Run(sizes, config["train"]["precision"], losses)
@@ -61,12 +70,19 @@ def draw(output: str, runs: list[Run]) -> None:
     """Curves above, differences below."""
     figure = Figure(figsize=(9.2, 6.2), dpi=160, layout="constrained", facecolor="white")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1.9, 1))
-    one, *others = sorted((run for run in runs if run.precision == "float32"), key=lambda run: bool(run.sizes))
+    one, *others = sorted(
+        (run for run in runs if run.precision == "float32"), key=lambda run: bool(run.sizes)
+    )
     colours = {str(run.sizes): COLOURS[i] for i, run in enumerate(others)}
-    top.plot(steps(one), one.losses, color=BAND, linewidth=9, solid_capstyle="round", label=one.label())
+    top.plot(
+        steps(one), one.losses, color=BAND, linewidth=9, solid_capstyle="round", label=one.label()
+    )
     for i, run in enumerate(others):
         # Interleaved dashes: all curves stay visible where they coincide.
-        dashes: dict[str, Any] = {"linewidth": 2.6, "linestyle": (DASH * i, (DASH, DASH * (len(others) - 1)))}
+        dashes: dict[str, Any] = {
+            "linewidth": 2.6,
+            "linestyle": (DASH * i, (DASH, DASH * (len(others) - 1))),
+        }
         top.plot(steps(run), run.losses, color=colours[str(run.sizes)], label=run.label(), **dashes)
     top.set_ylabel("loss (nats per byte)")
     legend = top.legend(frameon=False, labelcolor=INK, fontsize=10)
@@ -93,7 +109,10 @@ def draw_differences(axes: Axes, runs: list[Run], colours: dict[str, str]) -> No
     one, *others = sorted(runs, key=lambda run: bool(run.sizes))
     largest = 0.0
     for run in others:
-        shares = [abs(a - b) / b if a != b else math.nan for a, b in zip(run.losses, one.losses, strict=True)]
+        shares = [
+            abs(a - b) / b if a != b else math.nan
+            for a, b in zip(run.losses, one.losses, strict=True)
+        ]
         axes.plot(steps(run), shares, ".", color=colours[str(run.sizes)], markersize=4.5)
         largest = max(largest, *(share for share in shares if share == share))
     axes.text(3, 4 * largest, one.precision, color=INK, fontsize=10)

@@ -1,4 +1,5 @@
-"""Draws docs/images/memory.png: a rank's memory after every operator of a step, with and without recomputation.
+"""Draws docs/images/memory.png: a rank's memory after every operator of a step, with and without
+recomputation.
 
     python tools/pictures/memory.py docs/images/memory.png
 
@@ -23,14 +24,20 @@ PARTS = {  # part of the trace -> colour; all other parts are shown as "activati
     "gathered weights": "#9a6fb0",
     "activations": "#e2603b",
 }
-MODEL = "model.hidden_size=256 model.intermediate_size=768 model.num_attention_heads=8 model.num_key_value_heads=4"
+MODEL = (
+    "model.hidden_size=256 model.intermediate_size=768 model.num_attention_heads=8 "
+    "model.num_key_value_heads=4"
+)
 BATCH = "batch.global_size=8 batch.micro_size=2 data.seq_len=128 parallel.compile=false"
 STEPS = 3  # of a trace; in the last one, everything that persists between steps is allocated
 
 
 def step_memory(layout: Layout, recompute: str) -> tuple[list[str], dict[str, list[float]]]:
     """On rank 0: the phase of each operator of a step, and part -> MiB after each operator."""
-    config = Config.load("configs/quickstart.yaml", [*MODEL.split(), *BATCH.split(), f"parallel.recompute={recompute}"])
+    config = Config.load(
+        "configs/quickstart.yaml",
+        [*MODEL.split(), *BATCH.split(), f"parallel.recompute={recompute}"],
+    )
     phases: list[str] = []
     rows: list[dict[str, int]] = []
     begun = 0
@@ -54,7 +61,9 @@ def step_memory(layout: Layout, recompute: str) -> tuple[list[str], dict[str, li
     assert rows, f"a trace has no step {STEPS}"
     *named, rest = PARTS
     values = {part: [row.get(part, 0) / 2**20 for row in rows] for part in named}
-    values[rest] = [sum(size for part, size in row.items() if part not in named) / 2**20 for row in rows]
+    values[rest] = [
+        sum(size for part, size in row.items() if part not in named) / 2**20 for row in rows
+    ]
     return phases, values
 
 
@@ -64,10 +73,14 @@ def main(path: str) -> None:
     plots = figure.subplots(2, 1, sharey=True)
     for axes, recompute in zip(plots, ("none", "full"), strict=True):
         phases, values = step_memory(layout, recompute)
-        axes.stackplot(range(len(phases)), *values.values(), colors=PARTS.values(), labels=PARTS, linewidth=0)
+        axes.stackplot(
+            range(len(phases)), *values.values(), colors=PARTS.values(), labels=PARTS, linewidth=0
+        )
         total = [sum(parts) for parts in zip(*values.values(), strict=True)]
         axes.set_title(
-            f"{{dp_shard: 4}}, parallel.recompute: {recompute}; most: {max(total):.1f} MiB", loc="left", color=INK
+            f"{{dp_shard: 4}}, parallel.recompute: {recompute}; most: {max(total):.1f} MiB",
+            loc="left",
+            color=INK,
         )
         for name in ("forward", "backward", "optimizer"):
             at = phases.index(name)
@@ -80,7 +93,12 @@ def main(path: str) -> None:
         axes.set_axisbelow(True)
     plots[1].set_xlabel("operators of a step, one after the other", color=QUIET)
     plots[0].set_ylim(0, plots[0].get_ylim()[1] * 1.12)
-    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS), frameon=False)
+    figure.legend(
+        *plots[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(PARTS),
+        frameon=False,
+    )
     figure.savefig(path)
 
 

@@ -1,4 +1,5 @@
-"""Draws docs/images/mesh.png: each rank's position in a layout, and its part of the model and of a batch.
+"""Draws docs/images/mesh.png: each rank's position in a layout, and its part of the model and of a
+batch.
 
     python tools/pictures/mesh.py docs/images/mesh.png
 
@@ -28,16 +29,27 @@ BOX, MODEL = 1.55, 0.62  # widths in inches: a rank's box, and the model in it
 
 
 def rank_box(axes: Axes, layout: Layout, rank: int, x: float, y: float) -> None:
-    """A rank's box. The model is a square with blocks from top to bottom; the part that the rank keeps is filled."""
+    """A rank's box. The model is a square with blocks from top to bottom; the part that the rank
+    keeps is filled."""
     at = layout.coordinate(rank)
     axes.add_patch(
-        FancyBboxPatch((x, y), BOX - 0.12, 1.08, boxstyle="round,pad=0,rounding_size=0.05", fc="white", ec=OUTLINE)
+        FancyBboxPatch(
+            (x, y),
+            BOX - 0.12,
+            1.08,
+            boxstyle="round,pad=0,rounding_size=0.05",
+            fc="white",
+            ec=OUTLINE,
+        )
     )
     axes.text(x + 0.08, y + 0.19, f"rank {rank}", weight="bold", color=INK, fontsize=9, va="center")
-    axes.add_patch(Rectangle((x + 0.08, y + 0.36), MODEL, MODEL, fc=PANEL, ec=OUTLINE, linewidth=0.8))
+    axes.add_patch(
+        Rectangle((x + 0.08, y + 0.36), MODEL, MODEL, fc=PANEL, ec=OUTLINE, linewidth=0.8)
+    )
     stages, shards, parts = (layout.size(axis) for axis in ("pp", "dp_shard", "tp"))
     stage, shard, part = (at.get(axis, 0) for axis in ("pp", "dp_shard", "tp"))
-    for block in range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages):  # each block is sharded by itself
+    # each block is sharded by itself
+    for block in range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages):
         high = MODEL / BLOCKS / shards
         top = y + 0.36 + block * MODEL / BLOCKS + shard * high
         left, wide = x + 0.08 + part * MODEL / parts, MODEL / parts
@@ -57,12 +69,27 @@ def main(path: str) -> None:
         layout = Layout(sizes).on_hosts(hosts)
         y, x = i * row + 0.05, 0.1
         words = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
-        axes.text(0.1, y + 0.17, f"{title}   {{{words}}}", weight="bold", color=INK, fontsize=10.5, va="center")
+        axes.text(
+            0.1,
+            y + 0.17,
+            f"{title}   {{{words}}}",
+            weight="bold",
+            color=INK,
+            fontsize=10.5,
+            va="center",
+        )
         for host, count in enumerate(hosts):
             wide = count * BOX + 0.12
             corner = (x, y + 0.32)
             axes.add_patch(
-                FancyBboxPatch(corner, wide, 1.32, boxstyle="round,pad=0,rounding_size=0.07", fc=PANEL, ec="none")
+                FancyBboxPatch(
+                    corner,
+                    wide,
+                    1.32,
+                    boxstyle="round,pad=0,rounding_size=0.07",
+                    fc=PANEL,
+                    ec="none",
+                )
             )
             first = sum(hosts[:host])
             for n in range(count):

@@ -1,9 +1,11 @@
-"""Draws docs/images/tensor-parallel.png: what two tensor ranks hold in a Llama block, and what they send.
+"""Draws docs/images/tensor-parallel.png: what two tensor ranks hold in a Llama block, and what they
+send.
 
     python tools/pictures/tensor_parallel.py docs/images/tensor-parallel.png
 
-A tensor is a box: the sequence runs down, features run to the right, and parts that a rank does not hold are outlined.
-The amounts are those of docs/tensor-parallel.md, with t ranks and n = b·s tokens.
+A tensor is a box: the sequence runs down, features run to the right, and parts that a rank does not
+hold are outlined. The amounts are those of docs/tensor-parallel.md, with t ranks and n = b·s
+tokens.
 """
 
 import io
@@ -16,7 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ArrowStyle, FancyArrowPatch, FancyBboxPatch, Rectangle
 from PIL import Image
 
-INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # as in layouts.png, and lighter ones
+# as in layouts.png, and lighter ones
+INK, QUIET, PANEL, OUTLINE = (
+    "#1f2430",
+    "#7a8194",
+    "#f4f5f9",
+    "#bcc2cf",
+)
 RANKS = ("#3b6fe0", "#e2603b")
 CALLS = {"all-gather": "#2a9d8f", "reduce-scatter": "#9a6fb0"}
 OPPOSITE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
@@ -36,19 +44,29 @@ class Block:
         self.y = 0.8
 
     def tensor(self, kind: str, shape: str, *lines: str, caption: str = "") -> None:
-        """What each rank holds: a part of the sequence or of the features, the whole (gathered), or an addend of it."""
+        """What each rank holds: a part of the sequence or of the features, the whole (gathered), or
+        an addend of it."""
         self.lines(self.y + TENSOR / 2, *lines, caption=caption)
         for i, lane in enumerate(LANES):
             x, y, width, height = lane, self.y, LANE, TENSOR
             if kind in ("sequence", "features"):
-                self.box(x, y, width, height, facecolor="white", edgecolor=OUTLINE, linestyle=(0, (3, 3)))
+                self.box(
+                    x, y, width, height, facecolor="white", edgecolor=OUTLINE, linestyle=(0, (3, 3))
+                )
             if kind == "sequence":
                 y, height = y + i * TENSOR / 2, TENSOR / 2
             elif kind == "features":
                 x, width = x + i * LANE / 2, LANE / 2
             if kind == "gathered":
                 for j, colour in enumerate(RANKS):
-                    self.box(x, y + j * height / 2, width, height / 2, facecolor=tint(colour, 0.22), linewidth=0)
+                    self.box(
+                        x,
+                        y + j * height / 2,
+                        width,
+                        height / 2,
+                        facecolor=tint(colour, 0.22),
+                        linewidth=0,
+                    )
             elif kind == "addend":
                 look = {"facecolor": tint(RANKS[i], 0.06), "edgecolor": tint(RANKS[i], 0.25)}
                 self.box(x, y, width, height, hatch="////", linewidth=0, **look)
@@ -71,10 +89,19 @@ class Block:
         middle, centre = self.y + CALL / 2, (LANES[0] + LANES[1] + LANE) / 2
         for i, j in ((0, 0), (1, 1), (0, 1), (1, 0)):
             start, end = self.ends(i, j, CALL, above, below)
-            off = 0.6 if i == j else -0.25  # offset from the middle of the lane, away from the other lane
+            # offset from the middle of the lane, away from the other lane
+            off = 0.6 if i == j else -0.25
             xs = [LANES[rank] + LANE / 2 + off * (-1, 1)[rank] for rank in (i, j)]
             self.arrow((xs[0], start), (xs[1], end), RANKS[i])
-        self.rounded(centre - 0.8, middle - 0.17, 1.6, 0.34, facecolor=CALLS[forward], edgecolor="white", zorder=6)
+        self.rounded(
+            centre - 0.8,
+            middle - 0.17,
+            1.6,
+            0.34,
+            facecolor=CALLS[forward],
+            edgecolor="white",
+            zorder=6,
+        )
         self.write(centre, middle, forward, "white", weight="bold", ha="center")
         y = middle - LINE / 2 * (1 + len(notes))
         for direction, name in (("↓", forward), ("↑", OPPOSITE[forward])):
@@ -87,7 +114,8 @@ class Block:
         self.y += CALL
 
     def ends(self, i: int, j: int, height: float, above: str, below: str) -> tuple[float, float]:
-        """Where an arrow from rank i's tensor above to rank j's below starts and ends: at the parts that they hold."""
+        """Where an arrow from rank i's tensor above to rank j's below starts and ends: at the parts
+        that they hold."""
         start = self.y - (TENSOR / 2 if above == "sequence" and i == 0 else 0)
         return start, self.y + height + (TENSOR / 2 if below == "sequence" and j == 1 else 0)
 
@@ -97,8 +125,12 @@ class Block:
             end = self.y + TENSOR / 4 + i * TENSOR / 2
             xs = [LANES[i] + LANE / 2, edge + out, edge + out, edge]
             self.axes.plot(xs, [start, start, end, end], color=RANKS[i], linewidth=1.7, zorder=2)
-            self.axes.plot(edge, end, "o", color=RANKS[i], markersize=15, markeredgecolor="white", zorder=5)
-            self.axes.plot(edge, end, "+", color="white", markersize=8, markeredgewidth=1.8, zorder=6)
+            self.axes.plot(
+                edge, end, "o", color=RANKS[i], markersize=15, markeredgecolor="white", zorder=5
+            )
+            self.axes.plot(
+                edge, end, "+", color="white", markersize=8, markeredgewidth=1.8, zorder=6
+            )
 
     def panel(self, start: float) -> None:
         """The background of the region between an all-gather and its reduce-scatter."""
@@ -112,8 +144,12 @@ class Block:
         for i, (line, colour) in enumerate(shown):
             self.write(LEFT, middle + LINE * (i - (len(shown) - 1) / 2), line, colour)
 
-    def write(self, x: float, y: float, text: str, colour: str = INK, size: float = TEXT, **how: Any) -> None:
-        self.axes.text(x, y, text, color=colour, fontsize=size, **{"va": "center_baseline", "zorder": 7, **how})
+    def write(
+        self, x: float, y: float, text: str, colour: str = INK, size: float = TEXT, **how: Any
+    ) -> None:
+        self.axes.text(
+            x, y, text, color=colour, fontsize=size, **{"va": "center_baseline", "zorder": 7, **how}
+        )
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
         head = ArrowStyle("-|>", head_length=5, head_width=2.6)
@@ -123,7 +159,9 @@ class Block:
         self.axes.add_patch(arrow)
 
     def box(self, x: float, y: float, width: float, height: float, **look: Any) -> None:
-        self.axes.add_patch(Rectangle((x, y), width, height, **{"linewidth": 1.5, "zorder": 3, **look}))
+        self.axes.add_patch(
+            Rectangle((x, y), width, height, **{"linewidth": 1.5, "zorder": 3, **look})
+        )
 
     def rounded(self, x: float, y: float, width: float, height: float, **look: Any) -> None:
         how = {"boxstyle": "round,pad=0,rounding_size=0.12", "linewidth": 2.5, "zorder": 0, **look}
@@ -158,10 +196,13 @@ def draw(output: str) -> None:
     block.write(RIGHT, foot + 0.33, "per block and microbatch, n = b·s", QUIET, SMALL, ha="right")
     with io.BytesIO() as pixels:
         figure.savefig(pixels)
-        Image.open(pixels).convert("RGB").quantize(128).save(output, optimize=True)  # less than half the bytes
+        # less than half the bytes
+        Image.open(pixels).convert("RGB").quantize(128).save(output, optimize=True)
 
 
-def half(block: Block, computed: tuple[str, str], width: str, split: str, last: str, weights: str) -> None:
+def half(
+    block: Block, computed: tuple[str, str], width: str, split: str, last: str, weights: str
+) -> None:
     """The attention or the feed-forward half, up to its residual addition."""
     start = block.y + STEP / 3
     block.step("norm", above="sequence", below="sequence")

@@ -1,4 +1,5 @@
-"""mkdocs hooks that add to docs/ what the site needs: links into the repository, pages of the commands and the API."""
+"""mkdocs hooks that add to docs/ what the site needs: links into the repository, pages of the
+commands and the API."""
 
 import argparse
 import importlib
@@ -15,7 +16,9 @@ from meshtrain.train import train_parser
 DOCS = Path(__file__).parents[2] / "docs"
 SOURCE = "https://github.com/meshtrain/meshtrain/blob/main/"
 API = {
-    "A loop of your own": [f"meshtrain.{name}" for name in ("start", "build_mesh", "parallelize", "ContextParallel")],
+    "A loop of your own": [
+        f"meshtrain.{name}" for name in ("start", "build_mesh", "parallelize", "ContextParallel")
+    ],
     "Layouts": ["meshtrain.layout.Layout"],
     "Data": ["meshtrain.data.batch.Batch", "meshtrain.data.order"],
     "Terms of the loss": ["meshtrain.loss"],
@@ -23,7 +26,7 @@ API = {
     "Attention": ["meshtrain.attention"],
     "Sinks": ["meshtrain.metrics.sinks"],
     "Foresight": ["meshtrain.foresight.prediction"],
-}  # fmt: skip
+}
 
 
 EXIT = f"""# Exit statuses
@@ -41,16 +44,19 @@ What happened is in `exit.json` of the run's folder, for scripts ([Metrics](../m
 | status | of the commands, `meshtrain ...` |
 | --- | --- |
 | 0 | done |
-| 1 | `checkpoint verify`, `checkpoint diff`, `data verify`, `doctor`, `explain`: something is wrong or has failed |
+| 1 | `checkpoint verify`, `data verify`, `doctor`, `explain`: something is wrong or has failed |
 | 2 | the input is wrong |
 """
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files outside docs/, which are not on the site, go to the repository. README is the site's first page.
+    """Links to files outside docs/, which are not on the site, go to the repository. README is the
+    site's first page.
 
     A link whose text is the name of a file gets the title of its page as its text."""
-    markdown = re.sub(r"\[(?:docs/)?([\w-]+)\.md\](?=\()", lambda match: f"[{title(match[1])}]", markdown)
+    markdown = re.sub(
+        r"\[(?:docs/)?([\w-]+)\.md\](?=\()", lambda match: f"[{title(match[1])}]", markdown
+    )
     markdown = markdown.replace("](../README.md", "](index.md")
     return re.sub(r"\]\(\.\./(?!metrics)([^)]+)\)", rf"]({SOURCE}\1)", markdown)
 
@@ -58,7 +64,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def title(name: str) -> str:
     """The heading of a page of docs/, or the file's name."""
     path = DOCS / f"{name}.md"
-    return path.read_text().partition("\n")[0].removeprefix("# ") if path.is_file() else f"{name}.md"
+    return (
+        path.read_text().partition("\n")[0].removeprefix("# ") if path.is_file() else f"{name}.md"
+    )
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -82,20 +90,32 @@ def home() -> str:
 
 
 def commands() -> str:
-    parts = ["# Commands", "## python -m meshtrain.train", f"```text\n{train_parser().format_help()}```"]
+    parts = [
+        "# Commands",
+        "## python -m meshtrain.train",
+        f"```text\n{train_parser().format_help()}```",
+    ]
     for name, (module, about, example) in COMMANDS.items():
         parser = argparse.ArgumentParser(prog=f"meshtrain {name}")
         importlib.import_module(module).add_arguments(parser)
-        parts.append(f"## meshtrain {name}\n\n{about[0].upper()}{about[1:]}.\n\n```bash\n{example}\n```")
+        parts.append(
+            f"## meshtrain {name}\n\n{about[0].upper()}{about[1:]}.\n\n```bash\n{example}\n```"
+        )
         parts.append(f"```text\n{parser.format_help()}```")
         for action in parser._actions:  # a command's own commands
             if isinstance(action, argparse._SubParsersAction):
-                parts += [f"```text\n{of_action.format_help()}```" for of_action in action.choices.values()]
+                parts += [
+                    f"```text\n{of_action.format_help()}```"
+                    for of_action in action.choices.values()
+                ]
     return "\n\n".join(parts) + "\n"
 
 
 def api() -> str:
     parts = ["# Python API"]
     for heading, names in API.items():
-        parts += [f"## {heading}", *(f"::: {name}\n    options: {{heading_level: 3}}" for name in names)]
+        parts += [
+            f"## {heading}",
+            *(f"::: {name}\n    options: {{heading_level: 3}}" for name in names),
+        ]
     return "\n\n".join(parts) + "\n"

@@ -11,7 +11,8 @@ IGNORE = -100  # a target that carries no loss
 
 
 class Sums:
-    """`n` sums. Sum number i is always the same, so every layout and every restart sees the same samples."""
+    """`n` sums. Sum number i is always the same, so every layout and every restart sees the same
+    samples."""
 
     def __init__(self, first: int, n: int) -> None:
         self.first, self.n = first, n
@@ -20,7 +21,8 @@ class Sums:
         return self.n
 
     def __getitem__(self, index: int) -> tuple[tuple[Tensor, Tensor, None], Tensor]:
-        """((tokens, positions, documents), targets), (LENGTH,) int64 each. Only digits of the result carry a loss."""
+        """((tokens, positions, documents), targets), (LENGTH,) int64 each. Only digits of the
+        result carry a loss."""
         draw = torch.Generator().manual_seed(self.first + index)
         a, b = torch.randint(0, 100, (2,), generator=draw).tolist()
         text = f"{a}+{b}={a + b}.".ljust(LENGTH + 1)

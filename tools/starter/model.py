@@ -1,4 +1,5 @@
-"""A small decoder: the whole model in plain PyTorch, for one device. meshtrain parallelizes it for a layout."""
+"""A small decoder: the whole model in plain PyTorch, for one device. meshtrain parallelizes it for
+a layout."""
 
 from dataclasses import dataclass
 
@@ -39,9 +40,15 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        # With tp a rank has only some of the heads: take their number from the tensor, not from the config.
-        q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        # With tp a rank has only some of the heads: take their number from the tensor, not from the
+        # config.
+        q, k, v = (
+            part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

@@ -1,4 +1,5 @@
-"""The rules: what all nodes know about themselves and each other -> findings, in the order to fix them. No I/O."""
+"""The rules: what all nodes know about themselves and each other -> findings, in the order to fix
+them. No I/O."""
 
 from meshtrain.doctor.findings import SENTENCES, SEVERITIES, Finding
 from meshtrain.doctor.records import ClusterFacts
@@ -9,7 +10,9 @@ from meshtrain.doctor.rules.rendezvous import rendezvous
 from meshtrain.doctor.rules.speed import speed
 
 RULES = (rendezvous, network, hosts, files, speed)
-BLOCKING = {key.partition("/")[0] for key, row in SENTENCES.items() if row.get("blocking")} | {"torch-differs"}
+BLOCKING = {key.partition("/")[0] for key, row in SENTENCES.items() if row.get("blocking")} | {
+    "torch-differs"
+}
 
 
 def judge(cluster: ClusterFacts) -> list[Finding]:
@@ -20,4 +23,6 @@ def judge(cluster: ClusterFacts) -> list[Finding]:
 
 def blocking(findings: list[Finding]) -> list[Finding]:
     """The errors that make timing collectives pointless."""
-    return [finding for finding in findings if finding.severity == "error" and finding.id in BLOCKING]
+    return [
+        finding for finding in findings if finding.severity == "error" and finding.id in BLOCKING
+    ]

@@ -2,7 +2,15 @@
 
 from collections.abc import Iterator
 
-from meshtrain.doctor.findings import Finding, finding, group_by_value, groups_text, median_of, minority, names_text
+from meshtrain.doctor.findings import (
+    Finding,
+    finding,
+    group_by_value,
+    groups_text,
+    median_of,
+    minority,
+    names_text,
+)
 from meshtrain.doctor.records import ClusterFacts, PathFacts
 
 SLOW_MIB_PER_S = 50.0
@@ -22,7 +30,9 @@ def files(cluster: ClusterFacts) -> Iterator[Finding]:
     for (key, _), paths in by_key.items():
         yield from _problems(key, paths)
         usable = [row for row in paths if not row[2].problem]
-        yield from _not_shared(cluster, key, usable) if paths[0][2].writes else _not_the_same(key, usable)
+        yield from (
+            _not_shared(cluster, key, usable) if paths[0][2].writes else _not_the_same(key, usable)
+        )
         yield from _slow(key, usable)
 
 
@@ -34,13 +44,19 @@ def _problems(key: str, paths: list[PathOfHost]) -> Iterator[Finding]:
         path = bad[hosts[0]]
         elsewhere = f" (it is all right on {names_text(good)})" if good else ""
         above = f"; the nearest folder that is there is {path.seen}" if path.seen else ""
-        sentence = ("path-not-writable/elsewhere" if good else "path-not-writable") if path.writes else "path-missing"
+        sentence = (
+            ("path-not-writable/elsewhere" if good else "path-not-writable")
+            if path.writes
+            else "path-missing"
+        )
         yield finding(sentence, hosts, key=key, problem=f"{text}{above}{elsewhere}")
 
 
 def _not_the_same(key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
     names = [name for _, name, _ in usable]
-    groups = group_by_value(names, [f"{path.size} bytes, digest {path.digest}" for _, _, path in usable])
+    groups = group_by_value(
+        names, [f"{path.size} bytes, digest {path.digest}" for _, _, path in usable]
+    )
     if len(groups) > 1:
         paths = group_by_value(names, [path.path for _, _, path in usable])
         text = groups_text(groups) + (f" ({groups_text(paths)})" if len(paths) > 1 else "")
@@ -48,7 +64,8 @@ def _not_the_same(key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
 
 
 def _not_shared(cluster: ClusterFacts, key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
-    """Every host has left a small file: a host that does not see the others' files writes to a disk of its own."""
+    """Every host has left a small file: a host that does not see the others' files writes to a disk
+    of its own."""
     if len(usable) < 2 or not cluster.several_machines:
         return
     alone: list[str] = []
@@ -64,7 +81,14 @@ def _not_shared(cluster: ClusterFacts, key: str, usable: list[PathOfHost]) -> It
         names = [name for _, name, _ in usable]
         folders = groups_text(group_by_value(names, [path.seen for _, _, path in usable]))
         kinds = groups_text(group_by_value(names, [path.filesystem for _, _, path in usable]))
-        yield finding("folder-not-shared", alone, key=key, path=usable[0][2].path, folders=folders, kinds=kinds)
+        yield finding(
+            "folder-not-shared",
+            alone,
+            key=key,
+            path=usable[0][2].path,
+            folders=folders,
+            kinds=kinds,
+        )
 
 
 def _slow(key: str, usable: list[PathOfHost]) -> Iterator[Finding]:

@@ -1,11 +1,19 @@
-"""Rules for hosts: whether every host has what the job needs, and whether they are alike. No I/O."""
+"""Rules for hosts: whether every host has what the job needs, and whether they are alike. No
+I/O."""
 
 import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 
 from meshtrain.config.layout_advice import host_warnings, resolve
-from meshtrain.doctor.findings import Finding, finding, group_by_value, groups_text, minority, names_text
+from meshtrain.doctor.findings import (
+    Finding,
+    finding,
+    group_by_value,
+    groups_text,
+    minority,
+    names_text,
+)
 from meshtrain.doctor.nccl import slow_settings
 from meshtrain.doctor.records import ClusterFacts, Host
 from meshtrain.job.environment import OWN_DESCRIPTORS, is_of_host
@@ -16,7 +24,14 @@ DISK_GIB, DISK_ERROR_GIB = 20.0, 1.0
 MEMORY_SHARE, SHARED_MEMORY_GIB, GPU_USED_GIB = 0.1, 1.0, 1.0
 BUSY = 1.5  # runnable processes per core
 MOST_LINES = 6  # of a difference
-MUST_AGREE = ("torch", "python", "nccl", "cuda", "meshtrain")  # versions; others may surprise, these break a job
+# versions; others may surprise, these break a job
+MUST_AGREE = (
+    "torch",
+    "python",
+    "nccl",
+    "cuda",
+    "meshtrain",
+)
 MAY_DIFFER = ("executable",)
 
 
@@ -27,7 +42,16 @@ def hosts(cluster: ClusterFacts) -> Iterator[Finding]:
     without = [name for name, host in cluster.labelled if not host.gpus_seen]
     if 0 < len(without) < len(cluster.hosts):
         yield finding("gpus-missing", without)
-    for rule in (_layout, _config, _code, _versions, _variables, _slow_settings, _clocks, _descriptors):
+    for rule in (
+        _layout,
+        _config,
+        _code,
+        _versions,
+        _variables,
+        _slow_settings,
+        _clocks,
+        _descriptors,
+    ):
         yield from rule(cluster)
 
 
@@ -39,7 +63,9 @@ def _gpus(name: str, host: Host) -> Iterator[Finding]:
     if host.processes == 0:
         yield finding("no-processes", name, host=host)
     if len(host.gpus) > host.gpus_seen == 0:
-        yield finding("gpus-not-used", name, gpus=len(host.gpus), torch=(host.versions or {}).get("torch"))
+        yield finding(
+            "gpus-not-used", name, gpus=len(host.gpus), torch=(host.versions or {}).get("torch")
+        )
     used = {str(gpu.index): gpu.used_gib for gpu in host.gpus if gpu.used_gib > GPU_USED_GIB}
     if used:
         yield finding("gpu-in-use", name, gpus=names_text(list(used)), used=max(used.values()))
@@ -58,7 +84,9 @@ def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
     try:
         layout = resolve(sizes, world)
     except LayoutError as error:
-        counts = groups_text(group_by_value(names, [f"{host.processes} processes" for host in cluster.hosts]))
+        counts = groups_text(
+            group_by_value(names, [f"{host.processes} processes" for host in cluster.hosts])
+        )
         yield finding("layout-does-not-fit", world=world, counts=counts, problem=error)
         return
     by_rank = {rank: i for i, host in enumerate(cluster.hosts) for rank in host.ranks}
@@ -72,7 +100,9 @@ def _config(cluster: ClusterFacts) -> Iterator[Finding]:
     wrong = {name: host.config_error for name, host in cluster.labelled if host.config_error}
     for problem, hosts in group_by_value(list(wrong), list(wrong.values())).items():
         yield finding("config-wrong", hosts, problem=problem)
-    configs = {name: "\n".join(host.config) for name, host in cluster.labelled if not host.config_error}
+    configs = {
+        name: "\n".join(host.config) for name, host in cluster.labelled if not host.config_error
+    }
     groups = group_by_value(list(configs), list(configs.values()))
     if len(groups) > 1:
         (first, same), *others = groups.items()
@@ -90,7 +120,9 @@ def _code(cluster: ClusterFacts) -> Iterator[Finding]:
     first = codes[names.index(same[0])]
     for hosts in others:
         other = codes[names.index(hosts[0])]
-        files = sorted(file for file in first.keys() | other.keys() if first.get(file) != other.get(file))
+        files = sorted(
+            file for file in first.keys() | other.keys() if first.get(file) != other.get(file)
+        )
         yield finding("code-differs", hosts, same=names_text(same), files=names_text(files))
 
 
@@ -99,17 +131,34 @@ def _versions(cluster: ClusterFacts) -> Iterator[Finding]:
     for program in sorted({program for row in versions for program in row} - set(MAY_DIFFER)):
         groups = group_by_value(cluster.labels, [row.get(program, "") for row in versions])
         if len(groups) > 1:
-            severity = "error" if program in MUST_AGREE else "note" if program == "kernel" else "warning"
-            row = finding("version-differs", minority(groups), severity, program=program, groups=groups_text(groups))
+            severity = (
+                "error" if program in MUST_AGREE else "note" if program == "kernel" else "warning"
+            )
+            row = finding(
+                "version-differs",
+                minority(groups),
+                severity,
+                program=program,
+                groups=groups_text(groups),
+            )
             yield replace(row, id=f"{program}-differs")
 
 
 def _variables(cluster: ClusterFacts) -> Iterator[Finding]:
     variables = [host.variables or {} for host in cluster.hosts]
-    for variable in sorted({variable for row in variables for variable in row if _should_agree(variable)}):
-        groups = group_by_value(cluster.labels, [row.get(variable, "(not set)") for row in variables])
+    for variable in sorted(
+        {variable for row in variables for variable in row if _should_agree(variable)}
+    ):
+        groups = group_by_value(
+            cluster.labels, [row.get(variable, "(not set)") for row in variables]
+        )
         if len(groups) > 1:
-            yield finding("environment-differs", minority(groups), variable=variable, groups=groups_text(groups))
+            yield finding(
+                "environment-differs",
+                minority(groups),
+                variable=variable,
+                groups=groups_text(groups),
+            )
 
 
 def _should_agree(variable: str) -> bool:
@@ -123,9 +172,13 @@ def _slow_settings(cluster: ClusterFacts) -> Iterator[Finding]:
     for name, host in cluster.labelled:
         for setting, effect in slow_settings(host).items():
             of_file = setting.partition("=")[0] in (host.nccl_conf or {})
-            hosts_of.setdefault(("slow-switch/file" if of_file else "slow-switch", setting, effect), []).append(name)
+            hosts_of.setdefault(
+                ("slow-switch/file" if of_file else "slow-switch", setting, effect), []
+            ).append(name)
     for (key, setting, effect), names in hosts_of.items():
-        yield finding(key, names, setting=setting, effect=effect, variable=setting.partition("=")[0])
+        yield finding(
+            key, names, setting=setting, effect=effect, variable=setting.partition("=")[0]
+        )
 
 
 def _clocks(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -147,12 +200,22 @@ def _memory(name: str, host: Host) -> Iterator[Finding]:
         yield finding("host-busy", name, host=host)
     for path in host.paths:
         if path.free_gib is not None and path.free_gib < DISK_GIB:
-            yield finding("little-disk", name, "error" if path.free_gib < DISK_ERROR_GIB else "warning", path=path)
+            yield finding(
+                "little-disk",
+                name,
+                "error" if path.free_gib < DISK_ERROR_GIB else "warning",
+                path=path,
+            )
 
 
 def _descriptors(cluster: ClusterFacts) -> Iterator[Finding]:
-    """The process that serves the job's store, on the first host, needs a file descriptor for each rank."""
-    name, first, world = cluster.labels[0], cluster.hosts[0], sum(host.processes for host in cluster.hosts)
+    """The process that serves the job's store, on the first host, needs a file descriptor for each
+    rank."""
+    name, first, world = (
+        cluster.labels[0],
+        cluster.hosts[0],
+        sum(host.processes for host in cluster.hosts),
+    )
     soft, hard = first.open_files or (-1, -1)
     needed = world + OWN_DESCRIPTORS
     words = {"world": world, "needed": needed}

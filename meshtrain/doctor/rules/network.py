@@ -50,7 +50,8 @@ def _interface_of_route(host: Host) -> str:
 
 
 def _names_of_others(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Under c10d the workers meet at the name of rank 0's host, which can be any host: all must resolve it."""
+    """Under c10d the workers meet at the name of rank 0's host, which can be any host: all must
+    resolve it."""
     place = cluster.hosts[0].place
     severity = "error" if place.backend == "c10d" and place.launcher != "torchrun" else "warning"
     by_name = {host.host: host for host in cluster.hosts}
@@ -59,9 +60,19 @@ def _names_of_others(cluster: ClusterFacts) -> Iterator[Finding]:
             host = by_name.get(other)
             if host is None or other == own.host:
                 continue
-            case = "unresolved" if not addresses else "loopback" if is_loopback(addresses[0]) else "other"
+            case = (
+                "unresolved"
+                if not addresses
+                else "loopback"
+                if is_loopback(addresses[0])
+                else "other"
+            )
             if case != "other" or not set(addresses) & set(host.addresses):
-                words = {"other": other, "resolved": "".join(addresses[:1]), "address": host.route or "its address"}
+                words = {
+                    "other": other,
+                    "resolved": "".join(addresses[:1]),
+                    "address": host.route or "its address",
+                }
                 yield finding(f"name-of-other-wrong/{case}", name, severity, **words)
 
 
@@ -79,7 +90,9 @@ def _interfaces(cluster: ClusterFacts) -> Iterator[Finding]:
         variable, value, chosen = communicates_by(host)
         words = {"variable": variable, "value": value, "interface": _interface_of_route(host)}
         if not chosen:
-            present = names_text([_interface_text(interface) for interface in host.interfaces if interface.addresses])
+            present = names_text(
+                [_interface_text(interface) for interface in host.interfaces if interface.addresses]
+            )
             yield finding("interface-missing", name, interfaces=present, **words)
             continue
         route = interface_of(host.interfaces, host.route)
@@ -88,14 +101,23 @@ def _interfaces(cluster: ClusterFacts) -> Iterator[Finding]:
         if not value and is_loopback(chosen[0].addresses[0]):
             continue  # a finding on its name reports this already
         addresses = {address for interface in chosen for address in interface.addresses}
-        checks = [check for check in _port_checks(cluster) if check.target == i and check.address in addresses]
+        checks = [
+            check
+            for check in _port_checks(cluster)
+            if check.target == i and check.address in addresses
+        ]
         shut = [check for check in checks if check.how != "open"]
         if checks and not shut:
-            continue  # the hosts reach each other by it: InfiniBand's, beside an interface for names and logins
+            # the hosts reach each other by it: InfiniBand's, beside an interface for names and
+            # logins
+            continue
         words["setting"] = f"{variable}={value}" if value else f"{variable} is not set, which"
         words |= {"chosen": _interface_text(chosen[0]), "route": _interface_text(route)}
         if shut:
-            words |= {"address": shut[0].address, "how": PORT_STATES.get(shut[0].how, "is another host")}
+            words |= {
+                "address": shut[0].address,
+                "how": PORT_STATES.get(shut[0].how, "is another host"),
+            }
         yield finding(f"interface-wrong/{'shut' if shut else 'untried'}", name, **words)
 
 
@@ -119,7 +141,9 @@ def _ports(cluster: ClusterFacts) -> Iterator[Finding]:
         pairs = names_text([f"{names[check.source]} to {names[check.target]}" for check in checks])
         hosts = sorted({names[i] for check in checks for i in (check.source, check.target)})
         if outcome in PORT_STATES:
-            yield finding("ports-closed", hosts, port=checks[0].port, how=PORT_STATES[outcome], pairs=pairs)
+            yield finding(
+                "ports-closed", hosts, port=checks[0].port, how=PORT_STATES[outcome], pairs=pairs
+            )
         else:
             yield finding("address-of-another", hosts, pairs=pairs, address=checks[0].address)
 
@@ -131,24 +155,42 @@ def _rdma(cluster: ClusterFacts) -> Iterator[Finding]:
         yield finding("infiniband-differs", without, kind=next(iter(have.values())).rdma_name)
     for name, slow in _slow_ports(have).items():
         yield finding("infiniband-differs/slow", name, ports=names_text(slow))
-    ports = [(name, port) for name, host in have.items() for port in host.rdma if port.layer == "Ethernet"]
+    ports = [
+        (name, port)
+        for name, host in have.items()
+        for port in host.rdma
+        if port.layer == "Ethernet"
+    ]
     no_gid = {f"{port.name} of {name}": name for name, port in ports if not port.roce_v2}
     if no_gid:
-        yield finding("roce-gid-missing", dict.fromkeys(no_gid.values()), ports=names_text(list(no_gid)))
+        yield finding(
+            "roce-gid-missing", dict.fromkeys(no_gid.values()), ports=names_text(list(no_gid))
+        )
     closed = [name for name, host in cluster.labelled if host.ports and not host.verbs]
     if closed:
         yield finding("rdma-not-given", closed)
     transports = cluster.timings.transport if cluster.timings is not None else ()
-    indirect = [way.removeprefix("via ") for way in transports if way.startswith("via NET/IB") and "GDRDMA" not in way]
+    indirect = [
+        way.removeprefix("via ")
+        for way in transports
+        if way.startswith("via NET/IB") and "GDRDMA" not in way
+    ]
     if indirect and have:
         yield finding("no-gpudirect", have, ways=", ".join(indirect))
 
 
 def _slow_ports(hosts: Mapping[str, Host]) -> dict[str, list[str]]:
-    """For each host with lower rates than another: its ports that are down, or slower than ports of that name on most
-    hosts. Rates are compared first: names differ between healthy hosts, and one may have a port more, for storage."""
-    rates = {name: {port.name: port.gbit * port.of_nccl for port in host.ports} for name, host in hosts.items()}
-    active = {name: sorted(filter(None, of_host.values()), reverse=True) for name, of_host in rates.items()}
+    """For each host with lower rates than another: its ports that are down, or slower than ports of
+    that name on most hosts. Rates are compared first: names differ between healthy hosts, and one
+    may have a port more, for storage."""
+    rates = {
+        name: {port.name: port.gbit * port.of_nccl for port in host.ports}
+        for name, host in hosts.items()
+    }
+    active = {
+        name: sorted(filter(None, of_host.values()), reverse=True)
+        for name, of_host in rates.items()
+    }
     most = [max(column) for column in zip_longest(*active.values(), fillvalue=0.0)]
     slow: dict[str, list[str]] = {}
     for name, of_host in rates.items():
@@ -164,7 +206,8 @@ def _slow_ports(hosts: Mapping[str, Host]) -> dict[str, list[str]]:
 
 
 def _plugins(cluster: ClusterFacts) -> Iterator[Finding]:
-    """If NCCL does not find a plugin, it silently uses sockets; if it lacks the network of NCCL_NET, it fails."""
+    """If NCCL does not find a plugin, it silently uses sockets; if it lacks the network of
+    NCCL_NET, it fails."""
     for name, host in cluster.labelled:
         if not host.gpus_seen or host.net_plugin:
             continue
@@ -182,11 +225,19 @@ def _transport(cluster: ClusterFacts) -> Iterator[Finding]:
         yield finding("transport", ways=f"NCCL says: {'; '.join(cluster.timings.transport)}")
     elif not any(host.gpus_seen for host in cluster.hosts):
         gloo = {interface.name for host in cluster.hosts for interface in communicates_by(host)[2]}
-        yield finding("transport", ways=f"gloo over TCP on {', '.join(sorted(gloo)) or 'no interface'}")
+        yield finding(
+            "transport", ways=f"gloo over TCP on {', '.join(sorted(gloo)) or 'no interface'}"
+        )
     else:
         networks = set()
         for host in cluster.hosts:
-            names = ", ".join(interface.name for interface in communicates_by(host)[2]) or "no interface"
+            names = (
+                ", ".join(interface.name for interface in communicates_by(host)[2])
+                or "no interface"
+            )
             plugin = host.net_plugin and f"the plugin {host.net_plugin}"
             networks.add(plugin or host.rdma_name or f"TCP sockets on {names}")
-        yield finding("transport", ways=f"NCCL was not asked; between hosts there is: {' or '.join(sorted(networks))}")
+        yield finding(
+            "transport",
+            ways=f"NCCL was not asked; between hosts there is: {' or '.join(sorted(networks))}",
+        )

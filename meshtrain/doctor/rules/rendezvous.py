@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from meshtrain.doctor.findings import Finding, finding, group_by_value, groups_text, minority, names_text
+from meshtrain.doctor.findings import (
+    Finding,
+    finding,
+    group_by_value,
+    groups_text,
+    minority,
+    names_text,
+)
 from meshtrain.doctor.nccl import addresses_of
 from meshtrain.doctor.records import ClusterFacts, Host, JoinFailure, Place
 from meshtrain.job.sockets import is_loopback
@@ -35,11 +42,18 @@ def _failure(host: Host, failure: JoinFailure) -> Finding:
     id_ = "leader-left" if outcome == "left" else f"endpoint-{outcome}"
     if by_rank and place.node_rank == 0 and outcome not in ("taken", "left"):
         id_ = "serving-elsewhere"
-    elif by_rank and place.node_rank and outcome == "refused" and set(addresses) & set(addresses_of(host.interfaces)):
+    elif (
+        by_rank
+        and place.node_rank
+        and outcome == "refused"
+        and set(addresses) & set(addresses_of(host.interfaces))
+    ):
         id_ = "not-serving"
     elif outcome == "silent":
         id_ = "endpoint-port-dropped" if failure.alive else "endpoint-unreachable"
-    server = "the node whose host it names serves it (or the one started with --rdzv-conf is_host=1)"
+    server = (
+        "the node whose host it names serves it (or the one started with --rdzv-conf is_host=1)"
+    )
     words = {
         "to": f" ({', '.join(addresses)})" if addresses and place.address not in addresses else "",
         "first": (addresses or (place.address,))[0],
@@ -51,7 +65,11 @@ def _failure(host: Host, failure: JoinFailure) -> Finding:
 
 
 def _loopback(place: Place, host: str) -> Finding:
-    named = "is a loopback one" if is_loopback(place.address) else f"{place.address} resolves to a loopback address"
+    named = (
+        "is a loopback one"
+        if is_loopback(place.address)
+        else f"{place.address} resolves to a loopback address"
+    )
     return finding("endpoint-loopback", host, place=place, host=host, named=named)
 
 
@@ -63,9 +81,13 @@ def _missing(cluster: ClusterFacts) -> Iterator[Finding]:
     absent = ""
     ranks = {host.place.node_rank for host in cluster.hosts}
     if place.backend == "static" and place.by_options:
-        absent = "; node ranks that did not come: " + names_text([str(i) for i in range(place.most) if i not in ranks])
+        absent = "; node ranks that did not come: " + names_text(
+            [str(i) for i in range(place.most) if i not in ranks]
+        )
     if place.expected:
-        absent = "; missing: " + names_text([name for i, name in enumerate(place.expected) if i not in ranks])
+        absent = "; missing: " + names_text(
+            [name for i, name in enumerate(place.expected) if i not in ranks]
+        )
     resolved = (leader.resolves or {}).get(place.address, ())
     loopback = bool(resolved) and all(map(is_loopback, resolved))
     # If that is its own name, only how the others resolve it counts.
@@ -74,20 +96,39 @@ def _missing(cluster: ClusterFacts) -> Iterator[Finding]:
     nodes = []
     for name, host in cluster.labelled:
         rank = "" if host.place.node_rank is None else f", node rank {host.place.node_rank}"
-        nodes.append(f"{name} (id {host.place.id}, {host.place.nodes} nodes{rank}, {host.place.endpoint})")
-    words = {"came": came, "place": place, "waited": cluster.waited, "who": names_text(nodes), "absent": absent}
+        nodes.append(
+            f"{name} (id {host.place.id}, {host.place.nodes} nodes{rank}, {host.place.endpoint})"
+        )
+    words = {
+        "came": came,
+        "place": place,
+        "waited": cluster.waited,
+        "who": names_text(nodes),
+        "absent": absent,
+    }
     yield finding("nodes-missing", (), "error" if came < place.fewest else "warning", **words)
     told_to_serve = place.backend == "c10d" and place.by_options and place.serves
     own = set(addresses_of(leader.interfaces))
-    if told_to_serve and resolved and not own & set(resolved) and not any(map(is_loopback, resolved)):
+    if (
+        told_to_serve
+        and resolved
+        and not own & set(resolved)
+        and not any(map(is_loopback, resolved))
+    ):
         words = {"host": leader.host, "place": place, "resolved": ", ".join(resolved)}
         yield finding("serving-elsewhere/told", leader.host, **words)
 
 
 def _differences(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Differing ids, numbers of nodes, backends, endpoints: torchrun would wait ten minutes and not say which it is."""
+    """Differing ids, numbers of nodes, backends, endpoints: torchrun would wait ten minutes and not
+    say which it is."""
     names, places = cluster.labels, [host.place for host in cluster.hosts]
-    ids = {"id": "id-differs", "nodes": "nodes-differ", "backend": "backend-differs", "endpoint": "endpoint-differs"}
+    ids = {
+        "id": "id-differs",
+        "nodes": "nodes-differ",
+        "backend": "backend-differs",
+        "endpoint": "endpoint-differs",
+    }
     for attribute, id_ in ids.items():
         groups = group_by_value(names, [getattr(place, attribute) for place in places])
         if len(groups) > 1:
@@ -101,17 +142,26 @@ def _node_ranks(cluster: ClusterFacts) -> Iterator[Finding]:
     for rank in sorted({rank for rank in ranks if rank is not None and ranks.count(rank) > 1}):
         same = [name for name, other in zip(cluster.labels, ranks, strict=True) if other == rank]
         free = [str(i) for i in range(cluster.hosts[0].place.most) if i not in ranks]
-        unused = f" ({' and '.join(free)} {'is' if len(free) == 1 else 'are'} not taken)" if free else ""
+        unused = (
+            f" ({' and '.join(free)} {'is' if len(free) == 1 else 'are'} not taken)" if free else ""
+        )
         yield finding("node-rank-twice", same, rank=rank, unused=unused)
 
 
 def _unrecognised(name: str, leader: Host) -> Iterator[Finding]:
     """torchrun compares the endpoint only with the addresses of its host's name."""
     place, resolves = leader.place, leader.resolves or {}
-    if place.backend != "c10d" or not place.by_options or place.serves is not None or place.most == 1:
+    if (
+        place.backend != "c10d"
+        or not place.by_options
+        or place.serves is not None
+        or place.most == 1
+    ):
         return
     own = resolves.get(leader.host, ())
     named = place.address in ("localhost", leader.host) or is_loopback(place.address)
     if not named and not set(resolves.get(place.address, ())) & set(own):
         resolved = ", ".join(own) or "to none"
-        yield finding("serving-unrecognised", name, address=place.address, host=leader.host, resolved=resolved)
+        yield finding(
+            "serving-unrecognised", name, address=place.address, host=leader.host, resolved=resolved
+        )

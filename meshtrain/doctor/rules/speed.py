@@ -44,16 +44,26 @@ def _links(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
     middle = median_of([link.bandwidth for link in timings.links])
     best = max((link.bandwidth for link in timings.links), default=0.0)
     slow = [link for link in timings.links if link.bandwidth < SLOW_LINK * middle]
-    # With three hosts, one slow host makes two of the three links slow: then the median is slow, too.
+    # With three hosts, one slow host makes two of the three links slow: then the median is slow,
+    # too.
     slow = slow or [link for link in timings.links if link.bandwidth < SLOW_LINK * SLOW_LINK * best]
     if not slow:
         return
     ends = [{host_of(cluster, link.source), host_of(cluster, link.target)} for link in slow]
     common = set.intersection(*ends) if len(ends) > 1 else set()
-    hosts = [(host_of(cluster, link.source), host_of(cluster, link.target), _rate(link.bandwidth)) for link in slow]
+    hosts = [
+        (host_of(cluster, link.source), host_of(cluster, link.target), _rate(link.bandwidth))
+        for link in slow
+    ]
     links = names_text([f"{source} - {target} {rate}" for source, target, rate in hosts])
     text = f"every slow link is one of {names_text(sorted(common))}'s: " if common else ""
-    yield finding("slow-link", sorted(common or set().union(*ends)), common=text, links=links, best=_rate(best))
+    yield finding(
+        "slow-link",
+        sorted(common or set().union(*ends)),
+        common=text,
+        links=links,
+        best=_rate(best),
+    )
 
 
 def _ranks(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:

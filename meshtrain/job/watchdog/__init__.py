@@ -1,1 +1,2 @@
-"""Hangs and lost ranks: a thread on every rank that notices them, and the diagnosis of which rank caused them."""
+"""Hangs and lost ranks: a thread on every rank that notices them, and the diagnosis of which rank
+caused them."""

@@ -1,5 +1,6 @@
-"""How the processes of other ranks of this host ended. Their launcher is told, and takes the end off the kernel's table
-soon after; until then every process of the user can read it there (proc(5), pidfd_open(2))."""
+"""How the processes of other ranks of this host ended. Their launcher is told, and takes the end
+off the kernel's table soon after; until then every process of the user can read it there (proc(5),
+pidfd_open(2))."""
 
 import os
 import select
@@ -22,7 +23,8 @@ class Deaths:
         self._noted = threading.Condition()
         self._watched: dict[int, tuple[int, int]] = {}  # descriptor -> rank and process id
         for rank, pid in list(processes.items())[:MOST_WATCHED]:
-            with suppress(OSError, AttributeError):  # it has ended, there is no descriptor left, or no Linux here
+            # it has ended, there is no descriptor left, or no Linux here
+            with suppress(OSError, AttributeError):
                 self._watched[os.pidfd_open(pid)] = rank, pid
         self._ranks = {rank for rank, _ in self._watched.values()}
         self._wake, self._closing = os.pipe()
@@ -37,7 +39,8 @@ class Deaths:
 
     def close(self) -> None:
         if self._closing >= 0:
-            os.write(self._closing, b"\0")  # to close it wakes nobody while a child, a data worker, has it open, too
+            # to close it wakes nobody while a child, a data worker, has it open, too
+            os.write(self._closing, b"\0")
             self._thread.join()
             os.close(self._closing)
             self._closing = -1
@@ -63,7 +66,8 @@ class Deaths:
 
 
 def end_of_process(pid: int) -> str | None:
-    """How a process ended that its parent has not yet asked for; None: it is not there any more, or did not end."""
+    """How a process ended that its parent has not yet asked for; None: it is not there any more, or
+    did not end."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()  # from the third field on
@@ -73,6 +77,8 @@ def end_of_process(pid: int) -> str | None:
     if state not in ("Z", "X"):
         return None
     if number := os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0:
-        return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+        return (
+            signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+        )
     status = os.WEXITSTATUS(code)
     return f"status {status}" if status else None  # 0 is also what is shown to whom may not see it

@@ -1,6 +1,8 @@
-"""The diagnosis of a lost job: which rank caused the loss, decided from what was found out about every rank.
+"""The diagnosis of a lost job: which rank caused the loss, decided from what was found out about
+every rank.
 
-torchrun names the process that ended first, and ranks that waited report a time-out: both are often victims.
+torchrun names the process that ended first, and ranks that waited report a time-out: both are often
+victims.
 """
 
 import threading
@@ -34,17 +36,23 @@ MOVES_S = 5.0  # for ranks that all wait to make progress, before they count as 
 
 
 def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
-    """The diagnosis from all ranks' reports, in order; None: nothing is wrong, or ranks are only slow (no `hangs`)."""
+    """The diagnosis from all ranks' reports, in order; None: nothing is wrong, or ranks are only
+    slow (no `hangs`)."""
     if any(report.status is not None and report.status.debugged for report in reports):
         return None
     if (lost := _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)) is not None:
         return lost
-    failed = [report for report in reports if report.status is not None and report.status.failure is not None]
+    failed = [
+        report
+        for report in reports
+        if report.status is not None and report.status.failure is not None
+    ]
     errors = [report for report in failed if report.answer.kind != FailureKind.SIGNAL]
     own_errors = [report for report in errors if not report.answer.broken]
     if own_errors:
         return _failed(_first(own_errors))
-    # A rank that does not answer may be busy, or behind a firewall: no reason to end a job that makes progress.
+    # A rank that does not answer may be busy, or behind a firewall: no reason to end a job that
+    # makes progress.
     if hangs or errors:
         lost = _out_of_reach(reports, DiagnosisKind.UNREACHABLE, DiagnosisKind.SILENT)
         if lost is not None:
@@ -55,7 +63,9 @@ def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
         return _failed(_first(errors))
     if failed:
         first = _first(failed)
-        return Diagnosis.of(DiagnosisKind.ENDED, [first], f"{first.name} was {first.answer.failure}")
+        return Diagnosis.of(
+            DiagnosisKind.ENDED, [first], f"{first.name} was {first.answer.failure}"
+        )
     return _stuck(reports) if hangs else None
 
 
@@ -65,8 +75,12 @@ def _first(failed: Sequence[RankReport]) -> RankReport:
 
 def _failed(report: RankReport) -> Diagnosis:
     if report.answer.kind == FailureKind.INPUT:
-        return Diagnosis.of(DiagnosisKind.INPUT, [report], f"{report.name}: {report.answer.failure}")
-    return Diagnosis.of(DiagnosisKind.FAILED, [report], f"{report.name} failed: {report.answer.failure}")
+        return Diagnosis.of(
+            DiagnosisKind.INPUT, [report], f"{report.name}: {report.answer.failure}"
+        )
+    return Diagnosis.of(
+        DiagnosisKind.FAILED, [report], f"{report.name} failed: {report.answer.failure}"
+    )
 
 
 def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagnosis | None:
@@ -75,8 +89,17 @@ def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagn
         lost = [report for report in reports if report.reach == kind]
         if lost:
             ranks = set(ranks_of(lost))
-            more = [line for report in reports if report.rank not in ranks for line in _also_wrong(report)]
-            details = (*more, *waiting_lines(reports, ranks), *([] if kind == DiagnosisKind.GONE else stacks(reports)))
+            more = [
+                line
+                for report in reports
+                if report.rank not in ranks
+                for line in _also_wrong(report)
+            ]
+            details = (
+                *more,
+                *waiting_lines(reports, ranks),
+                *([] if kind == DiagnosisKind.GONE else stacks(reports)),
+            )
             return Diagnosis.of(kind, lost, _lost_headline(kind, lost, reports), details)
     return None
 
@@ -85,21 +108,32 @@ def _also_wrong(report: RankReport) -> list[str]:
     """A failure of another rank that does not look like a consequence."""
     status = report.status
     if status is None:
-        return [] if report.reach in (Reach.GONE, Reach.STOPPED) else [f"{report.name} is {report.reach} too"]
+        return (
+            []
+            if report.reach in (Reach.GONE, Reach.STOPPED)
+            else [f"{report.name} is {report.reach} too"]
+        )
     if status.kind in (None, FailureKind.SIGNAL) or status.broken:
         return []
     return [f"besides, {report.name} failed: {status.failure}"]
 
 
-def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Sequence[RankReport]) -> str:
+def _lost_headline(
+    kind: DiagnosisKind, lost: Sequence[RankReport], reports: Sequence[RankReport]
+) -> str:
     hosts = list(dict.fromkeys(report.host for report in lost))
     many = len(lost) > 1
     names = named(lost)
     if kind == DiagnosisKind.UNREACHABLE:
         lost_of = group_values((report.host, report) for report in lost)
-        by_host = "; ".join(f"host {host}: {named(reports_of_host)}" for host, reports_of_host in lost_of.items())
+        by_host = "; ".join(
+            f"host {host}: {named(reports_of_host)}" for host, reports_of_host in lost_of.items()
+        )
         subject, verb = ("hosts", "they are") if len(hosts) > 1 else ("host", "it is")
-        return f"{subject} {', '.join(hosts)} cannot be reached: {verb} down, or the network between is cut ({by_host})"
+        return (
+            f"{subject} {', '.join(hosts)} cannot be reached: {verb} down, or the network between "
+            f"is cut ({by_host})"
+        )
     if kind == DiagnosisKind.GONE:
         lost_ranks = set(ranks_of(lost))
         alive = {report.host for report in reports if report.rank not in lost_ranks}
@@ -109,12 +143,19 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
         processes = f"processes {pids}" if many else f"process {lost[0].pid}"
         ends = {report.end for report in lost[:NAMED]}
         how = _how_ended(ends.pop() if len(ends) == 1 else None)
-        return f"{names} {'are' if many else 'is'} gone{of_host}: {processes} {'were' if many else 'was'} {how}"
+        return (
+            f"{names} {'are' if many else 'is'} gone{of_host}: {processes} "
+            f"{'were' if many else 'was'} {how}"
+        )
     if kind == DiagnosisKind.STOPPED:
         state = "the processes live" if many else f"process {lost[0].pid} lives"
-        return f"{names} {'are' if many else 'is'} stopped (SIGSTOP, or a debugger): {state}, and does not run"
+        return (
+            f"{names} {'are' if many else 'is'} stopped (SIGSTOP, or a debugger): {state}, and "
+            "does not run"
+        )
     return (
-        f"{names} {'do' if many else 'does'} not answer: process {lost[0].pid} is there, and is stopped, "
+        f"{names} {'do' if many else 'does'} not answer: process {lost[0].pid} is there, and is "
+        "stopped, "
         "starved or in a call that lets none of its other threads run"
     )
 
@@ -127,14 +168,18 @@ def _how_ended(end: str | None) -> str:
     if end == "SIGKILL":
         return f"{killed} with SIGKILL; the kernel's log may say by whom"
     if end == "SIGBUS":
-        return "ended by SIGBUS: a file that it read was cut off, or its disk failed; its output says where"
+        return (
+            "ended by SIGBUS: a file that it read was cut off, or its disk failed; its output says "
+            "where"
+        )
     if end in CRASHES:
         return f"ended by {end}, a crash in native code; its output says where"
     return f"ended by an exit with {end}; its output may say why"
 
 
 def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis | None:
-    """Ranks that are waited for and wait for none, where all answer; `spare_patient`: none that may just be busy."""
+    """Ranks that are waited for and wait for none, where all answer; `spare_patient`: none that may
+    just be busy."""
     waited_for = ranks_waited_for(reports)
     if not waited_for:
         return None
@@ -143,13 +188,16 @@ def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis 
     if not ends:
         circle = [by_rank[rank] for rank in sorted(waited_for)]
         headline = (
-            f"{named(circle)} wait for each other: they have not called the same collectives in the same order, or a "
+            f"{named(circle)} wait for each other: they have not called the same collectives in "
+            "the same order, or a "
             "message was lost"
         )
         details = (*waiting_lines(reports, set(waited_for)), *stacks(reports))
         return Diagnosis.of(DiagnosisKind.DEADLOCK, circle, headline, details)
     if spare_patient:
-        ends = [rank for rank in ends if by_rank[rank].answer.late or not by_rank[rank].answer.patient]
+        ends = [
+            rank for rank in ends if by_rank[rank].answer.late or not by_rank[rank].answer.patient
+        ]
         if not ends:
             return None
     culprits = [by_rank[rank] for rank in ends]
@@ -162,13 +210,18 @@ def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis 
         f"{named(culprits)} did not arrive at {wait} (ranks {numbers(wait.ranks)}), where "
         f"{verb} {numbers(victims)} waited for {seconds:.0f} s: {_doing(culprits[0])}"
     )
-    failures = [f"{report.name} failed: {report.answer.failure}" for report in culprits if report.answer.failure]
+    failures = [
+        f"{report.name} failed: {report.answer.failure}"
+        for report in culprits
+        if report.answer.failure
+    ]
     details = (*failures, *waiting_lines(reports, set(ends)), *stacks(reports))
     return Diagnosis.of(DiagnosisKind.ABSENT, culprits, headline, details)
 
 
 def ranks_waited_for(reports: Sequence[RankReport]) -> dict[int, frozenset[int]]:
-    """Waiting rank -> the ranks that have not arrived there. Computed once for each place, not for each rank."""
+    """Waiting rank -> the ranks that have not arrived there. Computed once for each place, not for
+    each rank."""
     statuses = {report.rank: report.status for report in reports if report.status is not None}
     by_place: dict[tuple[tuple[int, ...], int | None, tuple[int, ...] | None], frozenset[int]] = {}
     waited_for = {}
@@ -185,8 +238,11 @@ def ranks_waited_for(reports: Sequence[RankReport]) -> dict[int, frozenset[int]]
     return waited_for
 
 
-def _ranks_not_arrived(wait: PendingCollective, statuses: Mapping[int, RankStatus]) -> frozenset[int]:
-    """The ranks of a group that have not arrived where one of its ranks waits, as far as they answer."""
+def _ranks_not_arrived(
+    wait: PendingCollective, statuses: Mapping[int, RankStatus]
+) -> frozenset[int]:
+    """The ranks of a group that have not arrived where one of its ranks waits, as far as they
+    answer."""
     if wait.missing is not None:
         return frozenset(wait.missing)
     group = ",".join(map(str, wait.ranks))
@@ -196,7 +252,9 @@ def _ranks_not_arrived(wait: PendingCollective, statuses: Mapping[int, RankStatu
             return other.begun[group] >= wait.number
         return other.wait is not None and other.wait.ranks == wait.ranks
 
-    return frozenset(rank for rank in wait.ranks if rank in statuses and not arrived(statuses[rank]))
+    return frozenset(
+        rank for rank in wait.ranks if rank in statuses and not arrived(statuses[rank])
+    )
 
 
 def _union(waited_for: Mapping[int, frozenset[int]]) -> set[int]:
@@ -211,7 +269,9 @@ def _stuck(reports: Sequence[RankReport]) -> Diagnosis | None:
         return None
     different = list(dict.fromkeys(map(str, waits)))
     places = ", ".join(different[:NAMED]) + ", ..." * (len(different) > NAMED)
-    message = "" if all(wait.number is not None for wait in waits) else ", or a message was not sent"
+    message = (
+        "" if all(wait.number is not None for wait in waits) else ", or a message was not sent"
+    )
     headline = f"all ranks wait in {places}: a device or a link is stuck{message}"
     details = (*waiting_lines(reports, set(ranks_of(reports))), *stacks(reports))
     return Diagnosis.of(DiagnosisKind.STUCK, [], headline, details)
@@ -220,7 +280,11 @@ def _stuck(reports: Sequence[RankReport]) -> Diagnosis | None:
 def nobody_moved(before: Sequence[RankReport], now: Sequence[RankReport]) -> bool:
     def place(report: RankReport) -> object:
         status = report.status
-        return None if status is None else (status.phase, status.step, status.wait, dict(status.begun), status.stack)
+        return (
+            None
+            if status is None
+            else (status.phase, status.step, status.wait, dict(status.begun), status.stack)
+        )
 
     return list(map(place, before)) == list(map(place, now))
 
@@ -256,7 +320,9 @@ def _doing(report: RankReport) -> str:
 def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str]:
     """Which groups wait for the culprits, and which ranks wait there."""
     waits = [(report.rank, wait) for report in reports if (wait := report.wait) is not None]
-    by_wait = group_values(((str(wait), wait.ranks, wait.missing or ()), rank) for rank, wait in waits)
+    by_wait = group_values(
+        ((str(wait), wait.ranks, wait.missing or ()), rank) for rank, wait in waits
+    )
     by_group: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for (label, ranks, missing), waiting in by_wait.items():
         if not culprits.isdisjoint(ranks) or not culprits.isdisjoint(missing):
@@ -271,10 +337,15 @@ def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str
 
 
 def stacks(reports: Sequence[RankReport]) -> list[str]:
-    known = [(report.rank, report.status) for report in reports if report.status is not None and report.status.stack]
+    known = [
+        (report.rank, report.status)
+        for report in reports
+        if report.status is not None and report.status.stack
+    ]
     by_stack = group_values(((_place(status), status.stack), rank) for rank, status in known)
     lines = []
-    groups = sorted(by_stack.items(), key=lambda item: (len(item[1]), item[1][0]))  # the odd one out comes first
+    # the odd one out comes first
+    groups = sorted(by_stack.items(), key=lambda item: (len(item[1]), item[1][0]))
     for (place, stack), ranks in groups[:STACKS]:
         lines.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {numbers(ranks)}, in {place}:")
         lines += [f"    {frame}" for frame in stack]
@@ -284,9 +355,12 @@ def stacks(reports: Sequence[RankReport]) -> list[str]:
 
 
 def unexplained(reports: Sequence[RankReport]) -> str | None:
-    """Where all ranks are, if they take too long and none of them waits for another, as far as can be seen."""
+    """Where all ranks are, if they take too long and none of them waits for another, as far as can
+    be seen."""
     statuses = [report.status for report in reports if report.status is not None]
-    if len(statuses) < len(reports) or any(status.wait or status.failure or status.debugged for status in statuses):
+    if len(statuses) < len(reports) or any(
+        status.wait or status.failure or status.debugged for status in statuses
+    ):
         return None
     longest = max(statuses, key=lambda status: status.seconds)
     head = f"this takes long ({longest.seconds:.0f} s in {_place(longest)}), and no rank waits"
@@ -295,7 +369,8 @@ def unexplained(reports: Sequence[RankReport]) -> str | None:
 
 
 def waited_for_line(reports: Sequence[RankReport]) -> str:
-    """A line that names the ranks that are busy for long in a phase that allows it, and what they do."""
+    """A line that names the ranks that are busy for long in a phase that allows it, and what they
+    do."""
     waited_for = ranks_waited_for(reports)
     late = {report.rank for report in reports if report.status and report.status.late}
     ends = _union(waited_for) - set(waited_for) or late
@@ -309,23 +384,36 @@ def waited_for_line(reports: Sequence[RankReport]) -> str:
 
 
 class Coordinator:
-    """The rank that decides: it asks all ranks, diagnoses, and tells the survivors. One inquiry at a time."""
+    """The rank that decides: it asks all ranks, diagnoses, and tells the survivors. One inquiry at
+    a time."""
 
     def __init__(self, peers: "Peers", clock: DeadlineClock, closed: threading.Event) -> None:
         """`clock`: of this rank. `closed`: set once the ranks leave, and no longer answer."""
         self._peers, self._clock, self._closed = peers, clock, closed
-        self._all_well = (False, False), float("-inf")  # the last question that found nothing wrong, and when
-        self._noted = "", 0.0  # the kind of the last note on slow ranks, and this rank's last progress then
+        # the last question that found nothing wrong, and when
+        self._all_well = (
+            (False, False),
+            float("-inf"),
+        )
+        # the kind of the last note on slow ranks, and this rank's last progress then
+        self._noted = (
+            "",
+            0.0,
+        )
 
     def diagnose(self, *, hangs: bool, failed: bool, late: bool) -> Diagnosis | None:
-        """Asks all ranks and decides; None if nothing is wrong. `failed`: a rank has failed, so there will be a
-        diagnosis. `late`: a rank has missed a deadline: without a diagnosis, the slow ranks are printed."""
+        """Asks all ranks and decides; None if nothing is wrong. `failed`: a rank has failed, so
+        there will be a diagnosis. `late`: a rank has missed a deadline: without a diagnosis, the
+        slow ranks are printed."""
         question, at = self._all_well
         if not failed and question == (hangs, late) and time.monotonic() - at < FRESH_S:
             return None  # all ranks ask this question, and it was answered just now
         reports = self._peers.examine()
         diagnosis = diagnose(reports, hangs=hangs)
-        if diagnosis is not None and diagnosis.kind in (DiagnosisKind.STUCK, DiagnosisKind.DEADLOCK):
+        if diagnosis is not None and diagnosis.kind in (
+            DiagnosisKind.STUCK,
+            DiagnosisKind.DEADLOCK,
+        ):
             diagnosis = self._look_again(reports)
         if self._closed.is_set():
             diagnosis = None
@@ -336,21 +424,27 @@ class Coordinator:
         return diagnosis
 
     def broadcast(self, diagnosis: Diagnosis, rank: int) -> set[int]:
-        """Tells all survivors except this rank, and kills stopped processes; returns the survivors."""
+        """Tells all survivors except this rank, and kills stopped processes; returns the
+        survivors."""
         survivors = self._peers.survivors(diagnosis)
         self._peers.tell(survivors - {rank}, {"ask": "end", "diagnosis": asdict(diagnosis)})
         self._peers.kill_stopped(diagnosis)
         return survivors
 
     def _look_again(self, reports: list[RankReport]) -> Diagnosis | None:
-        """Ranks that all wait are stuck only if they still wait in the same place a little later: a rank that gathers
-        at the store polls it, and may not have read yet the value of a rank that waits for its answer."""
+        """Ranks that all wait are stuck only if they still wait in the same place a little later: a
+        rank that gathers at the store polls it, and may not have read yet the value of a rank that
+        waits for its answer."""
         if self._closed.wait(MOVES_S):
             return None
         again = self._peers.examine()
         diagnosis = diagnose(again, hangs=True)
         if diagnosis is not None and diagnosis.kind == DiagnosisKind.DEADLOCK:
-            return diagnosis if [report.wait for report in reports] == [report.wait for report in again] else None
+            return (
+                diagnosis
+                if [report.wait for report in reports] == [report.wait for report in again]
+                else None
+            )
         stuck = diagnosis is not None and diagnosis.kind == DiagnosisKind.STUCK
         return None if stuck and not nobody_moved(reports, again) else diagnosis
 
@@ -359,7 +453,11 @@ class Coordinator:
         if any(report.status is not None and report.status.debugged for report in reports):
             return
         puzzle = unexplained(reports) if hangs else None
-        kind, text = ("busy", waited_for_line(reports)) if puzzle is None else ("puzzle", f"warning: {puzzle}")
+        kind, text = (
+            ("busy", waited_for_line(reports))
+            if puzzle is None
+            else ("puzzle", f"warning: {puzzle}")
+        )
         if self._noted != (noted := (kind, self._clock.since)):
             self._noted = noted
             print_error(text)

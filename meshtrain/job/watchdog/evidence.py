@@ -1,7 +1,9 @@
-"""Evidence of a failure: what ranks and their hosts still know is printed and written to a folder before the job ends.
+"""Evidence of a failure: what ranks and their hosts still know is printed and written to a folder
+before the job ends.
 
-Every surviving rank writes its stacks and flight recorder, and one rank of each host the output of PROGRAMS. No rank
-waits for another, or longer than EVIDENCE_S: a disk or driver may have failed. `meshtrain explain` reads the folder.
+Every surviving rank writes its stacks and flight recorder, and one rank of each host the output of
+PROGRAMS. No rank waits for another, or longer than EVIDENCE_S: a disk or driver may have failed.
+`meshtrain explain` reads the folder.
 """
 
 import json
@@ -34,21 +36,28 @@ PROGRAM_S = 3.0
 PREPARE_S = 1.0  # to create the folder
 WRITE_S = 5.0  # to write exit.json: its file system may be what was lost
 ENTRIES = 200  # the last ones of a flight recorder
-KERNEL_LINES, KERNEL_S = 500, 3600.0  # the last ones of the kernel's log: errors of last month do not help
+# the last ones of the kernel's log: errors of last month do not help
+KERNEL_LINES, KERNEL_S = (
+    500,
+    3600.0,
+)
 STAMP = re.compile(r"\[ *(\d+\.\d+)\]")
 KERNEL = re.compile(
-    r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed process|I/O error|nfs:",
+    r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed "
+    r"process|I/O error|nfs:",
     re.IGNORECASE,
 )
 PROGRAMS = {"nvidia-smi": ("-q",), "ibstat": (), "dmesg": ()}  # and their arguments
 
 
 def make_folder(failures: Path, step: int, verdict: str) -> str:
-    """Creates the folder of a failure in this step, with the verdict in it; returns its name. Raises OSError."""
+    """Creates the folder of a failure in this step, with the verdict in it; returns its name.
+    Raises OSError."""
     failures.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         name = str(step) if number == 1 else f"{step}-{number}"
-        with suppress(FileExistsError):  # perhaps just made by ranks on the other side of a cut link
+        # perhaps just made by ranks on the other side of a cut link
+        with suppress(FileExistsError):
             (failures / name).mkdir()
             break
     (failures / name / VERDICT).write_text(verdict, encoding="utf-8")
@@ -56,7 +65,8 @@ def make_folder(failures: Path, step: int, verdict: str) -> str:
 
 
 def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
-    """Writes this rank's evidence below `folder`; `of_host`: PROGRAMS' output, too. Returns what failed, in words."""
+    """Writes this rank's evidence below `folder`; `of_host`: PROGRAMS' output, too. Returns what
+    failed, in words."""
     sources: dict[str, Callable[[], str]] = {
         f"rank-{job.rank}.stacks": all_stacks,
         f"rank-{job.rank}.flight-recorder.json": partial(flight_recorder, job),
@@ -64,23 +74,31 @@ def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
     for name in PROGRAMS if of_host else ():
         sources[f"{name}.txt"] = partial(output_of, name)
     deadline, problems = time.monotonic() + EVIDENCE_S, []
-    files = {name: in_thread(_save, folder / job.host / name, source) for name, source in sources.items()}
+    files = {
+        name: in_thread(_save, folder / job.host / name, source) for name, source in sources.items()
+    }
     for name, file in files.items():
         try:
             file.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:  # the job ends all the same
-            problems.append(f"{name}: {error!r}" if file.done() else f"{name} was not written within {EVIDENCE_S:g} s")
+            problems.append(
+                f"{name}: {error!r}"
+                if file.done()
+                else f"{name} was not written within {EVIDENCE_S:g} s"
+            )
     return problems
 
 
 def _save(path: Path, source: Callable[[], str]) -> None:
     text = source()
-    path.parent.mkdir(parents=True, exist_ok=True)  # the run's folder may not be shared between hosts
+    # the run's folder may not be shared between hosts
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
 def output_of(name: str) -> str:
-    """The output of one of PROGRAMS, or a line that says why there is none; of the kernel's log, the relevant lines."""
+    """The output of one of PROGRAMS, or a line that says why there is none; of the kernel's log,
+    the relevant lines."""
     try:
         text = run_program((name, *PROGRAMS[name]), PROGRAM_S)
     except ProgramError as error:
@@ -88,28 +106,48 @@ def output_of(name: str) -> str:
     if name == "dmesg":
         since = time.monotonic() - KERNEL_S
         lines = [line for line in text.splitlines() if KERNEL.search(line)]
-        lines = [line for line in lines if (stamp := STAMP.match(line)) is None or float(stamp[1]) > since]
-        lines = lines[-KERNEL_LINES:] or ["the last hour of the kernel's log has no errors of devices or memory"]
+        lines = [
+            line
+            for line in lines
+            if (stamp := STAMP.match(line)) is None or float(stamp[1]) > since
+        ]
+        lines = lines[-KERNEL_LINES:] or [
+            "the last hour of the kernel's log has no errors of devices or memory"
+        ]
         return "\n".join(lines) + "\n"
     return text
 
 
 def all_stacks() -> str:
-    """The stack of every thread of this process, innermost first; no source lines, as their disk may have failed."""
+    """The stack of every thread of this process, innermost first; no source lines, as their disk
+    may have failed."""
     names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
     for thread, innermost in sys._current_frames().items():
         lines.append(f"thread {names.get(thread, thread)}:")
         for frame, line in traceback.walk_stack(innermost):
-            lines.append(f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}')
+            lines.append(
+                f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}'
+            )
     return "\n".join(lines) + "\n"
 
 
 def flight_recorder(job: Job) -> str:
-    """The last collectives of this rank (torch's flight recorder, as JSON), and its process groups."""
-    groups = {name: [over, list(ranks)] for name, (over, ranks) in process_groups(job.layout, job.rank).items()}
+    """The last collectives of this rank (torch's flight recorder, as JSON), and its process
+    groups."""
+    groups = {
+        name: [over, list(ranks)]
+        for name, (over, ranks) in process_groups(job.layout, job.rank).items()
+    }
     entries = [{**entry, "frames": []} for entry in recorder_entries()]
-    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # no entry is missing
-    recorder = {"rank": job.rank, "host": job.host, "groups": groups, "whole": whole, "entries": entries[-ENTRIES:]}
+    # no entry is missing
+    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])
+    recorder = {
+        "rank": job.rank,
+        "host": job.host,
+        "groups": groups,
+        "whole": whole,
+        "entries": entries[-ENTRIES:],
+    }
     return json.dumps(recorder) + "\n"
 
 
@@ -119,7 +157,8 @@ class FailureReport:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.printed = False
-        self.on_job_lost: Callable[[Diagnosis], None] | None = None  # called once; writes into the run's folder
+        # called once; writes into the run's folder
+        self.on_job_lost: Callable[[Diagnosis], None] | None = None
         self.failures: Path | None = None  # the parent folder of the evidence
 
     def print(self, diagnosis: Diagnosis, *, details: bool) -> None:
@@ -129,7 +168,8 @@ class FailureReport:
             print_failure(self._job, diagnosis, f"{self._job} stops, because {text}")
 
     def write_exit_json(self, diagnosis: Diagnosis) -> None:
-        """Calls `on_job_lost`, for WRITE_S seconds at most: the folder may be on a host that is gone."""
+        """Calls `on_job_lost`, for WRITE_S seconds at most: the folder may be on a host that is
+        gone."""
         write, self.on_job_lost = self.on_job_lost, None
         try:
             if write is not None:
@@ -139,7 +179,8 @@ class FailureReport:
             print_error(f"{self._job} could not write that down{problem}")
 
     def make_evidence_folder(self, diagnosis: Diagnosis, phase: str | None, step: int) -> Diagnosis:
-        """The diagnosis, with the folder to which all ranks that learn of it write evidence, if it can be created."""
+        """The diagnosis, with the folder to which all ranks that learn of it write evidence, if it
+        can be created."""
         if self.failures is None or diagnosis.kind in (DiagnosisKind.ENDED, DiagnosisKind.INPUT):
             return diagnosis
         try:

@@ -1,7 +1,8 @@
 """Introspection: where this process is, as its watchdog's thread sees it, and what it waits for.
 
-Collectives that have begun and not ended are in torch's flight recorder, except for gloo's sends and receives
-(https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html); meshtrain's own waits are in pending.py.
+Collectives that have begun and not ended are in torch's flight recorder, except for gloo's sends
+and receives (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html);
+meshtrain's own waits are in pending.py.
 """
 
 import json
@@ -31,16 +32,33 @@ from meshtrain.layout import Layout
 
 FRAMES = 14  # of a stack, the innermost
 RECORDER_S = 1.5  # for the flight recorder to answer
-DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's flight recorder, and that of the other backends
-HIDDEN = ("runpy", "torch/nn/modules/module.py", "torch/_dynamo", "torch/utils/_contextlib.py", "_fsdp_common.py")
+# NCCL's flight recorder, and that of the other backends
+DUMPS = (
+    "_dump_nccl_trace_json",
+    "_dump_fr_trace_json",
+)
+HIDDEN = (
+    "runpy",
+    "torch/nn/modules/module.py",
+    "torch/_dynamo",
+    "torch/utils/_contextlib.py",
+    "_fsdp_common.py",
+)
 COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of torch's blocking collectives
-TALKING = ("torch.distributed", "torch._ops", "torch.autograd")  # torch's modules in which collectives fail
+# torch's modules in which collectives fail
+TALKING = (
+    "torch.distributed",
+    "torch._ops",
+    "torch.autograd",
+)
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")  # not in the flight recorder over gloo
-# Texts of errors of collectives and of the store that mean that another process is gone or did not arrive. Code that
-# reads data from the network raises similar ones: see is_connection_error.
+# Texts of errors of collectives and of the store that mean that another process is gone or did not
+# arrive. Code that reads data from the network raises similar ones: see is_connection_error.
 BROKEN = re.compile(
-    r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer|Timed out waiting"
-    r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo|Socket Timeout|recvValue|sendBytes",
+    r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer|Timed "
+    r"out waiting"
+    r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo|Socket "
+    r"Timeout|recvValue|sendBytes",
     re.IGNORECASE,
 )
 INNERMOST = 3  # frames of an error that tell where it comes from
@@ -50,7 +68,8 @@ DEBUGGER_FILES = ("bdb.py", "pdb.py")
 STATUS = Path("/proc/self/status")
 PACKAGE = Path(__file__).parents[2]
 
-Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # name of a process group -> its readable name and its ranks
+# name of a process group -> its readable name and its ranks
+Groups = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,9 @@ class Failure:
         if is_input(error):
             return cls(FailureKind.INPUT, str(error), frames_of(error))
         broken = is_connection_error(error)
-        return cls(FailureKind.ERROR, describe(error), frames_of(error), broken, wait_that_failed(error))
+        return cls(
+            FailureKind.ERROR, describe(error), frames_of(error), broken, wait_that_failed(error)
+        )
 
 
 def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> RankStatus:
@@ -79,7 +100,8 @@ def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> Ran
     try:
         pending, last, begun = call_with_timeout(RECORDER_S, flight_recorder_state, groups)
     except Exception as error:
-        if not isinstance(error, TimeoutError):  # the recorder may wait for a lock that a hanging thread holds
+        # the recorder may wait for a lock that a hanging thread holds
+        if not isinstance(error, TimeoutError):
             traceback.print_exception(error)
     by_thread = pending_waits()
     main = threading.main_thread().ident or 0
@@ -90,13 +112,19 @@ def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> Ran
         waits, place = (failure.wait,) if failure.wait is not None else (), failure.frames
     everybody = tuple(range(job.world_size))
     last = None if failure is None else last
-    wait = pending or pending_collective(waits, groups) or blocking_collective(place, last, groups, everybody)
+    wait = (
+        pending
+        or pending_collective(waits, groups)
+        or blocking_collective(place, last, groups, everybody)
+    )
     if wait is None:
         wait = pending_collective(background, groups)
         if wait is None and by_thread and clock.phase == "saving" and failure is None:
             place = frames(next(iter(by_thread)))  # the main thread only waits for this one
     own = waits if clock.phase != "saving" else (*background, *waits)
-    resource = next((other.label for other in reversed(own) if other.resource != Resource.RANKS), None)
+    resource = next(
+        (other.label for other in reversed(own) if other.resource != Resource.RANKS), None
+    )
     return RankStatus(
         clock.phase,
         clock.step,
@@ -105,7 +133,9 @@ def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> Ran
         kind=None if failure is None else failure.kind,
         failed_s=0.0 if failure is None else time.monotonic() - failure.at,
         broken=failure is not None and failure.broken,
-        late=clock.late(for_device=any(other.resource == Resource.DEVICE for other in (*waits, *background))),
+        late=clock.late(
+            for_device=any(other.resource == Resource.DEVICE for other in (*waits, *background))
+        ),
         patient=clock.deadlines.patient(clock.phase),
         wait=wait if failure is None or failure.broken else None,
         resource=resource,
@@ -130,11 +160,15 @@ def pending_collective(waits: Sequence[PendingWait], groups: Groups) -> PendingC
 
 
 def blocking_collective(
-    place: Sequence[FrameType], last: PendingCollective | None, groups: Groups, everybody: tuple[int, ...]
+    place: Sequence[FrameType],
+    last: PendingCollective | None,
+    groups: Groups,
+    everybody: tuple[int, ...],
 ) -> PendingCollective | None:
-    """The torch.distributed call that a stack is in, where the flight recorder has no pending collective: it is off, or
-    the call sends, receives or creates a group. If its argument `group` is None, all ranks are meant. `last`: the
-    collective begun last, if the call has failed: a failed one is not pending."""
+    """The torch.distributed call that a stack is in, where the flight recorder has no pending
+    collective: it is off, or the call sends, receives or creates a group. If its argument `group`
+    is None, all ranks are meant. `last`: the collective begun last, if the call has failed: a
+    failed one is not pending."""
     if not place or place[0].f_globals.get("__name__") != COLLECTIVES:
         return None
     name = place[0].f_code.co_name
@@ -150,7 +184,10 @@ def process_groups(layout: Layout | None, rank: int) -> Groups:
     for group, members in list(_world.pg_group_ranks.items()):
         ranks = tuple(sorted(members))
         if rank in members and len(ranks) > 1:
-            groups[group.group_name] = (_axis_of(layout, rank, ranks) or str(group.group_desc), ranks)
+            groups[group.group_name] = (
+                _axis_of(layout, rank, ranks) or str(group.group_desc),
+                ranks,
+            )
     return groups
 
 
@@ -162,9 +199,11 @@ def _axis_of(layout: Layout | None, rank: int, ranks: tuple[int, ...]) -> str | 
     return "all ranks" if len(ranks) == dist.get_world_size() else None
 
 
-def flight_recorder_state(groups: Groups) -> tuple[PendingCollective | None, PendingCollective | None, dict[str, int]]:
-    """The oldest collective that has not ended, the one begun last, and ranks of a group ("0,2") -> how many
-    collectives have begun there."""
+def flight_recorder_state(
+    groups: Groups,
+) -> tuple[PendingCollective | None, PendingCollective | None, dict[str, int]]:
+    """The oldest collective that has not ended, the one begun last, and ranks of a group ("0,2") ->
+    how many collectives have begun there."""
     pending = last = None
     begun: dict[str, int] = {}
     keys = {group: ",".join(map(str, ranks)) for group, (_, ranks) in groups.items()}
@@ -193,7 +232,8 @@ def recorder_entries() -> Iterator[dict[str, Any]]:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether it means that other ranks are gone or did not arrive; reading data from the network fails similarly."""
+    """Whether it means that other ranks are gone or did not arrive; reading data from the network
+    fails similarly."""
     if isinstance(error, dist.DistError):
         return True
     text = describe(error)
@@ -218,8 +258,13 @@ def frames_of(error: BaseException) -> list[FrameType]:
 
 def stack(place: Sequence[FrameType]) -> tuple[str, ...]:
     """Lines like `meshtrain/trainer.py:131 update`, innermost last."""
-    shown = [frame for frame in place if not any(part in frame.f_code.co_filename for part in HIDDEN)]
-    lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in shown[:FRAMES]]
+    shown = [
+        frame for frame in place if not any(part in frame.f_code.co_filename for part in HIDDEN)
+    ]
+    lines = [
+        f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+        for frame in shown[:FRAMES]
+    ]
     return tuple(reversed(lines))
 
 
@@ -238,7 +283,10 @@ def debugger_attached() -> bool:
     if any(name in sys.modules for name in DEBUGGERS):
         return True
     place = frames(threading.main_thread().ident or 0)
-    if any(frame.f_trace is not None or Path(frame.f_code.co_filename).name in DEBUGGER_FILES for frame in place):
+    if any(
+        frame.f_trace is not None or Path(frame.f_code.co_filename).name in DEBUGGER_FILES
+        for frame in place
+    ):
         return True
     lines = STATUS.read_text().splitlines() if STATUS.exists() else []  # gdb or strace
     return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)

@@ -1,4 +1,5 @@
-"""The records of a diagnosis: a rank's report on itself, what was found out about it, and why the job was lost."""
+"""The records of a diagnosis: a rank's report on itself, what was found out about it, and why the
+job was lost."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -26,7 +27,12 @@ class DiagnosisKind(StrEnum):
     INPUT = "input"  # what the user gave is wrong
 
 
-OUT_OF_REACH = (DiagnosisKind.GONE, DiagnosisKind.STOPPED, DiagnosisKind.UNREACHABLE, DiagnosisKind.SILENT)
+OUT_OF_REACH = (
+    DiagnosisKind.GONE,
+    DiagnosisKind.STOPPED,
+    DiagnosisKind.UNREACHABLE,
+    DiagnosisKind.SILENT,
+)
 
 
 class Reach(StrEnum):
@@ -50,8 +56,12 @@ class PendingCollective:
     label: str  # `all_reduce 204`, for people
     over: str  # the group, for people: `dp_shard`
     ranks: tuple[int, ...]  # of the group
-    number: int | None = None  # how many collectives of this group the rank has begun, this one included; None: unknown
-    missing: tuple[int, ...] | None = None  # the ranks not arrived yet, where the waiting rank knows
+    number: int | None = (
+        # how many collectives of this group the rank has begun, this one included; None: unknown
+        None
+    )
+    # the ranks not arrived yet, where the waiting rank knows
+    missing: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.label} over {self.over}" if self.over else self.label
@@ -67,12 +77,15 @@ class RankStatus:
     failure: str | None = None  # what it failed with
     kind: FailureKind | None = None
     failed_s: float = 0.0  # seconds since the failure
-    broken: bool = False  # whether it failed because connections to other ranks broke, or they did not arrive
+    # whether it failed because connections to other ranks broke, or they did not arrive
+    broken: bool = False
     late: bool = False  # whether it has missed its own deadline
-    patient: bool = False  # whether its phase may take long: files are read or written, or code is compiled
+    # whether its phase may take long: files are read or written, or code is compiled
+    patient: bool = False
     wait: PendingCollective | None = None  # for other ranks
     resource: str | None = None  # what else it waits for: data, the device, a disk
-    begun: Mapping[str, int] = field(default_factory=dict)  # ranks of a group ("0,2") -> number of collectives begun
+    # ranks of a group ("0,2") -> number of collectives begun
+    begun: Mapping[str, int] = field(default_factory=dict)
     stack: tuple[str, ...] = ()  # of its main thread, innermost last
     debugged: bool = False  # whether a debugger holds it
 
@@ -93,7 +106,8 @@ class RankReport:
     pid: int
     reach: Reach
     status: RankStatus | None = None
-    end: str | None = None  # how its process ended, if a neighbour has seen it: `SIGSEGV`, `status 3`
+    # how its process ended, if a neighbour has seen it: `SIGSEGV`, `status 3`
+    end: str | None = None
 
     @property
     def answer(self) -> RankStatus:
@@ -118,14 +132,17 @@ class Diagnosis:
     headline: str  # a sentence, as it follows "rank 0 on host a stops, because"
     details: tuple[str, ...] = ()  # lines to go below it
     hosts: tuple[str, ...] = ()  # of the ranks
-    evidence: str = ""  # the folder below `failures` to which ranks write evidence; "": none is written
+    # the folder below `failures` to which ranks write evidence; "": none is written
+    evidence: str = ""
 
     @property
     def text(self) -> str:
         return "\n".join([self.headline, *(f"  {line}" for line in self.details)])
 
     @classmethod
-    def of(cls, kind: str, reports: Iterable[RankReport], headline: str, details: Iterable[str] = ()) -> "Diagnosis":
+    def of(
+        cls, kind: str, reports: Iterable[RankReport], headline: str, details: Iterable[str] = ()
+    ) -> "Diagnosis":
         reports = list(reports)
         hosts = tuple(dict.fromkeys(report.host for report in reports))
         return cls(DiagnosisKind(kind), ranks_of(reports), headline, tuple(details), hosts)
@@ -133,10 +150,24 @@ class Diagnosis:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Diagnosis":
         ranks, details, hosts = (tuple(fields[name]) for name in ("ranks", "details", "hosts"))
-        return cls(DiagnosisKind(fields["kind"]), ranks, fields["headline"], details, hosts, fields["evidence"])
+        return cls(
+            DiagnosisKind(fields["kind"]),
+            ranks,
+            fields["headline"],
+            details,
+            hosts,
+            fields["evidence"],
+        )
 
 
 def failure_line(diagnosis: Diagnosis, phase: str | None, step: int | None) -> str:
-    """The machine-readable line that a rank prints when its job fails; `phase` and `step`: where that rank was."""
-    fields = {"kind": diagnosis.kind, "ranks": diagnosis.ranks, "hosts": diagnosis.hosts, "step": step, "phase": phase}
+    """The machine-readable line that a rank prints when its job fails; `phase` and `step`: where
+    that rank was."""
+    fields = {
+        "kind": diagnosis.kind,
+        "ranks": diagnosis.ranks,
+        "hosts": diagnosis.hosts,
+        "step": step,
+        "phase": phase,
+    }
     return f"{FAILURE_MARK} {json.dumps(fields | {'text': diagnosis.headline})}"

@@ -1,7 +1,8 @@
 """RPC between the watchdogs of a job: each rank has a server that answers questions about it.
 
-Nothing is sent while all is well, and nothing goes through the job's store, which may be what was lost. A question is
-one line of JSON with the job's token, on a connection of its own; the answer is one line of JSON.
+Nothing is sent while all is well, and nothing goes through the job's store, which may be what was
+lost. A question is one line of JSON with the job's token, on a connection of its own; the answer is
+one line of JSON.
 """
 
 import errno
@@ -24,18 +25,34 @@ from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
 from meshtrain.job.sockets import address_towards, is_loopback, listen
 from meshtrain.job.watchdog.deaths import Deaths
-from meshtrain.job.watchdog.records import OUT_OF_REACH, Diagnosis, DiagnosisKind, RankReport, RankStatus, Reach
+from meshtrain.job.watchdog.records import (
+    OUT_OF_REACH,
+    Diagnosis,
+    DiagnosisKind,
+    RankReport,
+    RankStatus,
+    Reach,
+)
 
 CONNECT_S = 3.0
-ANSWER_S = 4.0  # a healthy rank needs a few milliseconds; on an oversubscribed host it may take seconds
+# a healthy rank needs a few milliseconds; on an oversubscribed host it may take seconds
+ANSWER_S = 4.0
 TELL_S = 2.0  # for a rank to receive a diagnosis
 AT_ONCE = 64  # ranks that are asked at the same time
 MOST_ENDS = 4  # processes that are gone whose neighbours are asked how they ended
 READERS = 256  # questions that are read at the same time
 PAUSE_S = 0.1  # before a retry where the system has run out of a resource
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)  # of this process or its host
+# of this process or its host
+EXHAUSTED = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ENOBUFS,
+    errno.EAGAIN,
+)
 EXHAUSTED_S = 30.0  # for which it waits for others to free such a resource
-ANSWERED = "answered"  # marks an answer: another program may have got the port of a rank that is gone
+# marks an answer: another program may have got the port of a rank that is gone
+ANSWERED = "answered"
 LINE, READ = 2**20, 2**16  # bytes of a question or an answer, and how many are read at a time
 LOWEST = 16  # ranks that are asked at once to find the lowest one alive, to begin with
 STOPPED_STATES = ("T", "t")
@@ -46,8 +63,9 @@ BOOT = "/proc/sys/kernel/random/boot_id"
 class Address:
     """Where a rank listens; `ips`: addresses of its host, the likeliest first.
 
-    `net`, `pids`: its network and PID namespaces, as hosts may share a name (cloned images, containers), and one host
-    may have several. Processes of one `net` reach each other by loopback; those of one `pids` see the same process ids.
+    `net`, `pids`: its network and PID namespaces, as hosts may share a name (cloned images,
+    containers), and one host may have several. Processes of one `net` reach each other by loopback;
+    those of one `pids` see the same process ids.
     """
 
     rank: int
@@ -60,7 +78,8 @@ class Address:
 
 
 def namespace_ids(host: str) -> list[str]:
-    """`net` and `pids` of this process; the name `host` is the fallback where the system does not tell them."""
+    """`net` and `pids` of this process; the name `host` is the fallback where the system does not
+    tell them."""
     kernel = host
     with suppress(OSError), open(BOOT) as file:
         kernel = file.read().strip()
@@ -77,11 +96,13 @@ class NoReplyError(OSError):
 
 
 class ExhaustedError(RuntimeError):
-    """This process has no descriptor or memory left to ask with: that says nothing about the rank to be asked."""
+    """This process has no descriptor or memory left to ask with: that says nothing about the rank
+    to be asked."""
 
 
 class StatusServer:
-    """Answers each question with `answer`, in its own thread; if that returns None, nothing is sent."""
+    """Answers each question with `answer`, in its own thread; if that returns None, nothing is
+    sent."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         self.token = secrets.token_hex(16)  # until the job has agreed on one
@@ -102,7 +123,9 @@ class StatusServer:
             self._readers.acquire()
             while not self._closed.is_set():
                 try:
-                    threading.Thread(target=self._serve, args=(connection,), name="answer", daemon=True).start()
+                    threading.Thread(
+                        target=self._serve, args=(connection,), name="answer", daemon=True
+                    ).start()
                     break
                 except RuntimeError:  # too many threads run
                     self._closed.wait(PAUSE_S)
@@ -115,7 +138,8 @@ class StatusServer:
                 connection.sendall(json.dumps({ANSWERED: answer}).encode() + b"\n")
 
     def _read(self, connection: socket.socket) -> dict[str, Any] | None:
-        """The question, if it comes from this job. Strangers hold READERS threads at most, questions once read none."""
+        """The question, if it comes from this job. Strangers hold READERS threads at most,
+        questions once read none."""
         try:
             question = parse_json(_read_line(connection, ANSWER_S))
         except ValueError:  # another protocol
@@ -147,10 +171,17 @@ def close_in_children(listening: socket.socket) -> None:
     os.register_at_fork(after_in_child=close)
 
 
-def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float = ANSWER_S, net: str = "") -> Any:
-    """A rank's answer. `net`: this process's network namespace. Raises ConnectionRefusedError: nothing listens there,
-    so the process is gone; NoReplyError: no answer, or not in time; OSError: nothing came back from the host;
-    ExhaustedError: this process could not ask."""
+def ask(
+    to: Address,
+    question: Mapping[str, Any],
+    token: str,
+    *,
+    seconds: float = ANSWER_S,
+    net: str = "",
+) -> Any:
+    """A rank's answer. `net`: this process's network namespace. Raises ConnectionRefusedError:
+    nothing listens there, so the process is gone; NoReplyError: no answer, or not in time; OSError:
+    nothing came back from the host; ExhaustedError: this process could not ask."""
     problem: OSError | None = None
     for ip in ("127.0.0.1", *to.ips) if to.net == net else to.ips:
         try:
@@ -159,14 +190,16 @@ def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float 
         except NoReplyError:
             raise
         except OSError as error:
-            # An address may belong to another host elsewhere: a refusal is that of the rank's host only if all refuse.
+            # An address may belong to another host elsewhere: a refusal is that of the rank's host
+            # only if all refuse.
             if problem is None or isinstance(problem, ConnectionRefusedError):
                 problem = error
     raise problem or OSError(f"no address of {to.host} is known")
 
 
 def _connect(ip: str, port: int) -> socket.socket:
-    """A connection to a numeric address: `getaddrinfo` would open files. Waits for resources that have run out."""
+    """A connection to a numeric address: `getaddrinfo` would open files. Waits for resources that
+    have run out."""
     deadline = time.monotonic() + EXHAUSTED_S
     while True:
         try:
@@ -182,7 +215,9 @@ def _connect(ip: str, port: int) -> socket.socket:
             if error.errno not in EXHAUSTED:
                 raise
             if time.monotonic() > deadline:
-                raise ExhaustedError(f"this process could not connect to another rank: {error.strerror}") from error
+                raise ExhaustedError(
+                    f"this process could not connect to another rank: {error.strerror}"
+                ) from error
             time.sleep(PAUSE_S)
 
 
@@ -222,10 +257,15 @@ def _read_line(connection: socket.socket, seconds: float) -> bytes:
 
 
 def ask_all(
-    addresses: Iterable[Address], question: Mapping[str, Any], token: str, net: str, seconds: float = ANSWER_S
+    addresses: Iterable[Address],
+    question: Mapping[str, Any],
+    token: str,
+    net: str,
+    seconds: float = ANSWER_S,
 ) -> list[Any]:
-    """The answers of several ranks in their order, an OSError in place of each that failed. If there are more ranks
-    than AT_ONCE, and two of a host cannot be reached, no more of its ranks are asked."""
+    """The answers of several ranks in their order, an OSError in place of each that failed. If
+    there are more ranks than AT_ONCE, and two of a host cannot be reached, no more of its ranks are
+    asked."""
 
     def ask_one(to: Address) -> Any:
         try:
@@ -252,16 +292,20 @@ def ask_all(
 
 
 def unreachable(answer: Any) -> bool:
-    return isinstance(answer, OSError) and not isinstance(answer, ConnectionRefusedError | NoReplyError)
+    return isinstance(answer, OSError) and not isinstance(
+        answer, ConnectionRefusedError | NoReplyError
+    )
 
 
 def addresses_towards(others: Sequence[str]) -> tuple[str, ...]:
-    """The addresses at which others reach this host: those from which it reaches them. Loopback last."""
+    """The addresses at which others reach this host: those from which it reaches them. Loopback
+    last."""
     return tuple(sorted(dict.fromkeys(filter(None, map(address_towards, others))), key=is_loopback))
 
 
 def process_state(pid: int) -> str:
-    """The state of a process of this host, in Linux's letters: R, S, D, T (stopped), Z; "" if there is none."""
+    """The state of a process of this host, in Linux's letters: R, S, D, T (stopped), Z; "" if there
+    is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -270,24 +314,37 @@ def process_state(pid: int) -> str:
 
 
 def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
-    """Tells all ranks where this one listens, through the job's store; all ranks call it together."""
+    """Tells all ranks where this one listens, through the job's store; all ranks call it
+    together."""
     assert job.environment.master is not None  # there is a store
     activity, ips = "exchanging addresses", addresses_towards([job.environment.master[0]])
     own = Address(job.rank, job.host, os.getpid(), server.port, ips, *namespace_ids(job.host))
     server.token, hosts = job.reduce(activity, [server.token, *astuple(own)], _by_host)
-    addresses = [Address(rank, host, pid, port, *at) for host, *at, processes in hosts for rank, pid, port in processes]
+    addresses = [
+        Address(rank, host, pid, port, *at)
+        for host, *at, processes in hosts
+        for rank, pid, port in processes
+    ]
     addresses.sort(key=lambda to: to.rank)
-    if len({to.net for to in addresses}) > 1 and any(is_loopback(to.ips[0]) for to in addresses if to.ips):
-        # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere.
-        theirs = [ip for to in addresses if to.net != own.net for ip in to.ips if not is_loopback(ip)]
+    if len({to.net for to in addresses}) > 1 and any(
+        is_loopback(to.ips[0]) for to in addresses if to.ips
+    ):
+        # The host of the store reaches itself by loopback, or by a name that means nothing
+        # elsewhere.
+        theirs = [
+            ip for to in addresses if to.net != own.net for ip in to.ips if not is_loopback(ip)
+        ]
         ips_of = job.gather(activity, addresses_towards(theirs[:4]) or own.ips)
         addresses = [replace(to, ips=ips) for to, ips in zip(addresses, ips_of, strict=True)]
     return Peers(job, server, addresses)
 
 
 def _by_host(rows: list) -> tuple[str, list]:
-    """Rank 0's token, and for each host what its ranks share and their numbers: short, as every rank gets all of it."""
-    hosts = group_values((json.dumps([host, *at]), [rank, pid, port]) for _, rank, host, pid, port, *at in rows)
+    """Rank 0's token, and for each host what its ranks share and their numbers: short, as every
+    rank gets all of it."""
+    hosts = group_values(
+        (json.dumps([host, *at]), [rank, pid, port]) for _, rank, host, pid, port, *at in rows
+    )
     return rows[0][0], [[*json.loads(common), processes] for common, processes in hosts.items()]
 
 
@@ -303,7 +360,11 @@ class Peers:
 
     def alive_from_rank_0(self, *, same_host: bool = False) -> Iterator[Address]:
         """Ranks that answer, from the lowest on, up to this one."""
-        lower = [to for to in self._addresses[: self._job.rank] if not same_host or to.net == self._own.net]
+        lower = [
+            to
+            for to in self._addresses[: self._job.rank]
+            if not same_host or to.net == self._own.net
+        ]
         size = LOWEST
         while lower:
             batch, lower = lower[:size], lower[size:]
@@ -338,7 +399,8 @@ class Peers:
         return reports
 
     def _state_by_neighbour(self, silent: Address, answers: list[Any]) -> str:
-        """The state of a process that does not answer, as a rank of its host sees it; "" if none can."""
+        """The state of a process that does not answer, as a rank of its host sees it; "" if none
+        can."""
         if self._same_pids(silent.rank):
             return process_state(silent.pid)
         for to, answer in zip(self._addresses, answers, strict=True):
@@ -367,7 +429,8 @@ class Peers:
         return self._deaths.end_of(rank) if self._same_pids(rank) else None
 
     def kill_stopped(self, diagnosis: Diagnosis) -> None:
-        """Has a rank of its host kill each stopped process, which would stay forever where no launcher ends it."""
+        """Has a rank of its host kill each stopped process, which would stay forever where no
+        launcher ends it."""
         if diagnosis.kind not in (DiagnosisKind.STOPPED, DiagnosisKind.SILENT):
             return
         for lost in (self._addresses[rank] for rank in diagnosis.ranks):
@@ -391,7 +454,11 @@ class Peers:
         remaining = [to for to in self._addresses if to.rank in ranks]
         for _ in range(2):
             answers = self._ask_all(remaining, message, seconds=TELL_S)
-            remaining = [to for to, answer in zip(remaining, answers, strict=True) if isinstance(answer, OSError)]
+            remaining = [
+                to
+                for to, answer in zip(remaining, answers, strict=True)
+                if isinstance(answer, OSError)
+            ]
 
     def state(self, rank: int) -> str:
         return process_state(self._addresses[rank].pid) if self._same_pids(rank) else ""
@@ -407,5 +474,7 @@ class Peers:
     def ask(self, to: Address, question: Mapping[str, Any], seconds: float = ANSWER_S) -> Any:
         return ask(to, question, self._server.token, seconds=seconds, net=self._own.net)
 
-    def _ask_all(self, ranks: Sequence[Address], question: Mapping[str, Any], seconds: float = ANSWER_S) -> list:
+    def _ask_all(
+        self, ranks: Sequence[Address], question: Mapping[str, Any], seconds: float = ANSWER_S
+    ) -> list:
         return ask_all(ranks, question, self._server.token, self._own.net, seconds)

@@ -1,9 +1,9 @@
 """A watchdog on every rank: it examines hangs and failures, and names the rank that caused them.
 
-While all is well it costs a thread that looks at the clock once a second, and one that sleeps (deaths.py), and sends
-nothing. When a deadline has passed or a rank fails, the lowest rank that is alive asks all others (status_server.py),
-decides (diagnose.py), prints one block, and tells the others. All ranks end before the time limits of the process
-groups (`process_group_timeout`).
+While all is well it costs a thread that looks at the clock once a second, and one that sleeps
+(deaths.py), and sends nothing. When a deadline has passed or a rank fails, the lowest rank that is
+alive asks all others (status_server.py), decides (diagnose.py), prints one block, and tells the
+others. All ranks end before the time limits of the process groups (`process_group_timeout`).
 """
 
 import math
@@ -23,11 +23,22 @@ from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit, outlast_signals, refuse_start, signal_of
 from meshtrain.job.pending import advances
 from meshtrain.job.process import Job, join
-from meshtrain.job.signals import SignalWakeup, end_with_launcher, ignore_signals, in_main_thread, install_handlers
+from meshtrain.job.signals import (
+    SignalWakeup,
+    end_with_launcher,
+    ignore_signals,
+    in_main_thread,
+    install_handlers,
+)
 from meshtrain.job.storage import print_error, warn
 from meshtrain.job.store import Failures, RemoteFailure, describe
 from meshtrain.job.watchdog import introspect
-from meshtrain.job.watchdog.deadlines import MEASURED, DeadlineClock, Deadlines, process_group_timeout
+from meshtrain.job.watchdog.deadlines import (
+    MEASURED,
+    DeadlineClock,
+    Deadlines,
+    process_group_timeout,
+)
 from meshtrain.job.watchdog.diagnose import Coordinator
 from meshtrain.job.watchdog.evidence import EVIDENCE_S, FailureReport, exit_now
 from meshtrain.job.watchdog.introspect import Failure, local_status
@@ -35,9 +46,11 @@ from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind
 from meshtrain.job.watchdog.status_server import Address, Peers, StatusServer, exchange_addresses
 
 LOOK_EVERY_S = 1.0
-SUSPENDED_S = 5.0  # a look this late shows that this process was suspended: the clock proves nothing
+# a look this late shows that this process was suspended: the clock proves nothing
+SUSPENDED_S = 5.0
 DIAGNOSIS_S = 20.0  # the most that a failed rank waits for a diagnosis
-MOST_WAITERS = 32  # ranks that wait for a diagnosis by this one, each on a connection; more of them ask again later
+# ranks that wait for a diagnosis by this one, each on a connection; more of them ask again later
+MOST_WAITERS = 32
 AGAIN_S = 0.5  # until they do
 BEGIN_UNWIND_S = 2.0  # for the main thread to begin leaving by itself
 UNWIND_S = 15.0  # for the main thread of a failed rank to write what it must
@@ -48,16 +61,26 @@ T = TypeVar("T")
 class Watchdog(Failures):
     """This rank's watchdog. Until `begin`, and in a world of one, it only records progress."""
 
-    def __init__(self, job: Job) -> None:  # it overrides every method of `Failures`, which would need the store
+    def __init__(
+        self, job: Job
+    ) -> None:  # it overrides every method of `Failures`, which would need the store
         self.job = job
         self.diagnosis: Diagnosis | None = None  # why the job is lost
-        self._clock, self._report, self._wakeup = DeadlineClock(), FailureReport(job), SignalWakeup()
+        self._clock, self._report, self._wakeup = (
+            DeadlineClock(),
+            FailureReport(job),
+            SignalWakeup(),
+        )
         self._failure: Failure | None = None  # of this rank
         self._server: StatusServer | None = None
         self._peers: Peers | None = None
         self._coordinator: Coordinator | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
-        self._coordinating, self._inquiring, self._learning = threading.Lock(), threading.Lock(), threading.Lock()
+        self._coordinating, self._inquiring, self._learning = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Lock(),
+        )
         self._waiters = threading.Semaphore(MOST_WAITERS)
         self._signals: set[int] = set()  # received and not examined yet
         self._ends_on_sigterm = False
@@ -69,7 +92,8 @@ class Watchdog(Failures):
         return self._clock.deadlines
 
     def on_job_lost(self, write: Callable[[Diagnosis], None], failures: Path | None = None) -> None:
-        """Sets the function that records that the job is lost, and the parent folder of the evidence."""
+        """Sets the function that records that the job is lost, and the parent folder of the
+        evidence."""
         self._report.on_job_lost, self._report.failures = write, failures
 
     @property
@@ -89,8 +113,9 @@ class Watchdog(Failures):
             yield item
 
     def adapt_deadline(self, steps: int, slowest_s: float, save_s: float | None) -> float | None:
-        """Called after each step; returns the new time limit of process groups, if it changes. `slowest_s`: of the
-        `steps` taken in this job except the first; `save_s`: of the last save."""
+        """Called after each step; returns the new time limit of process groups, if it changes.
+        `slowest_s`: of the `steps` taken in this job except the first; `save_s`: of the last
+        save."""
         self.deadlines.save_s = save_s
         if steps < MEASURED:
             return None
@@ -109,7 +134,8 @@ class Watchdog(Failures):
         if self.diagnosis is None:
             return None
         blamed = self.job.rank in self.diagnosis.ranks
-        # An error that preceded the diagnosis, or is no consequence of it, is printed by no other rank.
+        # An error that preceded the diagnosis, or is no consequence of it, is printed by no other
+        # rank.
         before = self._failure is not None and self._failure.kind != FailureKind.SIGNAL
         own = signal_of(error) is None and (before or not introspect.is_connection_error(error))
         if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or own):
@@ -136,7 +162,8 @@ class Watchdog(Failures):
         return self._clock.phase, self._clock.step
 
     def begin(self) -> None:
-        """From now on this rank answers other ranks, and looks at the clock. All ranks call it together."""
+        """From now on this rank answers other ranks, and looks at the clock. All ranks call it
+        together."""
         job = self.job
         if job.store is None:
             job.failures = self  # for its `progress`
@@ -151,15 +178,17 @@ class Watchdog(Failures):
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def handle_sigterm(self) -> None:
-        """Lets the watchdog end this process on SIGTERM, unless the program has its own handler: a launcher sends it
-        when a rank was lost, which is named first. A handler's exception might be raised where nothing catches it."""
+        """Lets the watchdog end this process on SIGTERM, unless the program has its own handler: a
+        launcher sends it when a rank was lost, which is named first. A handler's exception might be
+        raised where nothing catches it."""
         self._ends_on_sigterm = self._server is not None and self._wakeup.handle_sigterm()
 
     def close(self) -> None:
         """From now on connections are refused: this rank has left its job, or has failed."""
         self.leave()
         self._wakeup.uninstall()
-        if self._ends_on_sigterm and in_main_thread() and self.diagnosis is not None:  # it was ignored since
+        # it was ignored since
+        if self._ends_on_sigterm and in_main_thread() and self.diagnosis is not None:
             install_handlers({signal.SIGTERM: signal.SIG_DFL})
         if self._server is not None:
             self._server.close()
@@ -200,9 +229,12 @@ class Watchdog(Failures):
                 self._decided.set()
         elif self._clock.missed():
             if not introspect.debugger_attached():
-                self._inquire(hangs=self.deadlines.hangs(self._clock.phase, self._clock.misses), late=True)
+                self._inquire(
+                    hangs=self.deadlines.hangs(self._clock.phase, self._clock.misses), late=True
+                )
         elif self._signals:
-            # A launcher ends the remaining ranks when one was killed: NCCL alone would not notice for minutes.
+            # A launcher ends the remaining ranks when one was killed: NCCL alone would not notice
+            # for minutes.
             ends = self._sigterm_ends
             self._signals = set()
             if ends:
@@ -210,18 +242,25 @@ class Watchdog(Failures):
             self._inquire(hangs=False, failed=ends)
 
     def _inquire(self, hangs: bool, failed: bool = False, late: bool = False) -> None:
-        """Has the lowest living rank decide, asked only by the lowest one of each host: otherwise a coordinator of
-        4,096 ranks would have as many connections at once. The arguments are those of `Coordinator.diagnose`."""
-        self._hand_on("inquire", self._inquire_for_host, {"hangs": hangs, "failed": failed, "late": late})
+        """Has the lowest living rank decide, asked only by the lowest one of each host: otherwise a
+        coordinator of 4,096 ranks would have as many connections at once. The arguments are those
+        of `Coordinator.diagnose`."""
+        self._hand_on(
+            "inquire", self._inquire_for_host, {"hangs": hangs, "failed": failed, "late": late}
+        )
 
     def _inquire_for_host(self, **question: bool) -> None:
-        """`_inquire` on the lowest rank of a host. One inquiry at a time; later callers get the same answer."""
+        """`_inquire` on the lowest rank of a host. One inquiry at a time; later callers get the
+        same answer."""
         with self._inquiring:
             if self.diagnosis is None:
                 self._hand_on("coordinate", self._coordinate, question)
 
-    def _hand_on(self, request: str, answer: Callable[..., object], question: dict[str, bool]) -> None:
-        """Asks the lowest rank that answers, of this host or of all; `answer`: called instead if that is this rank."""
+    def _hand_on(
+        self, request: str, answer: Callable[..., object], question: dict[str, bool]
+    ) -> None:
+        """Asks the lowest rank that answers, of this host or of all; `answer`: called instead if
+        that is this rank."""
         for to in self.peers.alive_from_rank_0(same_host=request == "inquire"):
             if to.rank == self.job.rank:
                 answer(**question)
@@ -230,7 +269,8 @@ class Watchdog(Failures):
             return
 
     def _ask_for_diagnosis(self, to: Address, question: dict[str, Any]) -> bool:
-        """Whether that rank has answered, with or without a diagnosis; False: it was lost meanwhile."""
+        """Whether that rank has answered, with or without a diagnosis; False: it was lost
+        meanwhile."""
         deadline = time.monotonic() + DIAGNOSIS_S
         try:
             while (answer := self.peers.ask(to, question, DIAGNOSIS_S)).get("later"):
@@ -242,7 +282,8 @@ class Watchdog(Failures):
             return False
 
     def _coordinate(self, hangs: bool, failed: bool, late: bool = False) -> Diagnosis | None:
-        """Makes the diagnosis, prints it, and tells all ranks. One at a time; later callers get the same answer."""
+        """Makes the diagnosis, prints it, and tells all ranks. One at a time; later callers get the
+        same answer."""
         assert self._coordinator is not None  # no rank asks before addresses were exchanged
         with self._coordinating:
             if self.diagnosis is not None:
@@ -250,7 +291,9 @@ class Watchdog(Failures):
             diagnosis = self._coordinator.diagnose(hangs=hangs, failed=failed, late=late)
             if diagnosis is None:
                 return None
-            diagnosis = self._report.make_evidence_folder(diagnosis, self._clock.phase, self._clock.step)
+            diagnosis = self._report.make_evidence_folder(
+                diagnosis, self._clock.phase, self._clock.step
+            )
             ended = diagnosis.kind == DiagnosisKind.ENDED
             own_error = ended or diagnosis.kind == DiagnosisKind.FAILED
             prints_own_error = self.job.rank in diagnosis.ranks and own_error
@@ -269,7 +312,8 @@ class Watchdog(Failures):
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
         try:
             return self._reply(question)
-        except Exception as error:  # the asking rank sees that no answer comes; tracebacks of all threads fill pages
+        # the asking rank sees that no answer comes; tracebacks of all threads fill pages
+        except Exception as error:
             self._print_own_error(error)
             return None
 
@@ -281,7 +325,9 @@ class Watchdog(Failures):
             if not self._waiters.acquire(blocking=False):
                 return {"later": True}
             try:
-                (self._coordinate if request == "coordinate" else self._inquire_for_host)(**question)
+                (self._coordinate if request == "coordinate" else self._inquire_for_host)(
+                    **question
+                )
             finally:
                 self._waiters.release()
             return {"diagnosis": None if self.diagnosis is None else asdict(self.diagnosis)}
@@ -296,13 +342,16 @@ class Watchdog(Failures):
         return {}
 
     def _learn(self, diagnosis: dict[str, Any] | None) -> None:
-        """Takes the diagnosis. Threads that wait for it continue, and end, once this rank's evidence is written."""
+        """Takes the diagnosis. Threads that wait for it continue, and end, once this rank's
+        evidence is written."""
         with self._learning:
             if diagnosis is None or self.diagnosis is not None:
                 return
             self.diagnosis = Diagnosis.from_json(diagnosis)
         if self.diagnosis.evidence:
-            threading.Thread(target=self._write_evidence, args=(self.diagnosis,), daemon=True).start()
+            threading.Thread(
+                target=self._write_evidence, args=(self.diagnosis,), daemon=True
+            ).start()
         else:
             self._decided.set()
             self._wakeup.wake()
@@ -316,12 +365,17 @@ class Watchdog(Failures):
         self._wakeup.wake()
 
     def _end_process(self) -> None:
-        """Lets the main thread, which knows more, end the process if it can; otherwise ends it here."""
+        """Lets the main thread, which knows more, end the process if it can; otherwise ends it
+        here."""
         assert self.diagnosis is not None
         self._decided.wait(EVIDENCE_S + 1)  # until the evidence is written
         if self._main_thread_leaves():
             return
-        if self._ends_on_sigterm and self.diagnosis.kind == DiagnosisKind.ENDED and self._asked_to_end:
+        if (
+            self._ends_on_sigterm
+            and self.diagnosis.kind == DiagnosisKind.ENDED
+            and self._asked_to_end
+        ):
             exit_now(128 + signal.SIGTERM)  # as the other ranks do
         if self.job.rank not in self.diagnosis.ranks and self.diagnosis.kind != DiagnosisKind.INPUT:
             self._report.print(self.diagnosis, details=False)
@@ -330,7 +384,8 @@ class Watchdog(Failures):
         self._report.abort(self.diagnosis)
 
     def _main_thread_leaves(self) -> bool:
-        """Whether the main thread leaves the job by itself. It gets time to begin, and then to finish."""
+        """Whether the main thread leaves the job by itself. It gets time to begin, and then to
+        finish."""
         deadline = time.monotonic() + BEGIN_UNWIND_S
         while not self._unwinding and time.monotonic() < deadline:
             self._signals |= self._wakeup.wait(0.05)
@@ -341,7 +396,11 @@ class Watchdog(Failures):
     @property
     def _sigterm_ends(self) -> bool:
         """Whether SIGTERM has come, and this watchdog still handles it."""
-        return self._ends_on_sigterm and signal.SIGTERM in self._signals and self._wakeup.handles_sigterm
+        return (
+            self._ends_on_sigterm
+            and signal.SIGTERM in self._signals
+            and self._wakeup.handles_sigterm
+        )
 
     @property
     def _asked_to_end(self) -> bool:
@@ -363,13 +422,16 @@ def watched(job: Job) -> Iterator[Watchdog]:
 
 @contextmanager
 def start(timeout_s: float = 600) -> Iterator[Job]:
-    """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
+    """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves
+    it cleanly.
 
-    The others name a rank that is lost, or that a collective awaits for `timeout_s` seconds, which also limits joining.
+    The others name a rank that is lost, or that a collective awaits for `timeout_s` seconds, which
+    also limits joining.
 
     Raises:
-        SystemExit: with status 2 if the body raises InputError on any rank, with status 1 if another rank was lost
-            before. Whatever else the body raises passes through, with a note that names rank, host and coordinate.
+        SystemExit: with status 2 if the body raises InputError on any rank, with status 1 if
+            another rank was lost before. Whatever else the body raises passes through, with a note
+            that names rank, host and coordinate.
     """
     end_with_launcher(os.environ)
     try:
@@ -377,12 +439,16 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
         try:
             with watched(job) as watchdog, job_exit(job):
                 watchdog.handle_sigterm()
-                watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
+                # what the body does, and how fast, is unknown here
+                watchdog.deadlines.start_s = float("inf")
                 watchdog.enter_phase("its own loop")
                 job.connect(timeout_s)
                 yield job
         except SystemExit:
             outlast_signals(job)  # the watchdog has put the handler of SIGTERM back
             raise
-    except (InputError, StartError) as error:  # before the ranks watch each other; later ones are job_exit's
+    except (
+        InputError,
+        StartError,
+    ) as error:  # before the ranks watch each other; later ones are job_exit's
         raise SystemExit(refuse_start(error)) from None

@@ -1,13 +1,18 @@
-"""Context parallelism: every sequence is split over the ranks of `cp`, and attention combines the parts.
+"""Context parallelism: every sequence is split over the ranks of `cp`, and attention combines the
+parts.
 
-Each rank has two chunks of a sequence (`meshtrain.data.sequence`). Three exact methods of attention can be combined:
+Each rank has two chunks of a sequence (`meshtrain.data.sequence`). Three exact methods of attention
+can be combined:
 
-    gather  a rank fetches all keys and values that its queries see (Llama 3, https://arxiv.org/abs/2407.21783)
-    ring    keys and values arrive from one rank at a time, overlapped with attention to those of the previous rank;
-            partial results are merged by their log-sum-exp (Liu et al., https://arxiv.org/abs/2310.01889)
-    heads   u neighbours exchange parts of the sequence for parts of the heads (Ulysses, Jacobs et al.,
-            https://arxiv.org/abs/2309.14509); the rest of `cp` uses one of the methods above (Fang and Zhao,
-            https://arxiv.org/abs/2405.07719)
+    gather  a rank fetches all keys and values that its queries see (Llama 3,
+    https://arxiv.org/abs/2407.21783) ring    keys and values arrive from one rank at a time,
+    overlapped with attention to those of the previous rank;
+            partial results are merged by their log-sum-exp (Liu et al.,
+            https://arxiv.org/abs/2310.01889)
+    heads   u neighbours exchange parts of the sequence for parts of the heads (Ulysses, Jacobs et
+    al.,
+            https://arxiv.org/abs/2309.14509); the rest of `cp` uses one of the methods above (Fang
+            and Zhao, https://arxiv.org/abs/2405.07719)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,22 +41,31 @@ ops = torch.ops.meshtrain
 class ContextParallel:
     """How sequences are split over the `cp` ranks of a mesh, and how attention combines the parts.
 
-    It has to live as long as the batches that it has sharded are in use. Without `cp` it changes nothing.
+    It has to live as long as the batches that it has sharded are in use. Without `cp` it changes
+    nothing.
     """
 
-    def __init__(self, mesh: Mesh, *, method: str = "gather", heads: int = 1, sequence_parallel: bool = True) -> None:
-        """`method`: "gather" or "ring". `heads`: how many neighbours on `cp` split attention by heads instead.
-        `sequence_parallel`: whether `tp` splits the part of each rank further.
+    def __init__(
+        self, mesh: Mesh, *, method: str = "gather", heads: int = 1, sequence_parallel: bool = True
+    ) -> None:
+        """`method`: "gather" or "ring". `heads`: how many neighbours on `cp` split attention by
+        heads instead. `sequence_parallel`: whether `tp` splits the part of each rank further.
 
-        Raises InputError: an unknown method, `heads` does not divide `cp`, or the mesh lacks the groups for `heads`.
+        Raises InputError: an unknown method, `heads` does not divide `cp`, or the mesh lacks the
+        groups for `heads`.
         """
         if method not in METHODS:
-            raise InputError(f"parallel.context: there is no way {method!r}: use {' or '.join(METHODS)}")
+            raise InputError(
+                f"parallel.context: there is no way {method!r}: use {' or '.join(METHODS)}"
+            )
         self.size, self.index, self.group = mesh.size("cp"), mesh.index("cp"), mesh.group("cp")
         if heads < 1 or self.size % heads:
             raise InputError(context_heads_problem(heads, self.size))
         if 1 < heads < self.size and heads != mesh.size("cp_heads"):
-            raise InputError(f"heads {heads}: build the mesh of layout.with_context_heads({heads}) for their groups")
+            raise InputError(
+                f"heads {heads}: build the mesh of layout.with_context_heads({heads}) for their "
+                "groups"
+            )
         self.tp = mesh.size("tp") if sequence_parallel else 1
         self.method = method
         self.groups: dict[str, AxisGroup] = {}  # of "ring" and "heads", if larger than 1
@@ -63,7 +77,9 @@ class ContextParallel:
 
     def positions(self, length: int) -> Tensor:
         """(s of this rank,) int64: the positions of the padded sequence that this rank has."""
-        chunks = chunks_of(length, self.size, self.index, self.tp) if self.size > 1 else (range(length),)
+        chunks = (
+            chunks_of(length, self.size, self.index, self.tp) if self.size > 1 else (range(length),)
+        )
         return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
 
     def owner(self, position: int, length: int) -> tuple[int, int]:
@@ -71,16 +87,20 @@ class ContextParallel:
         return owner(position, length, self.size, self.tp)
 
     def shard(self, batch: Batch) -> Batch:
-        """This rank's part of a microbatch on the CPU; a `ShardedContext` takes the place of the documents.
+        """This rank's part of a microbatch on the CPU; a `ShardedContext` takes the place of the
+        documents.
 
-        Padding repeats the last token and its position, which every model can embed, and has no targets.
+        Padding repeats the last token and its position, which every model can embed, and has no
+        targets.
 
         Raises InputError: the batch does not have one target per token, or is already sharded.
         """
         if self.size == 1:
             return batch
         if batch.targets.ndim != 2:
-            raise InputError("cp splits sequences, and this batch has one target a sample: use cp: 1")
+            raise InputError(
+                "cp splits sequences, and this batch has one target a sample: use cp: 1"
+            )
         record, length = batch.with_context().tensors.get("documents"), batch.targets.shape[1]
         if isinstance(record, ShardedContext):
             raise InputError("this batch is a rank's part already: call shard once for each batch")
@@ -88,7 +108,9 @@ class ContextParallel:
         own = self.positions(length)
         places, more = own.clamp(max=length - 1), self.size * len(own) - length
         if documents is not None:  # padding becomes one more document
-            documents = torch.cat([documents, (documents.amax(1, keepdim=True) + 1).expand(-1, more)], 1)
+            documents = torch.cat(
+                [documents, (documents.amax(1, keepdim=True) + 1).expand(-1, more)], 1
+            )
         groups: dict[str, Any] = {way: group.name for way, group in self.groups.items()}
         settings = {"method": self.method, "neighbours": self.neighbours, **groups}
         spans = visible_spans(documents, 2 * self.size)
@@ -102,8 +124,9 @@ class ContextParallel:
 
 
 def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:
-    """(2, chunks) int64: for each chunk the first position that its queries see, and the last before its end at which a
-    document begins. If the latter is not larger, they see all keys from there up to themselves."""
+    """(2, chunks) int64: for each chunk the first position that its queries see, and the last
+    before its end at which a document begins. If the latter is not larger, they see all keys from
+    there up to themselves."""
     if documents is None:
         return torch.zeros(2, chunks, dtype=torch.int64)
     length, changes = documents.shape[1], F.pad(documents.diff(dim=1), (1, 0))
@@ -118,7 +141,8 @@ def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:
 class ShardedContext(AttentionContext):
     """What attention must know for sharded sequences: the documents of the whole padded sequence.
 
-    Numbers that change between microbatches are in tensors, so that they do not cause recompilation.
+    Numbers that change between microbatches are in tensors, so that they do not cause
+    recompilation.
     """
 
     spans: Tensor | None = None  # from `visible_spans`, always on the CPU
@@ -128,31 +152,55 @@ class ShardedContext(AttentionContext):
     neighbours: tuple[int, int] = (1, 0)  # size of that group, and this rank's index in it
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, soft_cap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
     ) -> Tensor:
-        """q (b, h, s, e), k (b, k, s, e) and v (b, k, s, f) at this rank's positions -> (b, h, s, f) there.
+        """q (b, h, s, e), k (b, k, s, e) and v (b, k, s, f) at this rank's positions -> (b, h, s,
+        f) there.
 
         Raises InputError: the number of query heads is not divisible by `context_heads`.
         """
         h, kv_heads, (u, index) = q.shape[1], k.shape[1], self.neighbours
         if h % u:
-            raise InputError(f"{h} query heads do not divide over context_heads {u}: use a divisor of {h}")
+            raise InputError(
+                f"{h} query heads do not divide over context_heads {u}: use a divisor of {h}"
+            )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if u > 1:
             q, k, v = ops.to_heads([q, k, v], [h, kv_heads, kv_heads], self.heads)
-        settings = kv_heads_of(h, kv_heads, u, index), self.ring, self.method, scale, window, soft_cap
+        settings = (
+            kv_heads_of(h, kv_heads, u, index),
+            self.ring,
+            self.method,
+            scale,
+            window,
+            soft_cap,
+        )
         y, _ = ops.context_attention(q, k, v, self.documents, self.spans, *settings)
         return y if u == 1 else ops.to_sequence([y], [h], self.heads)[0]
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False) -> Any:
-        """A copy on a device. Documents stay on the CPU, so that their visibility is known without waiting."""
-        moved = replace(self, documents=None).apply(lambda x: x.to(device, non_blocking=non_blocking))
+    def to(
+        self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> Any:
+        """A copy on a device. Documents stay on the CPU, so that their visibility is known without
+        waiting."""
+        moved = replace(self, documents=None).apply(
+            lambda x: x.to(device, non_blocking=non_blocking)
+        )
         return replace(moved, documents=self.documents)
 
 
 @contextmanager
-def misplaced_calls(model: nn.Module, modules: Sequence[str], context: AttentionContext) -> Iterator[list[str]]:
-    """Yields a list of problems: attention calls outside these modules, and modules that do not call it just once."""
+def misplaced_calls(
+    model: nn.Module, modules: Sequence[str], context: AttentionContext
+) -> Iterator[list[str]]:
+    """Yields a list of problems: attention calls outside these modules, and modules that do not
+    call it just once."""
     misplaced: list[str] = []
     calls = [0]  # number of calls outside these modules, and in each running one
     kind: Any = type(context)  # not the record itself: FSDP gives each unit a copy
@@ -161,7 +209,9 @@ def misplaced_calls(model: nn.Module, modules: Sequence[str], context: Attention
     def count(*arguments: Any) -> Tensor:
         calls[-1] += 1
         if len(calls) == 1:
-            misplaced.append("attention is called elsewhere than in the modules that the cp_plan names")
+            misplaced.append(
+                "attention is called elsewhere than in the modules that the cp_plan names"
+            )
         return attend(*arguments)
 
     def counted(name: str, forward: Callable) -> Callable:
@@ -169,7 +219,10 @@ def misplaced_calls(model: nn.Module, modules: Sequence[str], context: Attention
             calls.append(0)
             output = forward(*args, **kwargs)
             if (n := calls.pop()) != 1:
-                misplaced.append(f"{name} calls attention {n} times, and what the cp_plan names has to call it once")
+                misplaced.append(
+                    f"{name} calls attention {n} times, and what the cp_plan names has to call it "
+                    "once"
+                )
             return output
 
         return run

@@ -1,7 +1,9 @@
-"""Attention of this rank's queries over keys and values that are split over all ranks of `cp`, as torch operators.
+"""Attention of this rank's queries over keys and values that are split over all ranks of `cp`, as
+torch operators.
 
-Only visible chunks are sent: the chunks that a rank needs follow from the documents, which every rank has. Keys and
-values come directly from their ranks, and gradients go directly back, summed in a fixed order (bitwise reproducible).
+Only visible chunks are sent: the chunks that a rank needs follow from the documents, which every
+rank has. Keys and values come directly from their ranks, and gradients go directly back, summed in
+a fixed order (bitwise reproducible).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,40 +24,54 @@ Part = tuple[slice, bool, Tensor, Block]
 class Exchange:
     """Receives the keys and values that this rank's queries see, and returns their gradients.
 
-    Chunks are numbered along the sequence. A chunk is sent as (b, k, m, e + f): keys concatenated with values.
+    Chunks are numbered along the sequence. A chunk is sent as (b, k, m, e + f): keys concatenated
+    with values.
     """
 
     gradient: Tensor  # of this rank's keys and values, (2, b, k, m, e + f), in float32 or wider
     total: Tensor  # of the keys and values of the current block
 
-    def __init__(self, q: Tensor, v: Tensor, documents: Tensor | None, spans: Tensor, *settings: Any) -> None:
+    def __init__(
+        self, q: Tensor, v: Tensor, documents: Tensor | None, spans: Tensor, *settings: Any
+    ) -> None:
         heads, ring, method, scale, window, soft_cap = settings
         self.axis = axis_group_by_name(ring) if ring else None
-        self.size, self.index = (self.axis.size, self.axis.index) if self.axis is not None else (1, 0)
+        self.size, self.index = (
+            (self.axis.size, self.axis.index) if self.axis is not None else (1, 0)
+        )
         self.own: Sequence[int] = (self.index, 2 * self.size - 1 - self.index)
         self.chunk = q.shape[2] // 2
         length = 2 * self.size * self.chunk
         self.window = None if window is None or window >= length else window
         self.look = Block(scale, soft_cap, heads=heads)
         self.lower_right = kernels.choose_kernel(q, v, soft_cap, "all").lower_right
-        # If u neighbours have exchanged heads, a chunk here consists of u chunks: it spans from the first to the last.
+        # If u neighbours have exchanged heads, a chunk here consists of u chunks: it spans from the
+        # first to the last.
         u = spans.shape[1] // (2 * self.size)
         self.first, self.last = spans[0, ::u].tolist(), spans[1, u - 1 :: u].tolist()
         self.batch, self.documents, ascend = len(q), documents, self.last[-1] < length
         if self.window is not None:
-            self.first = [max(visible, y * self.chunk - self.window + 1) for y, visible in enumerate(self.first)]
-            self.documents = torch.zeros(1, length, dtype=torch.int64) if documents is None else documents
+            self.first = [
+                max(visible, y * self.chunk - self.window + 1)
+                for y, visible in enumerate(self.first)
+            ]
+            self.documents = (
+                torch.zeros(1, length, dtype=torch.int64) if documents is None else documents
+            )
         masks = self.documents is not None
-        self.segmented = masks and ascend and kernels.choose_kernel(q, v, soft_cap, "documents").segmented
+        self.segmented = (
+            masks and ascend and kernels.choose_kernel(q, v, soft_cap, "documents").segmented
+        )
         # Distances down the ring of the ranks whose keys arrive together.
         away = range(1, self.size)
         self.stages = [[], *([d] for d in away)] if method == "ring" else [list(away)]
         self.going_home: AsyncResult | None = None
 
     def parts(self, kv: Tensor, backward: bool = False) -> Iterator[Part]:
-        """The blocks to compute, in turn: rows of queries, whether these are the first keys of the rows, keys and
-        values concatenated, and how queries see them. In backward the caller adds their gradient to `total`; gradients
-        of keys that arrived together are sent when the next part is requested."""
+        """The blocks to compute, in turn: rows of queries, whether these are the first keys of the
+        rows, keys and values concatenated, and how queries see them. In backward the caller adds
+        their gradient to `total`; gradients of keys that arrived together are sent when the next
+        part is requested."""
         arrived, coming = dict(zip(self.own, kv, strict=True)), self._start(kv, self.stages[0])
         wide = torch.promote_types(kv.dtype, torch.float32)
         for away, following in zip(self.stages, (*self.stages[1:], []), strict=True):
@@ -67,7 +83,10 @@ class Exchange:
             arrived, received = {}, []
             gradient = torch.zeros_like(keys, dtype=wide) if backward else keys[:0]
             for ys, visible in self._pairs(xs):
-                begin, end = self.own.index(ys[0]) * self.chunk, (xs.index(visible[-1]) + 1) * self.chunk
+                begin, end = (
+                    self.own.index(ys[0]) * self.chunk,
+                    (xs.index(visible[-1]) + 1) * self.chunk,
+                )
                 skip = max(0, self.first[ys[0]] - visible[0] * self.chunk)
                 rows = slice(begin, begin + len(ys) * self.chunk)
                 columns = slice(end - len(visible) * self.chunk + skip, end)
@@ -84,15 +103,21 @@ class Exchange:
             del keys, gradient
         self._add_arrived()
 
-    def _start(self, kv: Tensor, away: Sequence[int], home: dict[int, Tensor] | None = None) -> AsyncResult | None:
-        """Fetches the chunks of the ranks at these distances, or sends back their gradients in the dtype of `kv`."""
+    def _start(
+        self, kv: Tensor, away: Sequence[int], home: dict[int, Tensor] | None = None
+    ) -> AsyncResult | None:
+        """Fetches the chunks of the ranks at these distances, or sends back their gradients in the
+        dtype of `kv`."""
         if self.axis is None or not away:
             return None
         parts, sizes = [kv[:0]] * self.size, [0] * self.size
         for d in away:
             reader, source = (self.index + d) % self.size, (self.index - d) % self.size
             if home is None:
-                parts[reader], sizes[source] = kv[self._halves(reader, self.index)], len(self._visible_of(source))
+                parts[reader], sizes[source] = (
+                    kv[self._halves(reader, self.index)],
+                    len(self._visible_of(source)),
+                )
             else:
                 chunks = [home[x].to(kv.dtype) for x in self._visible_of(source)]
                 parts[source] = torch.stack(chunks) if chunks else kv[:0]
@@ -111,14 +136,21 @@ class Exchange:
 
     def _pairs(self, chunks: list[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Chunks of queries, and the chunks of keys that they attend to in one block."""
-        looks = [[x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk] for y in self.own]
+        looks = [
+            [x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk] for y in self.own
+        ]
         if chunks == [*self.own] and not self._is_masked(self.own, self.own):
             yield self.own, self.own  # causal, because both are in ascending order
         elif looks[0] == looks[1]:
             yield from [(self.own, looks[0])] if looks[0] else []
         else:
             for y, xs in zip(self.own, looks, strict=True):
-                if len(xs) > 1 and xs[-1] == y and not self.lower_right and not self._is_masked((y,), xs):
+                if (
+                    len(xs) > 1
+                    and xs[-1] == y
+                    and not self.lower_right
+                    and not self._is_masked((y,), xs)
+                ):
                     yield (y,), [xs.pop()]
                 if xs:
                     yield (y,), xs
@@ -126,30 +158,42 @@ class Exchange:
     def _is_masked(self, ys: Sequence[int], xs: Sequence[int]) -> bool:
         """Whether some query of a block does not see all of the block's keys up to itself."""
         begin = max(self.first[ys[0]], xs[0] * self.chunk)
-        return self.window is not None or not all(self.last[y] <= self.first[y] <= begin for y in ys)
+        return self.window is not None or not all(
+            self.last[y] <= self.first[y] <= begin for y in ys
+        )
 
-    def _block(self, ys: Sequence[int], xs: Sequence[int], skip: int, device: torch.device) -> Block:
+    def _block(
+        self, ys: Sequence[int], xs: Sequence[int], skip: int, device: torch.device
+    ) -> Block:
         """How a block's queries see its keys."""
         diagonal = xs[-1] == ys[-1]
         if not self._is_masked(ys, xs):
             return replace(self.look, causal=diagonal)
         assert self.documents is not None
         queries, keys = (
-            torch.cat([torch.arange(n * self.chunk, (n + 1) * self.chunk) for n in chunks]) for chunks in (ys, xs)
+            torch.cat([torch.arange(n * self.chunk, (n + 1) * self.chunk) for n in chunks])
+            for chunks in (ys, xs)
         )
         keys = keys[skip:]
         adjacent = xs[-1] - xs[0] == len(xs) - 1  # otherwise a window would span a gap
         if self.segmented and (self.window is None or (diagonal and adjacent)):
-            segments = kernels.segments_of(*(self.documents[:, x].expand(self.batch, -1) for x in (queries, keys)))
+            segments = kernels.segments_of(
+                *(self.documents[:, x].expand(self.batch, -1) for x in (queries, keys))
+            )
             return replace(self.look, causal=diagonal, segments=segments, window=self.window)
-        documents, queries, keys = (x.to(device, non_blocking=True) for x in (self.documents, queries, keys))
-        mask = (queries[:, None] >= keys) & (documents[:, queries, None] == documents[:, None, keys])
+        documents, queries, keys = (
+            x.to(device, non_blocking=True) for x in (self.documents, queries, keys)
+        )
+        mask = (queries[:, None] >= keys) & (
+            documents[:, queries, None] == documents[:, None, keys]
+        )
         if self.window is not None:
             mask &= queries[:, None] < keys + self.window
         return replace(self.look, mask=mask[:, None])
 
     def _add_arrived(self) -> None:
-        """Adds the gradients that other ranks have sent to this rank's own, in ring order after this rank."""
+        """Adds the gradients that other ranks have sent to this rank's own, in ring order after
+        this rank."""
         arrived = self.going_home.wait() if self.going_home is not None else []
         self.going_home = None
         for j in ((self.index + d) % self.size for d in range(1, self.size) if arrived):
@@ -159,7 +203,10 @@ class Exchange:
 
 def _context_attention(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     """The output (b, h, s, f) and its log-sum-exp (b, h, s) of this rank's queries."""
-    (out, lse), widths = _outputs(q, v, torch.promote_types(q.dtype, torch.float32)), [k.shape[-1], v.shape[-1]]
+    (out, lse), widths = (
+        _outputs(q, v, torch.promote_types(q.dtype, torch.float32)),
+        [k.shape[-1], v.shape[-1]],
+    )
     for rows, is_first, kv, block in Exchange(q, v, *settings).parts(_side_by_side(k, v)):
         keys, values = kv.split(widths, -1)
         more, more_lse = kernels.forward_block(q[:, :, rows], keys, values, block)
@@ -192,10 +239,13 @@ def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Empty tensors for an output, with heads adjacent in memory as the next layer needs them, and its log-sum-exp."""
+    """Empty tensors for an output, with heads adjacent in memory as the next layer needs them, and
+    its log-sum-exp."""
     b, h, s, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(b, s, h, v.shape[-1], dtype=dtype).transpose(1, 2), q.new_empty(b, h, s, dtype=wide)
+    return q.new_empty(b, s, h, v.shape[-1], dtype=dtype).transpose(1, 2), q.new_empty(
+        b, h, s, dtype=wide
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -210,7 +260,8 @@ def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 SETTINGS = (
-    "Tensor? documents, Tensor spans, int[] heads, str ring, str method, float scale, int? window, float? soft_cap"
+    "Tensor? documents, Tensor spans, int[] heads, str ring, str method, float scale, int? window, "
+    "float? soft_cap"
 )
 operator(
     "context_attention",

@@ -1,7 +1,9 @@
-"""Exchange between parts of the sequence with all heads and parts of the heads with the neighbours' whole sequence.
+"""Exchange between parts of the sequence with all heads and parts of the heads with the neighbours'
+whole sequence.
 
-(Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509.) Two operators, each the other's gradient. `heads`: the
-number of heads of each tensor over all neighbours, queries (or outputs) first.
+(Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509.) Two operators, each the other's
+gradient. `heads`: the number of heads of each tensor over all neighbours, queries (or outputs)
+first.
 """
 
 from collections.abc import Sequence
@@ -15,12 +17,16 @@ from meshtrain.parallel.collectives import AxisGroup, axis_group_by_name, differ
 
 
 def _ranges(heads: Sequence[int], axis: AxisGroup) -> list[list[range]]:
-    """For each tensor, the heads of each rank: those that its share of the query heads attends to."""
-    return [[head_ranges(heads[0], count, axis.size, j)[1] for j in range(axis.size)] for count in heads]
+    """For each tensor, the heads of each rank: those that its share of the query heads attends
+    to."""
+    return [
+        [head_ranges(heads[0], count, axis.size, j)[1] for j in range(axis.size)] for count in heads
+    ]
 
 
 def _to_heads(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:
-    """(b, heads, s, e) at this rank's positions -> (b, its heads, u s, e) at those of all u neighbours, ascending."""
+    """(b, heads, s, e) at this rank's positions -> (b, its heads, u s, e) at those of all u
+    neighbours, ascending."""
     axis = axis_group_by_name(group)
     coming = []
     for x, ranges in zip(xs, _ranges(heads, axis), strict=True):
@@ -32,14 +38,20 @@ def _to_heads(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Te
         parts = torch.stack(under_way.wait()).unflatten(3, (2, -1))  # (u, heads, b, 2, m, e)
         # Second chunks are in reverse order: the first neighbour has the last one.
         chunks = torch.cat([parts[:, :, :, 0], parts[:, :, :, 1].flip(0)])
-        ys.append(chunks.permute(2, 1, 0, 3, 4).reshape(x.shape[0], -1, axis.size * x.shape[2], x.shape[3]))
+        ys.append(
+            chunks.permute(2, 1, 0, 3, 4).reshape(
+                x.shape[0], -1, axis.size * x.shape[2], x.shape[3]
+            )
+        )
     return ys
 
 
 def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:
-    """The inverse of `_to_heads`: (b, this rank's heads, u s, e) -> (b, heads, s, e) at this rank's positions.
+    """The inverse of `_to_heads`: (b, this rank's heads, u s, e) -> (b, heads, s, e) at this rank's
+    positions.
 
-    If several ranks have the same head (of keys and values, so these are gradients), it is summed in rank order.
+    If several ranks have the same head (of keys and values, so these are gradients), it is summed
+    in rank order.
     """
     axis = axis_group_by_name(group)
     u, ranges, coming = axis.size, _ranges(heads, axis), []
@@ -53,7 +65,9 @@ def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list
         if sum(map(len, of_ranks)) == count:
             y = torch.cat(received)
         else:
-            y = x.new_zeros(count, *received[0].shape[1:], dtype=torch.promote_types(x.dtype, torch.float32))
+            y = x.new_zeros(
+                count, *received[0].shape[1:], dtype=torch.promote_types(x.dtype, torch.float32)
+            )
             for own, part in zip(of_ranks, received, strict=True):
                 y[own.start : own.stop] += part
         ys.append(y.permute(1, 2, 0, 3).contiguous().to(x.dtype).transpose(1, 2))
@@ -63,7 +77,10 @@ def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list
 def _to_heads_shapes(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:
     axis = axis_group_by_name(group)
     own = [len(ranges[axis.index]) for ranges in _ranges(heads, axis)]
-    return [x.new_empty(len(x), n, axis.size * x.shape[2], x.shape[3]) for x, n in zip(xs, own, strict=True)]
+    return [
+        x.new_empty(len(x), n, axis.size * x.shape[2], x.shape[3])
+        for x, n in zip(xs, own, strict=True)
+    ]
 
 
 def _to_sequence_shapes(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:
@@ -79,5 +96,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 operator("to_heads", _to_heads, _to_heads_shapes)
 operator("to_sequence", _to_sequence, _to_sequence_shapes)
 ops = torch.ops.meshtrain
-differentiable("to_heads", lambda ctx, grads: (ops.to_sequence(grads, *ctx.settings), None, None), _setup_context)
-differentiable("to_sequence", lambda ctx, grads: (ops.to_heads(grads, *ctx.settings), None, None), _setup_context)
+differentiable(
+    "to_heads",
+    lambda ctx, grads: (ops.to_sequence(grads, *ctx.settings), None, None),
+    _setup_context,
+)
+differentiable(
+    "to_sequence",
+    lambda ctx, grads: (ops.to_heads(grads, *ctx.settings), None, None),
+    _setup_context,
+)

@@ -1,8 +1,9 @@
-"""The three matrix products of expert layers, in which each row is multiplied by the matrix of its own expert.
+"""The three matrix products of expert layers, in which each row is multiplied by the matrix of its
+own expert.
 
-Rows (n, in) are sorted by expert, and `counts` (E,) int64 has the number of rows of each. Rows beyond the sum of
-`counts` belong to no expert, like the slots of padding: their results are zeros. So shapes never depend on values, and
-everything works on the meta device.
+Rows (n, in) are sorted by expert, and `counts` (E,) int64 has the number of rows of each. Rows
+beyond the sum of `counts` belong to no expert, like the slots of padding: their results are zeros.
+So shapes never depend on values, and everything works on the meta device.
 """
 
 from typing import Any
@@ -54,9 +55,13 @@ def _rows_times(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Whether torch's kernel accepts the tensors: bfloat16 on GPUs, and rows of a multiple of 16 bytes."""
+    """Whether torch's kernel accepts the tensors: bfloat16 on GPUs, and rows of a multiple of 16
+    bytes."""
     return all(
-        device_type_of(t) == "cuda" and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.shape[-2] > 0
+        device_type_of(t) == "cuda"
+        and t.dtype == torch.bfloat16
+        and t.shape[-1] % 8 == 0
+        and t.shape[-2] > 0
         for t in tensors
     )
 
@@ -66,7 +71,11 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 operator("grouped", _product, lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]))
-operator("grouped_input_grad", _input_grad, lambda grad, weight, counts: grad.new_empty(grad.shape[0], weight.shape[2]))
+operator(
+    "grouped_input_grad",
+    _input_grad,
+    lambda grad, weight, counts: grad.new_empty(grad.shape[0], weight.shape[2]),
+)
 operator(
     "grouped_weight_grad",
     _weight_grad,
@@ -89,7 +98,9 @@ class GroupedMatmul(torch.autograd.Function):
     """x (n, in) times the matrix of each row's expert in `weight` (E, out, in) -> (n, out)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradQueue | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradQueue | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
         ctx.queue, ctx.weights = queue, (weight,) if queue is not None else ()
         return ops.grouped(x, weight, counts)
@@ -103,13 +114,19 @@ class GroupedMatmul(torch.autograd.Function):
         if not needs_dw:
             return dx, None, None, None
         inputs = x.detach()  # a queue must not keep the graph of x alive
-        return dx, weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(grad, inputs, counts)), None, None
+        return (
+            dx,
+            weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(grad, inputs, counts)),
+            None,
+            None,
+        )
 
 
 class GatherRows(torch.autograd.Function):
-    """x (n, d) -> (n·j, d): row i is the row of the token with slot `order[i]`; `inverse` is the inverse permutation.
-    With j = `slots` = 1 the result is x[order]. The gradient of a token is summed over its slots in slot order, not in
-    order of arrival: bitwise the same each time, also on GPUs."""
+    """x (n, d) -> (n·j, d): row i is the row of the token with slot `order[i]`; `inverse` is the
+    inverse permutation. With j = `slots` = 1 the result is x[order]. The gradient of a token is
+    summed over its slots in slot order, not in order of arrival: bitwise the same each time, also
+    on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:

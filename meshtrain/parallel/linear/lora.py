@@ -1,10 +1,12 @@
-"""LoRA: low-rank adapters of linear layers (https://arxiv.org/abs/2106.09685), and frozen parameters.
+"""LoRA: low-rank adapters of linear layers (https://arxiv.org/abs/2106.09685), and frozen
+parameters.
 
     y = W x + alpha / rank · B A dropout(x)
 
-A layer keeps its class and its parameter names. `lora_A` (rank, d) and `lora_B` (f, rank), peft's names, are child
-layers whose output a hook adds. Over `tp` they are split like the layer (`tp_plan.style_of_layer`): for a column-wise
-layer B is column-wise and gathers `rank` features per token, for a row-wise one A is row-wise and sums as many.
+A layer keeps its class and its parameter names. `lora_A` (rank, d) and `lora_B` (f, rank), peft's
+names, are child layers whose output a hook adds. Over `tp` they are split like the layer
+(`tp_plan.style_of_layer`): for a column-wise layer B is column-wise and gathers `rank` features per
+token, for a row-wise one A is row-wise and sums as many.
 """
 
 from collections import Counter
@@ -21,12 +23,17 @@ from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
 from meshtrain.pipeline.partition import blocks_of
 
-# Initial values as in peft: those of an nn.Linear, and zeros, so that the model starts equal to the base model.
-INIT_PLAN: Mapping[str, str] = {f"*.{LORA_A}.weight": "kaiming_uniform", f"*.{LORA_B}.weight": "zeros"}
+# Initial values as in peft: those of an nn.Linear, and zeros, so that the model starts equal to the
+# base model.
+INIT_PLAN: Mapping[str, str] = {
+    f"*.{LORA_A}.weight": "kaiming_uniform",
+    f"*.{LORA_B}.weight": "zeros",
+}
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes the parameters whose names match: no gradient, no optimizer state, and no change by a step."""
+    """Freezes the parameters whose names match: no gradient, no optimizer state, and no change by a
+    step."""
     for name, module in model.named_modules(remove_duplicate=False):
         for own, parameter in module.named_parameters(recurse=False):
             if any(fnmatchcase(f"{name}.{own}".lstrip("."), pattern) for pattern in patterns):
@@ -37,37 +44,56 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers inside a model's blocks whose names match a pattern; without patterns all of them. Excludes
-    layers that are blocks themselves, such as a head, and layers with a tied weight."""
+    """The linear layers inside a model's blocks whose names match a pattern; without patterns all
+    of them. Excludes layers that are blocks themselves, such as a head, and layers with a tied
+    weight."""
     blocks = blocks_of(model)
     inside = {module for block in blocks for module in block.modules()} - set(blocks)
     holders: Counter[Any] = Counter(
         parameter for module in model.modules() for parameter in module._parameters.values()
     )
-    own = {module for module in inside if isinstance(module, nn.Linear) and holders[module.weight] == 1}
+    own = {
+        module for module in inside if isinstance(module, nn.Linear) and holders[module.weight] == 1
+    }
     return {
         name: module
         for name, module in model.named_modules()
-        if module in own and isinstance(module, nn.Linear) and any(fnmatchcase(name, p) for p in match or ("*",))
+        if module in own
+        and isinstance(module, nn.Linear)
+        and any(fnmatchcase(name, p) for p in match or ("*",))
     }
 
 
-def add_adapters(model: nn.Module, match: Sequence[str], rank: int, alpha: float, dropout: float) -> None:
-    """Freezes a plain model and adds an adapter to each layer of `adapted_layers`; `initialise` gives it values."""
+def add_adapters(
+    model: nn.Module, match: Sequence[str], rank: int, alpha: float, dropout: float
+) -> None:
+    """Freezes a plain model and adds an adapter to each layer of `adapted_layers`; `initialise`
+    gives it values."""
     layers = adapted_layers(model, match)
     freeze(model, ["*"])
     for layer in layers.values():
-        like: dict[str, Any] = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype}
-        lora_a, lora_b = nn.Linear(layer.in_features, rank, **like), nn.Linear(rank, layer.out_features, **like)
+        like: dict[str, Any] = {
+            "bias": False,
+            "device": layer.weight.device,
+            "dtype": layer.weight.dtype,
+        }
+        lora_a, lora_b = (
+            nn.Linear(layer.in_features, rank, **like),
+            nn.Linear(rank, layer.out_features, **like),
+        )
         _attach(layer, lora_a, lora_b, Dropout(dropout), alpha / rank)
 
 
 def idle_adapters(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str]:
-    """The layers with an adapter that a forward does not call, because it uses their weights directly or not at all, so
-    that their hooks never run. `model`: plain, on the meta device; empty if it does not run there."""
+    """The layers with an adapter that a forward does not call, because it uses their weights
+    directly or not at all, so that their hooks never run. `model`: plain, on the meta device; empty
+    if it does not run there."""
     adapted = {name: module for name, module in model.named_modules() if has_adapter(module)}
     called: set[nn.Module] = set()
-    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in adapted.values()]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.add(module))
+        for module in adapted.values()
+    ]
     try:
         with torch.no_grad():
             model(*(None if x is None else x.to("meta") for x in inputs))
@@ -80,8 +106,8 @@ def idle_adapters(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str
 
 
 def move_adapter(plain: nn.Module, layer: nn.Module, columns: slice | None = None) -> None:
-    """Moves the adapter of a plain layer, if any, to the layer that replaces it. `columns`: this rank's part of its
-    inputs, if they are split."""
+    """Moves the adapter of a plain layer, if any, to the layer that replaces it. `columns`: this
+    rank's part of its inputs, if they are split."""
     if not has_adapter(plain):
         return
     own: Any = plain
@@ -100,11 +126,18 @@ def is_adapter(name: str) -> bool:
 
 
 def _attach(layer: nn.Module, lora_a: Any, lora_b: Any, dropout: Any, scale: Any) -> None:
-    layer.lora_A, layer.lora_B, layer.lora_dropout, layer.lora_scale = lora_a, lora_b, dropout, scale
+    layer.lora_A, layer.lora_B, layer.lora_dropout, layer.lora_scale = (
+        lora_a,
+        lora_b,
+        dropout,
+        scale,
+    )
     layer.register_forward_hook(_add, with_kwargs=True)
 
 
-def _add(layer: Any, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> Tensor:
+def _add(
+    layer: Any, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
+) -> Tensor:
     """A function, not a closure, because a model with hooks is copied by pickle."""
     x = inputs[0] if inputs else named["input"]
     return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(x)))
@@ -117,13 +150,15 @@ def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tens
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Adds the adapters of a model, on any layout, to its weights, and zeroes them. All ranks call it together."""
+    """Adds the adapters of a model, on any layout, to its weights, and zeroes them. All ranks call
+    it together."""
     model.state_dict()  # under FSDP this frees gathered parameters
     for module in model.modules():
         if has_adapter(module):
             layer: Any = module
             lora_a, lora_b = (
-                w.full_tensor() if isinstance(w, DTensor) else w for w in (layer.lora_A.weight, layer.lora_B.weight)
+                w.full_tensor() if isinstance(w, DTensor) else w
+                for w in (layer.lora_A.weight, layer.lora_B.weight)
             )
             local, (rows, columns) = local_part(layer.weight.detach())
             local.copy_(merged(local, lora_a[:, columns], lora_b[rows], layer.lora_scale))

@@ -1,6 +1,7 @@
 """The three products of a linear layer: its forward, its input gradient and its weight gradient.
 
-Linear layers, plain or split, compute with a record of these (`use_products`): another precision is one more record.
+Linear layers, plain or split, compute with a record of these (`use_products`): another precision is
+one more record.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from meshtrain.parallel.torch_private import device_type_of
 
-Maximum = Callable[[Tensor], Tensor]  # elementwise, over the ranks that split a product's summed dim
+# elementwise, over the ranks that split a product's summed dim
+Maximum = Callable[[Tensor], Tensor]
 
 
 def linear_forward(x: Tensor, weight: Tensor, maximum: Maximum | None = None) -> Tensor:
-    """(..., d) and (f, d) -> (..., f). `maximum`: for products with scales; None: this rank has all of d."""
+    """(..., d) and (f, d) -> (..., f). `maximum`: for products with scales; None: this rank has all
+    of d."""
     return x @ weight.t()
 
 
@@ -24,11 +27,16 @@ def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     return grad @ weight
 
 
-def linear_input_grad_sum(grads: Sequence[Tensor], weights: Sequence[Tensor], maximum: Maximum | None = None) -> Tensor:
-    """The gradient of the input (n, d) of several layers, from their outputs' (n, f_i). `maximum`: as above, for f."""
+def linear_input_grad_sum(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], maximum: Maximum | None = None
+) -> Tensor:
+    """The gradient of the input (n, d) of several layers, from their outputs' (n, f_i). `maximum`:
+    as above, for f."""
     dx = linear_input_grad(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        dx.addmm_(grad, weight) if dx.dtype == grad.dtype else dx.add_(linear_input_grad(grad, weight))
+        dx.addmm_(grad, weight) if dx.dtype == grad.dtype else dx.add_(
+            linear_input_grad(grad, weight)
+        )
     return dx
 
 
@@ -38,7 +46,8 @@ def linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def linear_weight_grad_into(grad: Tensor, x: Tensor, into: Tensor, add: bool = True) -> None:
-    """`linear_weight_grad` into a tensor (f, d), possibly of a wider dtype: added to its values, or replacing them."""
+    """`linear_weight_grad` into a tensor (f, d), possibly of a wider dtype: added to its values, or
+    replacing them."""
     if grad.dtype == x.dtype == into.dtype:
         into.addmm_(grad.t(), x, beta=int(add))
     elif widens(grad, x, into):
@@ -48,15 +57,21 @@ def linear_weight_grad_into(grad: Tensor, x: Tensor, into: Tensor, add: bool = T
 
 
 def widens(grad: Tensor, x: Tensor, into: Tensor) -> bool:
-    """Whether torch's product of 16-bit numbers can output its float32 sums unrounded: on NVIDIA GPUs."""
+    """Whether torch's product of 16-bit numbers can output its float32 sums unrounded: on NVIDIA
+    GPUs."""
     narrow = grad.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return narrow and into.dtype == torch.float32 and device_type_of(into) == "cuda" and not torch.version.hip
+    return (
+        narrow
+        and into.dtype == torch.float32
+        and device_type_of(into) == "cuda"
+        and not torch.version.hip
+    )
 
 
 @dataclass(frozen=True)
 class Products:
-    """The products with which linear layers compute outputs and input gradients: the functions above, or others.
-    Weight gradients are always computed in the dtype of the layer."""
+    """The products with which linear layers compute outputs and input gradients: the functions
+    above, or others. Weight gradients are always computed in the dtype of the layer."""
 
     name: str  # passed to operators, which look up the record in PRODUCTS
     forward: Callable[..., Tensor]

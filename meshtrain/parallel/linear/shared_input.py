@@ -1,8 +1,10 @@
-"""Linear layers with the same input compute together: over `tp` they gather it once, and in compiled 16-bit blocks
-their weights, which are contiguous in memory, are merged into one matrix (q, k and v; gate and up).
+"""Linear layers with the same input compute together: over `tp` they gather it once, and in
+compiled 16-bit blocks their weights, which are contiguous in memory, are merged into one matrix (q,
+k and v; gate and up).
 
-The merged product writes and reads the input's gradient once instead of once per layer. The compiler lets the code
-around the layers read from and write to the merged output directly; without it that would need copies.
+The merged product writes and reads the input's gradient once instead of once per layer. The
+compiler lets the code around the layers read from and write to the merged output directly; without
+it that would need copies.
 """
 
 from collections.abc import Sequence
@@ -14,13 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class SharedInput:
-    """Linear layers of a module with the same input: the first one called computes for all of them. If the module gets
-    two different tensors of their width (as cross attention does), so that layers may read different ones, each layer
-    computes for itself. Nothing is kept after the module's forward.
+    """Linear layers of a module with the same input: the first one called computes for all of them.
+    If the module gets two different tensors of their width (as cross attention does), so that
+    layers may read different ones, each layer computes for itself. Nothing is kept after the
+    module's forward.
 
     Attributes:
         merges: whether a 16-bit forward may merge the layers' weights.
-        weight: the merged weight in the current forward; the weights of the layers are then parts of it.
+        weight: the merged weight in the current forward; the weights of the layers are then parts
+            of it.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -56,14 +60,16 @@ class SharedInput:
 
 
 def share_input(layers: Sequence[Any], module: nn.Module) -> None:
-    """Makes these layers, which a module's forward calls, compute together if they get the same tensor."""
+    """Makes these layers, which a module's forward calls, compute together if they get the same
+    tensor."""
     if len(layers) == 1 or ("forward" in vars(module) and not hasattr(module, "shared_inputs")):
         return
     shared = SharedInput(layers)
     for layer in layers:
         layer.shared_input = shared
     module.shared_inputs = (*getattr(module, "shared_inputs", ()), shared)  # type: ignore[assignment]
-    # Not by hooks, and with one function for all modules: otherwise the compiler would recompile for each block.
+    # Not by hooks, and with one function for all modules: otherwise the compiler would recompile
+    # for each block.
     module.forward = MethodType(_forward, module)
 
 
@@ -79,8 +85,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def split_outputs(product: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """Each layer's own output, which a model may change in place or view freely. The compiler makes no copy if its own
-    kernels read the output."""
+    """Each layer's own output, which a model may change in place or view freely. The compiler makes
+    no copy if its own kernels read the output."""
     return [part.contiguous() for part in product.split(list(widths), -1)]
 
 
@@ -89,7 +95,12 @@ def stack(parts: Sequence[Tensor]) -> Tensor | None:
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.data_ptr() != end or not part.is_contiguous() or part.shape[1:] != first.shape[1:]:
+        if (
+            not same
+            or part.data_ptr() != end
+            or not part.is_contiguous()
+            or part.shape[1:] != first.shape[1:]
+        ):
             return None
         end += part.nbytes
     return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

@@ -1,11 +1,14 @@
-"""Weight gradients: accumulated in place by their products, and optionally computed later than input gradients.
+"""Weight gradients: accumulated in place by their products, and optionally computed later than
+input gradients.
 
-Autograd would allocate each gradient of a microbatch and add it to the parameter's in a second pass; a product that
-accumulates needs neither. Wherever autograd may have to see the gradient, it takes the normal path.
+Autograd would allocate each gradient of a microbatch and add it to the parameter's in a second
+pass; a product that accumulates needs neither. Wherever autograd may have to see the gradient, it
+takes the normal path.
 
-The backward of a linear layer computes two products, and the previous pipeline stage waits for only one of them. A
-layer with a `WeightGradQueue` leaves the other one there, to be computed when the rank would be idle (Qi et al.,
-https://arxiv.org/abs/2401.10241). Cheap gradients (norms, biases, embeddings) are computed at once.
+The backward of a linear layer computes two products, and the previous pipeline stage waits for only
+one of them. A layer with a `WeightGradQueue` leaves the other one there, to be computed when the
+rank would be idle (Qi et al., https://arxiv.org/abs/2401.10241). Cheap gradients (norms, biases,
+embeddings) are computed at once.
 """
 
 from collections import Counter
@@ -36,11 +39,13 @@ class DeferredWeightGrad:
     weight: Tensor  # as the layer saw it: autograd passes the gradient from there to the parameter
     parameter: Tensor | None  # the parameter that the weight is the whole of, if any
     compute: Callable[[], Tensor]
-    write: Callable[[Tensor, bool], object] | None = None  # computes it into a tensor, added to it or not
+    # computes it into a tensor, added to it or not
+    write: Callable[[Tensor, bool], object] | None = None
 
 
 class WeightGradQueue:
-    """Where the layers of a stage leave the weight gradients of a backward that computes only input gradients."""
+    """Where the layers of a stage leave the weight gradients of a backward that computes only input
+    gradients."""
 
     used = True  # whether the current microbatch uses the queue
 
@@ -74,19 +79,26 @@ class SupportsDeferral:
 
 
 def let_products_accumulate(model: nn.Module) -> None:
-    """Lets products add directly to gradients of parameters, except of those that several modules share."""
+    """Lets products add directly to gradients of parameters, except of those that several modules
+    share."""
     places = [parameter for module in model.modules() for parameter in module._parameters.values()]
-    for parameter, uses in Counter(parameter for parameter in places if parameter is not None).items():
+    for parameter, uses in Counter(
+        parameter for parameter in places if parameter is not None
+    ).items():
         if uses == 1:
             parameter.gradient_place = None  # type: ignore[attr-defined]
 
 
 def weight_grad(
-    ctx: Any, index: int, compute: Callable[[], Tensor], write: Callable[[Tensor, bool], object] | None = None
+    ctx: Any,
+    index: int,
+    compute: Callable[[], Tensor],
+    write: Callable[[Tensor, bool], object] | None = None,
 ) -> Tensor | None:
-    """What the backward of a layer's autograd function returns for a weight. Its forward has set `ctx.queue` and, if
-    there is a queue, `ctx.weights`: saved weights may be copies made by a recomputation, from which autograd has no
-    path to the parameters. `index`: of the weight among these; the rest: see `DeferredWeightGrad`."""
+    """What the backward of a layer's autograd function returns for a weight. Its forward has set
+    `ctx.queue` and, if there is a queue, `ctx.weights`: saved weights may be copies made by a
+    recomputation, from which autograd has no path to the parameters. `index`: of the weight among
+    these; the rest: see `DeferredWeightGrad`."""
     if torch.compiler.is_compiling():
         return compute()
     node = ctx.next_functions[1 + index][0]
@@ -100,13 +112,16 @@ def weight_grad(
 
 def product_weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
     """`weight_grad` of a linear layer from the output's gradient (n, f) and the input (n, d)."""
-    return weight_grad(ctx, index, partial(linear_weight_grad, grad, x), partial(linear_weight_grad_into, grad, x))
+    return weight_grad(
+        ctx, index, partial(linear_weight_grad, grad, x), partial(linear_weight_grad_into, grad, x)
+    )
 
 
 def add_or_compute(
     node: Any, compute: Callable[[], Tensor], write: Callable[[Tensor, bool], object] | None
 ) -> Tensor | None:
-    """The gradient for a backward's next node, or None if it was added to the parameter's gradient directly."""
+    """The gradient for a backward's next node, or None if it was added to the parameter's gradient
+    directly."""
     accumulator = accumulator_of(node)
     parameter = getattr(accumulator, "variable", None)
     if write is None or not takes_products(parameter) or not runs_in_backward(accumulator):
@@ -116,22 +131,32 @@ def add_or_compute(
 
 
 def run_weight_grads(deferred: Sequence[DeferredWeightGrad]) -> None:
-    """Computes deferred gradients layer by layer, each added to its parameter's before the next is computed. Gradients
-    of layers that share a parameter are summed first, as in a whole backward."""
+    """Computes deferred gradients layer by layer, each added to its parameter's before the next is
+    computed. Gradients of layers that share a parameter are summed first, as in a whole
+    backward."""
     shared: dict[Any, list[DeferredWeightGrad]] = {}
     with torch.no_grad():
         for layer in deferred:
             if layer.write is not None and takes_products(layer.parameter):
                 add_product(layer.parameter, layer.write)
             else:
-                shared.setdefault(layer if layer.parameter is None else layer.parameter, []).append(layer)
+                shared.setdefault(layer if layer.parameter is None else layer.parameter, []).append(
+                    layer
+                )
         for layers in shared.values():
-            torch.autograd.backward([layer.weight for layer in layers], [layer.compute() for layer in layers])
+            torch.autograd.backward(
+                [layer.weight for layer in layers], [layer.compute() for layer in layers]
+            )
 
 
 def takes_products(parameter: Any) -> bool:
-    """Whether a product may add to, or create, a parameter's gradient. Autograd does if the user could observe it."""
-    if not hasattr(parameter, "gradient_place") or torch.is_grad_enabled() or torch.is_anomaly_enabled():
+    """Whether a product may add to, or create, a parameter's gradient. Autograd does if the user
+    could observe it."""
+    if (
+        not hasattr(parameter, "gradient_place")
+        or torch.is_grad_enabled()
+        or torch.is_anomaly_enabled()
+    ):
         return False
     if parameter.grad is not None and not is_plain_gradient(parameter.grad, parameter):
         return False
@@ -139,7 +164,8 @@ def takes_products(parameter: Any) -> bool:
 
 
 def write_grad(grad: Tensor, place: Tensor, add: bool) -> None:
-    """Writes an existing gradient, possibly of another dtype, like a product: in one pass over memory."""
+    """Writes an existing gradient, possibly of another dtype, like a product: in one pass over
+    memory."""
     place.add_(grad) if add else place.copy_(grad)
 
 

@@ -1,7 +1,9 @@
-"""Which parameters lie between a column-wise and a row-wise layer, found by following tensors through a forward.
+"""Which parameters lie between a column-wise and a row-wise layer, found by following tensors
+through a forward.
 
-There each rank of `tp` has a part of the features, and so a part of these parameters' gradients. The comparison of
-`verify` sees it in the values; this looks at one forward without values, for a model that is not compared.
+There each rank of `tp` has a part of the features, and so a part of these parameters' gradients.
+The comparison of `verify` sees it in the values; this looks at one forward without values, for a
+model that is not compared.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,14 +18,22 @@ from meshtrain.parallel.tp_plan import Colwise, Rowwise, Split
 from meshtrain.parallel.verify.comparison import PlainError, Sample, skeleton
 
 
-def parameters_between(model: nn.Module, splits: Sequence[Split], names: Collection[str], sample: Sample) -> list[str]:
-    """Those of the parameters `names` that meet a part of the features. What cannot be followed counts as a part.
+def parameters_between(
+    model: nn.Module, splits: Sequence[Split], names: Collection[str], sample: Sample
+) -> list[str]:
+    """Those of the parameters `names` that meet a part of the features. What cannot be followed
+    counts as a part.
 
     Raises PlainError: the model does not run without values.
     """
     plain = skeleton(model, torch.float32, training=True).to("meta")
-    inputs = [None if x is None else x.to("meta", torch.float32 if x.is_floating_point() else None) for x in sample]
-    watch = _Features([*plain.parameters(), *plain.buffers(), *(x for x in inputs if x is not None)])
+    inputs = [
+        None if x is None else x.to("meta", torch.float32 if x.is_floating_point() else None)
+        for x in sample
+    ]
+    watch = _Features(
+        [*plain.parameters(), *plain.buffers(), *(x for x in inputs if x is not None)]
+    )
     for split in splits:
         if split.style == Colwise.word:
             plain.get_submodule(split.layer).register_forward_hook(lambda *of: watch.split(of[2]))
@@ -42,9 +52,11 @@ class _Features(TorchDispatchMode):
 
     def __init__(self, whole: Sequence[Tensor]) -> None:
         super().__init__()
-        self.met_parts: set[Tensor] = set()  # parameters that an operator took together with a part of the features
+        # parameters that an operator took together with a part of the features
+        self.met_parts: set[Tensor] = set()
         self._whole = {_memory(x) for x in whole}
-        self._made_of = {_memory(x): {x} for x in whole if isinstance(x, nn.Parameter)}  # memory -> its parameters
+        # memory -> its parameters
+        self._made_of = {_memory(x): {x} for x in whole if isinstance(x, nn.Parameter)}
         self._alive: list[Any] = list(whole)  # so that memory is not used again
 
     def split(self, output: Any) -> None:

@@ -27,11 +27,20 @@ from meshtrain.parallel.tensor_parallel import AXIS, shard_parameter
 from meshtrain.parallel.torch_private import replace_parameters, to_local
 from meshtrain.parallel.tp_plan import REPLICATED
 
-TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 rounding, far below a missing addend
+# relative to a tensor's largest value: far above float32 rounding, far below a missing addend
+TOLERANCE = 1e-3
 SAME_CODE = 1e-4  # where the plain model is compared with itself, which rounds alike or nearly so
-NARROW = 1e-2  # where a model itself computes in 16 bits, which kernels of other sizes round in another way
+# where a model itself computes in 16 bits, which kernels of other sizes round in another way
+NARROW = 1e-2
 
-OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # may differ between identical blocks
+# may differ between identical blocks
+OURS = (
+    "mesh",
+    "axis_group",
+    "shared_input",
+    "shared_inputs",
+    "forward",
+)
 Sample = Sequence[Tensor | None]
 Named = list[tuple[str, Tensor]]
 # Inside, a function gets the name and values of each term that a forward attaches to the loss.
@@ -48,7 +57,9 @@ class PlainError(Exception):
 
 def skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
     """A copy of a model with meta parameters and dropout probability 0."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+    }
     try:
         skeleton = cast(copy.deepcopy(model, memo), dtype)
     except Exception as error:
@@ -67,8 +78,12 @@ def signature(block: nn.Module) -> str:
     """Equal for blocks with the same code, settings and sizes."""
 
     def describe(module: nn.Module) -> tuple[Any, ...]:
-        settings = [(key, value) for key, value in vars(module).items() if key[0] != "_" and key not in OURS]
-        parameters = [(key, p.shape, p.requires_grad) for key, p in module.named_parameters("", False)]
+        settings = [
+            (key, value) for key, value in vars(module).items() if key[0] != "_" and key not in OURS
+        ]
+        parameters = [
+            (key, p.shape, p.requires_grad) for key, p in module.named_parameters("", False)
+        ]
         return type(module), settings, parameters
 
     return repr([(name, *describe(module)) for name, module in block.named_modules()])
@@ -76,19 +91,26 @@ def signature(block: nn.Module) -> str:
 
 @dataclass(eq=False)
 class Run:
-    """A forward of a model and the backwards of its pieces, recorded, or compared with those of a reference."""
+    """A forward of a model and the backwards of its pieces, recorded, or compared with those of a
+    reference."""
 
     model: nn.Module
     mesh: Mesh
     kinds: dict[str, str]  # block -> signature, equal for identical blocks
     reference: "Run | None" = None  # the run of the plain model; None if this is the reference
     axis: str = AXIS  # the axis over which ranks share the work
-    rows: Callable[[int], list[int]] = lambda n: list(range(n))  # this rank's indices in a split dim of size n
-    # Whether gradients of tensors that each rank holds whole are summed over ranks: with sequence parallelism and `cp`.
+    # this rank's indices in a split dim of size n
+    rows: Callable[[int], list[int]] = lambda n: list(range(n))
+    # Whether gradients of tensors that each rank holds whole are summed over ranks: with sequence
+    # parallelism and `cp`.
     sums_shared: bool = False
-    partial: Collection[nn.Parameter | None] = ()  # parameters whose gradients are summed (`sum_partial_gradients`)
-    places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part; only it is recorded
-    terms: Terms | None = None  # given: compares only what has a row per sample, these terms, and no backward
+    partial: Collection[
+        nn.Parameter | None
+    ] = ()  # parameters whose gradients are summed (`sum_partial_gradients`)
+    # split parameter -> this rank's part; only it is recorded
+    places: dict[str, Part] = field(default_factory=dict)
+    # given: compares only what has a row per sample, these terms, and no backward
+    terms: Terms | None = None
     tolerance: float = TOLERANCE
     seed: int = 0  # of the weights
     narrow: bool = False  # whether anything was computed in 16 bits
@@ -99,21 +121,24 @@ class Run:
 
     def __post_init__(self) -> None:
         plain = self.reference
-        self.tensors: dict[str, Tensor] = {} if plain is None else plain.tensors  # the plain model's, by name
+        # the plain model's, by name
+        self.tensors: dict[str, Tensor] = {} if plain is None else plain.tensors
         # call of a block -> the first call of an identical block
         self.first: dict[str, str] = {} if plain is None else plain.first
         self._alike: dict[str, str] = {}  # block signature and input shapes -> that call
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
         experts = (module for module in self.model.modules() if hasattr(module, "dispatch"))
-        self._of_experts = {parameter for module in experts for parameter in module.parameters()}  # (E, out, in)
+        # (E, out, in)
+        self._of_experts = {parameter for module in experts for parameter in module.parameters()}
         self._calls: dict[str, int] = {}
         self._outputs: dict[str, tuple[list[Any], Any]] = {}  # outputs of each first call
         self._starts: Named = []  # leaf tensors at which the code between blocks begins
         self._ends: Named = []  # and the tensors at which it ends
 
     def compare(self, whole: Sample, inputs: Sample, others: Sequence[str] = ()) -> str | None:
-        """Runs the reference with `whole`, and this run with `inputs`, which may append further problems to `others`.
-        Returns the first problem of any rank, the same on all ranks. Raises PlainError: the reference fails."""
+        """Runs the reference with `whole`, and this run with `inputs`, which may append further
+        problems to `others`. Returns the first problem of any rank, the same on all ranks. Raises
+        PlainError: the reference fails."""
         assert self.reference is not None
         for run, arguments in ((self.reference, whole), (self, inputs)):
             try:
@@ -123,7 +148,8 @@ class Run:
                 if self.terms is not None:
                     self.problem = None
                     break  # to the other ranks, which may have other samples, or more memory
-                if isinstance(error, torch.OutOfMemoryError):  # may be on this rank alone: it ends the job, and says so
+                # may be on this rank alone: it ends the job, and says so
+                if isinstance(error, torch.OutOfMemoryError):
                     raise
                 if run is self.reference:
                     raise PlainError(failure) from error
@@ -139,7 +165,9 @@ class Run:
         if int(first) == never:
             return None
         problems = [self.problem]
-        dist.broadcast_object_list(problems, src=int(first) % world, group=self.mesh.world, device=first.device)
+        dist.broadcast_object_list(
+            problems, src=int(first) % world, group=self.mesh.world, device=first.device
+        )
         return problems[0]
 
     def run(self, inputs: Sample) -> None:
@@ -152,12 +180,19 @@ class Run:
             block.forward = self._isolate(name, block)
         try:
             outside = self._fill(module for module in self.model.modules() if module not in inside)
-            with outside as parameters, nullcontext() if self.terms is None else self.terms(self._term):
+            with (
+                outside as parameters,
+                nullcontext() if self.terms is None else self.terms(self._term),
+            ):
                 ends = self._record("the model's output", tensors_of(self.model(*inputs)))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
         finally:
             self.draws = states != _generator_states()
-            for block, forward in forwards:  # drops all references to this run, so that its memory is freed at its end
+            # drops all references to this run, so that its memory is freed at its end
+            for (
+                block,
+                forward,
+            ) in forwards:
                 block.forward = forward
         if self.reference is not None and self._calls != self.reference._calls:
             self.differ("it calls its blocks another number of times")
@@ -166,7 +201,8 @@ class Run:
         self.problem = self.problem or problem
 
     def _isolate(self, name: str, block: nn.Module) -> Callable:
-        """A block's forward with detached inputs and outputs, so that autograd graphs end at the block."""
+        """A block's forward with detached inputs and outputs, so that autograd graphs end at the
+        block."""
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -175,17 +211,23 @@ class Run:
             inputs, structure = tree_flatten((args, kwargs))
             self._ends += self._record(f"{piece}: input", inputs)
             if self.reference is None:
-                sizes = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+                sizes = [
+                    (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
+                    for x in inputs
+                ]
                 self.first[piece] = self._alike.setdefault(f"{self.kinds[name]} {sizes}", piece)
             first = self.first.get(piece, piece)
             if first not in self._outputs:
                 leaves = [_leaf(x) for x in inputs]
                 with self._fill(block.modules()) as parameters:
-                    clones = tree_map_only(Tensor, torch.clone, leaves)  # the block may change them in place
+                    # the block may change them in place
+                    clones = tree_map_only(Tensor, torch.clone, leaves)
                     args, kwargs = tree_unflatten(clones, structure)
                     outputs, form = tree_flatten(forward(*args, **kwargs))
                     ends = self._record(f"{piece}: output", outputs)
-                    self._backward(piece, _with_names(f"{piece}: input", leaves), ends, [], parameters)
+                    self._backward(
+                        piece, _with_names(f"{piece}: input", leaves), ends, [], parameters
+                    )
                 self._outputs[first] = [_leaf(y) for y in outputs], form
             outputs, form = self._outputs[first]
             leaves = [_leaf(y) for y in outputs]
@@ -197,29 +239,46 @@ class Run:
 
     @contextmanager
     def _fill(self, modules: Iterable[nn.Module]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-        """Inside, parameters of these modules have values by their names. Yields parameter -> the one with values."""
+        """Inside, parameters of these modules have values by their names. Yields parameter -> the
+        one with values."""
         filled: dict[nn.Parameter, nn.Parameter] = {}
 
         def with_values(p: nn.Parameter) -> nn.Parameter:
             if p not in filled:
-                values = self._values(self._names[p], p.shape, p.dtype, 2 if p in self._of_experts else 1)
+                values = self._values(
+                    self._names[p], p.shape, p.dtype, 2 if p in self._of_experts else 1
+                )
                 whole = nn.Parameter(values, requires_grad=p.requires_grad)
-                filled[p] = shard_parameter(whole, self.mesh, p.placements[0]) if isinstance(p, DTensor) else whole
+                filled[p] = (
+                    shard_parameter(whole, self.mesh, p.placements[0])
+                    if isinstance(p, DTensor)
+                    else whole
+                )
             return filled[p]
 
         with replace_parameters(modules, with_values), _Borrowed(self, with_values):
             yield filled
 
-    def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
-        """Values that keep a product's output about as large as its input. `first`: the first dim that it sums over."""
-        draw = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()) + self.seed)
-        options: dict[str, Any] = {"generator": draw, "device": self.mesh.device_type, "dtype": dtype}
+    def _values(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1
+    ) -> Tensor:
+        """Values that keep a product's output about as large as its input. `first`: the first dim
+        that it sums over."""
+        draw = torch.Generator(self.mesh.device_type).manual_seed(
+            zlib.crc32(name.encode()) + self.seed
+        )
+        options: dict[str, Any] = {
+            "generator": draw,
+            "device": self.mesh.device_type,
+            "dtype": dtype,
+        }
         if len(shape) < 2:
             return torch.rand(shape, **options).add_(0.5)
         return torch.randn(shape, **options).div_(math.sqrt(math.prod(shape[first:])))
 
     def _record(self, prefix: str, values: list[Any]) -> Named:
-        """Records or compares the tensors in `values`; returns those that a backward can start from, with names."""
+        """Records or compares the tensors in `values`; returns those that a backward can start
+        from, with names."""
         # Clones, because the model may change its tensors in place.
         copies = [(name, to_local(x).clone()) for name, x in _with_names(prefix, values)]
         for name, x in copies:
@@ -227,10 +286,16 @@ class Run:
         return [(name, x) for name, x in copies if x.requires_grad]
 
     def _backward(
-        self, piece: str, starts: Named, inner: Named, outer: Named, parameters: dict[nn.Parameter, nn.Parameter]
+        self,
+        piece: str,
+        starts: Named,
+        inner: Named,
+        outer: Named,
+        parameters: dict[nn.Parameter, nn.Parameter],
     ) -> None:
-        """Compares the gradients of a piece's inputs and parameters. `inner`: its outputs to other pieces; `outer`: its
-        outputs to the loss, which every rank computes; `parameters`: those of `_fill`."""
+        """Compares the gradients of a piece's inputs and parameters. `inner`: its outputs to other
+        pieces; `outer`: its outputs to the loss, which every rank computes; `parameters`: those of
+        `_fill`."""
         if self.terms is not None:
             return
         ends = [(x, self._cotangent(name, x, self.sums_shared)) for name, x in inner]
@@ -245,14 +310,23 @@ class Run:
                 summed = self.sums_shared and whole is not None and whole.shape == grad.shape
                 self._compare(name, self._sum(grad) if summed else grad)
         grads = [self.tensors.get(f"{piece}: gradient of {self._names[p]}") for p in parameters]
-        least = 1e-3 * max((float(g.abs().max()) for g in grads if g is not None and g.numel()), default=0.0)
+        least = 1e-3 * max(
+            (float(g.abs().max()) for g in grads if g is not None and g.numel()), default=0.0
+        )
         for p, filled in parameters.items():
             if p.requires_grad:
                 name, grad = self._names[p], _grad_of(filled)
                 if self.reference is None:
                     grad = grad[self.places.get(name, ...)].clone()
-                total = grad if isinstance(p, DTensor) and p not in self.partial else self._sum(grad)
-                self._compare(f"{piece}: gradient of {name}", total if p in self.partial else grad, total, least)
+                total = (
+                    grad if isinstance(p, DTensor) and p not in self.partial else self._sum(grad)
+                )
+                self._compare(
+                    f"{piece}: gradient of {name}",
+                    total if p in self.partial else grad,
+                    total,
+                    least,
+                )
 
     def _term(self, name: str, values: Tensor) -> None:
         """Compares a term of the loss, or what a module tallies."""
@@ -266,7 +340,8 @@ class Run:
         return x
 
     def _cotangent(self, name: str, x: Tensor, shared: bool) -> Tensor | None:
-        """This rank's part of the gradient of a tensor; if `shared` and whole, its share of a sum over the ranks."""
+        """This rank's part of the gradient of a tensor; if `shared` and whole, its share of a sum
+        over the ranks."""
         if (place := self._place(name, x.shape)) is None:
             return None
         whole = self.tensors[name].shape
@@ -274,7 +349,8 @@ class Run:
         return grad / self.mesh.size(self.axis) if shared and whole == x.shape else grad
 
     def _place(self, name: str, part: Sequence[int]) -> Any:
-        """The index of this rank's part in the whole tensor, from their shapes; None: it is not a part of it."""
+        """The index of this rank's part in the whole tensor, from their shapes; None: it is not a
+        part of it."""
         whole = self.tensors.get(name)
         if whole is None or whole.ndim != len(part):
             return None
@@ -282,9 +358,15 @@ class Run:
         if not dims:
             return ...
         rows = self.rows(whole.shape[dims[0]])
-        return (*[slice(None)] * dims[0], rows) if len(dims) == 1 and len(rows) == part[dims[0]] else None
+        return (
+            (*[slice(None)] * dims[0], rows)
+            if len(dims) == 1 and len(rows) == part[dims[0]]
+            else None
+        )
 
-    def _compare(self, name: str, x: Tensor, total: Tensor | None = None, least: float = 0.0) -> None:
+    def _compare(
+        self, name: str, x: Tensor, total: Tensor | None = None, least: float = 0.0
+    ) -> None:
         """`total`: x summed over the ranks."""
         x = x.detach()
         if self.reference is None:
@@ -293,41 +375,67 @@ class Run:
             tolerance = max(self.tolerance, NARROW) if self.narrow else self.tolerance
             self.comparisons += 1
             whole, place = self.tensors.get(name), self._place(name, x.shape)
-            if self.terms is not None and (place is None or (place is ... and len(self.rows(2)) != 2)):
+            if self.terms is not None and (
+                place is None or (place is ... and len(self.rows(2)) != 2)
+            ):
                 return
             if whole is None:
                 self.differ(f"{name} is none of the plain model's")
             elif place is None:
-                self.differ(f"{name} has the shape {tuple(x.shape)}, and {tuple(whole.shape)} on one device")
+                self.differ(
+                    f"{name} has the shape {tuple(x.shape)}, and {tuple(whole.shape)} on one device"
+                )
             elif (off := _off(x, whole[place], tolerance, least)) is not None:
                 sums = total is not None and _off(total, whole[place], tolerance, least) is None
-                hint = f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}" if sums else ""
+                hint = (
+                    f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}"
+                    if sums
+                    else ""
+                )
                 self.differ(f"{name} differs by {off:.2g} of its largest value{hint}")
 
 
 class _Borrowed(TorchFunctionMode):
-    """Gives values to parameters of a block that code outside of it computes with: for them alone they are on meta,
-    and operators on a CPU would read them as if they were not. Tells the run of results in 16 bits."""
+    """Gives values to parameters of a block that code outside of it computes with: for them alone
+    they are on meta, and operators on a CPU would read them as if they were not. Tells the run of
+    results in 16 bits."""
 
     def __init__(self, run: Run, values: Callable[[nn.Parameter], nn.Parameter]) -> None:
         super().__init__()
-        self.run, self.values, self.device = run, values, torch.empty(0, device=run.mesh.device_type).device
+        self.run, self.values, self.device = (
+            run,
+            values,
+            torch.empty(0, device=run.mesh.device_type).device,
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, names = kwargs or {}, self.run._names
         if any(isinstance(x, nn.Parameter) and x in names for x in tree_leaves((args, kwargs))):
-            if getattr(func, "__name__", "") == "__get__" and not isinstance(value := func(*args, **kwargs), Tensor):
-                return self.device if isinstance(value, torch.device) else value  # nothing is computed
-            args, kwargs = tree_map_only(nn.Parameter, lambda x: self.values(x) if x in names else x, (args, kwargs))
+            if getattr(func, "__name__", "") == "__get__" and not isinstance(
+                value := func(*args, **kwargs), Tensor
+            ):
+                # nothing is computed
+                return self.device if isinstance(value, torch.device) else value
+            args, kwargs = tree_map_only(
+                nn.Parameter, lambda x: self.values(x) if x in names else x, (args, kwargs)
+            )
         result = func(*args, **kwargs)
-        self.run.narrow |= isinstance(result, Tensor) and result.dtype.itemsize < 4 and result.is_floating_point()
+        self.run.narrow |= (
+            isinstance(result, Tensor) and result.dtype.itemsize < 4 and result.is_floating_point()
+        )
         return result
 
 
 def _generator_states() -> list[Any]:
     gpu = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
     _, keys, *others = np.random.get_state()
-    return [torch.get_rng_state().tolist(), *gpu, np.asarray(keys).tolist(), others, random.getstate()]
+    return [
+        torch.get_rng_state().tolist(),
+        *gpu,
+        np.asarray(keys).tolist(),
+        others,
+        random.getstate(),
+    ]
 
 
 def _off(x: Tensor, expected: Tensor, tolerance: float, least: float = 0.0) -> float | None:

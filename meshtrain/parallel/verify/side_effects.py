@@ -1,5 +1,5 @@
-"""Refuses a model whose first training forward changes its own state, of which each rank, or the recomputation of a
-block, would have another."""
+"""Refuses a model whose first training forward changes its own state, of which each rank, or the
+recomputation of a block, would have another."""
 
 from collections.abc import Collection, Iterator
 from itertools import chain
@@ -17,11 +17,13 @@ from meshtrain.parallel.torch_private import persistent_buffers, to_local
 
 
 def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Module]) -> None:
-    """Makes the model's first training forward raise AgreedError (in a pipeline InputError, on the ranks of one stage)
-    if it changes a parameter or a persistent buffer. A buffer that was empty is a cache, which may be filled.
+    """Makes the model's first training forward raise AgreedError (in a pipeline InputError, on the
+    ranks of one stage) if it changes a parameter or a persistent buffer. A buffer that was empty is
+    a cache, which may be filled.
 
     Args:
-        again: the modules whose forward is recomputed in the backward; on one data rank only these are checked.
+        again: the modules whose forward is recomputed in the backward; on one data rank only these
+            are checked.
     """
     several = mesh.size(*LOSS_AXES) > 1
     parameters = several and not mesh.uses_fsdp  # FSDP itself refuses writes to gathered parameters
@@ -33,7 +35,11 @@ def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Modul
                 continue  # each rank has the same statistics
             own = persistent_buffers(module) if several or module in again else {}
             own |= module._parameters if parameters else {}
-            yield from ((f"{module_name}.{name}".lstrip("."), _digest(x)) for name, x in own.items() if x is not None)
+            yield from (
+                (f"{module_name}.{name}".lstrip("."), _digest(x))
+                for name, x in own.items()
+                if x is not None
+            )
 
     def begin(model: nn.Module, *unused: Any) -> None:
         if model.training and torch.is_grad_enabled():
@@ -49,9 +55,17 @@ def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Modul
         after = dict(digests())
         names = [name for name, (shape, _) in before.items() if name in after and 0 not in shape]
         shapes = [[of[name][0] for name in names] for of in (before, after)]
-        values = [torch.stack([of[name][1] for name in names]).tolist() if names else [] for of in (before, after)]
+        values = [
+            torch.stack([of[name][1] for name in names]).tolist() if names else []
+            for of in (before, after)
+        ]
         before.clear()
-        pairs = zip(names, zip(shapes[0], values[0], strict=True), zip(shapes[1], values[1], strict=True), strict=True)
+        pairs = zip(
+            names,
+            zip(shapes[0], values[0], strict=True),
+            zip(shapes[1], values[1], strict=True),
+            strict=True,
+        )
         problems = [_refusal(name, several) for name, old, new in pairs if repr(old) != repr(new)]
         if mesh.size("pp") > 1:  # stages run their first forwards at different times
             if problems:
@@ -69,18 +83,26 @@ def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Modul
 
 def _refusal(name: str, several: bool) -> str:
     if several:
-        reason = "with several data ranks or cp each rank would have its own, and the loss would depend on the layout"
-        remedy = "sum what it is made of over the global batch (meshtrain.loss.tally), use one data rank and cp: 1"
+        reason = (
+            "with several data ranks or cp each rank would have its own, and the loss would depend "
+            "on the layout"
+        )
+        remedy = (
+            "sum what it is made of over the global batch (meshtrain.loss.tally), use one data "
+            "rank and cp: 1"
+        )
     else:
         reason, remedy = "a block that is recomputed would change it twice", "use recompute: none"
     return (
-        f"the model's forward changes {name} in training, and {reason}: {remedy}, or, if no result follows from it, "
+        f"the model's forward changes {name} in training, and {reason}: {remedy}, or, if no result "
+        "follows from it, "
         "leave this check out by parallel.verify: false (verify=False)"
     )
 
 
 def _digest(tensor: Tensor) -> tuple[torch.Size, Tensor]:
-    """Shape, sum and norm of a tensor. Both, because normalised values keep their norm when they change."""
+    """Shape, sum and norm of a tensor. Both, because normalised values keep their norm when they
+    change."""
     x = to_local(tensor.detach())
     x = torch.view_as_real(x) if x.is_complex() else x if x.is_floating_point() else x.double()
     norm = torch.linalg.vector_norm(x, dtype=torch.float64)

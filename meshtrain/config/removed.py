@@ -1,0 +1,33 @@
+"""Keys that an earlier version had, and what takes the place of each.
+
+A config that names one gets an error that says so. A checkpoint of an earlier version is still
+read: the config in its manifest has every key of its time, so these are taken out of it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# The full name of a key -> what its user does now.
+REMOVED: dict[str, str] = {
+    "metrics.tensorboard": "add it to the sinks, metrics.sinks: [tensorboard]",
+}
+
+
+def what_replaces(section: str, name: str) -> str | None:
+    """What takes the place of a key that is gone; None: there never was one.
+
+    Args:
+        section: the section as errors print it, such as `metrics`, or `train.chaos[0]` for an
+            entry of a list.
+    """
+    without_index = re.sub(r"\[\d+\]", "", section)
+    return REMOVED.get(f"{without_index}.{name}")
+
+
+def without_removed(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sections of a config of an earlier version, without the keys that are gone."""
+    return {
+        section: {name: value for name, value in keys.items() if f"{section}.{name}" not in REMOVED}
+        for section, keys in config.items()
+    }
