@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from meshtrain.config.errors import ConfigError, nearest, yaml_text
-from meshtrain.config.removed import what_replaces
+from meshtrain.config.removed import REMOVED_VALUES, what_replaces
 from meshtrain.config.yaml_reader import Node, describe, read_scalar
 from meshtrain.errors import any_of
 
@@ -222,9 +222,13 @@ def convert(
     for option in _options(hint):
         if _fits(node.value, option):
             return _convert_to(node, option, hint, name, errors, limits)
-    out = (
-        limits.instead[1] if node.value in limits.instead[0].split() else _suggest(node.value, hint)
-    )
+    removed = REMOVED_VALUES.get(name, {})
+    if isinstance(node.value, str) and node.value in removed:
+        out = removed[node.value]
+    elif node.value in limits.instead[0].split():
+        out = limits.instead[1]
+    else:
+        out = _suggest(node.value, hint)
     if not out and default not in (dataclasses.MISSING, None):
         out = f"the default is {yaml_text(default)}"
     _report_misfit(node, hint, name, errors, limits, out)

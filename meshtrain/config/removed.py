@@ -13,6 +13,13 @@ REMOVED: dict[str, str] = {
     "metrics.tensorboard": "add it to the sinks, metrics.sinks: [tensorboard]",
 }
 
+# A key that is still there -> a value that it had -> what its user does now.
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "train.linear_precision": {
+        "mxfp8": "it is no longer there: use float8, scaled for each token and each row of a weight"
+    },
+}
+
 
 def what_replaces(section: str, name: str) -> str | None:
     """What takes the place of a key that is gone; None: there never was one.

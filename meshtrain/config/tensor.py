@@ -93,7 +93,7 @@ def check_float8(draft: ConfigDraft, sizes: dict[str, int]) -> None:
         )
     except SplitError:  # check_split reports it
         return
-    for problem in float8_problems(spec.meta, precision, splits, tp):
+    for problem in float8_problems(spec.meta, splits, tp):
         draft.report(draft.place(name), f"{name} {precision}: {problem}")
 
 
