@@ -20,18 +20,29 @@ aten = torch.ops.aten
 # Matrix products, convolutions and attention are expensive to compute and are saved; everything
 # between them (norms, activations, rotary embeddings, casts) costs only memory traffic and is
 # recomputed.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+# Those that some versions of torch lack.
 _SCALED_AND_GROUPED = (
-    "_scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"
+    "_scaled_mm",
+    "_scaled_mm_v2",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "_scaled_grouped_mm_v2",
 )
-SAVED_OPERATORS = frozenset(
-    [aten.linear.default, aten.convolution.default, torch.ops.higher_order.flex_attention]
-    + [
-        getattr(op, types)
-        for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-        for types in ("default", "dtype")
-    ]
-    + [getattr(aten, name).default for name in _SCALED_AND_GROUPED.split() if hasattr(aten, name)]
-)
+
+
+def _saved_operators() -> frozenset[Any]:
+    saved = {aten.linear.default, aten.convolution.default, torch.ops.higher_order.flex_attention}
+    for name in _PRODUCTS:
+        product = getattr(aten, name)
+        saved |= {product.default, product.dtype}  # the latter with an output of another dtype
+    for name in _SCALED_AND_GROUPED:
+        if hasattr(aten, name):
+            saved.add(getattr(aten, name).default)
+    return frozenset(saved)
+
+
+SAVED_OPERATORS = _saved_operators()
 # Attention -> its dropout argument. With dropout it is recomputed, so that later random operators
 # draw the same.
 ATTENTION = {
@@ -80,14 +91,22 @@ def _contexts(policy: Callable) -> tuple[KeepsBeforeWrites, AbstractContextManag
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # meshtrain's own operators communicate, and most of them also multiply matrices.
-    own = getattr(operator, "namespace", None) == "meshtrain"
-    must_save = operator in SAVED_OPERATORS or own or str(operator) == VARLEN
     if operator in ATTENTION:
-        must_save = kwargs.get("dropout_p", (*args, *[0.0] * 9)[ATTENTION[operator]]) == 0
-    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
+        return _save_if(_dropout_of(operator, args, kwargs) == 0)
+    # meshtrain's own operators communicate, and most of them also multiply matrices.
+    is_own = getattr(operator, "namespace", None) == "meshtrain"
+    return _save_if(operator in SAVED_OPERATORS or is_own or str(operator) == VARLEN)
+
+
+def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The dropout probability of an attention operator, whose default is 0."""
+    position = ATTENTION[operator]
+    return args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
 
 
 def _routing_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    must_save = str(operator) in ROUTING_OPERATORS
+    return _save_if(str(operator) in ROUTING_OPERATORS)
+
+
+def _save_if(must_save: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE

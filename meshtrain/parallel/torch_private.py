@@ -423,3 +423,24 @@ def breaks_graph() -> tuple[type[Exception], ...]:
         exc.FailOnRecompileLimitHit,
         DependsOnData,
     )
+
+
+# Kinds of layers ----------------------------------------------------------------------------------
+
+# As read in torch 2.11 to 2.13: every batch norm, of any number of dims; every batch or instance
+# norm; every dropout, of single values or whole channels. torch has no public classes for these.
+AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+AnyNormWithStatistics = nn.modules.batchnorm._NormBase
+AnyDropout = nn.modules.dropout._DropoutNd
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, tied ones too, by their names in it; None where one is left
+    out."""
+    return module._parameters
+
+
+def memory_of(tensor: Tensor) -> int:
+    """An id of the memory that a tensor and its views share, on the meta device too, where all
+    addresses are 0."""
+    return tensor.untyped_storage()._cdata
