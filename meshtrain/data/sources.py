@@ -161,7 +161,7 @@ def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
         corpora = []
         for preparation in preparations(config):
             preparation.run(say)
-            corpora.append(open_tokens(preparation.folder))
+            corpora.append(open_tokens(preparation.folder, cached=True))
     else:
         megatron = config.source == "megatron"
         path = data_path(config, "the prefix of .bin and .idx" if megatron else "a prepared folder")
