@@ -20,6 +20,14 @@ class Split(NamedTuple):
     selection: str  # how the validation was chosen
 
 
+class SampleSplit(NamedTuple):
+    """Samples split into training and validation."""
+
+    train: Samples
+    validation: Samples | None
+    selection: str  # how the validation was chosen
+
+
 def held_out_mask(share: float, count: int) -> np.ndarray:
     """Which of `count` documents or samples are held out, (count,) bool: those whose hash falls
     below `share`.
@@ -91,18 +99,15 @@ def _split(corpus: Corpus, share: float, held_out: np.ndarray, selection: str) -
     return Split(train, validation, held_out, selection)
 
 
-def split_samples(
-    train: Samples, other: Samples, share: float
-) -> tuple[Samples, Samples | None, str]:
-    """The samples of `train` that are not held out, the held-out samples of `other`, and how those
-    were chosen."""
+def split_samples(train: Samples, other: Samples, share: float) -> SampleSplit:
+    """The samples of `train` that are not held out, and the held-out samples of `other`."""
     mask = held_out_mask(share, len(train))
     selection = "chosen by a hash of the sample's number"
     if not mask.any():
-        return train, None, selection
+        return SampleSplit(train, None, selection)
     training = Subset(f"{train.name} (training)", train, np.flatnonzero(~mask))
     validation = Subset(f"{other.name} (validation)", other, np.flatnonzero(mask))
-    return training, validation, selection
+    return SampleSplit(training, validation, selection)
 
 
 def bytes_per_target(corpus: Corpus, selected: np.ndarray) -> float | None:
