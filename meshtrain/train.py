@@ -215,9 +215,7 @@ def train(
             metrics = Metrics(
                 folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks
             )
-        stragglers = StragglerDetector(
-            job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe, folder
-        )
+        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, folder)
         monitor = PhaseMonitor(
             mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say
         )

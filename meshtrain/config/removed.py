@@ -10,6 +10,8 @@ from typing import Any
 
 # The full name of a key -> what its user does now.
 REMOVED: dict[str, str] = {
+    "metrics.gpu_probe": "leave it out: GPUs are probed every 200 steps",
+    "metrics.memory_snapshot": "use metrics.profile: [FIRST, LAST], which writes a snapshot, too",
     "metrics.tensorboard": "add it to the sinks, metrics.sinks: [tensorboard]",
 }
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from meshtrain.config import Config, locate
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.doctor.records import PathFacts
@@ -161,10 +163,10 @@ def free_gib(path: str) -> float:
 
 def filesystem(path: str) -> str:
     """The type of a path's file system: ext4, nfs4, lustre."""
-    best, kind = "", ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, type_, *_ = line.split()
-        mount = mount.encode().decode("unicode_escape")  # a space is written as \040
-        if len(mount) >= len(best) and (path == mount or path.startswith(mount.rstrip("/") + "/")):
-            best, kind = mount, type_
+    innermost, kind = "", ""
+    for mount in psutil.disk_partitions(all=True):
+        above = Path(path).is_relative_to(mount.mountpoint)
+        # Of two file systems that are mounted at one place, the later one hides the other.
+        if above and len(mount.mountpoint) >= len(innermost):
+            innermost, kind = mount.mountpoint, mount.fstype
     return kind

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from meshtrain.metrics.nvml import Gpu
+
 T = TypeVar("T")
 
 
@@ -61,20 +63,6 @@ class Place:
 class Interface:
     name: str
     addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as reported by nvidia-smi; `throttled`: why its clocks are throttled, empty if they are
-    not."""
-
-    index: int
-    name: str
-    uuid: str
-    memory_gib: float
-    used_gib: float
-    driver: str
-    throttled: str = ""
 
 
 @dataclass(frozen=True)
@@ -215,14 +203,6 @@ class PeerChecks:
 
 
 @dataclass(frozen=True)
-class UnknownPeer:
-    """A peer at the endpoint that is not a doctor."""
-
-    address: str
-    what: str
-
-
-@dataclass(frozen=True)
 class JoinFailure:
     how: str  # "unresolved", "refused", "silent", "unreachable", "stranger", "taken" or "left"
     detail: str = ""  # the error's text, who is there, or which process has the port
@@ -279,7 +259,7 @@ class ClusterFacts:
     hosts: tuple[Host, ...]
     # how this node failed to join; `hosts` is then this node alone
     attempt: JoinFailure | None = None
-    strangers: tuple[UnknownPeer, ...] = ()
+    strangers: tuple[str, ...] = ()  # who else uses the endpoint's store
     waited: float = 0.0  # seconds until the last node came, or until the wait was given up
     clocks: tuple[
         tuple[float, float] | None, ...

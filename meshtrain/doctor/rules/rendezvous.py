@@ -26,9 +26,9 @@ def rendezvous(cluster: ClusterFacts) -> Iterator[Finding]:
             yield finding("served-twice", name, host=name, place=host.place, leader=names[0])
     yield from _differences(cluster)
     yield from _node_ranks(cluster)
-    for peer in cluster.strangers:
+    for stranger in cluster.strangers:
         severity = "error" if len(cluster.hosts) < leader.place.fewest else "warning"
-        yield finding("stranger-at-endpoint", peer.address, severity, peer=peer)
+        yield finding("stranger-at-endpoint", (), severity, stranger=stranger)
     yield from _unrecognised(names[0], leader)
     if cluster.silent:
         yield finding("node-fell-silent", cluster.silent)
