@@ -206,9 +206,7 @@ def train(context: RunContext) -> None:
             metrics = Metrics(
                 spec.folder, task=data.task, steps=spec.steps, step=resume.step, sinks=sinks
             )
-        stragglers = StragglerDetector(
-            job, resume.step + 1, metrics.say, config.metrics.gpu_probe, spec.folder
-        )
+        stragglers = StragglerDetector(job, resume.step + 1, metrics.say, spec.folder)
         monitor = PhaseMonitor(
             mesh, timer, goodput, context.watchdog, stragglers, profiler, faults, metrics.say
         )

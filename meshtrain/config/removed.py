@@ -12,6 +12,8 @@ from typing import Any
 REMOVED: dict[str, str] = {
     "data.pin_memory": "take it away: batches are pinned wherever there is a GPU",
     "data.prefetch": "take it away: the workers read ahead what the next step takes",
+    "metrics.gpu_probe": "leave it out: GPUs are probed every 200 steps",
+    "metrics.memory_snapshot": "use metrics.profile: [FIRST, LAST], which writes a snapshot, too",
     "metrics.tensorboard": "add it to the sinks, metrics.sinks: [tensorboard]",
     "train.chaos.again": "take it away: a fault happens in the first start of a job only",
     "train.chaos.during": "take it away: `fail-save` is the fault of a save",

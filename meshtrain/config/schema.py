@@ -520,15 +520,11 @@ class Metrics:
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
     profile: tuple[int, int] | None = key(None, minimum=1)
-    """The first and the last step, counted from 1, that `torch.profiler` records."""
+    """The first and the last step, counted from 1, that `torch.profiler` records; on a GPU also the
+    memory up to then."""
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to
     `timeline.json`."""
-    gpu_probe: int = key(0, minimum=0)
-    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0:
-    never."""
-    memory_snapshot: bool = False
-    """Whether a snapshot of the GPU's memory is written at the end."""
 
 
 # The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the
