@@ -20,12 +20,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
+from meshtrain.cli.memory import parameter_json, table
 from meshtrain.config import Config, Data
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text, writing
+from meshtrain.foresight.parameters import MemoryUse, held_by_ranks, parameter_specs
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.metrics.picture import write_picture
@@ -107,7 +108,7 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     pipeline = _pipeline(config, layout) if layout.size("pp") > 1 else None
     stages = None if pipeline is None else pipeline.holding
     spec = spec_of(config)
-    parameters = tuple(parameters_of(spec, layout, stages))
+    parameters = tuple(parameter_specs(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     shards, precision = config.parallel.shard_optimizer, config.train.precision
     memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, shards)

@@ -20,7 +20,8 @@ from meshtrain.errors import InputError, any_of, bytes_text, writing
 from meshtrain.run.rank_table import columns, describe_hosts
 
 if TYPE_CHECKING:
-    from meshtrain.foresight.search import Candidate, Search
+    from meshtrain.foresight.search import Search
+    from meshtrain.foresight.space import Candidate
 
 # columns; other keys stand below a row
 TITLES = (
@@ -69,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from meshtrain.foresight import search as space  # brings torch, as the model does
+    from meshtrain.foresight import search as searching  # brings torch, as the model does
+    from meshtrain.foresight import space
     from meshtrain.foresight.hardware import load as load_hardware
 
     begin, hosts, hardware = (
@@ -87,10 +89,10 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(["layout={dp_shard: -1}"] if "layout" in vary else [])
     assert config.resolved is not None  # it was loaded for its hosts
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
-    error = space.NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
+    error = searching.NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
     with processes() as pool:
-        forecast = space.forecast(hardware, arguments.max_memory, pool)
-        search = space.Search(space.Space(config, vary, fixed), forecast, arguments.goal)
+        forecast = searching.forecast(hardware, arguments.max_memory, pool)
+        search = searching.Search(space.Space(config, vary, fixed), forecast, arguments.goal)
         results = search.run(load, arguments.show, error)
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
