@@ -26,8 +26,6 @@ _FREE = (
     "data.path",
     "data.cache",
     "data.workers",
-    "data.prefetch",
-    "data.pin_memory",
 )
 _UNLISTED = frozenset(
     (

@@ -10,7 +10,13 @@ from typing import Any
 
 # The full name of a key -> what its user does now.
 REMOVED: dict[str, str] = {
+    "data.pin_memory": "take it away: batches are pinned wherever there is a GPU",
+    "data.prefetch": "take it away: the workers read ahead what the next step takes",
     "metrics.tensorboard": "add it to the sinks, metrics.sinks: [tensorboard]",
+    "train.chaos.again": "take it away: a fault happens in the first start of a job only",
+    "train.chaos.during": "take it away: `fail-save` is the fault of a save",
+    "train.chaos.until": "take it away: `slow` lasts to the end of the run",
+    "train.lock_timeout_s": "take it away: a restarted job waits two minutes for the lock",
 }
 
 
