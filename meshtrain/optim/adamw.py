@@ -1,6 +1,7 @@
 """AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), with torch's fused kernel over
 all local parts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,15 @@ class AdamW(UpdateRule):
             step = torch.zeros((), dtype=torch.float32, device=p.local.device)
             self._adamw.state[p.local] = {"step": step, **p.state}
 
+    @classmethod
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+        # The kernel reads parameter, gradient and both moments, and writes all but the gradient.
+        tensors = 4 + 3
+        if config.clip_norm is not None:
+            # It writes a scaled gradient too; in float64 `scale_gradients` does, and reads it.
+            tensors += 1 if size == 4 else 2
+        return tensors * size * math.prod(parameter.shape)
+
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         # The kernel itself divides gradients and skips, as for torch's GradScaler: clipping needs
         # no separate pass.
@@ -80,6 +90,13 @@ class RoundedAdamW(UpdateRule):
     @classmethod
     def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
         return super().state_specs(replace(parameter, dtype=torch.bfloat16))
+
+    @classmethod
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+        # The sum over the operators of `update`, which are not fused.
+        tensors = 40 if config.clip_norm is not None else 38  # in the dtype of the weights
+        rounding = 364  # bytes per element: two moments in bfloat16, and random bits in int64
+        return (tensors * size + rounding) * math.prod(parameter.shape)
 
     @torch.no_grad()
     def update(self, skip: Tensor, factor: Tensor | None) -> None:

@@ -21,10 +21,11 @@ from meshtrain.optim.grad_norm import LocalParameter, scale_gradients
 from meshtrain.optim.matrices import Matrix, Piece, deal_out, holders_of, matrices_of, piece_of
 from meshtrain.optim.optimizer import ParamGroup, UpdateRule
 from meshtrain.parallel.collectives import axis_group
-from meshtrain.parallel.sharding import shape_of, within
+from meshtrain.parallel.sharding import ParameterSpec, shape_of, within
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.huggingface.stored_names import Table
 
 # of the quintic polynomial: steep at 0, so that five steps are enough
 COEFFICIENTS = (
@@ -46,6 +47,31 @@ class Muon(UpdateRule):
         self._momentum, self._nesterov = config.momentum, config.nesterov
         self._parameters = [(group, p) for group in groups for p in group.parameters]
         self._exchange = MatrixExchange([p for _, p in self._parameters], mesh)
+
+    @classmethod
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+        sent = 2 if size == 4 else size  # bytes of an element that is orthogonalized
+        moved = 3 * size  # the new momentum
+        moved += 5 * size  # kept, or the old one
+        moved += 2 * size + (2 * size + sent) + 5 * size  # decay, step, kept or the old values
+        if config.clip_norm is not None:
+            moved += 2 * size
+        if config.nesterov:
+            moved += 3 * size
+        if sent != size:
+            moved += size + sent  # cast
+        moved += 5 * 2 * sent  # copies into and out of messages, matrices and batches
+        moved += 3 * sent  # division by the norm
+        return moved * math.prod(parameter.shape)
+
+    @classmethod
+    def update_flops(cls, parameter: ParameterSpec, stored_as: "Table") -> int:
+        flops = 0
+        for part in matrices_of(parameter, stored_as):
+            m, n = sorted(shape_of(part)[-2:])
+            # X X^T (m, n) x (n, m), its square (m, m) x (m, m), and their sum times X
+            flops += STEPS * (2 * m * n * m + 2 * m * m * m + 2 * m * m * n)
+        return flops
 
     @torch.no_grad()
     def update(self, skip: Tensor, factor: Tensor | None) -> None:

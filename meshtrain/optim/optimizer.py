@@ -4,6 +4,7 @@ differ.
 A new optimizer is one subclass of `UpdateRule`, and a line in `registry.py`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.huggingface.stored_names import Table
 
 
 @dataclass
@@ -58,6 +60,50 @@ class UpdateRule:
     def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
         """The state of a parameter: name -> its shape, dtype and sharding. Checkpoints store it."""
         return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in cls.states}
+
+    @classmethod
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+        """Bytes that an update of the whole parameter reads and writes in memory. A rank moves its
+        share: that of the elements that it updates.
+
+        Each operator counts as reading its inputs and writing its results once. Products of
+        matrices do not count: `update_flops` gives their cost. `size`: bytes per element of the
+        parameter and its gradient.
+
+        The default is that of a rule with `update_parameter` only, of which it is assumed that it
+        reads the gradient, and reads and writes the parameter and each state once.
+        """
+        gradient = math.prod(parameter.shape) * size
+        kept = cls._kept_bytes(parameter, size)
+        return gradient + 2 * kept + cls._bytes_around(parameter, config, size)
+
+    @classmethod
+    def _bytes_around(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+        """What `update` reads and writes beside `update_parameter`."""
+        # `unless` clones a tensor (2), chooses between two values (3), and copies the result (2).
+        nbytes = 7 * cls._kept_bytes(parameter, size)
+        if config.clip_norm is not None:
+            nbytes += 2 * math.prod(parameter.shape) * size  # `scale_gradients`
+        return nbytes
+
+    @classmethod
+    def _kept_bytes(cls, parameter: ParameterSpec, size: int) -> int:
+        """The size of a parameter and its state."""
+        nbytes = 0
+        for spec in (parameter, *cls.state_specs(parameter).values()):
+            element = size if spec.dtype is None else spec.dtype.itemsize
+            nbytes += math.prod(spec.shape) * element
+        return nbytes
+
+    @classmethod
+    def update_flops(cls, parameter: ParameterSpec, stored_as: "Table") -> int:
+        """Floating-point operations of the products of matrices in an update of the whole
+        parameter, which all ranks of its stage share, copies included.
+
+        Elementwise arithmetic does not count: it takes less time than its memory traffic.
+        `stored_as`: how files divide the model's tensors (see `LocalParameter`).
+        """
+        return 0
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1:
