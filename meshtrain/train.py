@@ -28,7 +28,8 @@ from torch import nn  # only after the signal handlers are installed
 
 from meshtrain.checkpoint.directory import owner_changed
 from meshtrain.checkpoint.local import LocalDisk
-from meshtrain.checkpoint.resume import Resume, RunSpec
+from meshtrain.checkpoint.resume import Resume
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
@@ -148,8 +149,8 @@ def run(
         uploads, steps = open_uploads(config, job), total_steps(config, data.train)
         with job.collective_check("counting the samples of each source"):
             sample_order(config, data.train, steps)
-        spec = RunSpec(config, folder.path, checkpoints, data.identity, code, steps, disk, uploads)
-        checkpoint = Resume(job, spec)
+        spec = RunSpec(config, folder.path, checkpoints, data.identity, code, steps)
+        checkpoint = Resume(job, spec, local=disk, uploads=uploads)
         stop = StopRequest(signals or Signals())
         if job.rank == 0:
             stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)

@@ -113,20 +113,6 @@ class Pruner:
             )
         self._warned = short
 
-    def make_room(self, step: int, evaluation: Mapping[str, float] | None) -> str | None:
-        """Deletes the oldest checkpoint that will be superfluous after that of `step`, and returns
-        a line about it. None: there is none, or only the newest. Raises OSError: it cannot be
-        deleted."""
-        self._evaluations[step] = dict(evaluation or {})
-        old = min(self._superfluous(step), default=None)
-        if old is None or old == complete_steps(self._folder)[-1]:
-            return None
-        remove(self._folder / name_of(old))
-        return (
-            f"{name_of(old)} was deleted before step {step} was saved: the disk is full "
-            "(checkpoint.make_room)"
-        )
-
     def _superfluous(self, step: int) -> set[int]:
         steps = complete_steps(self._folder)
         for old in steps if self._keep.keep_best else ():

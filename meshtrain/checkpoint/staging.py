@@ -12,7 +12,6 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from meshtrain.checkpoint.placement import part_to_write
 from meshtrain.checkpoint.shard_file import BLOCK
@@ -23,6 +22,7 @@ from meshtrain.job.host_memory import memory_gib
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 from meshtrain.parallel.sharding import Part, shape_of, within
+from meshtrain.parallel.torch_private import pin_in_place, unpin_in_place
 
 ALIGNED = 64  # each tensor begins at a multiple of this many bytes
 SPARE = 0.1  # share of a host's memory that snapshots leave free for other growth
@@ -44,8 +44,8 @@ class Snapshot:
         ] = []  # the Part is that of the local shard
         self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
         self._pinned = device.type == "cuda" and self._memory.nbytes > 0
-        if self._pinned:  # in place: `Tensor.pin_memory` would round its size up to a power of two
-            pin_memory(self._memory.data_ptr(), self._memory.nbytes)
+        if self._pinned:
+            pin_in_place(self._memory)
         # the system allocates pages on first touch: now rather than in the first save
         self._memory.zero_()
         offset = 0
@@ -96,7 +96,7 @@ class Snapshot:
     def close(self) -> None:
         """Unpins the memory; `take` must not be called any more."""
         if self._pinned:
-            unpin_memory(self._memory.data_ptr())
+            unpin_in_place(self._memory)
             self._pinned = False
 
 

@@ -1,16 +1,14 @@
-"""`meshtrain checkpoint`: lists, shows, verifies, compares and prunes checkpoints.
+"""`meshtrain checkpoint`: lists, shows, verifies and prunes checkpoints.
 
     meshtrain checkpoint ls runs/x
     meshtrain checkpoint show runs/x                           # the newest, or a given one
     meshtrain checkpoint verify runs/x/checkpoints/step_0000100
-    meshtrain checkpoint diff runs/x runs/y
     meshtrain checkpoint prune runs/x --keep-last 3 --keep-every 1000 --dry-run
 
 A path names a checkpoint, a folder of checkpoints, or a run's folder. None of this needs torch.
 """
 
 import argparse
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -44,11 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     check = add("verify", help="read every byte: exit status 0 if all is intact, 1 if not")
     check.add_argument("path", type=Path, help=f"{a_path}, for all its checkpoints")
-    diff = add(
-        "diff", help="compare two checkpoints of any layouts: exit status 0 if equal, 1 if not"
-    )
-    diff.add_argument("a", type=Path, help=newest)
-    diff.add_argument("b", type=Path, help="the same")
     prune = add(
         "prune", help="delete checkpoints that none of these rules keeps; the newest always stays"
     )
@@ -68,14 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also delete checkpoints set aside (step_*.aside-*)",
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    for action in (ls, show, check, diff, prune):
+    for action in (ls, show, check, prune):
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the action and returns the exit status. Raises InputError: a path is not a usable
     checkpoint."""
-    actions = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "prune": _prune}
+    actions = {"ls": _ls, "show": _show, "verify": _verify, "prune": _prune}
     try:
         return actions[arguments.action](arguments)
     except PermissionError as error:
@@ -131,38 +124,6 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{path}: " + (plural(len(problems), "problem") if problems else "intact"))
             _print_lines(problems)
     return int(any(problems_of.values()))
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    from meshtrain.checkpoint.diff import diff  # numpy
-
-    a, b = require_checkpoint(arguments.a), require_checkpoint(arguments.b)
-    result = diff(a, b)
-    if arguments.json:
-        print(dumps({"a": str(a), "b": str(b), "same": result.same} | asdict(result)))
-        return int(not result.same)
-    for heading, values in (
-        ("what a run goes on from", result.state),
-        ("how it came to that", result.about),
-    ):
-        if values:
-            print(f"differences in {heading}:")
-            _print_lines(
-                f"{name}: {_short(of_a)} -> {_short(of_b)}" for name, (of_a, of_b) in values.items()
-            )
-    if result.tensors:
-        print(
-            f"{len(result.tensors)} tensors differ, {result.compared} are in both; the largest "
-            "differences first:"
-        )
-        ordered = sorted(
-            result.tensors,
-            key=lambda tensor: -(math.inf if tensor.largest is None else tensor.largest),
-        )
-        _print_lines(f"{tensor.name}: {tensor.what}" for tensor in ordered)
-    else:
-        print(f"all {result.compared} tensors are equal to the bit")
-    return int(not result.same)
 
 
 def _prune(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,12 @@ from typing import Any
 
 # The full name of a key -> what its user does now.
 REMOVED: dict[str, str] = {
+    "checkpoint.make_room": "leave room for one checkpoint more than are kept, or keep fewer of "
+    "them, checkpoint.keep_last",
+    "checkpoint.on_failure": "leave it out: a run whose save fails says so and goes on, and ends "
+    "with a fault if its last state is not saved",
+    "train.export_format": "leave it out: an export stores a tensor per expert, as models are "
+    "published, which transformers reads as well as fused ones",
     "metrics.tensorboard": "add it to the sinks, metrics.sinks: [tensorboard]",
 }
 

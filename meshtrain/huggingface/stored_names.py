@@ -25,11 +25,6 @@ from meshtrain.parallel.tp_plan import LORA_A, LORA_B, plan_of
 
 # LoRA's adapters
 ADAPTERS: Mapping[str, Sequence[str]] = {f"*.{own}.weight": () for own in (LORA_A, LORA_B)}
-# formats in which transformers writes experts (`save_original_format`)
-FORMATS = (
-    "original",
-    "fused",
-)
 Table = Mapping[str, Sequence[str]]
 
 
@@ -95,10 +90,6 @@ def _rule(name: str, table: Table) -> tuple[str, Sequence[str], Sequence[str]] |
     return None
 
 
-def table_of(model: type, file_format: str = "original") -> Table:
-    """The table of a model's class: `original`, as in the model's published files, or `fused`,
-    tensors as in memory, except those that are not stored. transformers reads both."""
-    table: Table = {**ADAPTERS, **(plan_of(model, "stored_as") or {})}
-    if file_format == "original":
-        return table
-    return {pattern: (pattern,) if names else () for pattern, names in table.items()}
+def table_of(model: type) -> Table:
+    """The table of a model's class."""
+    return {**ADAPTERS, **(plan_of(model, "stored_as") or {})}
