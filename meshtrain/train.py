@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from torch import nn  # only after the signal handlers are installed
 
-from meshtrain.checkpoint.directory import owner_changed
+from meshtrain.checkpoint.folder_lock import owner_changed
 from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.run_spec import RunSpec

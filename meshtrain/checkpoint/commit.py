@@ -29,6 +29,7 @@ from shutil import disk_usage
 from typing import Any
 
 from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.folder_lock import TakenError
 from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.manifest import File, Manifest, file_of
 from meshtrain.checkpoint.placement import Placement
@@ -55,7 +56,7 @@ PER_BLOCK = 11  # of a header, for the checksum of each block
 PER_FILE = 4096  # the unit that file systems round up to
 
 # Failures of the machine: the save has failed, and the run may continue.
-FAILURES = (OSError, DamagedError, MemoryError, directory.TakenError)
+FAILURES = (OSError, DamagedError, MemoryError, TakenError)
 
 
 @dataclass(frozen=True)
@@ -365,7 +366,7 @@ class CheckpointWrite:
                 self.nbytes = manifest.total_bytes
                 directory.finish(self.folder, self.step, manifest.to_json(), self.notes.append)
                 return Outcome()
-        except directory.TakenError as error:
+        except TakenError as error:
             return self._failed(error)  # what is there now may be the other job's
         except FAILURES as error:
             failed = self._failed(error)
@@ -415,7 +416,7 @@ class CheckpointWrite:
     def _failed(self, error: Exception) -> Outcome:
         """The outcome of an error in the shared folder."""
         problem = self._describe_error(error, self.folder)
-        return Outcome(problem, taken=isinstance(error, directory.TakenError))
+        return Outcome(problem, taken=isinstance(error, TakenError))
 
     def _describe_error(self, error: Exception, path: Path) -> str:
         if isinstance(error, OSError) and error.strerror:

@@ -9,7 +9,6 @@ opening a file has to read its tensors.
 import errno
 import os
 import resource
-import stat
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,8 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.manifest import File, Manifest, dumps, file_of, parse_json
-from meshtrain.errors import DamagedError, MissingError, UnreadableError
+from meshtrain.checkpoint.json_text import dumps, parse_json
+from meshtrain.checkpoint.manifest import File, Manifest, file_of
+from meshtrain.checkpoint.plain_file import open_plain
+from meshtrain.errors import DamagedError, UnreadableError
 from meshtrain.huggingface.safetensors import (
     METADATA,
     SIZES,
@@ -84,30 +85,6 @@ def write_shard(
         fsync_file(file)
     whole = combine([(zlib.crc32(header), room), *zip(crcs, lengths, strict=True)])
     return File(room + sum(lengths), f"{whole:08x}")
-
-
-def open_plain(path: Path) -> tuple[int, int]:
-    """Opens a file for reading; returns descriptor and size. Does not follow a link or block on a
-    pipe.
-
-    Raises DamagedError: it is missing, or not a regular file; UnreadableError: it cannot be read
-    now.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        about = os.fstat(descriptor)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingError(path) from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DamagedError(path, "is a link, which nobody follows here") from error
-        if error.errno in (errno.ENXIO, errno.ENODEV):
-            raise DamagedError(path, "is no file") from error
-        raise UnreadableError(path, error.strerror) from error
-    if not stat.S_ISREG(about.st_mode):
-        os.close(descriptor)
-        raise DamagedError(path, "is no file")
-    return descriptor, about.st_size
 
 
 class Shard(AbstractContextManager["Shard"]):

@@ -20,7 +20,9 @@ from typing import Any
 
 from meshtrain.checkpoint import directory
 from meshtrain.checkpoint.directory import CHECKPOINTS, require_checkpoint
-from meshtrain.checkpoint.manifest import MANIFEST, Manifest, dumps, parse_json
+from meshtrain.checkpoint.folder_lock import LOCK, lock_folder
+from meshtrain.checkpoint.json_text import dumps, parse_json
+from meshtrain.checkpoint.manifest import MANIFEST, Manifest
 from meshtrain.checkpoint.retention import Retention, best_metric, steps_to_keep
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import DamagedError, InputError, UnreadableError, bytes_text, plural
@@ -145,8 +147,8 @@ def _prune(arguments: argparse.Namespace) -> int:
         # a job that writes here has locked its run's folder, or that of the checkpoints
         if not arguments.dry_run:
             run = folder.absolute().parent
-            for locked in [run, folder] if (run / directory.LOCK).exists() else [folder]:
-                locks.enter_context(directory.lock_folder(locked, takes=False))
+            for locked in [run, folder] if (run / LOCK).exists() else [folder]:
+                locks.enter_context(lock_folder(locked, takes=False))
         retained, removed, damaged = _by_rules(folder, arguments)
         if not rules:
             retained, removed = sorted([*retained, *removed]), []

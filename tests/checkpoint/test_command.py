@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from meshtrain.checkpoint.directory import COMPLETE, LOCK, complete_steps, lock_folder
+from meshtrain.checkpoint.directory import COMPLETE, complete_steps
+from meshtrain.checkpoint.folder_lock import LOCK, lock_folder
 from meshtrain.checkpoint.manifest import MANIFEST
 from meshtrain.cli.main import main
 from tests.checkpoint.by_hand import flip, write_checkpoint
