@@ -112,7 +112,7 @@ class Snapshot:
         tensors: list[tuple[Entry, memoryview | Iterable[memoryview]]] = []
         for staged in self._staged:
             if staged.copy is None:
-                tensors.append((staged.entry, _stream(staged)))
+                tensors.append((staged.entry, _stream(staged.values)))
             else:
                 tensors.append((staged.entry, _bytes_of(staged.copy)))
         return tensors
@@ -165,9 +165,9 @@ def _entries(state: State, rank: int) -> Iterator[tuple[Entry, Part]]:
             yield Entry(name, tensor.dtype, shape_of(part)), part
 
 
-def _stream(staged: _Staged) -> Iterator[memoryview]:
+def _stream(values: Tensor) -> Iterator[memoryview]:
     """The bytes in blocks; the two most recent blocks stay valid."""
-    data = staged.values.contiguous().view(-1).view(torch.uint8)  # usually no copy
+    data = values.contiguous().view(-1).view(torch.uint8)  # usually no copy
     if data.numel() == 0:
         return
     blocks = data.split(BLOCK)

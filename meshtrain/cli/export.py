@@ -28,9 +28,8 @@ from meshtrain.huggingface.export import (
     WeightFiles,
     as_input_errors,
     plan_export,
-    small_files,
-    tokenizer_files,
 )
+from meshtrain.huggingface.export_texts import small_files, tokenizer_files
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, table_of

@@ -26,9 +26,8 @@ from meshtrain.huggingface.export import (
     WeightFiles,
     as_input_errors,
     plan_export,
-    small_files,
-    tokenizer_files,
 )
+from meshtrain.huggingface.export_texts import small_files, tokenizer_files
 from meshtrain.huggingface.load import DTYPES, named_tensors
 from meshtrain.huggingface.safetensors import (
     CONFIG,
