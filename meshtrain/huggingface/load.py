@@ -95,6 +95,7 @@ class _OneFile(AbstractContextManager["_OneFile"]):
 
     def __call__(self, path: Path) -> Any:
         if path != self._path:
+            self._path = None
             self._stack.close()
             self._file = self._stack.enter_context(_open(path))
             self._path = path
@@ -145,9 +146,8 @@ def _destinations(
             rules = {} if name in entries else table
             forms.append(stored_tensors(name, tuple(tensor.shape), rules))
         present = [form for form in forms if any(piece.name in entries for piece in form)]
-        for piece in chain.from_iterable(present or forms[:1]):
-            if piece.name not in entries:
-                missing.append(piece.name)
+        wanted = chain.from_iterable(present or forms[:1])
+        missing += [piece.name for piece in wanted if piece.name not in entries]
         for piece in chain.from_iterable(present):
             if piece.name in destinations:
                 raise ValueError(f"stored_as: two tensors of the model are stored as {piece.name}")
