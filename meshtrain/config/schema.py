@@ -418,9 +418,6 @@ class Train:
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
     """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's
     transformers."""
-    export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export stores experts: `original`: a tensor per expert, as models are published;
-    `fused`: the experts of a layer in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
     """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export
     use the average."""
@@ -497,12 +494,6 @@ class Checkpoint:
     in_background: bool = key(True, also="async async_save async_mode")
     """Whether training waits only for a copy in memory, and continues while the checkpoint is
     written."""
-    on_failure: Literal["continue", "stop"] = key("continue")
-    """What the run does when a checkpoint could not be written: continue with a warning, or
-    stop."""
-    make_room: bool = False
-    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it;
-    never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is abandoned and training continues. A file system's failover
     takes minutes."""
