@@ -42,6 +42,7 @@ from meshtrain.foresight.compiled import compiled_by_graphs
 from meshtrain.foresight.live import LiveBytes, watched
 from meshtrain.foresight.model import alike, batch_of, repeated, untraced_errors, without
 from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.loss import Field
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
@@ -298,10 +299,9 @@ class _Phases(StepTimer):
 
 
 class _Trainer(Trainer):
-    def _agreed_fields(
-        self,
-    ) -> dict[str, int]:  # in a run the ranks agree on them, by communicating values
-        return {field: len(pair) for field, pair in sorted(self._terms.sums.items())}
+    def _agreed_fields(self) -> tuple[Field, ...]:
+        # In a run the ranks agree on them by communicating values, of which there are none here.
+        return tuple(sorted(self._step.terms.sums))
 
 
 class TracedStep:
