@@ -17,18 +17,18 @@ from functools import partial
 from typing import Any, Literal
 
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import Place, yaml_text
 from meshtrain.config.layout_advice import factorizations
-from meshtrain.config.model_spec import spec_of
-from meshtrain.config.schema import SECTIONS
-from meshtrain.config.tensor import (
+from meshtrain.config.layout_checks import (
     check_context,
     check_copies,
     check_experts,
     check_split,
     check_stages,
 )
+from meshtrain.config.model_spec import spec_of
+from meshtrain.config.schema import SECTIONS
 from meshtrain.config.yaml_reader import Node
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.blocks import count_works
