@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# The full name of a key -> what its user does now.
+# The full name of a key -> what its user does now. A key of the entries of a list has the name of
+# the list in front: `train.chaos.until`.
 REMOVED: dict[str, str] = {
     "data.pin_memory": "take it away: batches are pinned wherever there is a GPU",
     "data.prefetch": "take it away: the workers read ahead what the next step takes",
@@ -41,7 +42,20 @@ def what_replaces(section: str, name: str) -> str | None:
 
 def without_removed(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The sections of a config of an earlier version, without the keys that are gone."""
-    return {
-        section: {name: value for name, value in keys.items() if f"{section}.{name}" not in REMOVED}
-        for section, keys in config.items()
-    }
+    return {section: _without_removed(section, keys) for section, keys in config.items()}
+
+
+def _without_removed(name: str, value: Any) -> Any:
+    """The value of the key `name`, without the keys below it that are gone."""
+    if isinstance(value, list):
+        return [_without_removed(name, item) for item in value]
+
+    if not isinstance(value, Mapping):
+        return value
+
+    kept = {}
+    for key, item in value.items():
+        full_name = f"{name}.{key}"
+        if full_name not in REMOVED:
+            kept[key] = _without_removed(full_name, item)
+    return kept

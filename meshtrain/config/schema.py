@@ -6,19 +6,17 @@ configs/schema.json are generated.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from meshtrain.config.convert import key, seconds
+from meshtrain.config.keys import key, seconds
 from meshtrain.data.order import BatchSizes
-from meshtrain.optim.registry import OPTIMIZERS
 from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 
-if TYPE_CHECKING:
-    OptimizerName = str
-else:
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
+# Words of the config, which stand here so that it is read without what they name. Each has its
+# entry in optim/registry.py, metrics/sinks.py or data/sources.py.
+OptimizerName = Literal["adamw", "muon", "sgd"]
+SINKS = ("prometheus", "tensorboard", "wandb")
 
-SINKS = ("prometheus", "tensorboard", "wandb")  # the sinks of metrics/sinks.py
 # data.source -> what data.path names, or None if the source takes no path.
 SOURCES: dict[str, str | None] = {
     "python-stdlib": None,
@@ -290,7 +288,7 @@ class ParamGroup:
     weight_decay: float | None = key(None, minimum=0, also="wd")
     """The group's weight decay. null: `optimizer.weight_decay` for parameters with two or more
     dims."""
-    name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
+    name: OptimizerName | None = key(None, also="optimizer type")
     """The group's optimizer. null: `optimizer.name`."""
 
 
@@ -298,7 +296,7 @@ class ParamGroup:
 class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
-    name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
+    name: OptimizerName = key("adamw", also="type optimizer")
     """The optimizer. `muon` is for matrices: embeddings, heads and parameters with one dim get
     `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
@@ -392,7 +390,7 @@ class Train:
     """Determines the initial weights and the order of the samples."""
     freeze: tuple[str, ...] = key((), also="frozen freeze_modules freeze_layers")
     """Name patterns of parameters that are not trained, for instance `model.embed_tokens.*`."""
-    lora: Lora | None = key(None, also="peft adapters")  # noqa: RUF009 (a dataclass)
+    lora: Lora | None = key(None, also="peft adapters")
     """Low-rank adapters, the only parameters trained then; the keys are below."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
