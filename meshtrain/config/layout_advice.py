@@ -145,7 +145,10 @@ def host_warnings(layout: Layout) -> list[str]:
 def _within_hosts(layout: Layout) -> str:
     """A way to keep each expert group on one host: the axes in the usual order, or a smaller
     expert_parallel."""
-    runs = [run.count for run in layout.runs], [layout.hosts[run.host] for run in layout.runs]
+    runs = (
+        [span.count for span in layout.host_spans],
+        [layout.hosts[span.host] for span in layout.host_spans],
+    )
     usual = {axis: layout.sizes[axis] for axis in AXES if axis in layout.sizes}
     for ranks in reversed([n for n in layout.expert_sizes() if n <= layout.experts]):
         for sizes in (layout.sizes, usual):
@@ -176,7 +179,7 @@ def _why_tp_crosses(layout: Layout) -> str:
     sizes, tp, counts = layout.sizes, layout.size("tp"), layout.host_counts()
     after = [axis for axis in layout.axes[layout.axes.index("tp") + 1 :] if sizes[axis] > 1]
     tp_last = {axis: size for axis, size in sizes.items() if axis != "tp"}
-    edges = [run.start for run in layout.runs]
+    edges = [span.start for span in layout.host_spans]
     if after and all(edge % tp == 0 for edge in edges):
         apart = math.prod(sizes[axis] for axis in after)
         last = written(tp_last | {"tp": tp})
@@ -192,7 +195,7 @@ def _why_tp_crosses(layout: Layout) -> str:
     fits = math.gcd(tp, *counts.values())
     data = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
     smaller = add_axis(tp_last, data, sizes.get(data, 1) * tp // fits) | {"tp": fits}
-    in_blocks = len(layout.runs) > len(layout.hosts) and any(edge % fits for edge in edges)
+    in_blocks = len(layout.host_spans) > len(layout.hosts) and any(edge % fits for edge in edges)
     return (
         f"tp: {tp} does not divide the {counts[host]} process{'es' * (counts[host] != 1)} of {host}"
         + (f" and {len(odd) - 1} other host{'s' * (len(odd) > 2)}" if len(odd) > 1 else "")

@@ -187,7 +187,9 @@ class Space:
             fixed or {},
         )
         # divides every host
-        self.unit = math.gcd(self.placed.world_size, *(run.start for run in self.placed.runs))
+        self.unit = math.gcd(
+            self.placed.world_size, *(span.start for span in self.placed.host_spans)
+        )
         spec = spec_of(config)
         self.blocks = len(blocks_of(spec.meta))
         self.experts = hasattr(spec.module, "ep_plan")
