@@ -187,6 +187,11 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a hook may change the gradient of a tensor in a backward."""
+    return bool(tensor._backward_hooks)
+
+
 def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 

@@ -16,8 +16,8 @@ from meshtrain.dropout import Dropout
 from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.linear.lora import has_adapter, idle_adapters
-from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
+from meshtrain.parallel.linear.lora import has_adapter
+from meshtrain.parallel.linear_cross_entropy import can_fuse
 from meshtrain.parallel.mixed_precision import (
     cast,
     compute_dtype,
@@ -31,6 +31,7 @@ from meshtrain.parallel.options import (
 )
 from meshtrain.parallel.torch_private import writes_to_parameter
 from meshtrain.parallel.tp_plan import context_modules, no_context_plan, plan_of
+from meshtrain.parallel.verify.attention import watch_attention
 from meshtrain.parallel.verify.comparison import (
     Plain,
     compare_context,
@@ -38,11 +39,8 @@ from meshtrain.parallel.verify.comparison import (
     compare_split,
     made_up_sample,
 )
-from meshtrain.parallel.verify.inputs import (
-    refuse_single_tokens,
-    take_only_parts,
-    watch_attention,
-)
+from meshtrain.parallel.verify.forward import gives_logits, idle_adapters
+from meshtrain.parallel.verify.inputs import refuse_single_tokens, take_only_parts
 from meshtrain.parallel.verify.refusals import (
     refuse_accumulation_hooks,
     refuse_batch_statistics,
@@ -302,7 +300,7 @@ def _loss_head(subject: Subject) -> ParallelOptions:
     # seconds.
     for block in others[1:]:
         block.forward = Skipped(block)
-    inputs = tuple(None if x is None else x.to("meta") for x in subject.inputs)
+    inputs = [None if x is None else x.to("meta") for x in subject.inputs]
     returns_logits = can_fuse(layer) and gives_logits(plain, layer, inputs)
     return replace(subject.options, fuse_loss=returns_logits)
 

@@ -20,7 +20,7 @@ from meshtrain.data.batch import Batch
 from meshtrain.errors import AgreedError
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.context import ContextParallel, misplaced_calls
+from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.mixed_precision import master_dtype, random_state
 from meshtrain.parallel.sharding import chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import (
@@ -30,6 +30,7 @@ from meshtrain.parallel.tensor_parallel import (
     replace_layers,
 )
 from meshtrain.parallel.tp_plan import cut_through_heads
+from meshtrain.parallel.verify.attention import misplaced_calls
 from meshtrain.parallel.verify.recording import (
     PlainError,
     Recording,

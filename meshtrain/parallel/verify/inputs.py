@@ -1,14 +1,12 @@
-"""Refuses inputs of a parallelized model's forward that would mean something else there, and
-attention that its first forward calls where the `cp_plan` does not say so."""
+"""Refuses inputs of a parallelized model's forward that would mean something else there."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext
 from meshtrain.errors import InputError
-from meshtrain.parallel.context import ContextParallel, ShardedContext, misplaced_calls
+from meshtrain.parallel.context import ContextParallel, ShardedContext
 from meshtrain.parallel.tensor_parallel import VocabParallelEmbedding
 
 
@@ -59,22 +57,3 @@ def take_only_parts(model: nn.Module, context: ContextParallel) -> None:
 
     # Before FSDP's own hook, which gathers parameters.
     model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
-
-
-def watch_attention(model: nn.Module, attention: Sequence[str]) -> None:
-    """Makes the first forward fail if it calls attention elsewhere than once in each of these
-    modules. A model that was compared with the plain one needs none of this."""
-    forward = model.forward
-
-    def first(*inputs: Any, **named: Any) -> Any:
-        model.forward = forward
-        context = named["documents"] if "documents" in named else inputs[2]
-        with misplaced_calls(model, attention, context) as misplaced:
-            output = forward(*inputs, **named)
-        if misplaced:
-            raise InputError(
-                f"with cp: {misplaced[0]}: mend the model or its cp_plan, or use cp: 1"
-            )
-        return output
-
-    model.forward = first
