@@ -27,12 +27,15 @@ from meshtrain.parallel.grad_sync import GradientSync, gradient_syncs
 from meshtrain.parallel.linear.shared_input import SharedInput, stack
 from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
 from meshtrain.parallel.torch_private import (
+    apply_to_tensors,
     backward_is_running,
+    copy_all,
     device_type_of,
     keep_versions,
     own_parameters,
     replace_parameters,
     to_local,
+    version_of,
     without_dispatch_modes,
 )
 
@@ -86,7 +89,7 @@ def sum_dtype_of(capability: tuple[int, int]) -> torch.dtype:
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Casts a model's real parameters and buffers in place: `Module.to` would drop the imaginary
     part of others."""
-    return model._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return apply_to_tensors(model, lambda x: _cast(x, dtype))
 
 
 def state_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -224,7 +227,7 @@ class ComputeCopies(GradientSync):
         stale = []
         same_values = True
         for parameter, copy in copies.items():
-            changed = copy.version != parts[parameter]._version
+            changed = copy.version != version_of(parts[parameter])
             if changed or not (runs_again or copy.period == self._period):
                 stale.append(parameter)
                 same_values = same_values and not changed
@@ -234,9 +237,9 @@ class ComputeCopies(GradientSync):
             # not count as a change.
             written = [copies[p].values for p in stale]
             with keep_versions(written) if same_values else nullcontext():
-                torch._foreach_copy_(written, [parts[p] for p in stale])
+                copy_all(written, [parts[p] for p in stale])
         for parameter in stale:
-            copies[parameter].version = parts[parameter]._version
+            copies[parameter].version = version_of(parts[parameter])
             copies[parameter].period = self._period
         return {parameter: copy.values for parameter, copy in copies.items()}
 

@@ -50,7 +50,12 @@ from meshtrain.parallel.options import (
 )
 from meshtrain.parallel.sync_batch_norm import apply_sync_batch_norm
 from meshtrain.parallel.tensor_parallel import replace_layers, sum_partial_gradients
-from meshtrain.parallel.torch_private import allocate, has_backward_hooks, never_compiled
+from meshtrain.parallel.torch_private import (
+    allocate,
+    has_backward_hooks,
+    never_compiled,
+    own_parameters,
+)
 from meshtrain.parallel.tp_plan import NO_SEQUENCE, Colwise, plan_of, shards_sequence, style_of
 from meshtrain.parallel.verify import Moment, Subject, check_model
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of, has_forward
@@ -255,7 +260,7 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
     columns: dict[tuple[str, int], list[nn.Linear]] = {}
     for name, module in model.named_modules():
         # Pruning replaces the weight.
-        is_plain = type(module) in (nn.Linear, Linear) and "weight" in module._parameters
+        is_plain = type(module) in (nn.Linear, Linear) and "weight" in own_parameters(module)
         if is_plain and style_of(plan, [name]) == Colwise.word:
             module.__class__ = Linear
             parent = name.rpartition(".")[0]

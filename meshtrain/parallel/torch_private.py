@@ -260,22 +260,12 @@ class KeepsBeforeWrites(_CachingTorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable and not _is_compiling(func, args, kwargs):
-            values = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | (
-                kwargs or {}
-            )
-            written = [
-                values.get(a.name)
-                for a in schema.arguments
-                if a.alias_info and a.alias_info.is_write
-            ]
-            memory = {
-                x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)
-            }
+        written = written_tensors(func, args, kwargs or {})
+        if written and not _is_compiling(func, args, kwargs):
+            memory = {memory_of(x) for x in written}
             for entry in tree_leaves(list(self.storage.values())):
                 is_tensor = isinstance(entry, _VersionWrapper) and isinstance(entry.val, Tensor)
-                if is_tensor and entry.val.untyped_storage()._cdata in memory:
+                if is_tensor and memory_of(entry.val) in memory:
                     entry.val = entry.val.clone()
                     entry.version = entry.val._version
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -313,8 +303,8 @@ def send_unused_as_zeros(module: FSDPModule) -> None:
 def writes_to_parameter(name: str | None) -> str:
     return (
         f"the model's forward writes to the parameter {name}, and with dp_shard or cp that is a "
-        "copy which is gathered "
-        "anew: compute with a tensor that is made of the parameter, or use dp_replicate"
+        "copy which is gathered anew: compute with a tensor that is made of the parameter, or use "
+        "dp_replicate"
     )
 
 
@@ -673,7 +663,47 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, by their names in it."""
+    return module._buffers
+
+
+def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Replaces each parameter and buffer of a model in place, as `Module.to` does. Read in torch
+    2.13."""
+    return model._apply(function)
+
+
+# Memory, and what is written to it ----------------------------------------------------------------
+
+
 def memory_of(tensor: Tensor) -> int:
     """An id of the memory that a tensor and its views share, on the meta device too, where all
-    addresses are 0."""
+    addresses are 0. Read in torch 2.13: the address of the storage's C++ object."""
     return tensor.untyped_storage()._cdata
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operator writes to in place. Read in torch 2.13: an `OpOverload` says
+    so in its schema, and what is none writes to nothing."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    written = [
+        values.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or a view of it, was written to in place."""
+    return tensor._version
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies tensors of one device into others, possibly of another dtype, in few kernels. Read in
+    torch 2.13."""
+    torch._foreach_copy_(targets, sources)

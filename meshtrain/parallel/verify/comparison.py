@@ -29,6 +29,7 @@ from meshtrain.parallel.tensor_parallel import (
     partial_parameters,
     replace_layers,
 )
+from meshtrain.parallel.torch_private import own_parameters
 from meshtrain.parallel.tp_plan import cut_through_heads
 from meshtrain.parallel.verify.attention import misplaced_calls
 from meshtrain.parallel.verify.recording import (
@@ -157,7 +158,7 @@ def _split_comparison(plain: Plain, tp: TensorParallel, inputs: Sample) -> Compa
             name: local_part(p)[1] for name, p in split.named_parameters() if isinstance(p, DTensor)
         }
         summed = {
-            module._parameters[name]
+            own_parameters(module)[name]
             for module, name in partial_parameters(split, tp.sequence_parallel)
         }
         reference = Recording(whole, mesh, kinds, places=places, seed=seed)
