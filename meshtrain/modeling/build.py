@@ -160,17 +160,18 @@ def options_of(
 ) -> ParallelOptions:
     """How a config's model is parallelized. `sample`: see `ParallelOptions`; `device_type`: see
     `build_model`."""
-    # used by the layout, by the trainer, and decided here
-    others = (
-        "expert_parallel",
-        "expert_rows",
-        "compile",
+    keys = dict(vars(config.parallel))
+    del keys["expert_parallel"]  # the layout has it
+    del keys["expert_rows"]  # the trainer has it
+    keys["compile"] = compile_choice(config, layout, device, device_type).compiles
+    return ParallelOptions(
+        **keys,
+        precision=config.train.precision,
+        linear_precision=config.train.linear_precision,
+        waiting=waiting,
+        sample=sample,
+        trace=device.type == "meta",
     )
-    keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
-    keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
-    compiles = compile_choice(config, layout, device, device_type).compiles
-    traced = device.type == "meta"
-    return ParallelOptions(waiting=waiting, sample=sample, compile=compiles, trace=traced, **keys)
 
 
 def compile_choice(
@@ -189,36 +190,35 @@ def schedule_of(config: "Config", layout: Layout) -> Schedule:
     """The pipeline schedule; where the batch size changes during the run, that of the largest
     batch."""
     batch = config.batch
-    return load_schedule(
-        config, layout, microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES))
-    )
+    data_ranks = layout.size(*DATA_AXES)
+    largest = microbatches(batch.sizes.largest, batch.micro_size, data_ranks)
+    return load_schedule(config, layout, largest)
 
 
 def load_schedule(config: "Config", layout: Layout, microbatches: int) -> Schedule:
-    section, ranks = config.pipeline, layout.size("pp")
     return load(
-        section.schedule,
-        ranks=ranks,
+        config.pipeline.schedule,
+        ranks=layout.size("pp"),
         microbatches=microbatches,
-        stages_per_rank=section.stages_per_rank,
+        stages_per_rank=config.pipeline.stages_per_rank,
     )
 
 
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
     """The schedule of a config, and the split of the model's blocks into stages."""
-    costs, schedule = block_costs(spec_of(config), config.data.seq_len), schedule_of(config, layout)
-    return schedule, split_blocks(
-        costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split
-    )
+    schedule = schedule_of(config, layout)
+    costs = block_costs(spec_of(config), config.data.seq_len)
+    split = split_blocks(costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split)
+    return schedule, split
 
 
 @lru_cache(maxsize=8)
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     """The forward FLOPs of each block of a model for one sample."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-    return tuple(
-        block_flops(spec.meta, blocks_of(spec.meta), (tokens, torch.zeros_like(tokens), None))[0]
-    )
+    inputs = (tokens, torch.zeros_like(tokens), None)
+    costs, _ = block_flops(spec.meta, blocks_of(spec.meta), inputs)
+    return tuple(costs)
 
 
 def check_stages(config: "Config", split: StageSplit) -> None:
@@ -264,8 +264,9 @@ def _is_language_model(config: "Config") -> bool:
 def describe_pipeline(schedule: Schedule, split: StageSplit) -> str:
     """`pipeline 1f1b, 8 microbatches; 9 blocks in 4 stages: 3 + 2 + 2 + 2, the largest stage 8 %
     above the mean`."""
-    many = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches != 1)}"
-    return f"pipeline {schedule.name}, {many}; {split.describe()}"
+    count = schedule.microbatches
+    microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
+    return f"pipeline {schedule.name}, {microbatches}; {split.describe()}"
 
 
 def unsplit_model(

@@ -251,7 +251,9 @@ def _context_comparison(
 
 def _batch_of(inputs: Sample) -> Batch:
     """A batch of whole sequences on the CPU, with positions, for `ContextParallel.shard`."""
-    tokens, positions, *others = (*inputs, None, None)[: max(3, len(inputs))]
+    # A model may take fewer inputs than tokens, positions and documents, or more.
+    padded = [*inputs, *[None] * (3 - len(inputs))]
+    tokens, positions, *others = padded
     assert tokens is not None
     targets = tokens.new_zeros(tokens.shape[:2], dtype=torch.int64)
     if positions is None:
@@ -303,7 +305,8 @@ def _two_samples(plain: Plain) -> list[Tensor | None] | None:
         return None
     if any(buffer.is_meta for buffer in plain.model.buffers()):
         return None
-    return plain.on_device([None if x is None else x[:2] for x in plain.sample])
+    two = [None if x is None else x[:2] for x in plain.sample]
+    return plain.on_device(two)
 
 
 def _beside_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:

@@ -511,9 +511,10 @@ def _difference(x: Tensor, expected: Tensor, least: float = 0.0) -> float:
     if not (x.is_floating_point() or x.is_complex()):
         x, expected = x.double(), expected.double()
     # Infinities, and NaN in the same places, are equal, and say nothing of the size of values.
-    same = (x == expected) | (x.isnan() & expected.isnan())
-    largest = torch.where(expected.isfinite(), expected.abs(), 0).max().clamp(min=max(least, 1e-30))
-    return float((torch.where(same, 0, (x - expected).abs()) / largest).max())
+    is_same = (x == expected) | (x.isnan() & expected.isnan())
+    difference = torch.where(is_same, 0, (x - expected).abs())
+    size = torch.where(expected.isfinite(), expected.abs(), 0).max()
+    return float((difference / size.clamp(min=max(least, 1e-30))).max())
 
 
 def _sizes(values: Sequence[Any]) -> list[Any]:
