@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.checkpoint.weights import open_weights
 from meshtrain.config.model_spec import ModelSpec, spec_of
@@ -38,7 +37,10 @@ from meshtrain.parallel.parallelize import (
     prepare,
     shares_sequence,
 )
-from meshtrain.parallel.torch_private import has_gradient_hooks
+from meshtrain.parallel.torch_private import (
+    has_gradient_hooks,
+    tree_leaves,
+)
 from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline

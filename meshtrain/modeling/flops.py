@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.errors import plural
 from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.torch_private import tree_leaves, varlen_attention
 
 # TFLOP/s without sparsity, from NVIDIA's data sheets: the half column is for bfloat16 and float16
 # on tensor cores with float32 accumulation; float32 is without TF32, which meshtrain leaves off;
@@ -260,10 +260,8 @@ def _varlen_counts() -> dict[Any, Callable[..., int]]:
     ) -> int:
         return 2 * forward(q, k, v, *others)
 
-    ops = torch.ops.torch_attn  # registered by torch once a model has used it
-    if not hasattr(ops, "_varlen_attn"):
-        return {}
-    return {ops._varlen_attn: forward, ops._varlen_attn_backward: backward}
+    operators = varlen_attention()
+    return {} if operators is None else dict(zip(operators, (forward, backward), strict=True))
 
 
 def why_not(error: Exception) -> str:

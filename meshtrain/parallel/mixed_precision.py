@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshtrain.errors import InputError
@@ -35,6 +34,7 @@ from meshtrain.parallel.torch_private import (
     own_parameters,
     replace_parameters,
     to_local,
+    tree_map_only,
     version_of,
     without_dispatch_modes,
 )

@@ -15,15 +15,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.errors import InputError
 from meshtrain.parallel.torch_private import (
+    TorchDispatchMode,
     has_hooks,
     memory_of,
     own_buffers,
     own_parameters,
+    tree_leaves,
     version_of,
     written_tensors,
 )

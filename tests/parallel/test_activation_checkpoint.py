@@ -11,9 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.activation_checkpoint import ATTENTION, _policy
+from meshtrain.parallel.activation_checkpoint import _policy
 from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.torch_private import ATTENTION_DROPOUT
 from meshtrain.parallel.verify import Moment, Subject, check_model
 from tests.comparing import ALONE
 
@@ -118,7 +119,7 @@ def test_a_recomputed_block_may_write_to_its_activations(recompute: str) -> None
 def test_attention_that_draws_is_run_again() -> None:
     """A GPU's kernel draws inside; were its result kept, the dropouts behind it would draw from
     another state."""
-    for operator, position in ATTENTION.items():
+    for operator, position in ATTENTION_DROPOUT.items():
         assert operator._schema.arguments[position].name == "dropout_p"
         before = [None] * position
         runs_again = [_policy(None, operator, *before, 0.1), _policy(None, operator, dropout_p=0.1)]

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from meshtrain.parallel.torch_private import memory_of
+from meshtrain.parallel.torch_private import (
+    TorchDispatchMode,
+    memory_of,
+    tree_leaves,
+)
 from meshtrain.parallel.tp_plan import Colwise, Rowwise, Split
 from meshtrain.parallel.verify.recording import PlainError, Sample, skeleton
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.parallel.linear.lora import has_adapter
-from meshtrain.parallel.torch_private import has_hooks
+from meshtrain.parallel.torch_private import (
+    TorchDispatchMode,
+    has_hooks,
+    tree_leaves,
+)
 
 
 def gives_logits(model: nn.Module, layer: nn.Module, inputs: Sequence[Tensor | None]) -> bool:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from meshtrain.dropout import Dropout
 from meshtrain.mesh import Mesh
@@ -32,7 +31,15 @@ from meshtrain.parallel.mixed_precision import cast, reseed
 from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
 from meshtrain.parallel.tensor_parallel import AXIS, shard_parameter
-from meshtrain.parallel.torch_private import AnyDropout, replace_parameters, to_local
+from meshtrain.parallel.torch_private import (
+    AnyDropout,
+    replace_parameters,
+    to_local,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 from meshtrain.parallel.tp_plan import REPLICATED
 
 # Attributes that may differ between identical blocks.
