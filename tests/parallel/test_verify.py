@@ -29,7 +29,7 @@ from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.verify import checks, compares
 from meshtrain.parallel.verify.comparison import Plain, Verdict
 from meshtrain.parallel.verify.recording import Recording
-from tests.comparing import ALONE, B, D, S, V, compare, llama, same, small_llama, tokens, train
+from tests.comparing import B, D, S, V, compare, llama, same, small_llama, tokens, train
 from tests.parity.experiments import MODELS as OWN_MODELS
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.usefixtures("float64")]
@@ -507,7 +507,7 @@ def test_a_run_says_that_nothing_splits_the_sequence(
     assert capsys.readouterr().out.count(off) == (job.rank == 0)
 
 
-def test_only_models_from_elsewhere_are_compared_unless_it_is_asked_for() -> None:
+def test_only_models_from_elsewhere_are_compared_unless_it_is_asked_for(tp: Mesh) -> None:
     own, elsewhere, derived = small_llama(), small_llama(), small_llama()
     elsewhere.model.layers[0].mlp = Mlp(lambda _, x: x)
     derived.__class__ = type("Derived", (llama.Model,), {"__module__": __name__})
@@ -518,7 +518,7 @@ def test_only_models_from_elsewhere_are_compared_unless_it_is_asked_for() -> Non
         assert tuple(compares(model, options) for model in models) == expected
     assert compares(own, ParallelOptions(tp_plan={})), "a plan that no parity test knows"
     assert not compares(elsewhere, ParallelOptions(trace=True)), "nothing has values"
-    parallel = meshtrain.parallelize(small_llama(), ALONE, precision="bfloat16", recompute="full")
+    parallel = meshtrain.parallelize(small_llama(), tp, precision="bfloat16", recompute="full")
     assert not compares(parallel, ParallelOptions())
 
 
