@@ -194,7 +194,7 @@ def losses_of_any(model: nn.Module, data_rank: int, microbatch: int) -> Tensor:
 def test_models_that_compute_the_same_are_accepted(
     tp: Mesh, name: str, options: dict[str, Any], recwarn: pytest.WarningsRecorder
 ) -> None:
-    compare(MODELS[name], tp, losses_of_any, verify=True, **options)
+    compare(MODELS[name], tp, losses_of_any, **{"verify": True, **options})
     assert not [warning for warning in recwarn if "compared" in str(warning.message)]
 
 
