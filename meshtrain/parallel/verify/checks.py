@@ -1,4 +1,4 @@
-"""The table of checks of a model: name, moment, when it applies, and what judges.
+"""The table of checks of a model: for each moment their names, when they apply, and what judges.
 
 A check refuses by raising InputError, or AgreedError where all ranks find the same. Some find out
 how the model has to be parallelized, and return options.
@@ -47,6 +47,7 @@ from meshtrain.parallel.verify.refusals import (
     refuse_float8,
     refuse_parameters,
     refuse_plain_dropout,
+    refuse_statistics_of_parts,
     refuse_undecided,
     refuse_uneven_microbatches,
 )
@@ -64,8 +65,8 @@ def check_model(moment: Moment, subject: Subject) -> ParallelOptions:
     Raises:
         InputError: the layout would change what the model computes.
     """
-    for check in CHECKS:
-        if check.moment is moment and check.applies(subject):
+    for check in CHECKS[moment]:
+        if check.applies(subject):
             found = check.judge(subject)
             if found is not None:
                 subject = replace(subject, options=found)
@@ -176,6 +177,11 @@ def _first_forward_shows_state(subject: Subject) -> bool:
 # What judges ------------------------------------------------------------------------------------
 
 
+def _of_model(refuse: Callable[[nn.Module], None]) -> Callable[[Subject], None]:
+    """A judge that looks at the model alone."""
+    return lambda subject: refuse(subject.model)
+
+
 def _uneven_microbatches(subject: Subject) -> None:
     replicas = subject.layout.size("dp_replicate")
     refuse_uneven_microbatches(subject.model, replicas, subject.micro_size, subject.global_sizes)
@@ -214,10 +220,6 @@ def _used_outside(subject: Subject) -> ParallelOptions:
     return replace(subject.options, used_outside=blocks)
 
 
-def _batch_statistics(subject: Subject) -> None:
-    refuse_batch_statistics(subject.model)
-
-
 def _samples(subject: Subject) -> None:
     compare_samples(_plain(subject), subject.terms)
 
@@ -238,10 +240,6 @@ def _context(subject: Subject) -> None:
     _warn_unverified(subject.mesh, unverified)
 
 
-def _accumulation_hooks(subject: Subject) -> None:
-    refuse_accumulation_hooks(subject.model)
-
-
 def _parameters(subject: Subject) -> None:
     assert subject.mesh is not None
     refuse_parameters(subject.model, fsdp=subject.mesh.uses_fsdp)
@@ -250,10 +248,6 @@ def _parameters(subject: Subject) -> None:
 def _float8(subject: Subject) -> None:
     splits = () if subject.tp is None else subject.tp.splits
     refuse_float8(subject.model, subject.options.precision, splits, subject.layout.size("tp"))
-
-
-def _statistics_of_parts(subject: Subject) -> None:
-    refuse_batch_statistics(subject.model, of_parts=True)
 
 
 def _split(subject: Subject) -> ParallelOptions:
@@ -285,10 +279,6 @@ def _split(subject: Subject) -> ParallelOptions:
     return replace(options, sequence_parallel=tp.sequence_parallel)
 
 
-def _plain_dropout(subject: Subject) -> None:
-    refuse_plain_dropout(subject.model)
-
-
 def _loss_head(subject: Subject) -> ParallelOptions:
     """The last layer returns the loss if its output is the logits, unchanged; not for a model that
     does not run on the meta device."""
@@ -303,10 +293,6 @@ def _loss_head(subject: Subject) -> ParallelOptions:
     inputs = [None if x is None else x.to("meta") for x in subject.inputs]
     returns_logits = can_fuse(layer) and gives_logits(plain, layer, inputs)
     return replace(subject.options, fuse_loss=returns_logits)
-
-
-def _single_tokens(subject: Subject) -> None:
-    refuse_single_tokens(subject.model)
 
 
 def _only_parts(subject: Subject) -> None:
@@ -360,32 +346,36 @@ def _warn(mesh: Mesh, text: str) -> None:
 
 class Check(NamedTuple):
     name: str
-    moment: Moment
     applies: Callable[[Subject], bool]
     judge: Callable[[Subject], ParallelOptions | None]
 
 
 # In the order in which they are made: what a module or a plan has wrong by itself comes before the
 # comparisons, which can only say where values differ.
-START, PLAIN, PARALLEL = Moment
-CHECKS = (
-    Check("hooks that see uneven microbatches", START, _replicated, _uneven_microbatches),
-    Check("work between blocks of stages", START, _in_stages, _stages),
-    Check("adapters that are not called", START, _adapted, _idle_adapters),
-    Check("parameters used outside", PLAIN, _gathers_or_casts_blocks, _used_outside),
-    Check("statistics of a batch", PLAIN, _shares_samples_out, _batch_statistics),
-    Check("hooks behind accumulation", PLAIN, _shares_samples_out, _accumulation_hooks),
-    Check("parameters that no rank can cut", PLAIN, _cuts_parameters, _parameters),
-    Check("plan of attention", PLAIN, _over_cp, _context_plan),
-    Check("layers in float8", PLAIN, _multiplies_in_float8, _float8),
-    Check("statistics of parts over tp", PLAIN, _has_parts_over_tp, _statistics_of_parts),
-    Check("other samples, forwards before", PLAIN, _compares_samples, _samples),
-    Check("parts of sequences over cp", PLAIN, _compares_context, _context),
-    Check("layers split over tp", PLAIN, _compares_split, _split),
-    Check("masks of each rank over tp", PLAIN, _is_whole_over_tp, _plain_dropout),
-    Check("logits that nothing changes", PLAIN, _may_fuse_loss, _loss_head),
-    Check("sequences of single tokens", PARALLEL, _drops_parts_over_tp, _single_tokens),
-    Check("whole sequences", PARALLEL, _knows_parts_over_cp, _only_parts),
-    Check("attention elsewhere", PARALLEL, _first_forward_shows_attention, _attention_calls),
-    Check("state that a forward changes", PARALLEL, _first_forward_shows_state, _side_effects),
-)
+CHECKS: dict[Moment, list[Check]] = {
+    Moment.START: [
+        Check("hooks that see uneven microbatches", _replicated, _uneven_microbatches),
+        Check("work between blocks of stages", _in_stages, _stages),
+        Check("adapters that are not called", _adapted, _idle_adapters),
+    ],
+    Moment.PLAIN: [
+        Check("parameters used outside", _gathers_or_casts_blocks, _used_outside),
+        Check("statistics of a batch", _shares_samples_out, _of_model(refuse_batch_statistics)),
+        Check("accumulation hooks", _shares_samples_out, _of_model(refuse_accumulation_hooks)),
+        Check("parameters that no rank can cut", _cuts_parameters, _parameters),
+        Check("plan of attention", _over_cp, _context_plan),
+        Check("layers in float8", _multiplies_in_float8, _float8),
+        Check("statistics of parts", _has_parts_over_tp, _of_model(refuse_statistics_of_parts)),
+        Check("other samples, forwards before", _compares_samples, _samples),
+        Check("parts of sequences over cp", _compares_context, _context),
+        Check("layers split over tp", _compares_split, _split),
+        Check("masks of each rank", _is_whole_over_tp, _of_model(refuse_plain_dropout)),
+        Check("logits that nothing changes", _may_fuse_loss, _loss_head),
+    ],
+    Moment.PARALLEL: [
+        Check("single tokens", _drops_parts_over_tp, _of_model(refuse_single_tokens)),
+        Check("whole sequences", _knows_parts_over_cp, _only_parts),
+        Check("attention elsewhere", _first_forward_shows_attention, _attention_calls),
+        Check("state that a forward changes", _first_forward_shows_state, _side_effects),
+    ],
+}

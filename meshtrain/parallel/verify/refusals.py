@@ -43,29 +43,39 @@ def refuse_uneven_microbatches(
             )
 
 
-def refuse_batch_statistics(model: nn.Module, *, of_parts: bool = False) -> None:
-    """Rejects modules that compute with the samples, or tokens, that a rank happens to have.
-    `of_parts`: ranks would have parts of the sequences, of which a `SyncBatchNorm` knows
-    nothing."""
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Rejects modules that compute with the samples that a rank happens to have."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            _refuse_embedding_of_tokens_at_hand(name, module)
-        if isinstance(module, SyncBatchNorm) and not of_parts:
-            continue
-        if not _has_batch_statistics(module) or not module.training:
+        _refuse_embedding_of_tokens_at_hand(name, module)
+        if isinstance(module, SyncBatchNorm) or not _has_batch_statistics(module):
             continue
         instead = "a GroupNorm or LayerNorm"
-        if can_sync(module) and not of_parts:
+        if can_sync(module):
             instead += ", parallel.sync_batch_norm: true (statistics of all data ranks)"
-        raise AgreedError(
-            f"{name} is a {type(module).__name__}, which computes with the samples that a rank "
-            "happens to have: with several data ranks, cp or sequence_parallel the loss would "
-            f"depend on the layout. Use {instead}, freeze it with eval(), or use one data rank, "
-            "cp: 1 and sequence_parallel: false"
-        )
+        raise AgreedError(_depends_on_layout(name, module, instead))
+
+
+def refuse_statistics_of_parts(model: nn.Module) -> None:
+    """Rejects modules that compute with the tokens that a rank of `tp` happens to have: a
+    `SyncBatchNorm` too, which knows nothing of parts of sequences."""
+    for name, module in model.named_modules():
+        _refuse_embedding_of_tokens_at_hand(name, module)
+        if _has_batch_statistics(module):
+            raise AgreedError(_depends_on_layout(name, module, "a GroupNorm or LayerNorm"))
+
+
+def _depends_on_layout(name: str, module: nn.Module, instead: str) -> str:
+    return (
+        f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens "
+        "to have: with several data ranks, cp or sequence_parallel the loss would depend on the "
+        f"layout. Use {instead}, freeze it with eval(), or use one data rank, cp: 1 and "
+        "sequence_parallel: false"
+    )
 
 
 def _refuse_embedding_of_tokens_at_hand(name: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option, None):
             raise AgreedError(
@@ -76,10 +86,10 @@ def _refuse_embedding_of_tokens_at_hand(name: str, module: nn.Module) -> None:
 
 
 def _has_batch_statistics(module: nn.Module) -> bool:
-    """An instance norm has its own for each sample, but for what it tracks."""
-    if isinstance(module, AnyBatchNorm):
-        return True
-    return isinstance(module, AnyNormWithStatistics) and module.track_running_stats
+    """An instance norm has statistics of each sample, but for those that it tracks."""
+    if not module.training or not isinstance(module, AnyNormWithStatistics):
+        return False
+    return isinstance(module, AnyBatchNorm) or module.track_running_stats
 
 
 def refuse_accumulation_hooks(model: nn.Module) -> None:
