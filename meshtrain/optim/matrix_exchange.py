@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshtrain.errors import group_values
 from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import LocalParameter
@@ -55,19 +54,22 @@ class MatrixExchange:
         plan = self._plan
         like = tensors[0]
         outgoing = [(piece.matrix.owner, self._view(tensors, piece)) for piece in plan.outgoing]
-        arrived = self._send(outgoing, [(piece.source, piece) for piece in plan.arriving], like)
+        arriving = [(piece.source, piece) for piece in plan.arriving]
+        arrived = self._send(outgoing, arriving, like)
         matrices: dict[int, Tensor] = {}
         for piece, values in zip(plan.arriving, arrived, strict=True):
-            matrix = piece.matrix
-            if matrix.number not in matrices:
-                matrices[matrix.number] = like.new_empty(matrix.shape)
-            _in_matrix(matrices[matrix.number], piece).copy_(values.view(piece.shape[-2:]))
+            number = piece.matrix.number
+            if number not in matrices:
+                matrices[number] = like.new_empty(piece.matrix.shape)
+            _in_matrix(matrices[number], piece).copy_(values.view(piece.shape[-2:]))
         return matrices
 
     def _compute(self, function: Callable[[Tensor], Tensor], matrices: dict[int, Tensor]) -> None:
         """Replaces each matrix by its result; matrices of one shape are computed in batches."""
-        by_shape = group_values((matrices[number].shape, number) for number in sorted(matrices))
-        for shape, numbers in by_shape.items():
+        numbers_of: dict[torch.Size, list[int]] = {}
+        for number in sorted(matrices):
+            numbers_of.setdefault(matrices[number].shape, []).append(number)
+        for shape, numbers in numbers_of.items():
             count = max(1, BATCH // math.prod(shape))
             for first in range(0, len(numbers), count):
                 batch = numbers[first : first + count]
@@ -77,9 +79,9 @@ class MatrixExchange:
     def _return(self, matrices: dict[int, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the results, in the shapes of the tensors."""
         plan = self._plan
-        outgoing = [
-            (rank, _in_matrix(matrices[piece.matrix.number], piece)) for rank, piece in plan.results
-        ]
+        outgoing: list[tuple[int, Tensor]] = []
+        for rank, piece in plan.results:
+            outgoing.append((rank, _in_matrix(matrices[piece.matrix.number], piece)))
         arriving = [(piece.matrix.owner, piece) for piece in plan.returning]
         returned = self._send(outgoing, arriving, tensors[0])
         results = [torch.empty_like(tensor) for tensor in tensors]
