@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.checkpoint.resume import RunSpec
 from meshtrain.checkpoint.retention import SAMPLES
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.data import OpenData
 from meshtrain.data.mixture import sample_order
 from meshtrain.data.order import BatchSizes, samples_digest, share
