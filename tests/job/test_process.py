@@ -34,6 +34,7 @@ from meshtrain.errors import (
     UnreadableError,
 )
 from meshtrain.job import process as runtime
+from meshtrain.job import rendezvous
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job, choose_allocator
 from tests.launching import ROOT, environment
@@ -130,9 +131,9 @@ def test_ranks_that_wait_ask_more_and_more_seldom_and_each_start_has_a_name_of_i
     def meet(rank: int) -> str:
         while rank == world - 1 and len(pauses["0"]) <= 20:
             sleep(0.001)
-        return runtime._agree_on_start(place(rank, world), store)
+        return rendezvous.agree_on_start(place(rank, world), store)
 
-    monkeypatch.setattr(runtime.time, "sleep", pause)
+    monkeypatch.setattr(rendezvous.time, "sleep", pause)
     for _ in range(2):
         pauses.clear()
         names += set(on_ranks(world, meet))
@@ -156,7 +157,7 @@ def test_a_start_that_a_rank_does_not_come_to_ends_and_names_it(
             return ""
         environment = Environment("srun", rank, 6, 0, "c" if rank == 5 else "a", ("a", 1))
         with pytest.raises(StartError) as error:
-            runtime._agree_on_start(environment, store, time.monotonic() + 1)
+            rendezvous.agree_on_start(environment, store, time.monotonic() + 1)
         return str(error.value)
 
     told = on_ranks(6, meet)
@@ -173,7 +174,7 @@ def test_a_start_without_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         StartError, match=r"rank 1 on host \S+ has waited \d+ s for rank 0 to begin the job"
     ):
-        runtime._agree_on_start(place(1, 2), dist.HashStore(), time.monotonic() + 0.1)
+        rendezvous.agree_on_start(place(1, 2), dist.HashStore(), time.monotonic() + 0.1)
 
 
 def test_two_processes_of_the_same_rank_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ def test_two_processes_of_the_same_rank_are_named(monkeypatch: pytest.MonkeyPatc
     def meet(process: int) -> str:
         rank, host = [(0, "a"), (1, "b"), (1, "c")][process]
         with pytest.raises(InputError) as error:
-            runtime._agree_on_start(
+            rendezvous.agree_on_start(
                 Environment("none", rank, 3, 0, host, ("a", 1)), store, time.monotonic() + 30
             )
         return str(error.value)
@@ -200,21 +201,21 @@ def test_two_processes_of_the_same_rank_are_named(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_that_has_come_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two said hello and was answered before the other did."""
     store = dist.HashStore()
-    monkeypatch.setattr(runtime.uuid, "uuid4", lambda: Mock(hex="token"))
+    monkeypatch.setattr(rendezvous.uuid, "uuid4", lambda: Mock(hex="token"))
     store.append("token/met", "1\n1\n")
     with pytest.raises(InputError, match="two processes were started as rank 1: give each process"):
-        runtime._agree_on_start(place(0, 3), store)
+        rendezvous.agree_on_start(place(0, 3), store)
 
 
 def test_twins_of_an_earlier_start_are_forgotten() -> None:
     """torchrun keeps its store when it starts the workers again."""
     store = dist.HashStore()
-    store.set(runtime.TWINS, "1 token b")
+    store.set(rendezvous.TWINS, "1 token b")
     store.set("hello/1", "another c")
-    runtime._check_for_twins(store)
+    rendezvous.check_for_twins(store)
     store.set("hello/1", "token c")
     with pytest.raises(InputError, match="two processes were started as rank 1, on hosts b and c"):
-        runtime._check_for_twins(store)
+        rendezvous.check_for_twins(store)
 
 
 def test_a_rank_whose_store_ends_before_the_job_begins_says_so() -> None:
@@ -247,7 +248,7 @@ def test_a_rank_whose_store_ends_before_the_job_begins_says_so() -> None:
 def test_missing_ranks_are_named_with_what_is_known_of_their_hosts(
     hosts: list[str | None], nodes: list[str], text: str
 ) -> None:
-    assert runtime.describe_missing(hosts, nodes) == text
+    assert rendezvous.describe_missing(hosts, nodes) == text
 
 
 def test_a_meeting_before_there_is_a_watchdog_ends_and_names_who_is_missing() -> None:
@@ -281,7 +282,7 @@ def test_a_port_that_is_taken_is_said_to_be(holder: str, monkeypatch: pytest.Mon
             )
         environment = Environment("none", 0, 2, 0, "a", ("127.0.0.1", port), hosts_store=True)
         with pytest.raises(InputError, match=said):
-            runtime._store(environment, 60)
+            rendezvous.meet_at_store(environment, 60)
 
 
 def test_where_a_node_has_another_name_for_slurm_than_for_the_network(
@@ -301,8 +302,8 @@ def test_where_a_node_has_another_name_for_slurm_than_for_the_network(
             return []
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(runtime.socket, "getaddrinfo", look_up)
-    assert [runtime.address_of_node(name) for name in ("known", "rack1-n7", "unknown")] == [
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", look_up)
+    assert [rendezvous.address_of_node(name) for name in ("known", "rack1-n7", "unknown")] == [
         "known",
         "10.0.0.7",
         "unknown",
