@@ -44,6 +44,7 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
             "other inputs"
         )
     prompt = inputs[0][:PROMPT_TOKENS].tolist()
+    context = context_parallel(config, mesh) if mesh.size("cp") > 1 else None
     ids = generate(
         model,
         prompt,
@@ -51,10 +52,11 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
         seq_len=len(inputs[0]),
         device=job.device,
         seed=config.train.seed,
-        context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
+        context=context,
     )
-    first, whole = map(data.tokenizer.decode, (prompt, ids))
-    return f"\na sample, going on from {first!r}:\n{printable(whole)}\n"
+    beginning = data.tokenizer.decode(prompt)
+    whole = data.tokenizer.decode(ids)
+    return f"\na sample, going on from {beginning!r}:\n{printable(whole)}\n"
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
@@ -64,19 +66,16 @@ def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder:
     described = None
     if hasattr(module, "to_hugging_face"):
         described = module.to_hugging_face(module.Config(**config.model.keys))
-    tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
-    dtype = compute_dtype(config.train.precision)
-    file_format = config.train.export_format
     export(
         model,
         folder,
         job,
         mesh,
-        dtype=dtype,
+        dtype=compute_dtype(config.train.precision),
         config=described,
-        tokenizer=tokenizer,
+        tokenizer=None if config.data.tokenizer == "bytes" else config.data.tokenizer,
         data=asdict(config.data),
         weights=config.model.weights,
-        file_format=file_format,
+        file_format=config.train.export_format,
     )
     job.say(f"weights in {folder}")
