@@ -418,9 +418,6 @@ class Train:
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
     """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's
     transformers."""
-    export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export stores experts: `original`: a tensor per expert, as models are published;
-    `fused`: the experts of a layer in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
     """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export
     use the average."""
@@ -497,12 +494,6 @@ class Checkpoint:
     in_background: bool = key(True, also="async async_save async_mode")
     """Whether training waits only for a copy in memory, and continues while the checkpoint is
     written."""
-    on_failure: Literal["continue", "stop"] = key("continue")
-    """What the run does when a checkpoint could not be written: continue with a warning, or
-    stop."""
-    make_room: bool = False
-    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it;
-    never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is abandoned and training continues. A file system's failover
     takes minutes."""
@@ -520,15 +511,11 @@ class Metrics:
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
     profile: tuple[int, int] | None = key(None, minimum=1)
-    """The first and the last step, counted from 1, that `torch.profiler` records."""
+    """The first and the last step, counted from 1, that `torch.profiler` records; on a GPU also the
+    memory up to then."""
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to
     `timeline.json`."""
-    gpu_probe: int = key(0, minimum=0)
-    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0:
-    never."""
-    memory_snapshot: bool = False
-    """Whether a snapshot of the GPU's memory is written at the end."""
 
 
 # The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the

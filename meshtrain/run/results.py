@@ -76,6 +76,5 @@ def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder:
         tokenizer=None if config.data.tokenizer == "bytes" else config.data.tokenizer,
         data=asdict(config.data),
         weights=config.model.weights,
-        file_format=config.train.export_format,
     )
     job.say(f"weights in {folder}")
