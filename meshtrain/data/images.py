@@ -63,18 +63,22 @@ class ArrayImages(Samples):
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch:
         indices = [index for _, index in items]
-        pixels = self.pixels[indices]
+        pixels = self.pixels[indices]  # a copy
+
         if self.augment_seed is not None:
             for row, (epoch, index) in enumerate(items):
                 pixels[row] = _shift(pixels[row], _generator(self.augment_seed, epoch, index))
+
         images = torch.from_numpy(pixels).to(torch.float32)
         images = images.unsqueeze(1).div_(self.white)  # (b, 1, height, width), 0 to 1
         size = (self.image_size, self.image_size)
         if images.shape[2:] != size:
             images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
+        images = (images - self.mean) / self.std
+
         targets = torch.from_numpy(self.labels[indices])
         targets[valid:] = IGNORE
-        return Batch({"images": (images - self.mean) / self.std}, targets)
+        return Batch({"images": images}, targets)
 
 
 def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:

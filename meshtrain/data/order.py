@@ -254,6 +254,7 @@ class Mixture:
         """The number of samples of each source before a position."""
         part = self._part(position)
         period = mixture_period(part.weights)
+        # Whole periods have each source as often as its weight says; the rest is counted.
         periods, rest = divmod(position - part.first, len(period))
         counts = []
         for source, weight in enumerate(part.weights):

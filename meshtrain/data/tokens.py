@@ -156,8 +156,9 @@ class Corpus:
         vocabulary."""
         if n_outputs is not None and self.largest_id is not None and self.largest_id >= n_outputs:
             raise outside_vocabulary(self.name, self.largest_id, n_outputs, None)
-        first = self.tokens.array[: _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize]
-        for token in (int(first.max()), int(first.min())):
+        count = _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize
+        beginning = self.tokens.array[:count]
+        for token in (int(beginning.max()), int(beginning.min())):
             if token < 0 or token >= self.limit(n_outputs):
                 raise outside_vocabulary(self.name, token, n_outputs, self.largest_id)
 
