@@ -239,10 +239,9 @@ def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> 
     if experts is not None:
         yield experts.line
 
-    numbers = config.train.linear_precision
-    if numbers is not None:
+    if config.train.linear_precision is not None:
         dtype = compute_dtype(config.train.precision)
-        yield describe_float8(plain, numbers, dtype, job.device.type)
+        yield describe_float8(plain, dtype, job.device.type)
     plan = getattr(model_file(config.model.name), "tp_plan", {})
     is_auto = config.parallel.sequence_parallel is None
     if layout.size("tp") > 1 and is_auto and not shards_sequence(plan):

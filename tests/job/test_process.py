@@ -170,7 +170,7 @@ def test_a_start_that_a_rank_does_not_come_to_ends_and_names_it(
 
 
 def test_a_start_without_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "LATER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "LATER_S", 0.1)
     with pytest.raises(
         StartError, match=r"rank 1 on host \S+ has waited \d+ s for rank 0 to begin the job"
     ):
@@ -180,7 +180,7 @@ def test_a_start_without_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_processes_of_the_same_rank_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 is missing therefore, and would be waited for; each process says what is wrong
     instead."""
-    monkeypatch.setattr(runtime, "LOOK_FOR_TWIN_S", 0.05)
+    monkeypatch.setattr(rendezvous, "LOOK_FOR_TWIN_S", 0.05)
     store = dist.HashStore()
 
     def meet(process: int) -> str:
@@ -266,7 +266,7 @@ def test_a_port_that_is_taken_is_said_to_be(holder: str, monkeypatch: pytest.Mon
     """Another rank 0 has begun to wait for its ranks there; another program does not answer."""
     with ExitStack() as stack:
         if holder == "another program":
-            monkeypatch.setattr(runtime, "LOOK_S", 0.5)
+            monkeypatch.setattr(rendezvous, "LOOK_S", 0.5)
             port = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
             said = (
                 rf"port {port} of host a, .*in use by another program \(ss -ltnp .*export another "
