@@ -54,43 +54,51 @@ class Scorer:
     def _score_batch(self, pairs: Sequence[Pair]) -> list[Score]:
         # A row is what the model sees of a pair, and one token more: the last target.
         rows = [[*before, *predicted][-self.seq_len - 1 :] for before, predicted in pairs]
-        longest = max(map(len, rows)) - 1
+        logits = self._logits(rows)
 
+        # Only the last stage of a pipeline has logits; all ranks get the numbers.
+        totals = [0.0] * len(rows)
+        likeliest = [0.0] * len(rows)
+        if logits is not None:
+            for i, (_, predicted) in enumerate(pairs):
+                score = _score_row(logits, i, rows[i], len(predicted))
+                totals[i] = score.log_likelihood
+                likeliest[i] = float(score.is_likeliest)
+        if isinstance(self.model, Pipeline):
+            numbers = self.model.from_last([*totals, *likeliest])
+            totals = numbers[: len(rows)]
+            likeliest = numbers[len(rows) :]
+        return [Score(*pair) for pair in zip(totals, map(bool, likeliest), strict=True)]
+
+    def _logits(self, rows: Sequence[list[int]]) -> Tensor | None:
+        """What the model predicts after each token of each row but the last, (b, s, v) or this
+        rank's part of it; None: another stage has it."""
+        longest = max(map(len, rows)) - 1
         # Rows end together, so that their predictions do; shorter ones begin with padding, which
         # the cache keeps out of the attention.
         tokens = []
-        starts = []
+        paddings = []
         for row in rows:
             padding = longest - (len(row) - 1)
-            starts.append(padding)
+            paddings.append(padding)
             tokens.append([row[0]] * padding + row[:-1])
-        first = torch.tensor(starts)
-        positions = (torch.arange(longest) - first[:, None]).clamp(min=0)
-        context = AttentionContext(cache=KVCache(first.to(self.device)), length=longest)
+        starts = torch.tensor(paddings)
+        positions = (torch.arange(longest) - starts[:, None]).clamp(min=0)
+        context = AttentionContext(cache=KVCache(starts.to(self.device)), length=longest)
         inputs = torch.tensor(tokens).to(self.device)
-        logits = self.model(inputs, positions.to(self.device), context)
+        return self.model(inputs, positions.to(self.device), context)
 
-        # Two numbers for each pair, the same on all ranks: only the last stage of a pipeline has
-        # logits.
-        numbers = [0.0] * (2 * len(rows))
-        if logits is not None:
-            for i, (_, predicted) in enumerate(pairs):
-                numbers[2 * i : 2 * i + 2] = self._score_row(logits, i, rows[i], len(predicted))
-        if isinstance(self.model, Pipeline):
-            numbers = self.model.from_last(numbers)
-        return [Score(numbers[2 * i], bool(numbers[2 * i + 1])) for i in range(len(rows))]
 
-    def _score_row(self, logits: Tensor, i: int, row: list[int], count: int) -> list[float]:
-        """The log-likelihood of the last `count` tokens of a row, and whether they are the
-        likeliest."""
-        count = min(count, len(row) - 1)
-        last = slice(logits.shape[1] - count, None)
-        own = gather_logits(logits, i, last)  # (count, v)
-        targets = torch.tensor(row[len(row) - count :], device=own.device)
-        dtype = torch.promote_types(own.dtype, torch.float32)
-        losses = torch.nn.functional.cross_entropy(own.to(dtype), targets, reduction="none")
-        is_likeliest = (own.argmax(-1) == targets).all()
-        return [-float(losses.double().sum()), float(is_likeliest)]
+def _score_row(logits: Tensor, i: int, row: list[int], count: int) -> Score:
+    """The score of the last `count` tokens of row `i`."""
+    count = min(count, len(row) - 1)
+    last = slice(logits.shape[1] - count, None)
+    own = gather_logits(logits, i, last)  # (count, v)
+    targets = torch.tensor(row[len(row) - count :], device=own.device)
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    losses = torch.nn.functional.cross_entropy(own.to(dtype), targets, reduction="none")
+    is_likeliest = (own.argmax(-1) == targets).all()
+    return Score(-float(losses.double().sum()), bool(is_likeliest))
 
 
 def _length(pair: Pair) -> int:
