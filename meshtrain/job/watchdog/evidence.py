@@ -38,14 +38,12 @@ PREPARE_S = 1.0  # to create the folder
 WRITE_S = 5.0  # to write exit.json: its file system may be what was lost
 ENTRIES = 200  # the last ones of a flight recorder
 # the last ones of the kernel's log: errors of last month do not help
-KERNEL_LINES, KERNEL_S = (
-    500,
-    3600.0,
-)
+KERNEL_LINES = 500
+KERNEL_S = 3600.0
 STAMP = re.compile(r"\[ *(\d+\.\d+)\]")
 KERNEL = re.compile(
-    r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed "
-    r"process|I/O error|nfs:",
+    r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check"
+    r"|out of memory|oom-kill|killed process|I/O error|nfs:",
     re.IGNORECASE,
 )
 PROGRAMS = {"nvidia-smi": ("-q",), "ibstat": (), "dmesg": ()}  # and their arguments
