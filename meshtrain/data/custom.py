@@ -56,6 +56,7 @@ class CustomSamples(Samples):
         if problem is not None:
             raise InputError(f"{self.name}: item {index}: {problem}")
         target = target.long()
+        # Text whose positions count from its beginning, and which is one document.
         if target.ndim == 1 and len(inputs) == 1:
             inputs = (inputs[0], torch.arange(len(target)), None)
         return inputs, target

@@ -104,6 +104,7 @@ def open_megatron(prefix: str) -> Corpus:
     a damaged one."""
     data, index = (Path(file).expanduser() for file in locate.data_files("megatron", prefix))
     dtype, sequences, bounds, start = _read_header(index)
+    # Three arrays, one after the other.
     lengths = MappedArray(index, "int32", sequences, start)
     offsets = MappedArray(index, "int64", sequences, start + 4 * sequences)
     documents = MappedArray(index, "int64", bounds, start + 12 * sequences)

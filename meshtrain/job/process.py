@@ -124,11 +124,11 @@ class Job:
     def _reduce(
         self, meeting: Round, activity: str, value: object, combine: Callable[[list], Any]
     ) -> Any:
+        # Rank 0 may delete an answer once all have put the next value: they have received it.
         meeting.put(value)
         if self.rank == 0:
             values = meeting.gather(activity)
             if self._last_round is not None:
-                # a rank that has put a value has received the previous answer
                 self._last_round.delete()
             self._last_round = meeting
             meeting.broadcast(combine(values))
@@ -305,6 +305,7 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
     this host has fewer GPUs than the job has processes on it, or too few descriptors for the store,
     or the store's port is taken; StartError: not all ranks have come within `timeout_s` seconds:
     names those that are missing."""
+    # Before CUDA is initialized, and before anything takes much memory.
     _report_crashes()
     choose_allocator(os.environ)
     device = pick_device(environment.local_rank)

@@ -61,6 +61,7 @@ def connect_failure(error: OSError) -> str:
 def answers(address: str) -> bool:
     """Whether a host answers on any of a few ports; a refusal counts as an answer."""
     for port in OTHER_PORTS:
+        # A refusal comes from the host itself; silence may be a firewall's, or that of a dead host.
         try:
             connect([address], port, 1.5).close()
             return True

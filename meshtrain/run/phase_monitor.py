@@ -139,6 +139,7 @@ class PhaseMonitor:
         self.profiler.step(step)
         if step % COLLECT_EVERY == 0:
             gc.collect()  # all generations: nothing else collects what has survived a collection
+        # A planted fault delays the rank in its own time, before it meets others.
         self.watchdog.enter_phase("step", step)
         self.stragglers.probe.begin_step(step)
         self.faults.at_step(step)
@@ -153,7 +154,7 @@ class PhaseMonitor:
         (docs/metrics.md)."""
         times = self.timer.pop()
         assert times is not None  # every update ends a step of the timer
-        if step > self.first_step + 1:
+        if step > self.first_step + 1:  # the first one compiles, and starts the readers
             self.slowest_s = max(self.slowest_s, times["step_time_s"])
         self.goodput.finish_step(step, times["time_data_s"])
         row = times | self.goodput.summary().row() | self._comparison

@@ -61,7 +61,7 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
     """Exports the weights in the dtype in which blocks compute; adapters are merged into them."""
-    merge_adapters(model)
+    merge_adapters(model)  # in place: the run is over
     module = model_file(config.model.name)
     described = None
     if hasattr(module, "to_hugging_face"):

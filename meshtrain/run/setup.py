@@ -55,6 +55,8 @@ def load_data(config: Config, job: Job) -> OpenData:
     unfit for the model."""
     assert job.layout is not None
     first_of_host = job.environment.local_rank == 0
+    # The others wait at the store: a collective would have a time limit, and preparation may take
+    # hours.
     with job.collective_check("preparing the data"):
         if first_of_host:
             prepare_data(config.data, say=job.say)
@@ -72,11 +74,13 @@ def load_data(config: Config, job: Job) -> OpenData:
         build.check_start(config, job.layout, data.train, job.say)
         check_parts(config, job.layout, data)
         held_out = evaluation_set(data, config.train.eval_samples)
+        # These read many samples, which are the same on every host.
         if job.rank == 0:
             require_training_targets(data.train)
             if held_out is not None and config.train.eval_every:
                 require_targets(held_out)
 
+    # First what the headers claim, then what a sample of the bytes says.
     files = "every host must have the same files, and the same Python for python-stdlib"
     require_equal(job, Fingerprint("the data", flat(data.identity), files))
     damaged = "copy or prepare them anew where they are damaged"
@@ -122,6 +126,7 @@ def model_of_run(
     config = spec.config
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
+    # A few samples on which the parallelized model is compared with the plain one.
     sample = None
     compared = mesh.size(*LOSS_AXES) > 1 or config.parallel.recompute != "none"
     if mesh.size("tp") > 1 or (config.parallel.verify and compared):
@@ -142,6 +147,7 @@ def readers(
 ) -> tuple[Iterator[list[Batch]], EvalBatches | None]:
     """This rank's microbatches of each step, and those of an evaluation."""
     reading: Reading = {"workers": config.data.workers}
+    # A model without a cp_plan takes the plain tensor of documents.
     if hasattr(model_file(config.model.name), "cp_plan"):
         split = mesh.size("cp") > 1
         reading["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context

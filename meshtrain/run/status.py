@@ -147,6 +147,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
     def _write_error(self, error: BaseException) -> None:
         """Records an error of this rank, or the failure of another one that it follows from."""
         shared = isinstance(error, AgreedError | TrainingError)  # all ranks raise it
+        # An error that all ranks raise needs no diagnosis; of another one, or of a signal, the
+        # watchdog may know the cause on another rank.
         first = None
         if signal_of(error) is not None or (isinstance(error, Exception) and not shared):
             first = self.job.failures.first_failure(str(self.job), error)

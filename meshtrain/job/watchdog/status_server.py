@@ -117,6 +117,7 @@ class StatusServer:
             except OSError:  # it is closed, too many files are open, or the peer has given up
                 self._closed.wait(PAUSE_S)
                 continue
+            # Strangers that say nothing may hold so many threads, and no more.
             self._readers.acquire()
             while not self._closed.is_set():
                 try:
@@ -490,6 +491,7 @@ class Peers:
 
     def tell(self, ranks: set[int], message: Mapping[str, Any]) -> None:
         """Sends these ranks a message, and once more to those that did not seem to receive it."""
+        # A rank may have been too busy to take it, or its answer may have been lost.
         remaining = [to for to in self._addresses if to.rank in ranks]
         for _ in range(2):
             answers = self._ask_all(remaining, message, seconds=TELL_S)
