@@ -25,8 +25,6 @@ _FREE = (
     "data.path",
     "data.cache",
     "data.workers",
-    "data.prefetch",
-    "data.pin_memory",
 )
 # Keys that are not worth a line: each job may have its own.
 _UNLISTED = frozenset(

@@ -22,6 +22,7 @@ from meshtrain.checkpoint.upload import LAST_S, Uploads
 from meshtrain.errors import bytes_text, join_some, ranges
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
+from meshtrain.job.threads import NoThreadError, start_thread
 
 CLOSING_S = 5.0  # how long the end of a failing run waits for the thread
 KEEP_LAST_3 = Retention()
@@ -186,12 +187,9 @@ class Saver:
 
     def _start(self, write: CheckpointWrite) -> None:
         arguments = write, self._before, self._thread
-        self._thread = threading.Thread(
-            target=self._run, args=arguments, name="checkpoint", daemon=True
-        )
         try:
-            self._thread.start()
-        except RuntimeError as error:  # the system has no more threads
+            self._thread = start_thread(self._run, *arguments, name="checkpoint")
+        except NoThreadError as error:
             self._thread = None
             write.notes.append(
                 f"warning: training waited for the checkpoint of step {write.step}: {error}"

@@ -142,11 +142,6 @@ class Data:
     `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
     """Worker processes per rank that read data ahead. 0 reads in the training process."""
-    prefetch: int = key(2, minimum=1, also="prefetch_factor")
-    """Microbatches that each worker reads ahead; raised until all workers together hold those of
-    the next step."""
-    pin_memory: bool = True
-    """Whether batches are read into pinned memory, from which GPUs copy faster."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
 
@@ -371,22 +366,16 @@ class Fault:
     """`kill` (SIGKILL) ends the process at once, `stop` (SIGSTOP) freezes it, `slow` prolongs its
     steps, `raise` raises an exception, and `fail-save` simulates a full disk."""
     step: int = key(minimum=1, also="at at_step from from_step")
-    """The step at whose beginning, or in whose checkpoint save, the fault happens. `slow`: the
-    first slow step."""
+    """The step at whose beginning the fault happens. `slow`: the first slow step; `fail-save`: the
+    step after which the checkpoint is saved."""
     rank: int | None = key(None, minimum=0, also="ranks who")
     """The rank that the fault happens to. null: every rank, for `fail-save` only."""
-    during: Literal["step", "save"] = key("step")
-    """`save`: while the rank writes its file of the checkpoint, as `fail-save` always does."""
     seconds: float | None = key(None, above=0, also="delay sleep")
-    """`slow`: how much longer each step, or the save, takes."""
-    until: int | None = key(None, minimum=1, also="to last")
-    """`slow`: the last slow step. null: the last step of the run."""
-    again: bool = False
-    """Whether the fault is injected again when the launcher restarts the job."""
+    """`slow`: how much longer each step takes, to the end of the run."""
 
     @property
     def in_save(self) -> bool:
-        return self.during == "save" or self.fault == "fail-save"
+        return self.fault == "fail-save"
 
 
 @dataclass(frozen=True)
@@ -450,9 +439,6 @@ class Train:
     start_timeout_s: float = key(600.0, above=0)
     """Seconds that ranks wait for one another while the job starts, and three times as long while
     one of them is busy and does not get on."""
-    lock_timeout_s: float = key(120.0, minimum=0)
-    """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may
-    still hold."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for one another in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")
@@ -525,15 +511,11 @@ class Metrics:
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
     profile: tuple[int, int] | None = key(None, minimum=1)
-    """The first and the last step, counted from 1, that `torch.profiler` records."""
+    """The first and the last step, counted from 1, that `torch.profiler` records; on a GPU also the
+    memory up to then."""
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to
     `timeline.json`."""
-    gpu_probe: int = key(0, minimum=0)
-    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0:
-    never."""
-    memory_snapshot: bool = False
-    """Whether a snapshot of the GPU's memory is written at the end."""
 
 
 # The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the

@@ -145,8 +145,6 @@ def readers(
         "rank": mesh.index(*DATA_AXES),
         "ranks": mesh.size(*DATA_AXES),
         "workers": config.data.workers,
-        "prefetch": config.data.prefetch,
-        "pin_memory": config.data.pin_memory,
     }
     if hasattr(model_file(config.model.name), "cp_plan"):
         split = mesh.size("cp") > 1

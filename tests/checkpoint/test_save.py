@@ -585,7 +585,6 @@ def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
     options = (
         "train.steps=8",
         "train.step_timeout_s=2",
-        "train.chaos=[{fault: slow, rank: 1, step: 4, during: save, seconds: 9}]",
         "checkpoint.every=2",
         "data.workers=0",
         "layout={dp_shard: 2}",
@@ -595,7 +594,8 @@ def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
     def train(place: Path) -> Finished:
         place.mkdir()
         in_background = f"checkpoint.in_background={place.name}"
-        return forked(2, "-m", "meshtrain.train", small_run(place), *options, in_background)
+        slow_save = ("-m", "tests.fault_in_save", "9", "1", "4")  # 9 s, rank 1, step 4
+        return forked(2, *slow_save, small_run(place), *options, in_background)
 
     for place, job in zip(
         folders, side_by_side(*(partial(train, place) for place in folders)), strict=True
