@@ -45,8 +45,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         section = spec.config.checkpoint
         short = find_short_hosts(state, job) if section.in_background else []
         if short:
-            reason = f"the memory for copies of the state is short: {join_some(short)}"
-            say(f"checkpoints are written while training waits, because {reason}")
+            say(
+                "checkpoints are written while training waits, because the memory for copies of "
+                f"the state is short: {join_some(short)}"
+            )
         self.spec = spec
         self._logger = logger
         self._monitor = monitor
