@@ -281,7 +281,12 @@ class CheckpointWrite:
             # If it was given up, a rank may have trained on, and written values of a later step.
             self._require_wanted()
             problems = _problems_in(reports)
-            text = None if problems else self._manifest(reports).to_json()
+            text = None
+            if not problems:
+                try:
+                    text = self._manifest(reports).to_json()
+                except FAILURES as error:
+                    problems = [self._describe_error(error, local.own)]
             self._local_round.broadcast([problems, text])
         problems, text = self._local_round.receive()
         try:
@@ -320,7 +325,11 @@ class CheckpointWrite:
             if needed <= free:
                 return None
             directory.abandon(self.folder, self.step)
+        except TakenError as error:
+            return self._failed(error)  # what is there now may be the other job's
         except FAILURES as error:
+            with suppress(OSError):
+                directory.abandon(self.folder, self.step)
             return self._failed(error)
         return Outcome(
             f"it needs {bytes_text(needed)}, and the file system of {self.folder.absolute()} "
