@@ -103,13 +103,9 @@ def export(
         problem: OSError | None = None
         with WeightFiles(place.making, files) as out, torch.no_grad():
             for turn in turns(files, writers):
-                received = _exchange(turn, parts, tensors, placements, job, mesh.layout)
-                for file, entry, whole in received:
-                    try:
-                        if problem is None:
-                            out.write(file, entry, [whole.view(-1).view(torch.uint8).numpy().data])
-                    except OSError as error:
-                        problem = error
+                for received in _exchange(turn, parts, tensors, placements, job, mesh.layout):
+                    if problem is None:
+                        problem = received.write(out)
         with job.collective_check("writing the export"), as_input_errors(place.making):
             if problem is not None:
                 raise problem
@@ -228,12 +224,16 @@ class _Received:
     stored: StoredTensor
     pieces: list[tuple[Part, Tensor]] = field(default_factory=list)
 
-    def whole(self) -> Tensor:
-        """The tensor in host memory."""
+    def write(self, out: WeightFiles) -> OSError | None:
+        """Writes the tensor; returns an error of the disk."""
         whole = torch.empty(shape_of(self.stored.part), dtype=DTYPES[self.entry.dtype])
         for piece, values in self.pieces:
             whole[within(piece, self.stored.part)] = values.to("cpu", whole.dtype)
-        return whole
+        try:
+            out.write(self.file, self.entry, [whole.view(-1).view(torch.uint8).numpy().data])
+        except OSError as error:
+            return error
+        return None
 
 
 def _exchange(
@@ -243,9 +243,9 @@ def _exchange(
     placements: Mapping[str, Placement],
     job: Job,
     layout: Layout,
-) -> Iterator[tuple[str, Entry, Tensor]]:
-    """Sends this rank's pieces of the turn's tensors to their writers; yields the whole tensor that
-    it must write."""
+) -> Iterator[_Received]:
+    """Sends this rank's pieces of the turn's tensors to their writers; yields the tensor that it
+    must write."""
     operations = []
     outputs = []
     for writer, file, entry in turn:
@@ -271,5 +271,4 @@ def _exchange(
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    for received in outputs:
-        yield received.file, received.entry, received.whole()
+    yield from outputs
