@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import checks, locate, schema
 from meshtrain.config.checks import ConfigDraft
@@ -27,6 +27,9 @@ from meshtrain.config.tensor import OF_LAYOUT, check_device, check_groups, exper
 from meshtrain.config.yaml_reader import Node, apply_overrides, describe, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
+
+if TYPE_CHECKING:
+    from meshtrain.config.model_spec import ModelSpec
 
 __all__ = ["Config", "ConfigErrors", "Data", "Fault"]
 
@@ -51,6 +54,8 @@ class Config:
     file: str = field(default="", compare=False)  # the file's path as errors print it
     # a line to print for each, with its origin
     overrides: tuple[str, ...] = field(default=(), compare=False)
+    # in the place of the model that the keys describe: it without some blocks, in a trace
+    spec: "ModelSpec | None" = field(default=None, compare=False)
 
     @classmethod
     def load(

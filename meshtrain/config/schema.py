@@ -142,11 +142,6 @@ class Data:
     `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
     """Worker processes per rank that read data ahead. 0 reads in the training process."""
-    prefetch: int = key(2, minimum=1, also="prefetch_factor")
-    """Microbatches that each worker reads ahead; raised until all workers together hold those of
-    the next step."""
-    pin_memory: bool = True
-    """Whether batches are read into pinned memory, from which GPUs copy faster."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
 
@@ -371,22 +366,16 @@ class Fault:
     """`kill` (SIGKILL) ends the process at once, `stop` (SIGSTOP) freezes it, `slow` prolongs its
     steps, `raise` raises an exception, and `fail-save` simulates a full disk."""
     step: int = key(minimum=1, also="at at_step from from_step")
-    """The step at whose beginning, or in whose checkpoint save, the fault happens. `slow`: the
-    first slow step."""
+    """The step at whose beginning the fault happens. `slow`: the first slow step; `fail-save`: the
+    step after which the checkpoint is saved."""
     rank: int | None = key(None, minimum=0, also="ranks who")
     """The rank that the fault happens to. null: every rank, for `fail-save` only."""
-    during: Literal["step", "save"] = key("step")
-    """`save`: while the rank writes its file of the checkpoint, as `fail-save` always does."""
     seconds: float | None = key(None, above=0, also="delay sleep")
-    """`slow`: how much longer each step, or the save, takes."""
-    until: int | None = key(None, minimum=1, also="to last")
-    """`slow`: the last slow step. null: the last step of the run."""
-    again: bool = False
-    """Whether the fault is injected again when the launcher restarts the job."""
+    """`slow`: how much longer each step takes, to the end of the run."""
 
     @property
     def in_save(self) -> bool:
-        return self.during == "save" or self.fault == "fail-save"
+        return self.fault == "fail-save"
 
 
 @dataclass(frozen=True)
@@ -429,9 +418,6 @@ class Train:
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
     """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's
     transformers."""
-    export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export stores experts: `original`: a tensor per expert, as models are published;
-    `fused`: the experts of a layer in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
     """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export
     use the average."""
@@ -453,9 +439,6 @@ class Train:
     start_timeout_s: float = key(600.0, above=0)
     """Seconds that ranks wait for one another while the job starts, and three times as long while
     one of them is busy and does not get on."""
-    lock_timeout_s: float = key(120.0, minimum=0)
-    """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may
-    still hold."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for one another in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")
@@ -511,12 +494,6 @@ class Checkpoint:
     in_background: bool = key(True, also="async async_save async_mode")
     """Whether training waits only for a copy in memory, and continues while the checkpoint is
     written."""
-    on_failure: Literal["continue", "stop"] = key("continue")
-    """What the run does when a checkpoint could not be written: continue with a warning, or
-    stop."""
-    make_room: bool = False
-    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it;
-    never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is abandoned and training continues. A file system's failover
     takes minutes."""

@@ -474,8 +474,8 @@ def advice(straggler: Straggler) -> str:
     pace = straggler.pace
     if pace.data > straggler.excess / 2:
         return (
-            "give data.workers or data.prefetch a larger number, and compare how fast the hosts "
-            "read the corpus with `meshtrain doctor`"
+            "give data.workers a larger number, and compare how fast the hosts read the corpus "
+            "with `meshtrain doctor`"
         )
     if pace.throttled:
         return THROTTLED

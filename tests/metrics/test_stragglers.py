@@ -310,18 +310,21 @@ def test_the_advice_follows_what_is_known() -> None:
 
 
 class OwnTime:
-    """In place of the module `time` of the step timer: each look takes a millisecond, and sleep
-    what it does."""
+    """In place of the module `time` of the step timer: each look takes a millisecond, and each of
+    the first `sleeps` sleeps what it does."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.sleeps = 10**6
 
     def perf_counter(self) -> float:
         self.now += 0.001
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        if self.sleeps > 0:
+            self.sleeps -= 1
+            self.now += seconds
 
 
 Train = Callable[..., list[dict[str, Any]]]
@@ -335,7 +338,12 @@ def train_with(job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(step_timer, "time", own_time)
     monkeypatch.setattr(step_timer.TimeSource, "queued", lambda source: 0.0)
     monkeypatch.setitem(FaultInjector.__init__.__kwdefaults__, "sleep", own_time.sleep)
-    return lambda fault, *keys: train(job, shared_path / "run", f"train.chaos=[{fault}]", *keys)
+
+    def train_with(fault: str, *keys: str, slow_steps: int = 10**6) -> list[dict[str, Any]]:
+        own_time.sleeps = slow_steps
+        return train(job, shared_path / "run", f"train.chaos=[{fault}]", *keys)
+
+    return train_with
 
 
 def slow_ranks(out: str) -> list[str]:
@@ -348,7 +356,7 @@ def test_a_slowed_rank_of_a_run_is_named_and_no_other(
     job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = train_with(
-        "{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}", "train.steps=125"
+        "{fault: slow, rank: 2, step: 4, seconds: 0.15}", "train.steps=125", slow_steps=61
     )
     looks = {row["step"]: row for row in rows if "own_time_max_rank" in row}
     assert list(looks) == [22, 42, 62, 82, 102, 122]

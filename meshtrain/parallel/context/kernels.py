@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.backends import cuda
 
 from meshtrain.errors import InputError
+from meshtrain.parallel.torch_private import device_type_of
 
 aten = torch.ops.aten
 Three = tuple[Tensor, Tensor, Tensor]
@@ -143,10 +144,13 @@ def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) ->
     Depends only on the GPU and torch, so that ranks with the same ones choose the same. Raises
     InputError: none works.
     """
-    if soft_cap is not None or (q.device.type != "cpu" and q.dtype == torch.float64):
+    device_type = device_type_of(q)
+    if soft_cap is not None or (device_type != "cpu" and q.dtype == torch.float64):
         return PRODUCTS
-    if q.device.type == "cpu":
+    if device_type == "cpu":
         return CPU_FLASH
+    if q.is_meta:  # a trace, in which kernels cannot be tried
+        return FLASH if q.dtype.itemsize == 2 and visible != "mask" else EFFICIENT
     kernels: tuple[Kernel, ...] = (EFFICIENT,)
     if q.dtype.itemsize == 2 and visible != "mask":
         kernels = (CUDNN, FLASH, EFFICIENT) if visible == "all" else (FLASH, EFFICIENT)
