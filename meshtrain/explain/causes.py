@@ -187,6 +187,7 @@ def _rank_causes(search: Search, settings: Settings) -> list[Cause]:
     failed = any(match.rule.role in ("root", "consequence") for match in matches.values())
     if not failed and search.worked:  # warnings of a job that has begun training are no failure
         return []
+    # A job that was restarted failed for what its last start shows.
     last_attempt = max((match.attempt for match in matches.values()), default=0)
     roles = {name: _role(match, matches) for name, match in matches.items()}
 
@@ -199,6 +200,7 @@ def _rank_causes(search: Search, settings: Settings) -> list[Cause]:
             match.evidence[0].key,
         )
 
+    # Where ranks waited in vain, those that say nothing of it are the ones to look at.
     victims = {rank for match in matches.values() if _is_victim(match.rule) for rank in match.ranks}
     silent = [rank for rank in search.ranks if rank not in victims]
     ordered = sorted(matches.values(), key=order)

@@ -39,6 +39,7 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
             except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
                 yield str(path), f"this flight recorder cannot be read: {error!r}"
         for group in groups.values():
+            # All have entered the collectives up to the slowest rank's last one.
             number = min(group.entered.values(), default=0) + 1
             inside = [rank for rank, last in group.entered.items() if last >= number]
             outside = [rank for rank in group.entered if rank not in inside]

@@ -298,6 +298,7 @@ class Search:
         """Rules for the last line of a traceback are tried only on such a line, and only if no
         other rule matches."""
         known = self._try(position, text, rules, rank)
+        # Any exception ends a traceback: what a rule knows of it by name goes first.
         if last and not known:
             return self._try(position, text, self._rules_for_endings, rank)
         return known
@@ -324,6 +325,7 @@ class Search:
         kind."""
         by_kind = match is None
         matches = self.matches.setdefault(rule.id, Matches(rule))
+        # The job's own diagnosis knows more than the lines that repeat it.
         if by_kind and not matches.by_kind:
             matches = self.matches[rule.id] = Matches(rule, by_kind=True)
         elif matches.by_kind and not by_kind:

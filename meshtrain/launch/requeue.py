@@ -72,6 +72,8 @@ def decide(
     blamed = _blamed_hosts(end, reason)
     lost = tuple(node for node in nodes if node in down or _short(node) in blamed)
 
+    # Without an exit.json it did not get as far as training: unless a node is at fault, it never
+    # will.
     if end.get("kind") in FINAL or (not end and not lost):
         return Decision("end", (), f"{reason}: the same would happen again")
     if history.failures > tries:

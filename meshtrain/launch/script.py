@@ -20,6 +20,8 @@ def render(template: str, directives: Mapping[str, str | None], block: Sequence[
     places = [place for place, line in enumerate(lines) if DIRECTIVE.match(line)]
     if not places:
         raise ValueError("a template of sbatch has #SBATCH lines")
+    # sbatch reads directives up to the first command only: what is added stands behind the last
+    # one of the template.
     end = places[-1] + 1
     remaining = {option: value for option, value in directives.items() if value is not None}
     head: list[str] = []

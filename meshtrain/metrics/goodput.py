@@ -115,6 +115,7 @@ def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
     to the step from which a later job resumed, as do its start-up and compiling; the rest is
     `repeated`. A pure function."""
     total = dict.fromkeys(PARTS, 0.0)
+    # Backwards: what a job has done is kept up to the step from which any later one resumed.
     again_from = math.inf  # the lowest step from which a later job resumed
     for i in reversed(range(len(jobs))):
         job = jobs[i]

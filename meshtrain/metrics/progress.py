@@ -130,6 +130,7 @@ class StepTimeAverage:
         if seconds is None:
             return
         self._steps += 1
+        # The second step replaces the first, in which kernels are compiled and chosen.
         if self._seconds is None or self._steps == 2:
             self._seconds = seconds
         else:

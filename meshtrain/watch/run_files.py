@@ -45,6 +45,7 @@ class RunFiles:
         if descriptor is None:
             return self._forget()
         with os.fdopen(descriptor, "rb") as file:
+            # A file that was cut and written again has other bytes there.
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._forget()
