@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# The full name of a key -> what its user does now.
+# The full name of a key -> what its user does now. A key of the entries of a list has the name of
+# the list in front: `train.chaos.until`.
 REMOVED: dict[str, str] = {
     "data.pin_memory": "take it away: batches are pinned wherever there is a GPU",
     "data.prefetch": "take it away: the workers read ahead what the next step takes",
@@ -27,6 +28,13 @@ REMOVED: dict[str, str] = {
     "train.lock_timeout_s": "take it away: a restarted job waits two minutes for the lock",
 }
 
+# A key that is still there -> a value that it had -> what its user does now.
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "train.linear_precision": {
+        "mxfp8": "it is no longer there: use float8, scaled for each token and each row of a weight"
+    },
+}
+
 
 def what_replaces(section: str, name: str) -> str | None:
     """What takes the place of a key that is gone; None: there never was one.
@@ -41,7 +49,20 @@ def what_replaces(section: str, name: str) -> str | None:
 
 def without_removed(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The sections of a config of an earlier version, without the keys that are gone."""
-    return {
-        section: {name: value for name, value in keys.items() if f"{section}.{name}" not in REMOVED}
-        for section, keys in config.items()
-    }
+    return {section: _without_removed(section, keys) for section, keys in config.items()}
+
+
+def _without_removed(name: str, value: Any) -> Any:
+    """The value of the key `name`, without the keys below it that are gone."""
+    if isinstance(value, list):
+        return [_without_removed(name, item) for item in value]
+
+    if not isinstance(value, Mapping):
+        return value
+
+    kept = {}
+    for key, item in value.items():
+        full_name = f"{name}.{key}"
+        if full_name not in REMOVED:
+            kept[key] = _without_removed(full_name, item)
+    return kept

@@ -6,19 +6,17 @@ configs/schema.json are generated.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from meshtrain.config.convert import key, seconds
+from meshtrain.config.keys import key, seconds
 from meshtrain.data.order import BatchSizes
-from meshtrain.optim.registry import OPTIMIZERS
 from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 
-if TYPE_CHECKING:
-    OptimizerName = str
-else:
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
+# Words of the config, which stand here so that it is read without what they name. Each has its
+# entry in optim/registry.py, metrics/sinks.py or data/sources.py.
+OptimizerName = Literal["adamw", "muon", "sgd"]
+SINKS = ("prometheus", "tensorboard", "wandb")
 
-SINKS = ("prometheus", "tensorboard", "wandb")  # the sinks of metrics/sinks.py
 # data.source -> what data.path names, or None if the source takes no path.
 SOURCES: dict[str, str | None] = {
     "python-stdlib": None,
@@ -193,10 +191,10 @@ class Parallel:
     the model's `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of being kept."""
-    symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
+    symmetric_memory: bool | Literal["auto"] = key(False, also="async_tp async_tensor_parallel")
     """With `tp` and `sequence_parallel` on GPUs: whether matrix products and their communication
     run as one kernel. `auto`: where NVLink connects all GPUs of `tp`. true also puts FSDP's
-    messages into memory registered with NCCL."""
+    messages into memory registered with NCCL. No machine has shown yet that it is faster."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",
@@ -290,7 +288,7 @@ class ParamGroup:
     weight_decay: float | None = key(None, minimum=0, also="wd")
     """The group's weight decay. null: `optimizer.weight_decay` for parameters with two or more
     dims."""
-    name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
+    name: OptimizerName | None = key(None, also="optimizer type")
     """The group's optimizer. null: `optimizer.name`."""
 
 
@@ -298,7 +296,7 @@ class ParamGroup:
 class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
-    name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
+    name: OptimizerName = key("adamw", also="type optimizer")
     """The optimizer. `muon` is for matrices: embeddings, heads and parameters with one dim get
     `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
@@ -392,14 +390,14 @@ class Train:
     """Determines the initial weights and the order of the samples."""
     freeze: tuple[str, ...] = key((), also="frozen freeze_modules freeze_layers")
     """Name patterns of parameters that are not trained, for instance `model.embed_tokens.*`."""
-    lora: Lora | None = key(None, also="peft adapters")  # noqa: RUF009 (a dataclass)
+    lora: Lora | None = key(None, also="peft adapters")
     """Low-rank adapters, the only parameters trained then; the keys are below."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )
     """The dtype of forward and backward. With 16 bits weights stay float32; `float64` is for
     checking layouts."""
-    linear_precision: Literal["float8", "mxfp8"] | None = key(
+    linear_precision: Literal["float8"] | None = key(
         None,
         also="fp8 float8_rowwise enable_fp8 use_fp8 float8_recipe fp8_recipe",
         instead=(
@@ -408,9 +406,9 @@ class Train:
         ),
     )
     """The dtype in which linear layers in blocks multiply in forward and for the gradients of
-    inputs: `float8` is e4m3 with a scale per token and per row of a weight, `mxfp8` e4m3 with a
-    scale per 32 features; all else uses `precision`. On GPUs it needs `precision: bfloat16`; CPUs
-    and GPUs without these formats emulate them."""
+    inputs: `float8` is e4m3 with a scale per token and per row of a weight; all else uses
+    `precision`. On GPUs it needs `precision: bfloat16`; CPUs and GPUs without this format emulate
+    it."""
     deterministic: bool = False
     """Whether to use only kernels that give the same bits every time."""
     output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")

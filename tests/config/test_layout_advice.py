@@ -27,7 +27,7 @@ def test_there_is_always_a_near_layout_and_it_works(
     layout: Layout, world_size: int, free: str | None
 ) -> None:
     sizes = layout.sizes | ({free: -1} if free in layout.axes else {})
-    proposals = nearest(sizes, world_size, limit=5)
+    proposals = nearest(sizes, world_size)
     assert proposals
     for near in proposals:
         assert Layout.resolve(near, world_size).world_size == world_size
@@ -96,7 +96,8 @@ def test_a_warning_names_a_layout_without_one(layout: Layout) -> None:
             better = better.on_hosts(list(counts.values()), list(counts))
         else:
             better = better.on_hosts(
-                [run.count for run in layout.runs], [layout.hosts[run.host] for run in layout.runs]
+                [span.count for span in layout.host_spans],
+                [layout.hosts[span.host] for span in layout.host_spans],
             )
         assert host_warnings(better) == []
 
