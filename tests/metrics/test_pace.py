@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshtrain.metrics.straggler import (
+from meshtrain.metrics.pace import (
     LOOKS,
     Quartiles,
     RankPace,
