@@ -6,6 +6,7 @@ which a thread was runnable and no core was free counts between hosts only: rank
 share that time, too, and not evenly. Pure: `straggler.py` brings the times together.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
@@ -99,37 +100,50 @@ class RankPace:
         return self.total.middle - self.own.middle
 
 
-def is_slow(rank: RankPace, others: Sequence[RankPace]) -> bool:
-    """Whether a rank is clearly slower than the others with the same work."""
-    return computes_slowly(rank, others) or lacks_cores(rank, others)
-
-
-def computes_slowly(rank: RankPace, others: Sequence[RankPace]) -> bool:
-    if not others:
-        return False
-    return rank.own.low - median(other.own.high for other in others) > rank.limit
-
-
-def lacks_cores(rank: RankPace, others: Sequence[RankPace]) -> bool:
-    """Whether it is slow only with its waits for a core. Which rank waits on a shared host is
-    chance, so these count only against ranks of other hosts: a host whose cores are never free is
-    slow."""
-    elsewhere = [other for other in others if other.host != rank.host]
-    if not elsewhere:
-        return False
-    return rank.total.low - median(other.total.high for other in elsewhere) > rank.limit
-
-
 def slow(paces: Sequence[RankPace], peers: Sequence[Sequence[int]]) -> set[int]:
     """The slow ranks of one look, from every rank's pace and the groups of ranks that do the same
-    work."""
+    work. A rank is compared with the median of the others: by its own time, and with its waits for
+    a core by that of ranks on other hosts, since it is chance which rank of a host waits. So a host
+    whose cores are never free is slow."""
     found = set()
     for group in peers:
+        # Sorted once: in a group of thousands to sort for each rank would take seconds.
+        own = sorted(paces[rank].own.high for rank in group)
+        elsewhere = _medians_elsewhere([paces[rank] for rank in group])
         for rank in group:
-            others = [paces[other] for other in group if other != rank]
-            if is_slow(paces[rank], others):
+            pace = paces[rank]
+            computes_slowly = waits_for_cores = False
+            if len(group) > 1:
+                usual = _median_without(own, pace.own.high)
+                computes_slowly = pace.own.low - usual > pace.limit
+            if pace.host in elsewhere:
+                waits_for_cores = pace.total.low - elsewhere[pace.host] > pace.limit
+            if computes_slowly or waits_for_cores:
                 found.add(rank)
     return found
+
+
+def _medians_elsewhere(paces: Sequence[RankPace]) -> dict[str, float]:
+    """Host -> the median of what the ranks of all other hosts take in their bad steps; nothing for
+    a host that has all ranks."""
+    ordered = sorted((pace.total.high, pace.host) for pace in paces)
+    medians = {}
+    for host in {pace.host for pace in paces}:
+        highs = [high for high, other in ordered if other != host]
+        if highs:
+            medians[host] = median(highs)
+    return medians
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of a sorted sequence without one of its elements, which has this value."""
+    position = bisect_left(ordered, value)
+
+    def element(index: int) -> float:  # of the rest
+        return ordered[index] if index < position else ordered[index + 1]
+
+    rest = len(ordered) - 1
+    return (element((rest - 1) // 2) + element(rest // 2)) / 2
 
 
 # Look after look ----------------------------------------------------------------------------------
@@ -202,7 +216,7 @@ class StragglerTest:
         # Another slow rank would hide by how much this one is slow.
         fast = [other for other in others if other not in self.suspects] or others
         peers = [paces[other] for other in fast]
-        if computes_slowly(pace, peers):
+        if pace.own.low - median(peer.own.high for peer in peers) > pace.limit:
             own = pace.own.middle
             usual = median(peer.own.middle for peer in peers)
         else:
