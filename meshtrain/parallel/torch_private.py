@@ -1,7 +1,7 @@
 """Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.14."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -200,13 +200,22 @@ def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     return node
 
 
-# the device type that the meta device stands for, while a step is traced
-traced_for: str | None = None
+_traced_as: list[str] = []  # types of the devices that the meta device stands for; the last counts
+
+
+@contextmanager
+def traced_as(device_type: str) -> Iterator[None]:
+    """Inside, kernels for tensors on the meta device are chosen as for this type of device."""
+    _traced_as.append(device_type)
+    try:
+        yield
+    finally:
+        _traced_as.pop()
 
 
 def device_type_of(tensor: Tensor) -> str:
     """The device type by which kernels are chosen for a tensor."""
-    return traced_for if tensor.is_meta and traced_for is not None else tensor.device.type
+    return _traced_as[-1] if tensor.is_meta and _traced_as else tensor.device.type
 
 
 def is_traced() -> bool:
@@ -217,6 +226,24 @@ def is_traced() -> bool:
 # decorates functions that compiled code may call; loads the compiler on first call
 never_compiled = _disable_dynamo
 without_dispatch_modes = _disable_current_modes  # hides the operators inside from dispatch modes
+
+_nothing_hidden: list[None] = []  # one entry for each open `nothing_hidden`
+
+
+def hidden_from_dispatch_modes() -> AbstractContextManager[object]:
+    """Hides the operators inside from dispatch modes, such as selective checkpointing, but not from
+    one that counts everything."""
+    return nullcontext() if _nothing_hidden else without_dispatch_modes()
+
+
+@contextmanager
+def nothing_hidden() -> Iterator[None]:
+    """Inside, dispatch modes see all operators."""
+    _nothing_hidden.append(None)
+    try:
+        yield
+    finally:
+        _nothing_hidden.pop()
 
 
 class KeepsBeforeWrites(_CachingTorchDispatchMode):
@@ -424,6 +451,21 @@ def breaks_graph() -> tuple[type[Exception], ...]:
         exc.FailOnRecompileLimitHit,
         DependsOnData,
     )
+
+
+def pin_in_place(memory: Tensor) -> None:
+    """Pins host memory where it lies. `Tensor.pin_memory` would copy it, and round its size up to a
+    power of two. Read in torch 2.13: a wrapper of cudaHostRegister that raises on an error."""
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    pin_memory(memory.data_ptr(), memory.nbytes)
+
+
+def unpin_in_place(memory: Tensor) -> None:
+    """Undoes `pin_in_place`; to be called before the memory is freed. Read in torch 2.13."""
+    from torch.cuda._pin_memory_utils import unpin_memory
+
+    unpin_memory(memory.data_ptr())
 
 
 # Attention that returns its log-sum-exp, forward and backward, as read in torch 2.13. All of them

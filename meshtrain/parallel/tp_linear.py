@@ -23,7 +23,7 @@ from torch import Tensor
 from meshtrain.parallel.collectives import AsyncResult, AxisGroup, axis_group_by_name, operator
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS, linear_weight_grad
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, product_weight_grad
-from meshtrain.parallel.torch_private import without_dispatch_modes
+from meshtrain.parallel.torch_private import hidden_from_dispatch_modes
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
@@ -240,7 +240,8 @@ class ColumnParallelMatmul(torch.autograd.Function):
         axis = axis_group_by_name(ctx.group)
         is_deferred = ctx.queue is not None and ctx.queue.is_recording
         whole = None
-        with without_dispatch_modes():  # hides communication, which elsewhere is inside operators
+        # Communication, which elsewhere is inside operators.
+        with hidden_from_dispatch_modes():
             if sequence and not ctx.keep and trains:
                 whole = axis.start_all_gather(x.contiguous())
             computes_in_meantime = trains and not is_deferred
@@ -253,7 +254,7 @@ class ColumnParallelMatmul(torch.autograd.Function):
             product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None
             for i, grad in enumerate(grads)
         ]
-        with without_dispatch_modes():
+        with hidden_from_dispatch_modes():
             return dx.wait(), *nothing, *dws
 
 

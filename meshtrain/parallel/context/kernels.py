@@ -34,6 +34,7 @@ from meshtrain.parallel.torch_private import (
     cpu_attention_backward,
     cudnn_attention,
     cudnn_attention_backward,
+    device_type_of,
     efficient_attention,
     efficient_attention_backward,
     flash_attention,
@@ -177,11 +178,13 @@ def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) ->
     Depends only on the GPU and torch, so that ranks with the same ones choose the same. Raises
     InputError: none works.
     """
-    on_cpu = q.device.type == "cpu"
+    on_cpu = device_type_of(q) == "cpu"
     if soft_cap is not None or (q.dtype == torch.float64 and not on_cpu):
         return PRODUCTS
     if on_cpu:
         return CPU_FLASH
+    if q.is_meta:  # a trace, in which kernels cannot be tried
+        return FLASH if q.dtype.itemsize == 2 and visible != "mask" else EFFICIENT
     kernels: tuple[Kernel, ...] = (EFFICIENT,)
     if q.dtype.itemsize == 2 and visible == "all":
         kernels = (CUDNN, FLASH, EFFICIENT)

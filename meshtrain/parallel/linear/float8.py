@@ -170,11 +170,17 @@ def apply_float8(
     device_type: str,
     *,
     compiled: bool = False,
+    traced: bool = False,
 ) -> None:
     """Makes a model's linear layers, plain or split over `tp`, multiply in float8 where
-    `float8_layers` says so."""
-    kernel = kernel_of(precision, dtype, device_type)
-    kernels = COMPILED if compiled else KERNELS
+    `float8_layers` says so. `traced`: without values, for a GPU that this machine may not have."""
+    if traced:
+        kernel = device_type == "cuda" and dtype == torch.bfloat16
+    else:
+        kernel = kernel_of(precision, dtype, device_type)
+    # In a trace rounding runs operator by operator: torch does not compile inside of a dispatch
+    # mode.
+    kernels = COMPILED if compiled and not traced else KERNELS
     for name in float8_layers(model, precision)[0]:
         layer: Any = model.get_submodule(name)
         # of this rank's part, as the kernel needs

@@ -29,7 +29,7 @@ Cheap gradients (norms, biases, embeddings) are computed at once.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -137,7 +137,25 @@ def weight_grad(
         if not has_gradient_hooks(parameter):
             ctx.queue.add(DeferredWeightGrad(ctx.weights[index], parameter, compute, write))
             return None
-    return add_or_compute(node, compute, write)
+    if not _around:
+        return add_or_compute(node, compute, write)
+    with _around[-1]():
+        return add_or_compute(node, compute, write)
+
+
+# What is entered around each weight gradient that a backward computes; see `around_weight_grads`.
+_around: list[Callable[[], AbstractContextManager[object]]] = []
+
+
+@contextmanager
+def around_weight_grads(enter: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, each weight gradient that a layer's backward computes at once is computed in a
+    context of its own, by which foresight tells it from input gradients."""
+    _around.append(enter)
+    try:
+        yield
+    finally:
+        _around.pop()
 
 
 def product_weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
