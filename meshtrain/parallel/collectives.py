@@ -149,6 +149,7 @@ class AxisGroup:
         other use."""
         self._count("all_reduce", tensor, times=2)
         if not self.on_cpu:
+            # Backends sum in place, and others may still read the tensor.
             output = tensor if overwrite else tensor.clone()
             work = dist.all_reduce(output, group=self.group, async_op=True)
             return AsyncResult(self, _started(work), lambda: output)
@@ -368,7 +369,7 @@ class SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # a tensor of its own, to which autograd attaches this backward
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -385,4 +386,5 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # All ranks compute the same with the sum, so each has the whole gradient of it.
         return grad, None

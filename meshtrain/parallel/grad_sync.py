@@ -106,6 +106,8 @@ def when_backward_begins(model: nn.Module, callback: Callable[[], None]) -> None
             latest = current_backward()
             callback()
 
+    # A hook on each output, because a loss may use any of them: the first that autograd reaches
+    # tells. Ids of backwards are never used twice.
     def after_forward(model: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_of(output):
             if tensor.requires_grad:

@@ -89,7 +89,9 @@ def _columns_backward(
     which is gathered again."""
     axis = axis_group_by_name(group)
     trains = any(needs_dw)
-    whole = axis.start_all_gather(x.contiguous()) if sequence and not keep and trains else None
+    whole = None
+    if sequence and not keep and trains:  # under way while dX is multiplied
+        whole = axis.start_all_gather(x.contiguous())
     # The sum travels while the weights' gradients are computed.
     dx = _start_input_grad(grads, weights, axis, sequence, products, fuse=not trains)
     inputs = x if whole is None else whole.wait()
@@ -287,7 +289,7 @@ class RowParallelMatmul(torch.autograd.Function):
         dx, *gathered = ops.row_input(grad, weight, *ctx.settings)
         dw = None
         if ctx.needs_input_grad[1]:
-            whole = gathered[0] if gathered else grad
+            whole = gathered[0] if gathered else grad  # dY of all tokens, for both products
             inputs = flatten_tokens(x.detach(), ctx.sequence)
             dw = product_weight_grad(ctx, 0, whole, inputs)
         return unflatten_tokens(dx, x.shape, ctx.sequence), dw, None, None, None, None
