@@ -27,9 +27,10 @@ if __name__ == "__main__":
 
 from torch import nn  # only after the signal handlers are installed
 
-from meshtrain.checkpoint.directory import owner_changed
+from meshtrain.checkpoint.folder_lock import owner_changed
 from meshtrain.checkpoint.local import LocalDisk
-from meshtrain.checkpoint.resume import Resume, RunSpec
+from meshtrain.checkpoint.resume import Resume
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
@@ -138,7 +139,12 @@ def run(
     with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
         data = load_data(config, job)
         spec = specify(config, job, data, folder, checkpoints)
-        resume = Resume(job, spec)
+        resume = Resume(
+            job,
+            spec,
+            local=open_local_disk(config, job, checkpoints),
+            uploads=open_uploads(config, job),
+        )
         stop = StopRequest(signals or Signals())
         if job.rank == 0:
             stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
@@ -206,9 +212,7 @@ def train(context: RunContext) -> None:
             metrics = Metrics(
                 spec.folder, task=data.task, steps=spec.steps, step=resume.step, sinks=sinks
             )
-        stragglers = StragglerDetector(
-            job, resume.step + 1, metrics.say, config.metrics.gpu_probe, spec.folder
-        )
+        stragglers = StragglerDetector(job, resume.step + 1, metrics.say, spec.folder)
         monitor = PhaseMonitor(
             mesh, timer, goodput, context.watchdog, stragglers, profiler, faults, metrics.say
         )
@@ -320,14 +324,17 @@ def specify(
     """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
     samples for the run."""
     code = checkpoint_versions(model_file(config.model.name))
-    disk = None
-    if config.checkpoint.local is not None:
-        disk = LocalDisk(Path(config.checkpoint.local).expanduser(), checkpoints, job)
-    uploads = open_uploads(config, job)
     steps = total_steps(config, data.train)
     with job.collective_check("counting the samples of each source"):
         sample_order(config, data.train, steps)
-    return RunSpec(config, folder.path, checkpoints, data.identity, code, steps, disk, uploads)
+    return RunSpec(config, folder.path, checkpoints, data.identity, code, steps)
+
+
+def open_local_disk(config: Config, job: Job, checkpoints: Path) -> LocalDisk | None:
+    """Each host's own copy of the checkpoints; None: `checkpoint.local` names no folder."""
+    if config.checkpoint.local is None:
+        return None
+    return LocalDisk(Path(config.checkpoint.local).expanduser(), checkpoints, job)
 
 
 def weights_used(

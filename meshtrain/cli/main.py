@@ -97,11 +97,6 @@ COMMANDS = {
         "print versions, GPUs, NCCL and limits for a bug report",
         "meshtrain info",
     ),
-    "completion": (
-        "meshtrain.cli.completion",
-        "print the script for shell completion",
-        "meshtrain completion bash > ~/.meshtrain.bash",
-    ),
 }
 
 

@@ -122,9 +122,8 @@ def _first_record(arguments: argparse.Namespace, below: Sequence[Record]) -> Rec
             if below[0].stages != schedule.stages:
                 raise InputError(
                     f"{arguments.beside} has {below[0].stages} stages and {title} has "
-                    f"{schedule.stages}, so its costs "
-                    "cannot be used: give --forward, --input-grad and --weight-grad, or another "
-                    "--stages-per-rank"
+                    f"{schedule.stages}, so its costs cannot be used: give --forward, --input-grad "
+                    "and --weight-grad, or another --stages-per-rank"
                 )
             costs = measured_costs(below[0]) | costs
             title += ", with the measured costs"

@@ -5,28 +5,40 @@ configs/schema.json derive from them.
 
     config = Config.load("configs/quickstart.yaml", ["train.steps=50", "layout.tp=2"])
 
-reads the file, applies the overrides and checks everything. Modules: `yaml_reader` (text to nodes
-with line numbers), `convert` (nodes to values), `model` (the model's keys), `checks` (rules about
-several values).
+reads the file, applies the overrides and checks everything: `yaml_reader` (text to nodes with line
+numbers), `convert` (nodes to values), `model_section` and `layout_section` (the two sections whose
+keys are not fixed), `checks` (rules about several values), `layout_checks` (whether the model can
+be split).
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.config import checks, locate, schema
-from meshtrain.config.checks import ConfigDraft
-from meshtrain.config.convert import INVALID, convert, keys_of, read_section
+from meshtrain.config import locate, schema
+from meshtrain.config.checks import check_chaos, check_rules
+from meshtrain.config.convert import read_section
+from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_text
-from meshtrain.config.layout_advice import resolve, world_sizes_text
-from meshtrain.config.model import read_model
-from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
-from meshtrain.config.tensor import OF_LAYOUT, check_device, check_groups, expert_ranks
-from meshtrain.config.yaml_reader import Node, apply_overrides, describe, read_file, write
+from meshtrain.config.file_checks import check_files
+from meshtrain.config.keys import Key, keys_of
+from meshtrain.config.layout_checks import check_groups, check_layout, expert_ranks
+from meshtrain.config.layout_section import read_layout, resolve_layout
+from meshtrain.config.model_section import read_model
+from meshtrain.config.schema import (
+    NAMES,
+    OWN_MODEL_KEYS,
+    SECTIONS,
+    Data,
+    Fault,
+    ModelSection,
+    Optimizer,
+)
+from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
-from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
+from meshtrain.layout import AXES, Layout
 
 if TYPE_CHECKING:
     from meshtrain.config.model_spec import ModelSpec
@@ -93,33 +105,40 @@ class Config:
             raise InputError(str(error)) from error
         if root is None:
             raise ConfigErrors(file, errors)
+
+        # Nothing below raises: all that is wrong is reported together.
         applied = tuple(apply_overrides(root, overrides, errors))
         draft = _read_sections(root, errors)
-        sizes = _read_layout(draft)
-        layout = None if sizes is None else _resolve_layout(draft, sizes, world_size, again)
-        # without a world size, a size may be -1
-        if sizes is not None and (layout is not None or world_size is None):
-            known = sizes if layout is None else layout.sizes
-            for check in OF_LAYOUT:
-                check(draft, known)
-            check_device(draft, known, device)
+        sizes = read_layout(draft)
+        layout = None
+        if sizes is not None:
+            layout = resolve_layout(draft, sizes, world_size, again)
+            # A layout that does not fit the world is judged no further. Without a world, one size
+            # may be -1.
+            if layout is not None:
+                check_layout(draft, layout.sizes, device)
+            elif world_size is None:
+                check_layout(draft, sizes, device)
         check_groups(draft)
-        checks.check_rules(draft)
-        checks.check_chaos(draft, None if again else world_size)
+        check_rules(draft)
+        check_chaos(draft, None if again else world_size)
         if for_training:
-            checks.check_files(draft)
+            check_files(draft)
         if errors or sizes is None:
             raise ConfigErrors(file, errors)
-        draft.values["train.output"] = draft.values["train.output"].replace("{name}", path.stem)
-        if layout is not None and layout.size("cp") > 1:
-            layout = layout.with_context_heads(draft.values["parallel.context_heads"])
+
         if layout is not None:
+            if layout.size("cp") > 1:
+                layout = layout.with_context_heads(draft.values["parallel.context_heads"])
             layout = layout.with_experts(expert_ranks(draft, layout.sizes))
-        sections = {section: keys(**draft.section(section)) for section, keys in SECTIONS.items()}
-        own = draft.section("model")
-        model = ModelSection(own.pop("name"), own.pop("preset"), own.pop("weights"), own)
+
+        keys = draft.section("model")
+        own = {key: keys.pop(key) for key in OWN_MODEL_KEYS}
+        sections = {section: of(**draft.section(section)) for section, of in SECTIONS.items()}
+        output = sections["train"].output.replace("{name}", path.stem)
+        sections["train"] = replace(sections["train"], output=output)
         return cls(
-            model,
+            model=ModelSection(**own, keys=keys),
             layout=sizes,
             resolved=layout,
             name=path.stem,
@@ -131,118 +150,75 @@ class Config:
     def plain(self) -> dict[str, dict[str, Any]]:
         """The sections as a file would give them, in order: section -> key -> value, defaults
         included."""
-        origin = {"preset": self.model.preset, "weights": self.model.weights}
-        model = {
-            "name": self.model.name,
-            **{key: name for key, name in origin.items() if name},
-            **self.model.keys,
-        }
-        plain = {"model": model, "data": asdict(self.data), "layout": dict(self.layout)}
-        return plain | {
-            section: asdict(getattr(self, section)) for section in NAMES if section not in plain
-        }
+        model: dict[str, Any] = {"name": self.model.name}
+        for key in ("preset", "weights"):
+            value = getattr(self.model, key)
+            if value:
+                model[key] = value
+        model |= self.model.keys
+
+        plain = {}
+        for section in NAMES:
+            if section == "model":
+                plain[section] = model
+            elif section == "layout":
+                plain[section] = dict(self.layout)
+            else:
+                plain[section] = asdict(getattr(self, section))
+        return plain
 
     def to_yaml(self) -> str:
         """The whole config as YAML, overrides and defaults included; loading it gives an equal
         Config."""
-        head = [
-            f"The resolved config of a run, from {self.file or 'Python'}: overrides and every "
-            "default included."
+        origin = self.file or "Python"
+        remarks = [
+            f"The resolved config of a run, from {origin}: overrides and every default included.",
+            *self.overrides,
         ]
-        head += self.overrides
-        return "".join(f"# {' '.join(line.split())}\n" for line in head) + write(self.plain())
+        comments = [f"# {' '.join(remark.split())}\n" for remark in remarks]
+        return "".join(comments) + write(self.plain())
 
 
 def _read_sections(root: Node, errors: list[ConfigError]) -> ConfigDraft:
     """Reads every section but the layout, value by value."""
     sections = {section: keys_of(cls) for section, cls in SECTIONS.items()}
-    elsewhere = {axis: f"layout.{axis}" for axis in AXES}
-    declared = [(section, key) for section, keys in sections.items() for key in keys.values()]
-    for section, key in declared:
-        elsewhere.setdefault(key.name, f"{section}.{key.name}")
-    for section, key in declared:
-        elsewhere |= {
-            other: f"{section}.{key.name}" for other in key.also if other not in elsewhere
-        }
-    draft = ConfigDraft(root, errors, elsewhere)
+    draft = ConfigDraft(root, errors, _elsewhere(sections))
     for section, node in root.value.items():
         if section not in NAMES:
-            errors.append(ConfigError(node.key_at, _unknown_section(section, elsewhere)))
-    read_model(draft, {name: key for name, key in keys_of(ModelSection).items() if name != "keys"})
+            draft.report(node.key_at, _unknown_section(section, draft.elsewhere))
+
+    keys_of_model = keys_of(ModelSection)
+    read_model(draft, {name: keys_of_model[name] for name in OWN_MODEL_KEYS})
+
     for section, keys in sections.items():
-        values = read_section(
-            root.value.get(section) or Node({}, root.at, root.at), section, keys, elsewhere, errors
-        )
-        draft.values |= {f"{section}.{name}": value for name, value in values.items()}
+        node = root.value.get(section) or Node({}, root.at, root.at)
+        values = read_section(node, section, keys, draft.elsewhere, errors)
+        for name, value in values.items():
+            draft.values[f"{section}.{name}"] = value
     return draft
 
 
-def _read_layout(draft: ConfigDraft) -> dict[str, int] | None:
-    """The layout as written, outermost axis first; None, with the errors reported, if it is
-    wrong."""
-    node = draft.root.get("layout")
-    if node is None or (node.value is None and not node.broken):
-        return {"dp_shard": -1}
-    if node.broken:
-        return None
-    if not isinstance(node.value, dict):
-        message = (
-            f"expected axes and their sizes, such as {{dp_shard: 4}}, found {describe(node.value)}"
-        )
-        draft.report(node.at, f"layout: {message}")
-        return None
-    sizes: dict[str, int] = {}
-    for axis, child in node.value.items():
-        if axis not in AXES:
-            hint = "; a colon needs a space after it" if ":" in axis else ""
-            draft.report(child.key_at, f"layout: {unknown_axis(axis)}{hint}")
-            continue
-        size = convert(child, int, f"layout.{axis}", draft.errors)
-        if size is INVALID:
-            continue
-        if size < 1 and size != -1:
-            message = f"expected an integer of at least 1, or -1 for whatever is left, found {size}"
-            draft.report(child.at, f"layout.{axis}: {message}")
-        elif size == -1 and -1 in sizes.values():
-            first = next(name for name in sizes if sizes[name] == -1)
-            draft.report(
-                child.at,
-                f"layout.{axis}: only one axis can be -1, and {first} is: give one of them a size",
-            )
-        else:
-            sizes[axis] = size
-    return sizes if len(sizes) == len(node.value) else None
-
-
-def _resolve_layout(
-    draft: ConfigDraft, sizes: dict[str, int], world_size: int | None, again: bool
-) -> Layout | None:
-    """The layout of the processes; None if a size is still open, or, reported as an error, if it
-    does not fit them."""
-    if world_size is None:
-        return None if -1 in sizes.values() else Layout(sizes)
-    experts = draft.values["parallel.expert_parallel"]
-    experts = 1 if experts is INVALID or experts is None else experts
-    try:
-        return resolve(sizes, world_size, experts)
-    except LayoutError as error:
-        worlds = world_sizes_text(sizes, experts) if again else ""
-        suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
-        draft.report(
-            draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))),
-            f"{error}{suggestion}",
-        )
-        return None
+def _elsewhere(sections: dict[str, dict[str, Key]]) -> dict[str, str]:
+    """Every axis and key, and then every alias of a key -> its full name, for "did you mean"."""
+    elsewhere = {axis: f"layout.{axis}" for axis in AXES}
+    for section, keys in sections.items():
+        for name in keys:
+            elsewhere.setdefault(name, f"{section}.{name}")
+    for section, keys in sections.items():
+        for key in keys.values():
+            for alias in key.also:
+                elsewhere.setdefault(alias, f"{section}.{key.name}")
+    return elsewhere
 
 
 def _unknown_section(section: str, elsewhere: dict[str, str]) -> str:
-    unknown = f"there is no section {yaml_text(section)}: "
+    unknown = f"there is no section {yaml_text(section)}"
     if ":" in section:
-        return f"{unknown}a colon needs a space after it"
+        return f"{unknown}: a colon needs a space after it"
     suggestion = nearest(section, NAMES) or elsewhere.get(section)
-    return unknown + (
-        f"did you mean {suggestion}?" if suggestion else f"the sections are {', '.join(NAMES)}"
-    )
+    if suggestion:
+        return f"{unknown}: did you mean {suggestion}?"
+    return f"{unknown}: the sections are {', '.join(NAMES)}"
 
 
 def _relative(path: Path) -> str:

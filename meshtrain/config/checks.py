@@ -6,66 +6,33 @@ as wrong.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.checkpoint.directory import find_checkpoint
-from meshtrain.config import locate
-from meshtrain.config.convert import INVALID, seconds
-from meshtrain.config.errors import ConfigError, Place, nearest
+from meshtrain.config.convert import INVALID
+from meshtrain.config.draft import ConfigDraft
+from meshtrain.config.keys import seconds
 from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup, Source
-from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import MOST_SOURCES, BatchSizes, changes_of, whole_weights
-from meshtrain.errors import InputError, any_of
-from meshtrain.huggingface import safetensors as weights
+from meshtrain.errors import any_of
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # sources that are tokenized
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
 _ROPE = ("model.rope_scaling", "model.rope_parameters")
 
-
-@dataclass
-class ConfigDraft:
-    """A config while it is being read: its nodes, the values converted so far, and the errors."""
-
-    root: Node
-    errors: list[ConfigError]
-    elsewhere: dict[str, str]  # "steps" -> "train.steps": where keys belong, for "did you mean"
-    # "train.steps" -> its value, default, or INVALID
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def place(self, path: str) -> Place:
-        """The place of a key; if it is not given, that of its section, else the top of the file."""
-        section = path.partition(".")[0]
-        node = self.root.get(*path.split(".")) or self.root.get(section)
-        return node.key_at if node is not None else self.root.at
-
-    def place_of_any(self, paths: tuple[str, ...]) -> Place:
-        """The place for an error about several keys: an override if there is one, else the first
-        key that is given."""
-        present = [path for path in paths if self.root.get(*path.split(".")) is not None]
-        overridden = [path for path in present if self.place(path).override]
-        return self.place((overridden or present or list(paths))[0])
-
-    def section(self, name: str) -> dict[str, Any]:
-        return {
-            path.partition(".")[2]: value
-            for path, value in self.values.items()
-            if path.startswith(f"{name}.")
-        }
-
-    def report(self, place: Place, message: str) -> None:
-        self.errors.append(ConfigError(place, message))
-
-    def refuse(self, key: str, *problems: object) -> None:
-        """Reports problems of a key, at its place and with its name."""
-        for problem in problems:
-            self.report(self.place(key), f"{key}: {problem}")
-
-
 Problems = Iterator[str]
-RULES: list[tuple[tuple[str, ...], tuple[str, ...], Callable[..., Problems]]] = []
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A constraint between keys."""
+
+    paths: tuple[str, ...]  # the keys that `problems` takes, and at one of which it is reported
+    optional: tuple[str, ...]  # further keys, None if the model lacks them
+    problems: Callable[..., Problems]
+
+
+RULES: list[Rule] = []
 
 
 def rule(
@@ -75,19 +42,21 @@ def rule(
     model lacks them."""
 
     def add(function: Callable[..., Problems]) -> Callable[..., Problems]:
-        RULES.append((paths, optional, function))
+        RULES.append(Rule(paths, optional, function))
         return function
 
     return add
 
 
 def check_rules(draft: ConfigDraft) -> None:
-    for paths, optional, function in RULES:
-        values = [draft.values.get(path, INVALID) for path in paths] + [
-            draft.values.get(path) for path in optional
-        ]
-        for problem in function(*values) if INVALID not in values else ():
-            draft.report(draft.place_of_any(paths), problem)
+    """Reports what the rules find."""
+    for rule in RULES:
+        values = [draft.values.get(path, INVALID) for path in rule.paths]
+        values += [draft.values.get(path) for path in rule.optional]
+        if INVALID in values:
+            continue
+        for problem in rule.problems(*values):
+            draft.report(draft.place_of_any(rule.paths), problem)
 
 
 @rule("train.steps", "train.epochs")
@@ -97,8 +66,7 @@ def one_length(steps: int | None, epochs: int | None) -> Problems:
     if steps is not None and epochs is not None:
         yield (
             f"train.steps is {steps} and train.epochs is {epochs}, and a run has one length: take "
-            "one of them away "
-            "(on the command line with train.steps=null or train.epochs=null)"
+            "one of them away (on the command line with train.steps=null or train.epochs=null)"
         )
 
 
@@ -108,8 +76,7 @@ def micro_batch_fits(micro_size: int, size: Any) -> Problems:
     if micro_size > global_size:
         yield (
             f"batch.micro_size {micro_size} is more than batch.global_size {global_size}, all "
-            "samples of a step: "
-            f"use a micro_size of at most {global_size}"
+            f"samples of a step: use a micro_size of at most {global_size}"
         )
 
 
@@ -118,8 +85,7 @@ def messages_round_nothing_in_float64(reduce_precision: str | None, precision: s
     if reduce_precision is not None and precision == "float64":
         yield (
             f"parallel.reduce_precision {reduce_precision} rounds the gradients of train.precision "
-            "float64, which is "
-            "there to check a layout without rounding: leave it out"
+            "float64, which is there to check a layout without rounding: leave it out"
         )
 
 
@@ -136,22 +102,19 @@ def lr_falls(min_lr: float, lr: float) -> Problems:
 def decay_fits(
     decay_steps: int | None, schedule: str, warmup_steps: int, steps: int | None
 ) -> Problems:
-    if decay_steps is not None and schedule != "wsd":
+    if decay_steps is None:
+        return
+    if schedule != "wsd":
         yield (
             "optimizer.decay_steps is the final decay of the schedule wsd, and the schedule is "
-            f"{schedule}: "
-            "take it away (on the command line with optimizer.decay_steps=null), or use schedule: "
-            "wsd"
+            f"{schedule}: take it away (on the command line with optimizer.decay_steps=null), or "
+            "use schedule: wsd"
         )
-    elif (
-        decay_steps is not None
-        and steps is not None
-        and warmup_steps <= steps < warmup_steps + decay_steps
-    ):
+    elif steps is not None and warmup_steps <= steps < warmup_steps + decay_steps:
         yield (
             f"optimizer.warmup_steps {warmup_steps} and optimizer.decay_steps {decay_steps} are "
-            "more than "
-            f"train.steps {steps} together: use a decay_steps of at most {steps - warmup_steps}"
+            f"more than train.steps {steps} together: use a decay_steps of at most "
+            f"{steps - warmup_steps}"
         )
 
 
@@ -172,28 +135,30 @@ def one_rate(groups: tuple[ParamGroup, ...]) -> Problems:
 
 @rule("optimizer.state_precision", "optimizer.name", "optimizer.groups")
 def states_round(precision: str, name: str, groups: tuple[ParamGroup, ...]) -> Problems:
-    others = sorted({name, *(group.name for group in groups if group.name)} - {"adamw"})
+    names = {name}
+    names |= {group.name for group in groups if group.name is not None}
+    others = sorted(names - {"adamw"})
     if precision != "float32" and others:
-        have = any_of(others, "and")
         yield (
             f"optimizer.state_precision {precision} is built for adamw, and parameters here have "
-            f"{have}: use float32"
+            f"{any_of(others, 'and')}: use float32"
         )
 
 
 @rule("train.linear_precision", "train.precision")
 def float8_has_range(linear_precision: str | None, precision: str) -> Problems:
     if linear_precision is not None and precision == "float16":
-        values = (
+        yield (
             f"train.linear_precision {linear_precision} rounds to values that train.precision "
-            "float16"
+            "float16 has no room for: use precision: bfloat16"
         )
-        yield f"{values} has no room for: use precision: bfloat16"
 
 
 @rule("metrics.profile", "train.steps")
 def profile_in_run(profile: tuple[int, int] | None, steps: int | None) -> Problems:
-    first, last = profile or (0, 0)
+    if profile is None:
+        return
+    first, last = profile
     if first > last:
         yield (
             f"metrics.profile goes from step {first} to step {last}: write the first step first, "
@@ -218,11 +183,11 @@ def timeline_in_run(timeline: int | None, steps: int | None) -> Problems:
 @rule("metrics.sinks", "metrics.sink_options")
 def sinks_have_names(sinks: tuple[str, ...], options: dict[str, Any]) -> Problems:
     for name in sinks:
-        if name not in SINKS and not re.fullmatch(r".+\.py:\w+", name):
+        is_own_class = re.fullmatch(r".+\.py:\w+", name)
+        if name not in SINKS and not is_own_class:
             yield (
                 f"metrics.sinks: there is no sink {name!r}: name {any_of(SINKS)}, or a class of "
-                "your own, "
-                "my_sink.py:MySink"
+                "your own, my_sink.py:MySink"
             )
     for name in options.keys() - set(sinks):
         yield (
@@ -240,9 +205,11 @@ def path_for_source(path: str | None, source: str, sources: tuple[Source, ...]) 
                 "take data.path away"
             )
         return
-    needed = SOURCES.get(source)  # None for a user's own file, which may need anything
-    if source in SOURCES and needed is None and path is not None:
-        others = [name for name, needs in SOURCES.items() if needs]
+    if source not in SOURCES:
+        return  # a user's own file may need a path or not
+    needed = SOURCES[source]
+    if needed is None and path is not None:
+        others = [name for name, needs in SOURCES.items() if needs is not None]
         yield (
             f"data.source {source} takes no data.path: take it away, or use one of {any_of(others)}"
         )
@@ -253,11 +220,13 @@ def path_for_source(path: str | None, source: str, sources: tuple[Source, ...]) 
 @rule("data.sources", "data.source")
 def sources_mix(sources: tuple[Source, ...], source: str) -> Problems:
     names = [own.name for own in sources]
-    for name in sorted({name for name in names if names.count(name) > 1 or not name}):
-        yield (
-            f"data.sources: {names.count(name)} of them have the name {name!r}: each needs one of "
-            "its own"
-        )
+    for name in sorted(set(names)):
+        count = names.count(name)
+        if count > 1 or not name:
+            yield (
+                f"data.sources: {count} of them have the name {name!r}: each needs one of its own"
+            )
+
     for own in sources:
         kind = own.source or source
         if kind not in OF_TOKENS:
@@ -265,16 +234,22 @@ def sources_mix(sources: tuple[Source, ...], source: str) -> Problems:
                 f"data.sources: {own.name} is of the kind {kind}, and text or tokens are mixed: "
                 f"{any_of(OF_TOKENS)}"
             )
-        elif (SOURCES[kind] is None) != (own.path is None):
-            needs = (
-                f"needs a path: {SOURCES[kind]}" if SOURCES[kind] else "takes no path: take it away"
+            continue
+        needed = SOURCES[kind]
+        if needed is not None and own.path is None:
+            yield f"data.sources: {own.name} is of the kind {kind}, which needs a path: {needed}"
+        if needed is None and own.path is not None:
+            yield (
+                f"data.sources: {own.name} is of the kind {kind}, which takes no path: take it away"
             )
-            yield f"data.sources: {own.name} is of the kind {kind}, which {needs}"
+
     if len(sources) > MOST_SOURCES:
         yield f"data.sources has {len(sources)} sources: at most {MOST_SOURCES} are mixed"
-    for step, of_sources in changes_of([own.weight for own in sources]):
+
+    # Exact shares are whole numbers, in each of the stretches between two changes of a weight.
+    for step, weights in changes_of([own.weight for own in sources]):
         try:
-            whole_weights(of_sources)
+            whole_weights(weights)
         except ValueError as error:
             yield f"data.sources, from step {step} on: {error}"
 
@@ -291,8 +266,10 @@ def field_of_source(field: str, source: str, sources: tuple[Source, ...]) -> Pro
 @rule("data.validation", "data.source")
 def validation_of_source(validation: float | str, source: str) -> Problems:
     if source == "digits" and isinstance(validation, str):
-        problem = f"data.validation is the path {validation}, and data.source digits has no files"
-        yield f"{problem}: give a share, such as 0.2"
+        yield (
+            f"data.validation is the path {validation}, and data.source digits has no files: give "
+            "a share, such as 0.2"
+        )
 
 
 @rule("data.image_size", "data.source")
@@ -307,11 +284,11 @@ def images_have_a_size(image_size: int | None, source: str) -> Problems:
 def scales_dynamically(*ropes: dict[str, Any] | None) -> bool:
     """Whether RoPE scaling is dynamic, for sequences longer than the trained length,
     `max_position_embeddings`."""
-    return any(
-        "dynamic" in (rope.get("rope_type"), rope.get("type"))
-        for rope in ropes
-        if isinstance(rope, dict)
-    )
+    for rope in ropes:
+        # Anything can be pasted; what is no mapping is refused elsewhere.
+        if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
+            return True
+    return False
 
 
 @rule("data.seq_len", "model.max_position_embeddings", "data.source", optional=_ROPE)
@@ -320,8 +297,8 @@ def sequence_fits_model(
 ) -> Problems:
     if source in OF_TOKENS and seq_len > most and not scales_dynamically(*ropes):
         yield (
-            f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: "
-            f"shorten the sequences to {most}, or raise the model's key to {seq_len}"
+            f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: shorten "
+            f"the sequences to {most}, or raise the model's key to {seq_len}"
         )
 
 
@@ -329,15 +306,18 @@ def sequence_fits_model(
 def warmup_ends_at_length(
     warmup: tuple[tuple[int, int], ...], seq_len: int, source: str
 ) -> Problems:
-    if warmup and source not in OF_TOKENS:
+    if not warmup:
+        return
+    lengths = [length for _, length in warmup]
+    if source not in OF_TOKENS:
         yield (
             f"data.seq_len_warmup cuts samples of text or tokens, and data.source is {source}: "
             "take it away"
         )
-    elif warmup and (warmup[-1][1] != seq_len or max(length for _, length in warmup) > seq_len):
-        lengths = ", ".join(str(length) for _, length in warmup)
+    elif lengths[-1] != seq_len or max(lengths) > seq_len:
+        listed = ", ".join(map(str, lengths))
         yield (
-            f"data.seq_len_warmup is {lengths}: expected lengths up to data.seq_len {seq_len}, and "
+            f"data.seq_len_warmup is {listed}: expected lengths up to data.seq_len {seq_len}, and "
             "this as the last"
         )
 
@@ -367,8 +347,7 @@ def begin_token_of_source(begin: str | None, source: str, sources: tuple[Source,
     if begin is not None and not kinds & set(_OF_TEXT):
         yield (
             "data.begin_token begins documents of text where they are tokenized, and data.source "
-            f"{source} has none: "
-            "take it away"
+            f"{source} has none: take it away"
         )
 
 
@@ -395,18 +374,19 @@ def time_limit_reads(time_limit: str | float | None) -> Problems:
 
 @rule("checkpoint.keep_every", "checkpoint.every")
 def keep_every_is_saved(keep_every: int | None, every: int | str) -> Problems:
-    if keep_every is not None and (not isinstance(every, int) or not every):
+    if keep_every is None:
+        return
+    if every == 0 or every == "epoch":
         moment = "only at the end" if every == 0 else "at the ends of epochs"
         yield (
             f"checkpoint.keep_every counts steps, and checkpoint.every {every} saves {moment}: "
-            "take keep_every away, "
-            "or give every a number of steps"
+            "take keep_every away, or give every a number of steps"
         )
-    elif keep_every is not None and isinstance(every, int) and keep_every % every:
+    elif isinstance(every, int) and keep_every % every:
+        multiple = max(1, round(keep_every / every)) * every
         yield (
             f"checkpoint.keep_every {keep_every} is no multiple of checkpoint.every {every}, so "
-            "few of these steps are "
-            f"saved: use {max(1, round(keep_every / every)) * every}"
+            f"few of these steps are saved: use {multiple}"
         )
 
 
@@ -418,26 +398,33 @@ def best_is_known(
     have no checkpoint."""
     if not keep_best:
         return
-    both_steps = isinstance(every, int) and isinstance(eval_every, int)
     if eval_every == 0 or validation == 0:
         key = "train.eval_every" if eval_every == 0 else "data.validation"
         yield (
             f"checkpoint.keep_best needs evaluations, and {key} is 0: set it, or take keep_best "
             "away"
         )
-    elif every == 0:
+        return
+    if every == 0:
         yield (
             "checkpoint.keep_best needs several checkpoints, and checkpoint.every is 0: set it, "
             "such as to 100"
         )
-    elif not (every == eval_every == "epoch" or (both_steps and every % eval_every == 0)):
-        multiple = f" or {max(1, round(every / eval_every)) * eval_every}" if both_steps else ""
-        yield (
-            "checkpoint.keep_best needs an evaluation with each checkpoint, and checkpoint.every "
-            f"{every} saves where "
-            f"train.eval_every {eval_every} does not evaluate: for instance "
-            f"checkpoint.every={eval_every}{multiple}"
-        )
+        return
+
+    if every == eval_every == "epoch":
+        return
+    both_are_steps = isinstance(every, int) and isinstance(eval_every, int)
+    if both_are_steps and every % eval_every == 0:
+        return
+    advice = f"checkpoint.every={eval_every}"
+    if both_are_steps:
+        advice += f" or {max(1, round(every / eval_every)) * eval_every}"
+    yield (
+        "checkpoint.keep_best needs an evaluation with each checkpoint, and checkpoint.every "
+        f"{every} saves where train.eval_every {eval_every} does not evaluate: for instance "
+        f"{advice}"
+    )
 
 
 def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
@@ -447,110 +434,56 @@ def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
     if faults is INVALID or node is None or not isinstance(node.value, list):
         return
     steps, every = draft.values["train.steps"], draft.values["checkpoint.every"]
+    if not isinstance(steps, int):
+        steps = None  # the length is given in epochs, or is wrong
     for i, (fault, item) in enumerate(zip(faults, node.value, strict=True)):
-        for name, problem in _problems(
-            fault, steps if isinstance(steps, int) else None, every, world_size
-        ):
-            draft.report((item.get(name) or item).at, f"train.chaos[{i}]: {problem}")
+        problems = [
+            *_problems_of_rank(fault, world_size),
+            *_problems_of_step(fault, steps, every),
+            *_problems_of_kind(fault),
+        ]
+        for key, problem in problems:
+            place = (item.get(key) or item).at
+            draft.report(place, f"train.chaos[{i}]: {problem}")
 
 
-def _problems(
-    fault: Fault, steps: int | None, every: object, world_size: int | None
-) -> Iterator[tuple[str, str]]:
-    """The problems of a fault, as (key, sentence). If the length of the run is unknown, any step
-    may be its last."""
-    is_saved = (
-        not isinstance(every, int)
-        or steps in (None, fault.step)
-        or (every > 0 and fault.step % every == 0)
-    )
+# Each as (key of the fault, what is wrong with it).
+FaultProblems = Iterator[tuple[str, str]]
+
+
+def _problems_of_rank(fault: Fault, world_size: int | None) -> FaultProblems:
     if fault.rank is None and fault.fault != "fail-save":
         yield "fault", f"{fault.fault} needs a rank: say whose, such as rank: 1"
     if fault.rank is not None and world_size is not None and fault.rank >= world_size:
         ranks = "is rank 0 alone" if world_size == 1 else f"has ranks 0 to {world_size - 1}"
         yield "rank", f"there is no rank {fault.rank}: this job {ranks}"
+
+
+def _problems_of_step(fault: Fault, steps: int | None, every: object) -> FaultProblems:
+    """`steps`: the length of the run; None: not known, so that any step may be its last."""
     if steps is not None and fault.step > steps:
         yield (
             "step",
             f"step {fault.step} is beyond the run, which ends at step {steps}: name one of its "
             "steps",
         )
-    elif fault.in_save and not is_saved:
+        return
+    if not fault.in_save or not isinstance(every, int):
+        return  # `epoch`: which steps end one is not known yet
+    is_last = steps is None or fault.step == steps
+    is_saved = every > 0 and fault.step % every == 0
+    if not is_last and not is_saved:
         period = f"every {every} steps, and " if every else ""
         yield (
             "step",
             f"no checkpoint is written after step {fault.step}: checkpoint.every {every} writes "
-            f"one {period}"
-            "at the end of the run",
+            f"one {period}at the end of the run",
         )
+
+
+def _problems_of_kind(fault: Fault) -> FaultProblems:
+    """Keys that only `slow` has."""
     if fault.fault == "slow" and fault.seconds is None:
         yield "fault", "slow needs seconds: how much longer each step takes, such as seconds: 0.5"
     if fault.fault != "slow" and fault.seconds is not None:
         yield "seconds", f"seconds is for slow, and this fault is {fault.fault}: take it away"
-
-
-def check_files(draft: ConfigDraft) -> None:
-    """Reports files and folders that the config names but that do not exist."""
-    source = draft.values.get("data.source", INVALID)
-    sources = draft.values.get("data.sources", ())
-    if source not in SOURCES:
-        _report_missing(draft, "data.source")
-    if SOURCES.get(source) and not sources:
-        _report_missing(draft, "data.path", source)
-    sources = () if sources is INVALID else sources
-    for own in sources:
-        _report_missing(draft, "data.sources", own.source or source, path=own.path)
-    if source in SOURCES:
-        _report_missing(
-            draft, "data.validation", (sources[0].source if sources else None) or source
-        )
-    if source in OF_TOKENS:
-        _report_missing(draft, "data.tokenizer", words=("bytes",))
-    _report_missing(draft, "checkpoint.resume", words=("latest", "none"))
-    start = draft.values.get("model.weights", INVALID)
-    if isinstance(start, str):
-        try:
-            # a checkpoint's manifest is checked with the model's keys
-            if find_checkpoint(start) is None:
-                weights.stored(Path(start).expanduser())
-        except InputError as error:
-            draft.refuse("model.weights", error)
-    _check_export(draft, draft.values.get("train.export"), start)
-
-
-def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
-    if not isinstance(export, str):
-        return
-    folder = Path(export).expanduser().absolute()
-    problem = weights.export_problem(folder)
-    if isinstance(start, str) and folder.resolve() == Path(start).expanduser().resolve():
-        problem = (
-            f"{folder} is the folder of model.weights, with which the run starts: name another one"
-        )
-    if problem:
-        draft.refuse("train.export", problem)
-
-
-def _report_missing(
-    draft: ConfigDraft, key: str, source: str = "", words: tuple[str, ...] = (), path: Any = None
-) -> None:
-    """Reports a path that does not exist; `source`: the kind of data source, if it is one. `words`
-    and values that are not strings are no paths. `path` is used instead of the key's value."""
-    name = path or draft.values.get(key)
-    if not isinstance(name, str) or name in words:
-        return
-    for part in locate.data_files(source, name):
-        file = Path(part).expanduser().absolute()
-        if not file.exists():
-            above = next((parent for parent in file.parents if parent.is_dir()), file.parent)
-            hint = (
-                ""
-                if above == file.parent
-                else f"; the folder {above} is there, what follows is not"
-            )
-            suggestion = nearest(name, words)
-            way = (
-                f"did you mean {suggestion}?" if suggestion else "mend the path or create the file"
-            )
-            draft.refuse(key, f"there is no {file}{hint}: {way}")
-            return

@@ -9,24 +9,26 @@ import dataclasses
 import inspect
 import json
 import re
-import types
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from meshtrain.config import locate
-from meshtrain.config.convert import (
+from meshtrain.config.errors import yaml_text
+from meshtrain.config.keys import (
     NO_LIMITS,
     Key,
     Limits,
     describe_type,
+    has_fixed_length,
     is_mapping,
     is_stepwise,
+    is_union,
     keys_of,
+    stepwise_type,
 )
-from meshtrain.config.errors import yaml_text
 from meshtrain.config.schema import NAMES, OWN_MODEL_KEYS, SECTIONS, ModelSection
 
 _AXES = {
@@ -40,29 +42,27 @@ _AXES = {
 }
 _LAYOUT = (
     "The axes of the mesh, outermost first, in the order in which they are written: neighbouring "
-    "ranks differ in the "
-    "last one. The sizes multiply to the number of processes; one of them may be -1, whatever is "
-    "left. Without this "
-    "section it is `{dp_shard: -1}`. The layout never changes what is computed."
+    "ranks differ in the last one. The sizes multiply to the number of processes; one of them may "
+    "be -1, whatever is left. Without this section it is `{dp_shard: -1}`. The layout never "
+    "changes what is computed."
 )
 _SIZE = "an integer of at least 1, or -1 for whatever is left"
 
 
-def schema() -> dict[str, Any]:
+Schema = dict[str, Any]
+
+
+def schema() -> Schema:
     """The JSON Schema of a config (draft 7, the one that editors support best)."""
-    sections: dict[str, Any] = {name: _section_schema(cls) for name, cls in SECTIONS.items()}
+    sections: dict[str, Schema] = {name: _section_schema(cls) for name, cls in SECTIONS.items()}
+    # A run has one length.
     sections["train"]["oneOf"] = [
-        {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
+        {"required": ["steps"], "properties": {"steps": {"type": "integer"}}},
+        {"required": ["epochs"], "properties": {"epochs": {"type": "integer"}}},
     ]
     sections["train"]["type"] = "object"
     sections["model"] = _model_schema()
-    size = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}
-    sections["layout"] = {
-        "description": _LAYOUT,
-        "type": ["object", "null"],
-        "properties": {axis: {"description": doc, **size} for axis, doc in _AXES.items()},
-        "additionalProperties": False,
-    }
+    sections["layout"] = _layout_schema()
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A meshtrain config",
@@ -73,41 +73,35 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _section_schema(cls: type) -> dict[str, Any]:
+def _section_schema(cls: type) -> Schema:
     keys = _documented(cls)
     required = [name for name, key in keys.items() if key.required]
-    return {
+    schema: Schema = {
         "description": _paragraphs(cls),
+        # A section without required keys may be empty, which is null in YAML.
         "type": "object" if required else ["object", "null"],
         "properties": {name: _key_schema(key) for name, key in keys.items()},
         "additionalProperties": False,
-    } | ({"required": required} if required else {})
+    }
+    if required:
+        schema["required"] = required
+    return schema
 
 
-def _model_schema() -> dict[str, Any]:
+def _layout_schema() -> Schema:
+    size = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}
+    return {
+        "description": _LAYOUT,
+        "type": ["object", "null"],
+        "properties": {axis: {"description": doc, **size} for axis, doc in _AXES.items()},
+        "additionalProperties": False,
+    }
+
+
+def _model_schema() -> Schema:
+    """The section `model`: the keys that all models have, and those of one of the models."""
     own = {name: _key_schema(key) for name, key in _own_keys().items()}
-    kinds: list[dict[str, Any]] = []
-    for name, module in _models().items():
-        keys, presets = _documented(module.Config), getattr(module, "presets", {})
-        properties = {"name": {"enum": [name]}, "preset": {"enum": [*presets, None]}}
-        properties |= {"weights": own["weights"]}
-        properties |= {name: _key_schema(key) for name, key in keys.items()}
-        properties |= {
-            key: {"enum": [value]}
-            for key, value in getattr(module, "only", {}).items()
-            if key not in keys
-        }
-        kind: dict[str, Any] = {
-            "title": f"models/{name}.py",
-            "properties": properties,
-            "additionalProperties": False,
-        }
-        if name != own["name"]["default"]:
-            kind["required"] = ["name"]
-        passed_over = sorted(getattr(module, "passed_over", ()))
-        if passed_over:  # a pattern, so that editors do not suggest these keys
-            kind["patternProperties"] = {f"^({'|'.join(passed_over)})$": {}}
-        kinds.append(kind)
+    kinds = [_kind_of_model(name, module, own) for name, module in _models().items()]
     file = {"name": {"type": "string", "pattern": r"\.py$"}}
     kinds.append({"title": "a model file of your own", "properties": file, "required": ["name"]})
     return {
@@ -118,68 +112,114 @@ def _model_schema() -> dict[str, Any]:
     }
 
 
-def _key_schema(key: Key) -> dict[str, Any]:
-    schema = ({"description": key.doc} if key.doc else {}) | value_schema(key.hint, key.limits)
-    return schema if key.required else schema | {"default": key.default}
+def _kind_of_model(name: str, module: ModuleType, own: dict[str, Schema]) -> Schema:
+    """The keys of one of meshtrain's models. `own`: the schemas of the section's own keys."""
+    properties: dict[str, Schema] = {
+        "name": {"enum": [name]},
+        "preset": {"enum": [*getattr(module, "presets", {}), None]},
+        "weights": own["weights"],
+    }
+    keys = _documented(module.Config)
+    for key_name, key in keys.items():
+        properties[key_name] = _key_schema(key)
+    for key_name, value in getattr(module, "only", {}).items():
+        if key_name not in keys:
+            properties[key_name] = {"enum": [value]}
+
+    kind: Schema = {
+        "title": f"models/{name}.py",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+    if name != own["name"]["default"]:
+        kind["required"] = ["name"]
+    passed_over = sorted(getattr(module, "passed_over", ()))
+    if passed_over:
+        # A pattern, so that editors do not suggest these keys.
+        kind["patternProperties"] = {f"^({'|'.join(passed_over)})$": {}}
+    return kind
 
 
-def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
+def _key_schema(key: Key) -> Schema:
+    schema: Schema = {}
+    if key.doc:
+        schema["description"] = key.doc
+    schema |= value_schema(key.hint, key.limits)
+    if not key.required:
+        schema["default"] = key.default
+    return schema
+
+
+_NAMES_OF_TYPES = {bool: "boolean", str: "string", type(None): "null", None: "null"}
+
+
+def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> Schema:
     """The JSON Schema of the values that an annotation and its limits allow."""
-    kind, args = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, types.UnionType):
-        options = [value_schema(option, limits) for option in args]
-        return options[0] if len(options) == 1 else {"anyOf": options}
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if is_union(hint):
+        return {"anyOf": [value_schema(option, limits) for option in arguments]}
     if kind is Literal:
-        return {"enum": list(args)}
+        return {"enum": list(arguments)}
     if kind in (int, float):
-        words = {
-            "minimum": "minimum",
-            "above": "exclusiveMinimum",
-            "maximum": "maximum",
-            "below": "exclusiveMaximum",
-        }
-        bounds = {
-            word: getattr(limits, name)
-            for name, word in words.items()
-            if getattr(limits, name) is not None
-        }
-        return {"type": "integer" if kind is int else "number"} | bounds
+        return {"type": "integer" if kind is int else "number", **_bounds(limits)}
     if kind is str and limits.names:
         names = {"enum": list(limits.names)}
-        file = {"type": "string", "pattern": re.escape(limits.suffix or "") + "$"}
-        return {"anyOf": [names, file]} if limits.suffix else names
+        if limits.suffix is None:
+            return names
+        file = {"type": "string", "pattern": re.escape(limits.suffix) + "$"}
+        return {"anyOf": [names, file]}
     if is_stepwise(hint):
-        pair = [value_schema(int, Limits(minimum=0)), value_schema(get_args(args[0])[1], limits)]
+        step, value = Limits(minimum=0), stepwise_type(hint)
+        pair = [value_schema(int, step), value_schema(value, limits)]
         items = {"type": "array", "items": pair, "minItems": 2, "maxItems": 2}
         return {"type": "array", "items": items}  # no minItems: [] is the default of some keys
     if kind in (list, tuple):
-        inner = [value_schema(argument, limits) for argument in args if argument is not Ellipsis]
-        fixed = (
-            {"minItems": len(args), "maxItems": len(args)}
-            if kind is tuple and args and ... not in args
-            else {}
-        )
-        different = [argument for i, argument in enumerate(inner) if argument not in inner[:i]]
-        items = (
-            {"items": different[0] if len(different) == 1 else {"anyOf": different}}
-            if different
-            else {}
-        )
-        return {"type": "array"} | items | fixed
+        return _list_schema(hint, limits)
     if is_mapping(kind):
         return _section_schema(kind)
     if kind is dict:
-        return {"type": "object"} | (
-            {"additionalProperties": value_schema(args[1])} if args else {}
-        )
-    names_of = {bool: "boolean", str: "string", type(None): "null", None: "null"}
-    return {"type": names_of[kind]} if kind in names_of else {}
+        schema: Schema = {"type": "object"}
+        if arguments:
+            schema["additionalProperties"] = value_schema(arguments[1])
+        return schema
+    if kind in _NAMES_OF_TYPES:
+        return {"type": _NAMES_OF_TYPES[kind]}
+    return {}  # any value
+
+
+def _bounds(limits: Limits) -> dict[str, float]:
+    bounds = {
+        "minimum": limits.minimum,
+        "exclusiveMinimum": limits.above,
+        "maximum": limits.maximum,
+        "exclusiveMaximum": limits.below,
+    }
+    return {word: bound for word, bound in bounds.items() if bound is not None}
+
+
+def _list_schema(hint: Any, limits: Limits) -> Schema:
+    arguments = get_args(hint)
+    kinds: list[Schema] = []
+    for argument in arguments:
+        if argument is Ellipsis:
+            continue
+        kind = value_schema(argument, limits)
+        if kind not in kinds:
+            kinds.append(kind)
+
+    schema: Schema = {"type": "array"}
+    if kinds:
+        schema["items"] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    if arguments and has_fixed_length(hint):
+        schema |= {"minItems": len(arguments), "maxItems": len(arguments)}
+    return schema
 
 
 def markdown() -> str:
     """docs/configuration.md: the hand-written text before the first section, and the generated
     sections."""
-    parts = [_published().read_text(encoding="utf-8").partition("\n## model\n")[0]]
+    hand_written, _, _ = _published().read_text(encoding="utf-8").partition("\n## model\n")
+    parts = [hand_written]
     for name in NAMES:
         parts.append(f"## {name}\n")
         if name == "layout":
@@ -188,51 +228,62 @@ def markdown() -> str:
         elif name == "model":
             parts += _model_parts()
         else:
-            parts.append(_paragraphs(SECTIONS[name]) + "\n")
-            keys = _documented(SECTIONS[name])
-            parts.append(_table(map(_row, keys.values())))
-            for key in keys.values():
-                for cls in filter(is_mapping, get_args(key.hint)):
-                    parts.append(f"### {name}.{key.name}\n\n{_paragraphs(cls)}\n")
-                    parts.append(_table(map(_row, _documented(cls).values())))
+            parts += _section_parts(name, SECTIONS[name])
     return "\n".join(parts)
 
 
-def _model_parts() -> list[str]:
-    parts = [_paragraphs(ModelSection) + "\n"]
-    parts.append(_table(map(_row, _own_keys().values())))
-    parts.append(_MODEL)
-    for name, module in _models().items():
-        parts.append(f"### {name}\n")
-        parts.append((module.__doc__ or "").split("\n\n")[0].replace("\n", " ") + "\n")
-        parts.append(_table(map(_row, _documented(module.Config).values())))
-        if getattr(module, "presets", {}):
-            parts.append(f"Presets: {_join_names(module.presets)}.\n")
-        if getattr(module, "only", {}):
-            built = [f"{key}: {yaml_text(value)}" for key, value in module.only.items()]
-            parts.append(f"Accepted with the one value that is built: {_join_names(built)}.\n")
-        if getattr(module, "passed_over", ()):
-            parts.append(
-                "Passed over, since they change nothing here: "
-                f"{_join_names(sorted(module.passed_over))}.\n"
-            )
+def _section_parts(name: str, cls: type) -> list[str]:
+    """A section's text and table, and those of each mapping that one of its keys holds."""
+    keys = _documented(cls)
+    parts = [_paragraphs(cls) + "\n", _table_of_keys(keys)]
+    for key in keys.values():
+        for inner in get_args(key.hint):
+            if is_mapping(inner):
+                parts.append(f"### {name}.{key.name}\n\n{_paragraphs(inner)}\n")
+                parts.append(_table_of_keys(_documented(inner)))
     return parts
 
 
-def _row(key: Key) -> tuple[str, str, str, str]:
-    default = "to be given" if key.required else f"`{yaml_text(key.default)}`"
-    return key.name, describe_type(key.hint, key.limits), default, key.doc
+def _model_parts() -> list[str]:
+    """The section `model`: its own keys, and those of each of meshtrain's models."""
+    parts = [_paragraphs(ModelSection) + "\n", _table_of_keys(_own_keys()), _MODEL]
+    for name, module in _models().items():
+        first_paragraph = (module.__doc__ or "").split("\n\n")[0]
+        parts.append(f"### {name}\n")
+        parts.append(first_paragraph.replace("\n", " ") + "\n")
+        parts.append(_table_of_keys(_documented(module.Config)))
+
+        presets = getattr(module, "presets", {})
+        if presets:
+            parts.append(f"Presets: {_join_names(presets)}.\n")
+        only = getattr(module, "only", {})
+        if only:
+            built = [f"{key}: {yaml_text(value)}" for key, value in only.items()]
+            parts.append(f"Accepted with the one value that is built: {_join_names(built)}.\n")
+        passed_over = sorted(getattr(module, "passed_over", ()))
+        if passed_over:
+            names = _join_names(passed_over)
+            parts.append(f"Passed over, since they change nothing here: {names}.\n")
+    return parts
+
+
+def _table_of_keys(keys: dict[str, Key]) -> str:
+    rows = []
+    for key in keys.values():
+        default = "to be given" if key.required else f"`{yaml_text(key.default)}`"
+        rows.append((key.name, describe_type(key.hint, key.limits), default, key.doc))
+    return _table(rows)
 
 
 def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for name, value, default, doc in rows:
-        cells = [f"`{name}`", value, default, doc]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for name, *others in rows:
+        cells = [cell.replace("|", "\\|") for cell in (f"`{name}`", *others)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _join_names(names: Any) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -246,6 +297,15 @@ def _documented(cls: type) -> dict[str, Key]:
     """The keys of a dataclass with their docs: the string below a field, or in model files the
     comment after it or above it."""
     source = inspect.getsource(cls)
+    docs = _comments_on_fields(source) | _strings_below_fields(source)
+    documented = {}
+    for name, key in keys_of(cls).items():
+        documented[name] = dataclasses.replace(key, doc=key.doc or docs.get(name, ""))
+    return documented
+
+
+def _comments_on_fields(source: str) -> dict[str, str]:
+    """Field -> the comment at the end of its line, or else those on the lines above it."""
     docs: dict[str, str] = {}
     above: list[str] = []
     for line in source.splitlines():
@@ -254,29 +314,34 @@ def _documented(cls: type) -> dict[str, Key]:
             continue
         field = re.match(r"\s+(\w+)\s*:[^#]*(?:#\s*(.+))?$", line)
         if field is not None:
-            docs[field[1]] = field[2] or " ".join(above)
+            name, comment = field.groups()
+            docs[name] = comment or " ".join(above)
         above = []
-    for node, below in pairwise(ast.walk(ast.parse(source))):
-        match node, below:
+    return docs
+
+
+def _strings_below_fields(source: str) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    (cls,) = ast.parse(source).body
+    assert isinstance(cls, ast.ClassDef)
+    for statement, below in pairwise(cls.body):
+        match statement, below:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 docs[name] = " ".join(text.split())
-    return {
-        name: dataclasses.replace(key, doc=key.doc or docs.get(name, ""))
-        for name, key in keys_of(cls).items()
-    }
+    return docs
 
 
 def _own_keys() -> dict[str, Key]:
+    """The keys that the section has for every model."""
     keys = _documented(ModelSection)
     own = {name: keys[name] for name in OWN_MODEL_KEYS}
-    names = tuple(_models())
-    return own | {
-        "name": dataclasses.replace(own["name"], limits=Limits(names=names, suffix=".py"))
-    }
+    names = Limits(names=tuple(_models()), suffix=".py")
+    own["name"] = dataclasses.replace(own["name"], limits=names)
+    return own
 
 
 def _models() -> dict[str, ModuleType]:
-    # the default comes first
+    """meshtrain's models; the default comes first."""
     names = sorted(locate.names("models", ".py"), key=lambda name: name != ModelSection.name)
     return {name: locate.model_file(name) for name in names}
 

@@ -23,7 +23,8 @@ class Place:
 
     @classmethod
     def in_file(cls, file: str, line: int, column: int = 0) -> "Place":
-        return cls(0, line, column, f"{file}:{line}" + (f":{column}" if column else ""))
+        text = f"{file}:{line}:{column}" if column else f"{file}:{line}"
+        return cls(0, line, column, text)
 
     @classmethod
     def on_command_line(cls, number: int, override: str) -> "Place":
@@ -48,9 +49,8 @@ class ConfigErrors(InputError):  # noqa: N818 plural: it holds several errors
     def __init__(self, file: str, errors: Iterable[ConfigError]) -> None:
         self.file = file
         self.errors = sorted(errors)
-        super().__init__(
-            "\n".join([f"{file}: {plural(len(self.errors), 'error')}", *map(str, self.errors)])
-        )
+        head = f"{file}: {plural(len(self.errors), 'error')}"
+        super().__init__("\n".join([head, *map(str, self.errors)]))
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickled when a worker process raises it
         return type(self), (self.file, self.errors)
@@ -65,13 +65,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def yaml_text(value: Any) -> str:
     """A value as YAML on one line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(yaml_text, value)) + "]"
+        items = [yaml_text(item) for item in value]
+        return f"[{', '.join(items)}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {yaml_text(item)}" for key, item in value.items()) + "}"
-    return shorten(str(value)) if value != "" else '""'
+        items = [f"{key}: {yaml_text(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if value == "":
+        return '""'
+    return shorten(str(value))
 
 
 def shorten(text: str) -> str:

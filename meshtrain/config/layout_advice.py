@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from meshtrain.errors import any_of, join_some, short
+from meshtrain.errors import any_of, join_some, plural, short
 from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError, WorldSizeError, written
 
 Size = TypeVar("Size")  # a number of ranks, or the config node that holds it
+
+MOST_PROPOSALS = 2  # nearest layouts that an error names
 _BY_HOST = "host by host (srun --distribution=block)"
 
 
@@ -18,44 +20,58 @@ def resolve(sizes: Mapping[str, int], world_size: int, experts: int = 1) -> Layo
     try:
         return Layout.resolve(sizes, world_size)
     except WorldSizeError as error:
-        fits = " or ".join(map(written, nearest(sizes, world_size, experts=experts)))
-        raise LayoutError(f"{error}, or use {fits}" if fits else str(error)) from None
+        proposals = [written(near) for near in nearest(sizes, world_size, experts)]
+        if not proposals:
+            raise LayoutError(str(error)) from None
+        raise LayoutError(f"{error}, or use {' or '.join(proposals)}") from None
 
 
-def nearest(
-    sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: int = 1
-) -> list[dict[str, int]]:
-    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first. There is
-    always one, unless expert parallelism over `experts` ranks folds into none.
+def nearest(sizes: Mapping[str, int], world_size: int, experts: int = 1) -> list[dict[str, int]]:
+    """At most two layouts of exactly `world_size` ranks that are near to `sizes`, nearest first.
+    There is always one, unless expert parallelism over `experts` ranks folds into none.
 
     Layouts with fewer changed axes come first, then those with nearer sizes; data axes are easier
     to change than axes that have to fit the model. A size of -1 changes freely, and a layout
     without a data axis may get one.
     """
-    base = (
-        dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
-    )
-    free = tuple(axis for axis, size in base.items() if size == -1)
+    has_data_axis = any(axis in sizes for axis in DATA_AXES)
+    base = dict(sizes) if has_data_axis else add_axis(sizes, "dp_shard", 1)
+    free = [axis for axis, size in base.items() if size == -1]
     fixed = [axis for axis in base if axis not in free]
+
     layouts: list[dict[str, int]] = []
     for changes in range(len(fixed) + 1):
-        candidates = []
-        for axes in itertools.combinations(fixed, changes):
-            rest = math.prod(base[axis] for axis in fixed if axis not in axes)
-            if world_size % rest:
-                continue
-            for factors in factorizations(world_size // rest, len(axes + free)):
-                new = base | dict(zip(axes + free, factors, strict=True))
-                if all(new[axis] != base[axis] for axis in axes) and Layout(new).folds(experts):
-                    candidates.append(new)
-        layouts += sorted(candidates, key=lambda new: _distance(base, new))
-        if layouts and (changes >= 2 or len(layouts) >= limit):
+        candidates: list[dict[str, int]] = []
+        for changed in itertools.combinations(fixed, changes):
+            candidates += _with_other_sizes(base, free, changed, world_size)
+        fitting = [sizes for sizes in candidates if Layout(sizes).folds(experts)]
+        layouts += sorted(fitting, key=lambda sizes: _distance(base, sizes))
+
+        # After two changes the list is as good as it gets: three would be another layout.
+        if len(layouts) >= MOST_PROPOSALS or (layouts and changes >= 2):
             break
-    # Leave out an added axis that stayed at 1.
-    return [
-        {axis: size for axis, size in new.items() if axis in sizes or size > 1}
-        for new in layouts[:limit]
-    ]
+
+    return [_without_added(near, sizes) for near in layouts[:MOST_PROPOSALS]]
+
+
+def _with_other_sizes(
+    base: Mapping[str, int], free: Sequence[str], changed: Sequence[str], world_size: int
+) -> Iterator[dict[str, int]]:
+    """Every layout of `world_size` ranks in which the free axes have any size, each changed axis
+    another one, and all other axes that of `base`."""
+    open_axes = (*changed, *free)
+    kept = math.prod(size for axis, size in base.items() if axis not in open_axes)
+    if world_size % kept:
+        return
+    for factors in factorizations(world_size // kept, len(open_axes)):
+        sizes = {**base, **dict(zip(open_axes, factors, strict=True))}
+        if all(sizes[axis] != base[axis] for axis in changed):
+            yield sizes
+
+
+def _without_added(layout: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """A layout near to `sizes`, without an added axis that stayed at 1."""
+    return {axis: size for axis, size in layout.items() if axis in sizes or size > 1}
 
 
 def add_axis(sizes: Mapping[str, Size], axis: str, size: Size) -> dict[str, Size]:
@@ -63,143 +79,187 @@ def add_axis(sizes: Mapping[str, Size], axis: str, size: Size) -> dict[str, Size
     axis goes last."""
     if axis in sizes:
         return {**sizes, axis: size}
-    later = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
+
+    later_axes = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
     items = list(sizes.items())
-    items.insert(
-        next((i for i, (name, _) in enumerate(items) if name in later), len(items)), (axis, size)
-    )
+    position = 0
+    while position < len(items) and items[position][0] not in later_axes:
+        position += 1
+    items.insert(position, (axis, size))
     return dict(items)
 
 
 def _distance(old: Mapping[str, int], new: Mapping[str, int]) -> float:
+    """How far the sizes of a layout are from those asked for, in doublings of an axis."""
     far = 0.0
     for axis, size in new.items():
-        before = size if old[axis] == -1 else old[axis]
+        before = old[axis]
+        if before == -1:
+            continue
         step = abs(math.log2(size / before))
+        if axis in DATA_AXES:
+            far += step
+            continue
         # In place of tp: 2, tp: 3 fits few models; tp: 1 or 4 fits most.
-        far += (
-            step
-            if axis in DATA_AXES
-            else 2 * step + 4 * (size % before != 0 and before % size != 0)
-        )
+        is_multiple = size % before == 0 or before % size == 0
+        far += 2 * step + (0 if is_multiple else 4)
     return far
 
 
 def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Every way to write a number as an ordered product of `parts` factors."""
-    if parts <= 1:
-        if parts == 1 or number == 1:
-            yield (number,) * parts
+    if parts == 0:
+        if number == 1:
+            yield ()
+        return
+    if parts == 1:
+        yield (number,)
         return
     for factor in range(1, math.isqrt(number) + 1):
-        if number % factor == 0:
-            for first in {factor, number // factor}:
-                for rest in factorizations(number // first, parts - 1):
-                    yield (first, *rest)
+        if number % factor:
+            continue
+        for first in {factor, number // factor}:  # one factor, if number is its square
+            for rest in factorizations(number // first, parts - 1):
+                yield (first, *rest)
 
 
 def world_sizes_text(sizes: Mapping[str, int], experts: int = 1) -> str:
     """Words for the numbers of processes that can form a layout into which `experts` ranks fold."""
+    for axis, size in sizes.items():
+        if size == -1:
+            return f"{_multiples_text(sizes, axis, experts)} can form it"
 
-    def multiples(axis: str) -> str:
-        fixed = math.prod(size for other, size in sizes.items() if other != axis)
-        if fixed == experts == 1:
-            return "any number"
-        free = (
-            n for n in range(1, 3 * experts + 1) if Layout(add_axis(sizes, axis, n)).folds(experts)
-        )
-        worlds = [str(n * fixed) for n in itertools.islice(free, 3)]
-        return f"{', '.join(worlds)}, ... processes" if worlds else "no number of processes"
-
-    if -1 in sizes.values():
-        return f"{multiples(next(axis for axis, size in sizes.items() if size == -1))} can form it"
     fixed = math.prod(sizes.values())
-    axis = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
-    return f"{fixed} processes can form it, and with {axis}: -1 {multiples(axis)} can"
+    axis = _innermost_data_axis(sizes)
+    multiples = _multiples_text(sizes, axis, experts)
+    return f"{fixed} processes can form it, and with {axis}: -1 {multiples} can"
+
+
+def _multiples_text(sizes: Mapping[str, int], axis: str, experts: int) -> str:
+    """Words for the numbers of processes with any size of one axis."""
+    others = math.prod(size for other, size in sizes.items() if other != axis)
+    if others == experts == 1:
+        return "any number"
+
+    candidates = range(1, 3 * experts + 1)
+    fitting = [size for size in candidates if Layout(add_axis(sizes, axis, size)).folds(experts)]
+    if not fitting:
+        return "no number of processes"
+    worlds = [str(size * others) for size in fitting[:3]]
+    return f"{', '.join(worlds)}, ... processes"
+
+
+def _innermost_data_axis(sizes: Mapping[str, int]) -> str:
+    for axis in reversed(DATA_AXES):
+        if axis in sizes:
+            return axis
+    return "dp_shard"
 
 
 def host_warnings(layout: Layout) -> list[str]:
     """Sentences about what is allowed but probably a mistake: groups of tp, cp_heads or ep that
     cross hosts."""
     warnings = []
-    if crossing := _crossing(layout, "tp"):
-        reason = f"tp communicates in every layer, forward and backward: {_why_tp_crosses(layout)}"
-        warnings.append(f"tp crosses hosts {crossing}, and {reason}")
-    if crossing := _crossing(layout, "cp_heads"):
+
+    crossing = _crossing(layout, "tp")
+    if crossing:
+        warnings.append(
+            f"tp crosses hosts {crossing}, and tp communicates in every layer, forward and "
+            f"backward: {_why_tp_crosses(layout)}"
+        )
+
+    crossing = _crossing(layout, "cp_heads")
+    if crossing:
         heads = layout.context_heads
         warnings.append(
             f"context_heads: {heads} crosses hosts {crossing}, and these ranks exchange queries, "
-            "keys and values in "
-            f"every layer: write cp (or what stands behind it) so that {heads} neighbours share a "
-            "host"
+            f"keys and values in every layer: write cp (or what stands behind it) so that {heads} "
+            "neighbours share a host"
         )
-    if crossing := _crossing(layout, "ep"):
-        reason = (
-            "these ranks exchange what tokens are to their experts in every "
-            f"layer{_within_hosts(layout)}"
+
+    crossing = _crossing(layout, "ep")
+    if crossing:
+        warnings.append(
+            f"expert_parallel: {layout.experts} crosses hosts {crossing}, and these ranks exchange "
+            f"what tokens are to their experts in every layer{_experts_within_hosts(layout)}"
         )
-        warnings.append(f"expert_parallel: {layout.experts} crosses hosts {crossing}, and {reason}")
     return warnings
-
-
-def _within_hosts(layout: Layout) -> str:
-    """A way to keep each expert group on one host: the axes in the usual order, or a smaller
-    expert_parallel."""
-    runs = [run.count for run in layout.runs], [layout.hosts[run.host] for run in layout.runs]
-    usual = {axis: layout.sizes[axis] for axis in AXES if axis in layout.sizes}
-    for ranks in reversed([n for n in layout.expert_sizes() if n <= layout.experts]):
-        for sizes in (layout.sizes, usual):
-            if not _crossing(Layout(sizes).on_hosts(*runs).with_experts(ranks), "ep"):
-                fewer = [f"expert_parallel: {ranks}"] * (ranks < layout.experts)
-                order = [f"the layout {written(sizes)}"] * (list(sizes) != list(layout.axes))
-                return f": use {' and '.join(fewer + order)}"
-    return ""
 
 
 def _crossing(layout: Layout, axis: str) -> str:
     """`in 2 of 16 groups (the first is ranks [0, 4] on host 0 and host 1)`; empty if no group
     crosses hosts."""
-    groups = layout.groups(axis) if layout.size(axis) > 1 and len(layout.hosts) > 1 else []
-    crossing = [group for group in groups if layout.crosses_hosts(group)]
+    if layout.size(axis) == 1 or len(layout.hosts) <= 1:
+        return ""
+    crossing = [group for group in layout.groups(axis) if layout.crosses_hosts(group)]
     if not crossing:
         return ""
-    hosts = list(layout.hosts_of(crossing[0]))
+
     total = layout.world_size // layout.size(axis)
+    hosts = list(layout.hosts_of(crossing[0]))
+    names = any_of(hosts, "and") if len(hosts) <= 3 else f"{join_some(hosts, 3)} hosts"
     return (
-        f"in {len(crossing)} of {total} groups (the first is ranks {short(crossing[0])} on "
-        f"{_first_names(hosts)})"
+        f"in {len(crossing)} of {total} groups (the first is ranks {short(crossing[0])} on {names})"
     )
 
 
 def _why_tp_crosses(layout: Layout) -> str:
     """Why a tp group crosses hosts, and what would keep it within one host."""
-    sizes, tp, counts = layout.sizes, layout.size("tp"), layout.host_counts()
-    after = [axis for axis in layout.axes[layout.axes.index("tp") + 1 :] if sizes[axis] > 1]
-    tp_last = {axis: size for axis, size in sizes.items() if axis != "tp"}
+    sizes, tp = layout.sizes, layout.size("tp")
+    without_tp = {axis: size for axis, size in sizes.items() if axis != "tp"}
+    tp_last = written({**without_tp, "tp": tp})
+    after_tp = [axis for axis in layout.axes[layout.axes.index("tp") + 1 :] if sizes[axis] > 1]
+
+    # Hosts hold whole multiples of tp ranks: it is enough to have tp innermost.
     edges = [run.start for run in layout.runs]
-    if after and all(edge % tp == 0 for edge in edges):
-        apart = math.prod(sizes[axis] for axis in after)
-        last = written(tp_last | {"tp": tp})
+    if after_tp and all(edge % tp == 0 for edge in edges):
+        apart = math.prod(sizes[axis] for axis in after_tp)
         return (
-            f"{any_of(after, 'and')} after tp in the layout keeps tp's ranks {apart} apart; put tp "
-            f"last: {last}"
+            f"{any_of(after_tp, 'and')} after tp in the layout keeps tp's ranks {apart} apart; put "
+            f"tp last: {tp_last}"
         )
-    odd = [host for host, count in counts.items() if count % tp]
-    if not odd:
-        order = f", and use {written(tp_last | {'tp': tp})}" if after else ""
+
+    # Each host has a multiple of tp ranks in all, but not in a row.
+    counts = layout.host_counts()
+    odd_hosts = [host for host, count in counts.items() if count % tp]
+    if not odd_hosts:
+        order = f", and use {tp_last}" if after_tp else ""
         return f"the ranks are dealt out over the hosts in turn; start them {_BY_HOST}{order}"
-    host = odd[0]
+
+    # Some host cannot be filled with groups of tp: a smaller tp fits all, the rest goes to data.
     fits = math.gcd(tp, *counts.values())
-    data = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
-    smaller = add_axis(tp_last, data, sizes.get(data, 1) * tp // fits) | {"tp": fits}
-    in_blocks = len(layout.runs) > len(layout.hosts) and any(edge % fits for edge in edges)
-    return (
-        f"tp: {tp} does not divide the {counts[host]} process{'es' * (counts[host] != 1)} of {host}"
-        + (f" and {len(odd) - 1} other host{'s' * (len(odd) > 2)}" if len(odd) > 1 else "")
-        + f"; use {written(smaller)}"
-        + (f", with the ranks started {_BY_HOST}" if in_blocks else "")
-    )
+    data_axis = _innermost_data_axis(sizes)
+    data_size = sizes.get(data_axis, 1) * tp // fits
+    smaller = written({**add_axis(without_tp, data_axis, data_size), "tp": fits})
+
+    first, others = odd_hosts[0], len(odd_hosts) - 1
+    processes = "process" if counts[first] == 1 else "processes"
+    reason = f"tp: {tp} does not divide the {counts[first]} {processes} of {first}"
+    if others:
+        reason += f" and {plural(others, 'other host')}"
+    advice = f"use {smaller}"
+    dealt_out = len(layout.runs) > len(layout.hosts)
+    if dealt_out and any(edge % fits for edge in edges):
+        advice += f", with the ranks started {_BY_HOST}"
+    return f"{reason}; {advice}"
 
 
-def _first_names(names: Sequence[str]) -> str:
-    return any_of(names, "and") if len(names) <= 3 else f"{join_some(names, 3)} hosts"
+def _experts_within_hosts(layout: Layout) -> str:
+    """A way to keep each expert group on one host, as the end of a sentence: the axes in the usual
+    order, or a smaller expert_parallel. Empty if there is none."""
+    counts = [run.count for run in layout.runs]
+    hosts = [layout.hosts[run.host] for run in layout.runs]
+    usual_order = {axis: layout.sizes[axis] for axis in AXES if axis in layout.sizes}
+
+    smaller = [ranks for ranks in layout.expert_sizes() if ranks <= layout.experts]
+    for ranks in reversed(smaller):
+        for sizes in (layout.sizes, usual_order):
+            if _crossing(Layout(sizes).on_hosts(counts, hosts).with_experts(ranks), "ep"):
+                continue
+            advice = []
+            if ranks < layout.experts:
+                advice.append(f"expert_parallel: {ranks}")
+            if list(sizes) != list(layout.axes):
+                advice.append(f"the layout {written(sizes)}")
+            return f": use {' and '.join(advice)}"
+    return ""

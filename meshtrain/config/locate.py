@@ -82,8 +82,8 @@ def model_file(name: str) -> ModuleType:
     if not name.endswith(".py"):
         raise FileNotFoundError(
             f"there is no model called {name!r}; meshtrain's own are: "
-            f"{', '.join(names('models', '.py'))}; "
-            "a model of your own is named by the path of its file, which ends in .py"
+            f"{', '.join(names('models', '.py'))}; a model of your own is named by the path of its "
+            "file, which ends in .py"
         )
     return python_file(Path(name))
 

@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import locate
-from meshtrain.config.checks import ConfigDraft
 from meshtrain.config.convert import INVALID
+from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.schema import OWN_MODEL_KEYS
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ class ModelSpec:
         freeze: tuple[str, ...] = (),
         lora: "Lora | None" = None,
     ) -> None:
-        self.module, self.keys, self.freeze, self.lora = module, dict(keys), freeze, lora
+        self.module = module
+        self.keys = dict(keys)
+        self.freeze = freeze
+        self.lora = lora
 
     @property
     def config(self) -> Any:
@@ -51,13 +54,14 @@ class ModelSpec:
             return self._construct()
 
     def _construct(self) -> "nn.Module":
-        # imported by the model's file anyway; a config whose model is not built does without torch
+        # The model's file has imported torch; a config whose model is not built does without.
         import torch
 
         try:
             with torch.device("meta"):
                 return self.tuned(self.module.Model(self.config))
-        except RuntimeError:  # it may read a tensor's values (`torch.linspace(...).tolist()`)
+        except RuntimeError:
+            # It may read a tensor's values (`torch.linspace(...).tolist()`), which meta has not.
             return self.tuned(_without_memory(self.module.Model(self.config)))
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
@@ -68,8 +72,10 @@ class ModelSpec:
         from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch
 
         freeze(model, self.freeze)
-        if (lora := self.lora) is not None:
-            add_adapters(model, lora.match, lora.rank, lora.alpha or lora.rank, lora.dropout)
+        if self.lora is not None:
+            lora = self.lora
+            alpha = lora.alpha or lora.rank  # null: a factor of 1
+            add_adapters(model, lora.match, lora.rank, alpha, lora.dropout)
         return model
 
 
@@ -77,15 +83,18 @@ def _without_memory(model: "nn.Module") -> "nn.Module":
     """A copy on the meta device; tied parameters stay tied."""
     from torch import nn
 
-    tensors: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    tensors |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    return copy.deepcopy(model, tensors)
+    # `copy.deepcopy` takes what its memo has for an object: here, its tensor on meta.
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        on_meta = parameter.detach().to("meta")
+        memo[id(parameter)] = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)
 
 
-_latest: list[ModelSpec] = []
+MOST_SPECS = 8  # that are kept: a search and its checks ask for the same few again and again
+_latest: list[ModelSpec] = []  # the last one asked for comes first
 
 
 def model_spec(
@@ -94,10 +103,14 @@ def model_spec(
     """The spec of a model; equal arguments share one object. Raises what `locate.model_file`
     raises."""
     module = locate.model_file(name)
-    about = (module, dict(keys), freeze, lora)
-    alike = (spec for spec in _latest if (spec.module, spec.keys, spec.freeze, spec.lora) == about)
-    spec = next(alike, None) or ModelSpec(module, keys, freeze, lora)
-    _latest[:] = [spec, *(other for other in _latest if other is not spec)][:8]
+    wanted = (module, dict(keys), freeze, lora)
+    for spec in _latest:
+        if (spec.module, spec.keys, spec.freeze, spec.lora) == wanted:
+            break
+    else:
+        spec = ModelSpec(module, keys, freeze, lora)
+    others = [other for other in _latest if other is not spec]
+    _latest[:] = [spec, *others][:MOST_SPECS]
     return spec
 
 
@@ -110,26 +123,27 @@ def spec_of(config: "Config") -> ModelSpec:
 def draft_model(draft: ConfigDraft) -> ModelSpec | None:
     """The model of a config that is being checked; None, with an error reported, if its keys are
     wrong."""
-    values = draft.section("model")
-    name, *_ = (values.pop(key, INVALID) for key in OWN_MODEL_KEYS)
-    if name is INVALID or INVALID in values.values():
+    keys = draft.section("model")
+    name = keys.get("name", INVALID)
+    for own in OWN_MODEL_KEYS:
+        keys.pop(own, None)
+    if name is INVALID or INVALID in keys.values():
         return None
+
     freeze, lora = draft.values.get("train.freeze"), draft.values.get("train.lora")
+    if freeze is INVALID or freeze is None:
+        freeze = ()
+    if lora is INVALID:
+        lora = None
     try:
-        spec = model_spec(
-            name,
-            values,
-            () if freeze is INVALID else freeze or (),
-            None if lora is INVALID else lora,
-        )
+        spec = model_spec(name, keys, freeze, lora)
         _ = spec.meta
-        return spec
-    except (
-        Exception
-    ) as error:  # a user's file may raise anything; torch raises several types for invalid sizes
+    except Exception as error:
+        # A user's file may raise anything, and torch raises several types for invalid sizes.
         draft.report(
             draft.place("model"),
             f"the model {name} refuses these keys: {type(error).__name__}: {error}",
         )
         draft.values["model.name"] = INVALID
         return None
+    return spec

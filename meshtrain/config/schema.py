@@ -6,19 +6,17 @@ configs/schema.json are generated.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from meshtrain.config.convert import key, seconds
+from meshtrain.config.keys import key, seconds
 from meshtrain.data.order import BatchSizes
-from meshtrain.optim.registry import OPTIMIZERS
 from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 
-if TYPE_CHECKING:
-    OptimizerName = str
-else:
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
+# Words of the config, which stand here so that it is read without what they name. Each has its
+# entry in optim/registry.py, metrics/sinks.py or data/sources.py.
+OptimizerName = Literal["adamw", "muon", "sgd"]
+SINKS = ("prometheus", "tensorboard", "wandb")
 
-SINKS = ("prometheus", "tensorboard", "wandb")  # the sinks of metrics/sinks.py
 # data.source -> what data.path names, or None if the source takes no path.
 SOURCES: dict[str, str | None] = {
     "python-stdlib": None,
@@ -290,7 +288,7 @@ class ParamGroup:
     weight_decay: float | None = key(None, minimum=0, also="wd")
     """The group's weight decay. null: `optimizer.weight_decay` for parameters with two or more
     dims."""
-    name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
+    name: OptimizerName | None = key(None, also="optimizer type")
     """The group's optimizer. null: `optimizer.name`."""
 
 
@@ -298,7 +296,7 @@ class ParamGroup:
 class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
-    name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
+    name: OptimizerName = key("adamw", also="type optimizer")
     """The optimizer. `muon` is for matrices: embeddings, heads and parameters with one dim get
     `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
@@ -392,7 +390,7 @@ class Train:
     """Determines the initial weights and the order of the samples."""
     freeze: tuple[str, ...] = key((), also="frozen freeze_modules freeze_layers")
     """Name patterns of parameters that are not trained, for instance `model.embed_tokens.*`."""
-    lora: Lora | None = key(None, also="peft adapters")  # noqa: RUF009 (a dataclass)
+    lora: Lora | None = key(None, also="peft adapters")
     """Low-rank adapters, the only parameters trained then; the keys are below."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
@@ -418,9 +416,6 @@ class Train:
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
     """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's
     transformers."""
-    export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export stores experts: `original`: a tensor per expert, as models are published;
-    `fused`: the experts of a layer in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
     """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export
     use the average."""
@@ -497,12 +492,6 @@ class Checkpoint:
     in_background: bool = key(True, also="async async_save async_mode")
     """Whether training waits only for a copy in memory, and continues while the checkpoint is
     written."""
-    on_failure: Literal["continue", "stop"] = key("continue")
-    """What the run does when a checkpoint could not be written: continue with a warning, or
-    stop."""
-    make_room: bool = False
-    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it;
-    never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is abandoned and training continues. A file system's failover
     takes minutes."""
@@ -520,15 +509,11 @@ class Metrics:
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
     profile: tuple[int, int] | None = key(None, minimum=1)
-    """The first and the last step, counted from 1, that `torch.profiler` records."""
+    """The first and the last step, counted from 1, that `torch.profiler` records; on a GPU also the
+    memory up to then."""
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to
     `timeline.json`."""
-    gpu_probe: int = key(0, minimum=0)
-    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0:
-    never."""
-    memory_snapshot: bool = False
-    """Whether a snapshot of the GPU's memory is written at the end."""
 
 
 # The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the

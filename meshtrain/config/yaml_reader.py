@@ -21,6 +21,7 @@ from meshtrain.errors import InputError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
+MAX_DIGITS = 100  # of an integer
 
 # The scalars of YAML 1.2's core schema, in the order in which it tries them.
 _NULL = re.compile(r"(null|Null|NULL|~|)\Z")
@@ -57,11 +58,12 @@ class Node:
     broken: bool = False  # already reported: report nothing more about it
 
     def get(self, *path: str) -> "Node | None":
+        """The node under the keys of a path below this one, or None."""
         node: Node | None = self
         for key in path:
-            node = (
-                node.value.get(key) if node is not None and isinstance(node.value, dict) else None
-            )
+            if node is None or not isinstance(node.value, dict):
+                return None
+            node = node.value.get(key)
         return node
 
     @property
@@ -83,7 +85,10 @@ def read_scalar(text: str) -> bool | int | float | str | None:
         return text.lower() == "true"
     if _INT.match(text):
         # No key needs a longer integer, and Python refuses to read integers of thousands of digits.
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= 100 else text
+        if len(text) > MAX_DIGITS:
+            return text
+        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+        return int(text, base)
     if _FLOAT.match(text):
         return float(text)
     if _INFINITE.match(text):
@@ -102,6 +107,7 @@ def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
         )
         errors.append(ConfigError(Place.in_file(name, 1), message))
         return None
+
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -112,20 +118,20 @@ def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
         )
         errors.append(ConfigError(Place.in_file(name, line), message))
         return None
-    before = len(errors)
+
+    count_before = len(errors)
     root = read_text(text, lambda line, column: Place.in_file(name, line, column), errors)
     if root is not None and isinstance(root.value, dict):
         return root
-    if len(errors) == before:
-        content = (
-            "nothing (the file is empty)"
-            if root is None or root.value is None
-            else describe(root.value)
-        )
+
+    # It may be YAML and no mapping: a list, a text, or nothing at all.
+    if len(errors) == count_before:
         place = Place.in_file(name, 1) if root is None else root.at
-        errors.append(
-            ConfigError(place, f"expected sections such as `model:` and `train:`, found {content}")
-        )
+        content = "nothing (the file is empty)"
+        if root is not None and root.value is not None:
+            content = describe(root.value)
+        message = f"expected sections such as `model:` and `train:`, found {content}"
+        errors.append(ConfigError(place, message))
     return None
 
 
@@ -141,7 +147,8 @@ def describe(value: Any) -> str:
         return "nothing (null)"
     if isinstance(value, bool):
         return yaml_text(value)
-    return f"the {'integer' if isinstance(value, int) else 'number'} {yaml_text(value)}"
+    kind = "integer" if isinstance(value, int) else "number"
+    return f"the {kind} {yaml_text(value)}"
 
 
 def read_text(
@@ -150,49 +157,62 @@ def read_text(
     """The root node of a YAML text; None if it is empty or cannot be parsed. `place`: (line, column
     or 0) -> Place."""
     try:
-        return _Composer(place, errors).compose(yaml.parse(text, Loader=yaml.SafeLoader))
+        events = yaml.parse(text, Loader=yaml.SafeLoader)
+        return _Composer(place, errors).compose(events)
     except yaml.MarkedYAMLError as error:
         problem = " ".join(filter(None, (error.context, error.problem)))
-        hints = [hint for fragment, hint in _HINTS if fragment in problem]
         mark = error.problem_mark or error.context_mark
         location = place(mark.line + 1, mark.column + 1) if mark else place(1, 0)
-        errors.append(
-            ConfigError(
-                location, f"this is not YAML: {problem}" + (f" ({hints[0]})" if hints else "")
-            )
-        )
+        message = f"this is not YAML: {problem}{_hint_for(problem)}"
     except yaml.reader.ReaderError as error:
         location = place(text.count("\n", 0, error.position) + 1, 0)
         message = f"the character U+{error.character:04X} is not allowed in YAML: take it out"
-        errors.append(ConfigError(location, message))
-    except (
-        ValueError,
-        OverflowError,
-    ) as error:  # PyYAML's scanner, at an escape such as "\\UFFFFFFFF"
-        errors.append(ConfigError(place(1, 0), f"this is not YAML: {error}"))
+    except (ValueError, OverflowError) as error:
+        # PyYAML's scanner raises these at an escape such as "\\UFFFFFFFF".
+        location = place(1, 0)
+        message = f"this is not YAML: {error}"
+    errors.append(ConfigError(location, message))
     return None
 
 
-def parse_yaml(text: str | bytes, most: int = MAX_BYTES) -> Any:
+def _hint_for(problem: str) -> str:
+    """` (how to fix it)` for the usual cause of one of PyYAML's messages; empty without one."""
+    for fragment, hint in _HINTS:
+        if fragment in problem:
+            return f" ({hint})"
+    return ""
+
+
+def parse_yaml(text: str | bytes) -> Any:
     """The plain value of a YAML text that somebody else wrote, by the rules of a config.
 
     Raises InputError, the reason as a part of a sentence: it is too long, not UTF-8, not YAML, too
     deeply nested, or has tags or anchors.
     """
-    if len(text) > most:
-        raise InputError(f"it has {len(text):,} bytes, and at most {most:,} are read")
-    try:
-        if isinstance(text, bytes):
+    if len(text) > MAX_BYTES:
+        raise InputError(f"it has {len(text):,} bytes, and at most {MAX_BYTES:,} are read")
+    if isinstance(text, bytes):
+        try:
             text = text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(str(error)) from None
+        except UnicodeDecodeError as error:
+            raise InputError(str(error)) from None
+    text = text.removeprefix("\ufeff")  # a byte order mark
+
     errors: list[ConfigError] = []
-    root = read_text(
-        text.removeprefix("\ufeff"), lambda line, column: Place.in_file("it", line, column), errors
-    )
+    root = read_text(text, lambda line, column: Place.in_file("it", line, column), errors)
     if errors:
         raise InputError(str(errors[0]))
     return None if root is None else root.plain
+
+
+@dataclass
+class _OpenCollection:
+    """A list or a mapping whose end has not come yet."""
+
+    node: Node
+    # Of a mapping: the key whose value comes next, and its place. The key None: its value is to be
+    # ignored.
+    pending: tuple[str | None, Place] | None = None
 
 
 class _Composer:
@@ -202,9 +222,7 @@ class _Composer:
     def __init__(self, place: Callable[[int, int], Place], errors: list[ConfigError]) -> None:
         self.place = place
         self.errors = errors
-        self.open: list[
-            tuple[Node, list[tuple[str | None, Place]]]
-        ] = []  # open collections, each with its pending key
+        self.open: list[_OpenCollection] = []  # outermost first
         self.root: Node | None = None
         self.aliases_refused = False
 
@@ -236,21 +254,26 @@ class _Composer:
         self.errors.append(ConfigError(at, message))
 
     def add(self, event: Any, at: Place) -> None:
+        """Adds the node of an event to the innermost open collection: to a list as an item, to a
+        mapping as a key, or as the value of the key before it."""
         node = Node(self.value(event), at, at, broken=self.refused(event, at))
         if not self.open:
             self.root = node
+        elif isinstance(self.open[-1].node.value, list):
+            self.open[-1].node.value.append(node)
         else:
-            parent, pending = self.open[-1]
-            if isinstance(parent.value, list):
-                parent.value.append(node)
-            elif not pending:
-                pending.append((self.key(event, node, parent), at))
-            else:
-                key, node.key_at = pending.pop()
-                if key is not None:
-                    parent.value[key] = node
+            self.add_to_mapping(self.open[-1], event, node)
         if isinstance(event, yaml.CollectionStartEvent):
-            self.open.append((node, []))
+            self.open.append(_OpenCollection(node))
+
+    def add_to_mapping(self, mapping: _OpenCollection, event: Any, node: Node) -> None:
+        if mapping.pending is None:
+            mapping.pending = self.key(event, node, mapping.node), node.at
+            return
+        key, node.key_at = mapping.pending
+        mapping.pending = None
+        if key is not None:
+            mapping.node.value[key] = node
 
     def value(self, event: Any) -> Any:
         if isinstance(event, yaml.ScalarEvent):
@@ -259,13 +282,14 @@ class _Composer:
 
     def refused(self, event: Any, at: Place) -> bool:
         """Whether a config may not hold this node; reports the reason."""
-        if event.anchor is not None:  # an anchor or an alias: PyYAML stores the name of either here
+        # PyYAML stores the name of an anchor and that of an alias here.
+        if event.anchor is not None:
             if not self.aliases_refused:
                 self.aliases_refused = True
                 self.report(
                     at,
-                    "anchors (&name) and aliases (*name) are refused: write the value out where it "
-                    "is used",
+                    "anchors (&name) and aliases (*name) are refused: write the value out where "
+                    "it is used",
                 )
             return True
         if getattr(event, "tag", None) is not None:
@@ -274,14 +298,14 @@ class _Composer:
                 at, f"tags such as {tag} are refused: leave it out, the key decides the type"
             )
             return True
-        if isinstance(event, yaml.ScalarEvent) and any(
-            "\ud800" <= c <= "\udfff" for c in event.value
-        ):
+        if not isinstance(event, yaml.ScalarEvent):
+            return False
+        if any("\ud800" <= character <= "\udfff" for character in event.value):
             self.report(
                 at, "an escape such as \\ud800 stands for no character: write the character itself"
             )
             return True
-        if isinstance(event, yaml.ScalarEvent) and "\0" in event.value:
+        if "\0" in event.value:
             self.report(at, "the character U+0000 is in no name and no path: take the escape out")
             return True
         return False
@@ -328,24 +352,30 @@ def apply_overrides(root: Node, overrides: Sequence[str], errors: list[ConfigErr
             )
             errors.append(ConfigError(place, message))
             continue
-        count = len(errors)
+
+        count_before = len(errors)
         node = _read_value(value, place, errors)
-        before = _put(root, keys, node, errors)
-        if before is None:
+        replaced = _put(root, keys, node, errors)
+        if len(errors) > count_before:
+            continue
+
+        if replaced is None:
             origin = "the file does not give it"
-        elif before.at.override:
-            origin = f"in place of {yaml_text(before.plain)} from earlier on the {before.at}"
+        elif replaced.at.override:
+            origin = f"in place of {yaml_text(replaced.plain)} from earlier on the {replaced.at}"
         else:
-            origin = f"the file says {yaml_text(before.plain)} at {before.at}"
-        if len(errors) == count:
-            applied.append(f"{'.'.join(keys)} = {yaml_text(node.plain)} (command line; {origin})")
+            origin = f"the file says {yaml_text(replaced.plain)} at {replaced.at}"
+        applied.append(f"{'.'.join(keys)} = {yaml_text(node.plain)} (command line; {origin})")
     return applied
 
 
 def _read_value(text: str, place: Place, errors: list[ConfigError]) -> Node:
-    before = len(errors)
+    count_before = len(errors)
     node = read_text(text, lambda line, column: place, errors)
-    return node or Node(None, place, place, broken=len(errors) > before)
+    if node is not None:
+        return node
+    # An empty text is the value null.
+    return Node(None, place, place, broken=len(errors) > count_before)
 
 
 def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> Node | None:
@@ -355,12 +385,8 @@ def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> 
     for depth, key in enumerate(keys[:-1], start=1):
         child = parent.value.get(key)
         if child is None or child.value is None:
-            # A file without a layout means all processes in dp_shard; overriding another axis must
-            # not change that.
-            keys_there = (
-                {"dp_shard": Node(-1, node.at, node.at)} if keys[:depth] == ["layout"] else {}
-            )
-            child = parent.value[key] = Node(keys_there, node.at, node.at)
+            child = Node(_default_keys(keys[:depth], node.at), node.at, node.at)
+            parent.value[key] = child
         if not isinstance(child.value, dict):
             if not child.broken:
                 name = ".".join(keys[:depth])
@@ -371,12 +397,21 @@ def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> 
                 errors.append(ConfigError(node.at, message))
             return None
         parent = child
-    before = parent.value.get(keys[-1])
+
+    replaced = parent.value.get(keys[-1])
     if keys[0] == "layout" and len(keys) == 2:
         parent.value = add_axis(parent.value, keys[1], node)
     else:
         parent.value[keys[-1]] = node
-    return before
+    return replaced
+
+
+def _default_keys(path: Sequence[str], at: Place) -> dict[str, Node]:
+    """The keys of a section that the file does not have. A file without a layout means all
+    processes in dp_shard, which an override of another axis must not change."""
+    if list(path) == ["layout"]:
+        return {"dp_shard": Node(-1, at, at)}
+    return {}
 
 
 def write(value: Any) -> str:

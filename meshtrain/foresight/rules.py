@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import Place
 from meshtrain.config.yaml_reader import Node
 

@@ -10,9 +10,7 @@ from typing import Any
 from meshtrain.config import Config
 from meshtrain.config.errors import yaml_text
 from meshtrain.config.layout_advice import factorizations
-from meshtrain.config.model_spec import spec_of
-from meshtrain.config.schema import SECTIONS
-from meshtrain.config.tensor import (
+from meshtrain.config.layout_checks import (
     OF_LAYOUT,
     check_context,
     check_copies,
@@ -21,6 +19,8 @@ from meshtrain.config.tensor import (
     check_split,
     check_stages,
 )
+from meshtrain.config.model_spec import spec_of
+from meshtrain.config.schema import SECTIONS
 from meshtrain.errors import InputError
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.prediction import SAVINGS, usable_savings

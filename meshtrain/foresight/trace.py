@@ -28,6 +28,7 @@ from meshtrain.foresight.memory import ACTIVATIONS, COPIES, GATHERED, GRADIENTS,
 from meshtrain.foresight.model import alike, batch_of, repeated, untraced_errors, without
 from meshtrain.foresight.torch_patches import META, fake_process_groups, meta_stands_for
 from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.loss import Field
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
@@ -122,9 +123,9 @@ class _Phases(StepTimer):
 
 
 class _Trainer(Trainer):
-    def _agreed_fields(self) -> dict[str, int]:
-        # In a run the ranks agree on them, by communicating values.
-        return {field: len(pair) for field, pair in sorted(self._terms.sums.items())}
+    def _agreed_fields(self) -> tuple[Field, ...]:
+        # In a run the ranks agree on them by communicating values, of which there are none here.
+        return tuple(sorted(self._step.terms.sums))
 
 
 class TracedStep:

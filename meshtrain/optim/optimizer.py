@@ -28,7 +28,7 @@ from meshtrain.optim.grad_norm import (
 from meshtrain.optim.groups import EMA, GroupOptions, group_options, state_specs
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import update_rule
-from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.parallel.sharding import ParameterSpec, shape_of
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
@@ -48,13 +48,13 @@ class UpdateRule:
     """How one optimizer updates parameters."""
 
     title: ClassVar[str]  # the display name
-    states: ClassVar[
-        tuple[str, ...]
-    ] = ()  # names of the state tensors of a parameter, each of its shape
+    # names of the state tensors of a parameter, each of its shape
+    states: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         """The state of each parameter already exists, as zeros, which the rule may change."""
-        self.groups, self.mesh = groups, mesh
+        self.groups = groups
+        self.mesh = mesh
 
     @classmethod
     def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
@@ -108,12 +108,12 @@ class UpdateRule:
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1:
         scalars on the device."""
-        scale_gradients(
-            [parameter for group in self.groups for parameter in group.parameters], factor
-        )
+        # All at once, in one kernel.
+        scale_gradients([p for group in self.groups for p in group.parameters], factor)
         for group in self.groups:
             for parameter in group.parameters:
-                with unless(skip, parameter.local, *parameter.state.values()), torch.no_grad():
+                kept = parameter.local, *parameter.state.values()
+                with unless(skip, *kept), torch.no_grad():
                     self.update_parameter(parameter, group.lr, group.options.weight_decay)
 
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
@@ -131,6 +131,7 @@ class UpdateRule:
 @contextmanager
 def unless(skip: Tensor, *tensors: Tensor) -> Iterator[None]:
     """If the scalar `skip` is 1, restores on exit the values that the tensors had on entry."""
+    # Chosen on the device: the host would have to wait for `skip`.
     old = [tensor.detach().clone() for tensor in tensors]
     yield
     for tensor, value in zip(tensors, old, strict=True):
@@ -150,30 +151,38 @@ class Optimizer:
     ) -> None:
         self.config = config
         self.total_steps = total_steps
-        self._parameters, self._shards = local_parameters(model, mesh), optimizer_shards(model)
+        self._parameters = local_parameters(model, mesh)
+        self._shards = optimizer_shards(model)
         self._by_parameter: dict[Tensor, LocalParameter] = {
             local.parameter: local for local in self._parameters
         }
-        if "muon" in (config.name, *(group.name for group in config.groups)):
-            mesh.make_group(STAGE)  # also on ranks whose stage has no matrix
-        groups: dict[GroupOptions, ParamGroup] = {}
         for local in self._parameters:
-            own = group_options(config, local.spec)
-            # The state exists before the first update, so that a checkpoint can be loaded into it.
-            local.state_specs = state_specs(config, local.spec)
-            local.state = {
-                name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()
-            }
-            if config.ema_decay is not None:
-                local.state[EMA].copy_(local.local.detach())
-            groups.setdefault(own, ParamGroup([], own)).parameters.append(local)
-        self.param_groups = list(groups.values())
-        of_rule = group_values((group.options.name, group) for group in self.param_groups)
+            self._make_state(local, mesh)
+        self.param_groups = self._grouped()
+
+        if "muon" in (config.name, *(group.name for group in config.groups)):
+            mesh.make_group(STAGE)  # a collective: also on ranks whose stage has no matrix
+        groups_of_rule = group_values((group.options.name, group) for group in self.param_groups)
         self.rules = {
-            name: update_rule(name, config.state_precision)(of_rule[name], config, mesh)
-            for name in sorted(of_rule)
+            name: update_rule(name, config.state_precision)(groups_of_rule[name], config, mesh)
+            for name in sorted(groups_of_rule)
         }
         self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
+
+    def _make_state(self, local: LocalParameter, mesh: Mesh) -> None:
+        """The state exists before the first update, so that a checkpoint can be loaded into it."""
+        local.state_specs = state_specs(self.config, local.spec)
+        for name, spec in local.state_specs.items():
+            local.state[name] = _zeros(spec, local, mesh)
+        if EMA in local.state:
+            local.state[EMA].copy_(local.local.detach())
+
+    def _grouped(self) -> list[ParamGroup]:
+        groups: dict[GroupOptions, ParamGroup] = {}
+        for local in self._parameters:
+            options = group_options(self.config, local.spec)
+            groups.setdefault(options, ParamGroup([], options)).parameters.append(local)
+        return list(groups.values())
 
     def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
         """The state of a parameter: name -> its spec, and this rank's part of it, not copied.
@@ -210,14 +219,15 @@ class Optimizer:
         for rule in self.rules.values():
             rule.update(skipped, factor)
         if self.config.ema_decay is not None:
-            for local in self._parameters:
-                weight = ((1 - self.config.ema_decay) * (1 - skipped.double())).to(
-                    local.local.dtype
-                )
-                local.state[EMA].lerp_(local.local.detach(), weight)
+            self._update_averages(self.config.ema_decay, skipped)
         self.updates += 1 - skipped
         self._gather()
         return lr
+
+    def _update_averages(self, decay: float, skipped: Tensor) -> None:
+        weight = (1 - decay) * (1 - skipped.double())  # of the new weights
+        for local in self._parameters:
+            local.state[EMA].lerp_(local.local.detach(), weight.to(local.local.dtype))
 
     def _gather(self) -> None:
         """All-gathers the rows that each copy has updated (ZeRO-1)."""
@@ -243,7 +253,7 @@ class Optimizer:
         self._gather()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # a forward without a backward left parameters gathered from the other weights
+                # A forward without a backward left parameters gathered from the other weights.
                 module.reshard()
 
     def zero_grad(self) -> None:
@@ -257,6 +267,7 @@ def _zeros(spec: ParameterSpec, parameter: LocalParameter, mesh: Mesh) -> Tensor
     dtype = spec.dtype or parameter.local.dtype
     if spec.shape == parameter.spec.shape and spec.cuts == parameter.spec.cuts:
         return torch.zeros_like(parameter.local, dtype=dtype, requires_grad=False)
-    part = spec.part({cut.axis: mesh.index(cut.axis) for cut in spec.cuts})
-    shape = [rows.stop - rows.start for rows in part] if spec.shape else []
+    position = {cut.axis: mesh.index(cut.axis) for cut in spec.cuts}
+    # A scalar has no dim, though it counts as one in its parts.
+    shape = shape_of(spec.part(position)) if spec.shape else ()
     return torch.zeros(shape, dtype=dtype, device=parameter.local.device)

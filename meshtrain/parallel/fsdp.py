@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.ddp import REPLICATE
@@ -353,3 +354,29 @@ class FSDPGradSync(GradientSync):
         """Adds gradients computed outside a backward to the float32 ones, as the end of a backward
         does."""
         end_fsdp_backward(self._model)
+
+
+def order_sums(mesh: Mesh, like: Tensor) -> Tensor:
+    """This rank's addends for `require_one_order`, (3,): 1, a number that stands for the order in
+    which it has gathered units in this step, and its square. `like`: a scalar."""
+    order = mesh.gather_order.value
+    # Filled on the device: copying a number from the host would wait for all work queued on the
+    # device.
+    return torch.stack([torch.full_like(like, float(order**power)) for power in range(3)])
+
+
+def require_one_order(sums: Tensor, *, step: int) -> None:
+    """Raises AgreedError: ranks that share parameters gathered their units in different orders.
+
+    `sums`: of `order_sums` over n ranks, on the host. Of numbers x that are all equal, and of no
+    others, n * sum(x^2) = (sum(x))^2.
+    """
+    ranks, total, squares = sums.tolist()
+    if ranks * squares - total**2 > ranks / 2:
+        raise AgreedError(
+            f"step {step}: the model's forward ran its blocks in another order on some ranks, or "
+            "others of them. With dp_shard or cp the ranks gather a block's weights together, and "
+            "so got a mixture of those of two blocks: choose blocks by the step and the seed, the "
+            "same on all ranks, and not by a rank's samples, or use dp_replicate. No checkpoint "
+            "has this step"
+        )

@@ -450,3 +450,18 @@ def breaks_graph() -> tuple[type[Exception], ...]:
         exc.FailOnRecompileLimitHit,
         DependsOnData,
     )
+
+
+def pin_in_place(memory: Tensor) -> None:
+    """Pins host memory where it lies. `Tensor.pin_memory` would copy it, and round its size up to a
+    power of two. Read in torch 2.13: a wrapper of cudaHostRegister that raises on an error."""
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    pin_memory(memory.data_ptr(), memory.nbytes)
+
+
+def unpin_in_place(memory: Tensor) -> None:
+    """Undoes `pin_in_place`; to be called before the memory is freed. Read in torch 2.13."""
+    from torch.cuda._pin_memory_utils import unpin_memory
+
+    unpin_memory(memory.data_ptr())

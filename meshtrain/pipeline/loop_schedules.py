@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 
 
-def gpipe(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965): all microbatches
     are held at once."""
     return _loop_schedule("gpipe", ranks, [microbatches], stages_per_rank)
@@ -40,7 +40,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     return _loop_schedule("looped-bfs", ranks, [microbatches], stages_per_rank)
 
 
-def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Alternates one forward and one backward once the first gradient returns (Narayanan et al.,
     arXiv 2104.04473). As fast as GPipe, but a rank holds only as many microbatches as there are
     ranks from it to the end."""
@@ -59,14 +59,14 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Sch
     )
 
 
-def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def zb_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """1f1b with deferred weight gradients; every rank needs the memory of 1f1b's first rank (Qi et
     al., zero bubble, arXiv 2401.10241). Gradients flow back without waiting for weight gradients,
     so the bubble is a third of 1f1b's."""
     return _loop_schedule("zb-h1", ranks, [microbatches], stages_per_rank, warmup=1, delay=1)
 
 
-def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def zb_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """No rank waits between its first and last action, in twice the memory (Qi et al., zero bubble,
     arXiv 2401.10241).
 

@@ -58,25 +58,25 @@ V_MIN = VShape(
 )
 
 
-def zbv(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def zbv(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Zero bubble in the memory of 1f1b (Qi et al., ZB-V, arXiv 2401.10241, and V-ZB, arXiv
     2405.15362). From 2 * ranks - 1 microbatches on, no rank waits between its first and last
     action."""
     return _squeeze("zbv", ZBV, ranks, microbatches)
 
 
-def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def v_half(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """About half of 1f1b's memory, for a little waiting (Qi et al., V-Half, arXiv 2405.15362)."""
     return _squeeze("v-half", V_HALF, ranks, microbatches)
 
 
-def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def v_min(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """About a third of 1f1b's memory, for about 1f1b's waiting (Qi et al., V-Min, arXiv
     2405.15362)."""
     return _squeeze("v-min", V_MIN, ranks, microbatches)
 
 
-def dualpipev(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def dualpipev(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Forwards and backwards in pairs, so that communication of one overlaps computation of the
     other (DeepSeek-V3, arXiv 2412.19437). DualPipe feeds microbatches from both ends, with two
     copies of the parameters; this is one half.

@@ -10,13 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.directory import (
-    InUseError,
-    TakenError,
-    check_owner,
-    clear_unfinished,
-    lock_folder,
-)
+from meshtrain.checkpoint.directory import clear_unfinished
+from meshtrain.checkpoint.folder_lock import InUseError, TakenError, check_owner, lock_folder
 from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshtrain.attention import has_varlen
-from meshtrain.checkpoint.resume import RunSpec
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.locate import model_file

@@ -7,7 +7,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,19 +75,6 @@ def test_a_reader_that_has_seen_enough() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 0
-
-
-def test_bash_completes_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = tmp_path / "completion"
-    script.write_text(capsys.readouterr().out)
-    ask = (
-        f"source {script}; COMP_WORDS=(meshtrain pl); COMP_CWORD=1; _shtab_meshtrain; echo "
-        f"${{COMPREPLY[@]}}"
-    )
-    assert subprocess.run(
-        ["bash", "-c", ask], capture_output=True, text=True, check=True
-    ).stdout.split() == ["plan"]
 
 
 def test_info_tells_what_a_bug_report_needs_and_no_host(

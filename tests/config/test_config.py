@@ -7,18 +7,21 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from meshtrain.config import NAMES, Config, ConfigErrors, locate
 from meshtrain.config import docs as config_docs
-from meshtrain.config.convert import seconds
 from meshtrain.config.errors import ConfigError, Place
+from meshtrain.config.keys import seconds
+from meshtrain.config.removed import REMOVED, without_removed
+from meshtrain.config.schema import OptimizerName
 from meshtrain.config.yaml_reader import Node, read_scalar, read_text, write
 from meshtrain.errors import InputError
 from meshtrain.job.consistency import run_fingerprints
+from meshtrain.optim.registry import OPTIMIZERS
 from tests.launching import ROOT
 from tests.properties import evaluated, given, settings, st
 
@@ -159,6 +162,41 @@ def test_the_block_is_sorted_and_each_line_has_its_place(
         "command line: optimizer.lr=0",
     ]
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_every_key_that_is_gone_is_named_with_what_replaces_it(load: Load) -> None:
+    """All of them at once, as they stand in the resolved config of an older run."""
+    sections: dict[str, Any] = {}
+    for name in REMOVED:
+        section, *path, key = name.split(".")
+        keys = sections.setdefault(section, {})
+        for parent in path:
+            # of the one entry of a list
+            keys = keys.setdefault(parent, [{}])[0]
+        keys[key] = None
+    older = yaml.safe_load(plus())
+    for section, keys in sections.items():
+        older[section] = older.get(section, {}) | keys
+    messages = "\n".join(error.message for error in refused(load, yaml.safe_dump(older)))
+    for name, instead in REMOVED.items():
+        pattern = re.escape(f"{name} is no longer a key: {instead}")
+        assert re.search(pattern, messages.replace("[0]", "")), name
+
+
+def test_a_checkpoints_config_is_read_without_the_keys_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(REMOVED, "train.chaos.until", "leave it out")
+    older = {
+        "metrics": {"sinks": [], "tensorboard": False},
+        "train": {"chaos": [{"fault": "slow", "until": 5}], "on_exit": None},
+        "layout": {"tp": 2},
+    }
+    assert without_removed(older) == {
+        "metrics": {"sinks": []},
+        "train": {"chaos": [{"fault": "slow"}], "on_exit": None},
+        "layout": {"tp": 2},
+    }
 
 
 def test_a_schedule_in_a_file_is_for_its_counts(load: Load, tmp_path: Path) -> None:
@@ -478,6 +516,10 @@ def valid(text: str) -> bool:
 
     config = read_back(text.replace("MODEL", "my.py")).plain
     return jsonschema.Draft7Validator(config_docs.schema()).is_valid(config)
+
+
+def test_the_schemas_optimizers_are_those_of_the_registry() -> None:
+    assert get_args(OptimizerName) == tuple(OPTIMIZERS)
 
 
 def test_the_published_files_are_current() -> None:

@@ -27,7 +27,7 @@ def test_there_is_always_a_near_layout_and_it_works(
     layout: Layout, world_size: int, free: str | None
 ) -> None:
     sizes = layout.sizes | ({free: -1} if free in layout.axes else {})
-    proposals = nearest(sizes, world_size, limit=5)
+    proposals = nearest(sizes, world_size)
     assert proposals
     for near in proposals:
         assert Layout.resolve(near, world_size).world_size == world_size

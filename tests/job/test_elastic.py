@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from meshtrain.checkpoint.directory import lock_folder
+from meshtrain.checkpoint.folder_lock import lock_folder
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.layout_advice import world_sizes_text
 from meshtrain.errors import InputError

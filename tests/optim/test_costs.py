@@ -39,18 +39,25 @@ class Traffic(TorchDispatchMode):
         else:
             read = [args, kwargs]
         written = [result]
-        if result is None:  # an operator on lists of tensors, some of which it changes
-            written = [
-                tensors
-                for argument, tensors in zip(func._schema.arguments, args, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            if name.startswith("_fused_") and kwargs["grad_scale"] is None:
-                written.remove(args[1])  # its kernel writes gradients only to scale them
+        if result is None:
+            written = changed_arguments(func, args, kwargs or {})
         for tensor in tree_leaves((read, written)):
             if isinstance(tensor, Tensor):
                 self.nbytes += tensor.numel() * tensor.element_size()
         return result
+
+
+def changed_arguments(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """Of an operator on lists of tensors, which returns nothing."""
+    changed = []
+    for argument, tensors in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        # The schema of a fused kernel names gradients, which it writes only to scale them.
+        if argument.name == "grads" and kwargs.get("grad_scale") is None:
+            continue
+        changed.append(tensors)
+    return changed
 
 
 def costs_of_update(model: nn.Module, **settings: Any) -> tuple[int, int]:
