@@ -383,8 +383,11 @@ def _nbytes(tree: Any) -> float:
 def _attention_flops(name: str, args: Any) -> float:
     """FLOPs over all pairs of tokens, without causality, by convention."""
     is_backward = "backward" in name
-    q, k, v = args[1:4] if is_backward else args[:3]  # first the gradient of the output
-    keys = k.shape[2 if "dot_product" in name else 1]
+    if is_backward:
+        args = args[1:]  # without the gradient of the output
+    q, k, v = args[:3]
+    key_dim = 2 if "dot_product" in name else 1
+    keys = k.shape[key_dim]
     queries = q.numel() // q.shape[-1]
     forward = 2 * queries * keys * (q.shape[-1] + v.shape[-1])
     # The backward has five products for the forward's two, as it computes the scores again.
@@ -394,8 +397,10 @@ def _attention_flops(name: str, args: Any) -> float:
 def _product(name: str, args: Any, out: Any) -> Product | None:
     """The matrix product that an operator computes, if any."""
     name = name.removesuffix("_")
-    if name in ("aten::convolution", "aten::convolution_backward"):
-        return _convolution(args, out, is_backward=name.endswith("backward"))
+    if name == "aten::convolution":
+        return _convolution(args, out, is_backward=False)
+    if name == "aten::convolution_backward":
+        return _convolution(args, out, is_backward=True)
     if name in ("aten::addmm", "aten::baddbmm"):
         args = args[1:]  # without the sum that the product is added to
     if len(args) < 2:
@@ -406,7 +411,8 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
     if name in ("aten::bmm", "aten::baddbmm"):
         return Product(a.shape[1], b.shape[2], a.shape[2], times=a.shape[0])
     if name in ("aten::linear", "aten::matmul"):
-        return Product(a.numel() // a.shape[-1], b.numel() // a.shape[-1], a.shape[-1])
+        width = a.shape[-1]
+        return Product(a.numel() // width, b.numel() // width, width)
     if name.startswith("meshtrain::grouped"):
         return _grouped(a, b)
     return None

@@ -111,22 +111,28 @@ class Graph:
     def _compute(self, node: Any, values: dict[Any, Any], live: LiveBytes | None) -> None:
         """Puts a node's value into `values`, if it is ever in memory."""
         if node.op == "get_attr":
-            values[node] = operator.attrgetter(node.target)(self.module)
+            attribute = operator.attrgetter(node.target)
+            values[node] = attribute(self.module)
         elif node in self.allocated:
+            # On the meta device a result is its shape: it need not be computed.
             with without_dispatch_modes():
                 values[node] = tree_map_only(Tensor, _like, node.meta["val"])
             if node not in self.computed and live is not None:
                 reads = [values[read] for read in node.all_input_nodes]
                 live.ran(node.target, reads, values[node])
         elif node.op == "call_function" and node not in self.unseen:
-            with without_dispatch_modes() if node in self.computed else nullcontext():
+            # What a generated kernel computes counts as one result, not operator by operator.
+            hidden = node in self.computed
+            with without_dispatch_modes() if hidden else nullcontext():
                 values[node] = self._run(node, values)
 
     def _run(self, node: Any, values: dict[Any, Any]) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        inputs = (node.args, node.kwargs)
+        args, kwargs = fx.map_arg(inputs, values.__getitem__)
+        # The meta device has no random generator, whose state these save and restore.
         if node.target is rng_prims.run_and_save_rng_state:
             function, *args = args
-            state = torch.empty(0, dtype=torch.uint8)  # the meta device has no random generator
+            state = torch.empty(0, dtype=torch.uint8)
             return state, function(*args, **kwargs)
         if node.target is rng_prims.run_with_rng_state:
             _, function, *args = args

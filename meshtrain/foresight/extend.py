@@ -44,14 +44,23 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     bounds = _bounds_of(config, layout, pp)
     count = _microbatches(config, layout)
     blocks = sum(end - first for first, end in bounds)
-    cases = _small_cases(config, layout, pp, bounds, count) if count * blocks > whole else []
+    cases = []
+    if count * blocks > whole:
+        cases = _small_cases(config, layout, pp, bounds, count)
     if not cases:
-        trace = trace_rank(config, layout, layout.group(0, "pp")[pp])
-        return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp, trace.compiled)
+        rank = layout.group(0, "pp")[pp]
+        trace = trace_rank(config, layout, rank)
+        return RankMemory(
+            resident={**trace.resident},
+            parts={**trace.parts},
+            moment=trace.moment,
+            pp=pp,
+            compiled=trace.compiled,
+        )
     with shared_graphs():
         traces = [trace_rank(case.config, case.layout, case.rank, case.skipped) for case in cases]
-    memory = _extrapolated(traces, _weights(cases, held_of(config, layout, pp, count)))
-    return replace(memory, pp=pp)
+    weights = _weights(cases, target=held_of(config, layout, pp, count))
+    return replace(_extrapolated(traces, weights), pp=pp)
 
 
 def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
@@ -169,8 +178,8 @@ def _small_cases(config: Config, layout: Layout, pp: int, bounds: Bounds, count:
     cases = []
     for world in _small_worlds(layout.size("pp"), pp, count):
         small = layout.resized({**layout.sizes, "pp": world.ranks})
-        samples = world.microbatches * config.batch.micro_size * small.size(*DATA_AXES)
-        small_config = _resized(config, small, samples)
+        samples_at_once = config.batch.micro_size * small.size(*DATA_AXES)
+        small_config = _resized(config, small, world.microbatches * samples_at_once)
         if layout.size("pp") > 1:
             split = _split_like(config, world, bounds)
             if min(split) < 1:
@@ -224,8 +233,9 @@ def _split(own: dict[int, tuple[int, int]], stages: int, blocks: int) -> tuple[i
         begins[stage] = first
         begins[stage + 1] = end
     known = sorted(begins)
-    all_begins = np.interp(range(stages + 1), known, [begins[stage] for stage in known])
-    return tuple(int(end - first) for first, end in pairwise(all_begins.astype(int)))
+    first_blocks = [begins[stage] for stage in known]
+    between = np.interp(range(stages + 1), known, first_blocks)
+    return tuple(int(end - first) for first, end in pairwise(between.astype(int)))
 
 
 def _without_some_blocks(

@@ -165,7 +165,8 @@ def _passed_on(
     outputs: dict[int, list[Sizes]] = defaultdict(list)
 
     def record(i: int, block: nn.Module, arguments: Any, named: Any, output: Any) -> None:
-        inputs[i].append(_sizes(first_input(first_argument(block.forward), arguments, named)))
+        name = first_argument(block.forward)
+        inputs[i].append(_sizes(first_input(name, arguments, named)))
         outputs[i].append(_sizes(output))
 
     for i, block in enumerate(blocks_of(model)):

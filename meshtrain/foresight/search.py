@@ -256,11 +256,15 @@ class Search:
 
     def _keep(self, candidate: Candidate, key: tuple[Any, ...], show: int) -> None:
         seconds = candidate.prediction.step.seconds
-        shape = candidate.layout.shape
-        stages, _ = candidate.parts
-        if key not in self.fitting or seconds < self.fitting[key].prediction.step.seconds:
+        known = self.fitting.get(key)
+        if known is None or seconds < known.prediction.step.seconds:
             self.fitting[key] = candidate
-        self.fastest_of[stages] = min(seconds, self.fastest_of.get(stages, math.inf))
+
+        stages, _ = candidate.parts
+        fastest_of = self.fastest_of.get(stages, math.inf)
+        self.fastest_of[stages] = min(seconds, fastest_of)
+
+        shape = candidate.layout.shape
         if seconds < self.fastest.get(shape, math.inf):
             self.fastest[shape] = seconds
             self.times = heapq.nsmallest(show, self.fastest.values())
