@@ -220,7 +220,7 @@ def check_float8(draft: ConfigDraft, sizes: Sizes) -> None:
             splits = split_layers(spec.meta, plan, tp)
         except SplitError:
             return  # check_split reports it
-    for problem in float8_problems(spec.meta, precision, splits, tp):
+    for problem in float8_problems(spec.meta, splits, tp):
         draft.report(draft.place(name), f"{name} {precision}: {problem}")
 
 

@@ -28,6 +28,13 @@ REMOVED: dict[str, str] = {
     "train.lock_timeout_s": "take it away: a restarted job waits two minutes for the lock",
 }
 
+# A key that is still there -> a value that it had -> what its user does now.
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "train.linear_precision": {
+        "mxfp8": "it is no longer there: use float8, scaled for each token and each row of a weight"
+    },
+}
+
 
 def what_replaces(section: str, name: str) -> str | None:
     """What takes the place of a key that is gone; None: there never was one.

@@ -191,10 +191,10 @@ class Parallel:
     the model's `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of being kept."""
-    symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
+    symmetric_memory: bool | Literal["auto"] = key(False, also="async_tp async_tensor_parallel")
     """With `tp` and `sequence_parallel` on GPUs: whether matrix products and their communication
     run as one kernel. `auto`: where NVLink connects all GPUs of `tp`. true also puts FSDP's
-    messages into memory registered with NCCL."""
+    messages into memory registered with NCCL. No machine has shown yet that it is faster."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",
@@ -397,7 +397,7 @@ class Train:
     )
     """The dtype of forward and backward. With 16 bits weights stay float32; `float64` is for
     checking layouts."""
-    linear_precision: Literal["float8", "mxfp8"] | None = key(
+    linear_precision: Literal["float8"] | None = key(
         None,
         also="fp8 float8_rowwise enable_fp8 use_fp8 float8_recipe fp8_recipe",
         instead=(
@@ -406,9 +406,9 @@ class Train:
         ),
     )
     """The dtype in which linear layers in blocks multiply in forward and for the gradients of
-    inputs: `float8` is e4m3 with a scale per token and per row of a weight, `mxfp8` e4m3 with a
-    scale per 32 features; all else uses `precision`. On GPUs it needs `precision: bfloat16`; CPUs
-    and GPUs without these formats emulate them."""
+    inputs: `float8` is e4m3 with a scale per token and per row of a weight; all else uses
+    `precision`. On GPUs it needs `precision: bfloat16`; CPUs and GPUs without this format emulate
+    it."""
     deterministic: bool = False
     """Whether to use only kernels that give the same bits every time."""
     output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")

@@ -113,7 +113,7 @@ class Space:
         self.vary = set(vary)
         self.fixed = fixed or {}
         # Ranks that share a host wherever a group of so many begins.
-        begins = [run.start for run in self.placed.runs]
+        begins = [span.start for span in self.placed.host_spans]
         self.unit = math.gcd(self.placed.world_size, *begins)
         spec = spec_of(config)
         self.blocks = len(blocks_of(spec.meta))

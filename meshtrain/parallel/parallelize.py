@@ -98,7 +98,7 @@ class ParallelOptions:
 
     # compute dtype of blocks: "float32", "float64", "bfloat16" or "float16"
     precision: str = "float32"
-    # that of linear layers inside blocks: "float8", "mxfp8"; see `float8.py`
+    # that of linear layers inside blocks: "float8"; see `float8.py`
     linear_precision: str | None = None
     # how layers are split over `tp`; None: the plan in the model's file
     tp_plan: Mapping[str, str] | None = None
@@ -115,7 +115,7 @@ class ParallelOptions:
     regather: bool = False
     # Fuses products with their gather or scatter; "auto": if the GPUs of `tp` are linked by NVLink.
     # True: also puts FSDP's messages in registered memory.
-    symmetric_memory: bool | Literal["auto"] = "auto"
+    symmetric_memory: bool | Literal["auto"] = False
     recompute: str = "none"  # what blocks recompute in backward, from the first trained block on
     compile: bool = False  # compiles each block with torch.compile
     # the last block returns the loss if it is requested (`linear_cross_entropy.py`)
@@ -337,7 +337,7 @@ def _refuse_float8(
     model: nn.Module, options: ParallelOptions, splits: Sequence[Split] = (), tp: int = 1
 ) -> None:
     if options.linear_precision is not None:
-        problems = float8_problems(model, options.linear_precision, splits, tp)
+        problems = float8_problems(model, splits, tp)
         if options.precision == "float16":
             problems.append(
                 "float16 has no room for values rounded to 8 bits: use the precision bfloat16"
@@ -461,7 +461,6 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
         dtype, compiled = compute_dtype(options.precision), options.compile
         apply_float8(
             model,
-            options.linear_precision,
             dtype,
             mesh.device_type,
             compiled=compiled,

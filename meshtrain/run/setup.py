@@ -201,10 +201,8 @@ def banner_lines(
     yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}{tuned}"
     if experts is not None:
         yield experts.line
-    if (numbers := config.train.linear_precision) is not None:
-        yield describe_float8(
-            plain, numbers, compute_dtype(config.train.precision), job.device.type
-        )
+    if config.train.linear_precision is not None:
+        yield describe_float8(plain, compute_dtype(config.train.precision), job.device.type)
     module = model_file(config.model.name)
     plan = getattr(module, "tp_plan", {})
     if (

@@ -85,8 +85,8 @@ def test_what_is_wrong_with_a_hardware_file_is_said_with_its_line(tmp_path: Path
         load(str(path))
     with pytest.raises(InputError, match="a100, b200, cpu, h100"):
         load("h1000")
-    with pytest.raises(InputError, match="no peak for mxfp8"):
-        H100.flops("mxfp8")
+    with pytest.raises(InputError, match="no peak for float4"):
+        H100.flops("float4")
 
 
 def test_groups_know_who_shares_a_host() -> None:
