@@ -12,7 +12,7 @@ from meshtrain.config import Optimizer as OptimizerConfig
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.parameters import compute_size, first_part, master_size
-from meshtrain.foresight.work import Pass, Work, over_shards
+from meshtrain.foresight.work import Pass, Work, of_each, over_shards
 from meshtrain.layout import Layout
 from meshtrain.optim.groups import update_bytes, update_flops
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
@@ -178,12 +178,12 @@ def block_costs(
     product: str | None = None,
 ) -> list[BlockCost]:
     """Costs of each block for one microbatch. `precision`, `product`: see `cost`."""
-    of_kind: dict[int, BlockCost] = {}  # blocks of a kind share one Work
-    for work in works:
-        if id(work) not in of_kind:
-            costs = [cost(one, layout, hardware, precision, product) for one in work.passes]
-            of_kind[id(work)] = BlockCost(tuple(costs))
-    return [of_kind[id(work)] for work in works]
+
+    def of_block(work: Work) -> BlockCost:
+        costs = [cost(one, layout, hardware, precision, product) for one in work.passes]
+        return BlockCost(tuple(costs))
+
+    return of_each(works, of_block)
 
 
 # Pipelines ----------------------------------------------------------------------------------------
@@ -389,12 +389,9 @@ def _computing(share: _Share) -> tuple[Cost, Cost]:
 
 def _update_seconds(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> float:
     """Seconds of the optimizer's update: its traffic, and its products of matrices."""
-    counts = Counter(id(work) for work in works)  # blocks of a kind share one Work
-    nbytes = flops = 0.0
-    for work in {id(work): work for work in works}.values():
-        of_block = _update_of_block(work, plan)
-        nbytes += counts[id(work)] * of_block.nbytes
-        flops += counts[id(work)] * of_block.flops
+    updates = of_each(works, lambda work: _update_of_block(work, plan))
+    nbytes = sum(update.nbytes for update in updates)
+    flops = sum(update.flops for update in updates)
     took = nbytes / _memory_rate(hardware)
     if flops:
         # Matrices are multiplied in bfloat16, whatever blocks compute with, or in float64.
