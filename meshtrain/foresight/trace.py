@@ -188,10 +188,8 @@ class TracedStep:
             peaks = self._run(self.microbatches)
             live.actions = {peak.operators: partial(look, moment) for moment, peak in peaks.items()}
             peaks_again = self._run(self.microbatches)
-        for counted in (peaks, peaks_again):
-            if len(counted) > 1:
-                counted.pop(" ", None)  # between phases the host computes with tensors of its own
-        assert peaks == peaks_again  # every step allocates alike
+        peaks = _in_phases(peaks)
+        assert peaks == _in_phases(peaks_again)  # every step allocates alike
         gc.collect()
 
         moment = max(peaks, key=lambda moment: peaks[moment].nbytes)
@@ -311,6 +309,12 @@ class TracedStep:
         for stage, (begin, _) in enumerate(split.bounds):
             if stage > 0:
                 self.model.tell_shape(key, stage, outputs[first[begin - 1]])
+
+
+def _in_phases(peaks: dict[str, Peak]) -> dict[str, Peak]:
+    """Without moments between phases, where the host computes with tensors of its own, and those of
+    the step before are still alive."""
+    return {moment: peak for moment, peak in peaks.items() if not moment.startswith(" ")}
 
 
 def _fsdp_parameters(module: nn.Module) -> list[Any]:
