@@ -265,6 +265,11 @@ class LiveSizes:
 class CountedStep(TracedStep):
     """A step whose operators are counted by block and by pass."""
 
+    last: str  # name of the last block
+    # Of the current microbatch:
+    tallies: dict[tuple[str, str], Tally]  # (block, pass) -> its counts
+    sizes: dict[str, LiveSizes]  # block -> live bytes around it
+
     def works(self, configs: Sequence[Config]) -> list[tuple[Work, ...]]:
         """Works of all blocks, for one microbatch of each config. What runs outside of blocks
         counts with the last."""
@@ -276,21 +281,24 @@ class CountedStep(TracedStep):
         assert isinstance(self.mesh.comm_bytes, _SentBytes)
         self.mesh.comm_bytes.listener = self._send
 
-        works = []
+        works: list[tuple[Work, ...]] = []
         with watched(self.live), around_weight_grads(self._in_weight_grad):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            # The first step creates lasting state and is not counted.
-            for config in (configs[0], *configs):
-                batch = prepared_batch(config, self.mesh)
-                self.live.rows = routed_rows(config, batch, self.mesh)
-                self.tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
-                self.sizes: dict[str, LiveSizes] = defaultdict(LiveSizes)
-                self.live.watch = self._count
-                self.live.block = ""
-                self.trainer.forward_backward(1, [batch])
+            self._run_microbatch(configs[0])  # creates lasting state, and is not counted
+            for config in configs:
+                self._run_microbatch(config)
                 works.append(tuple(self._work(block, names[block]) for block in blocks))
-        return works[1:]
+        return works
+
+    def _run_microbatch(self, config: Config) -> None:
+        batch = prepared_batch(config, self.mesh)
+        self.live.rows = routed_rows(config, batch, self.mesh)
+        self.tallies = defaultdict(Tally)
+        self.sizes = defaultdict(LiveSizes)
+        self.live.watch = self._count
+        self.live.block = ""
+        self.trainer.forward_backward(1, [batch])
 
     def _work(self, block: nn.Module, name: str) -> Work:
         sizes = self.sizes[name]
