@@ -33,6 +33,7 @@ from meshtrain.mesh import CommBytes, Mesh
 from meshtrain.parallel.collectives import implementations
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
+from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
 
@@ -302,10 +303,13 @@ class CountedStep(TracedStep):
 
     def _work(self, block: nn.Module, name: str) -> Work:
         sizes = self.sizes[name]
+        whole = state_parameters(block)
         named = block.named_parameters(prefix=name)
         return Work(
             name,
-            parameters=tuple(_before_fsdp(own, parameter) for own, parameter in named),
+            parameters=tuple(
+                _before_fsdp(own, parameter, parameter in whole) for own, parameter in named
+            ),
             forward=self.tallies[name, FORWARD].as_pass(),
             input_grad=self.tallies[name, BACKWARD].as_pass(),
             weight_grad=self.tallies[name, WEIGHT_GRAD].as_pass(),
@@ -370,16 +374,21 @@ class CountedStep(TracedStep):
             sizes.look(self.live.total, in_forward=self._pass() == FORWARD)
 
 
-def _before_fsdp(name: str, parameter: nn.Parameter) -> Parameter:
-    """A parameter as tp and ep have left it."""
+def _before_fsdp(name: str, parameter: nn.Parameter, is_state: bool) -> Parameter:
+    """A parameter as tp and ep have left it. `is_state`: of a module, which is never sharded."""
     local = to_local(parameter.detach())
     mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
-    axes = () if mesh is None else mesh.mesh_dim_names
+    if is_state:
+        axis = ""
+    elif mesh is not None and "ep" in mesh.mesh_dim_names:
+        axis = "efsdp"
+    else:
+        axis = "fsdp"
     return Parameter(
         name,
         tuple(local.shape),
         trained=parameter.requires_grad,
-        axis="efsdp" if "ep" in axes else "fsdp",
+        axis=axis,
         whole=tuple(parameter.shape),
     )
 

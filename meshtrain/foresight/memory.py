@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshtrain.config import Config
 from meshtrain.foresight.parameters import HeldBytes, compute_size, held_bytes, master_size
-from meshtrain.foresight.work import Work, of_each, over_shards
+from meshtrain.foresight.work import Work, of_each, over_shards, shard_counts
 from meshtrain.layout import Layout
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
@@ -103,7 +103,7 @@ def _estimate_rank(
 
 def _held(config: Config, layout: Layout, works: Sequence[Work]) -> HeldBytes:
     """What the rank keeps of these blocks between steps."""
-    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
+    shards = shard_counts(layout)
 
     def of_block(work: Work) -> HeldBytes:
         own = HeldBytes()

@@ -12,7 +12,7 @@ from meshtrain.config import Optimizer as OptimizerConfig
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.parameters import compute_size, first_part, master_size
-from meshtrain.foresight.work import Pass, Work, of_each, over_shards
+from meshtrain.foresight.work import Pass, Work, of_each, over_shards, shard_counts
 from meshtrain.layout import Layout
 from meshtrain.optim.groups import update_bytes, update_flops
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
@@ -409,7 +409,7 @@ class _Update(NamedTuple):
 
 def _update_of_block(work: Work, plan: StepPlan) -> _Update:
     layout = plan.layout
-    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
+    shards = shard_counts(layout)
     stage_ranks = layout.world_size // layout.size("pp")
     nbytes = flops = 0.0
     for parameter in work.parameters:

@@ -56,7 +56,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     trained: bool = True
-    axis: str = "fsdp"  # that shards it: `efsdp` for experts
+    axis: str = "fsdp"  # that shards it: `efsdp` for experts; "": every rank holds it whole
     whole: tuple[int, ...] = ()  # its shape before tp and ep; (): the same
 
     def over(self, shards: int) -> ParameterSpec:
@@ -91,6 +91,11 @@ class Work:
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
 
+def shard_counts(layout: Layout) -> dict[str, int]:
+    """Axis of a parameter -> the number of its shards."""
+    return {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp"), "": 1}
+
+
 def of_each(works: Sequence[Work], compute: Callable[[Work], Value]) -> list[Value]:
     """`compute` of each block. Blocks of a kind share one Work, for which it is called once."""
     kinds = {id(work): work for work in works}
@@ -115,7 +120,7 @@ class Shards:
 def over_shards(works: Sequence[Work], layout: Layout, trained: bool = False) -> list[Shards]:
     """For each block its parameters over the shards of a layout, all or the trained ones alone.
     FSDP pads shards: of 8 rows over 64 ranks each rank allocates one."""
-    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
+    shards = shard_counts(layout)
 
     def of_block(work: Work) -> Shards:
         own = total = 0
