@@ -88,11 +88,13 @@ class MeasuredRun:
             of_fullest_rank = [row["memory_max_gib"] for row in rows if "memory_max_gib" in row]
             memory = max([last["memory_gib"], *of_fullest_rank])
             usable = last["memory_gib"] / reserved
+        # Medians: a step in which a checkpoint is written, or a neighbour is busy, is no measure.
+        seconds = {}
+        for phase, column in COLUMNS.items():
+            seconds[phase] = median(row[column] for row in steps)
         return cls(
             config=replace(config, resolved=layout),
-            seconds={
-                phase: median(row[column] for row in steps) for phase, column in COLUMNS.items()
-            },
+            seconds=seconds,
             memory=memory,
             usable=usable,
             sent={

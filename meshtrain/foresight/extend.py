@@ -89,6 +89,7 @@ def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
     as much, and small groups are made faster."""
     if layout.size("dp_replicate") < 3 or config.parallel.shard_optimizer:
         return config, layout
+    # As many microbatches as before, on fewer ranks.
     few = layout.resized({**layout.sizes, "dp_replicate": 2})
     global_size = _microbatches(config, layout) * config.batch.micro_size * few.size(*DATA_AXES)
     return _resized(config, few, global_size), few
@@ -130,10 +131,11 @@ def _weights(cases: Sequence[Case], target: float) -> list[float]:
 
 def _extrapolated(traces: Sequence[RankTrace], weights: Sequence[float]) -> RankMemory:
     # A moment that not all traces have, has no line.
-    shared = set.intersection(*(set(trace.moments) for trace in traces))
-    moments = {
-        moment: _weighed([trace.moments[moment] for trace in traces], weights) for moment in shared
-    }
+    shared = set(traces[0].moments).intersection(*(trace.moments for trace in traces))
+    moments = {}
+    for moment in shared:
+        parts = [trace.moments[moment] for trace in traces]
+        moments[moment] = _weighed(parts, weights)
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
     words = peak.strip()
     for trace in traces:
@@ -251,7 +253,9 @@ def _without_some_blocks(
     blocks_of_kind: dict[int, list[list[int]]] = {}  # kind -> its blocks in each stage
     left_out: dict[int, int] = {}  # kind -> how many blocks of it each stage does without
     for kind in set(kinds):
-        in_stages = [[i for i in range(*stage) if kinds[i] == kind] for stage in bounds]
+        in_stages = []
+        for first, end in bounds:
+            in_stages.append([i for i in range(first, end) if kinds[i] == kind])
         blocks_of_kind[kind] = in_stages
         many = min(len(blocks) for blocks in in_stages)
         if many > FEW_BLOCKS + 1 and not _shares_unit(config, layout, kind):

@@ -91,6 +91,7 @@ def kind_of(block: nn.Module) -> tuple[Any, ...]:
     for module in block.modules():
         types.append(type(module))
         for name, value in vars(module).items():
+            # Plain values decide what a forward does; a layer's own number seldom does.
             if isinstance(value, SETTINGS) and name.strip("_") not in NUMBERS:
                 settings.append((name, repr(value)))
     parameters = [(*parameter.shape, parameter.requires_grad) for parameter in block.parameters()]
@@ -140,6 +141,7 @@ def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
 def _alike_by_kind(spec: ModelSpec) -> tuple[int, ...]:
     """For each block the index of the first one with the same code, settings and shapes."""
     blocks = blocks_of(spec.meta)
+    # A parameter that blocks share gets gradients from all of them: none stands for another.
     uses = Counter(parameter for block in blocks for parameter in block.parameters())
     kinds: list[Any] = []
     # Whether anything before the block is trained, so that its input has a gradient.

@@ -68,6 +68,7 @@ class MemoryForecast:
             self.file.unlink(missing_ok=True)
             write_whole(self.source, config.to_yaml())
             arguments = [self.source, self.file, config.resolved.world_size, self.gib]
+            # It must not touch the GPU, whose memory it foresees, nor take the run's cores.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "meshtrain.foresight.start", *map(str, arguments)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -102,6 +103,7 @@ class MemoryForecast:
 
     def _end(self) -> None:
         if self.process is not None and self.process.poll() is None:
+            # The run does not wait for a prediction that is no longer of use.
             self.process.kill()
             self.process.wait()
             self.source.unlink(missing_ok=True)

@@ -141,6 +141,7 @@ class TracedStep:
     ) -> None:
         self.mesh = mesh
         self.live = LiveBytes(device.type)
+        # Symmetric memory takes GPUs that reach each other's; a fake group has no other rank.
         config = replace(config, parallel=replace(config.parallel, symmetric_memory=False))
         few = _with_few_blocks(config, skipped)
         kind = mesh.device_type
@@ -182,6 +183,7 @@ class TracedStep:
                 moments[moment] = live.parts(self.owners())
 
         with watched(live):
+            # Made before anything was watched.
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
             self._run(self.first_microbatches)
@@ -229,6 +231,8 @@ class TracedStep:
             for sync in gradient_syncs(module):
                 if isinstance(sync, ComputeCopies):
                     own(COPIES, *(copy.values for copy in sync._copies.values()))
+            # FSDP holds a parameter several times: its shard, what it has gathered, and, between
+            # microbatches, a gradient that is not yet reduced.
             for p in _fsdp_parameters(module):
                 gathered = getattr(p, "_unsharded_param", None)
                 own(GATHERED, *p.all_gather_outputs, gathered)
@@ -272,6 +276,7 @@ class TracedStep:
                     tensor.register_hook(lambda _: then())
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            # A backward enters where the forward left: it comes to the outputs first.
             at_gradient((args, kwargs), leave)
             enter()
             output = forward(*args, **kwargs)
