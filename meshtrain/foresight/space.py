@@ -202,11 +202,14 @@ class Space:
         # ZeRO-1 also where FSDP refuses it: there it has to be false.
         for key in {*usable_savings(layout), ZERO}:
             options[key] = [SAVINGS[key][0]]
-        return {
-            key: options[key] if key in options and key in self.vary else [self._own_value(key)]
-            for key in KEYS
-            if key != "layout"
-        }
+
+        chosen = {}
+        for key in KEYS:
+            if key in options and key in self.vary:
+                chosen[key] = options[key]
+            elif key != "layout":
+                chosen[key] = [self._own_value(key)]
+        return chosen
 
     def _own_value(self, key: str) -> Any:
         return value_of(self.config, key)
@@ -282,8 +285,9 @@ def value_of(config: Config, key: str) -> Any:
 
 def _values_of(config: Config) -> dict[str, Any]:
     """All values of a config by their keys, as its rules read them."""
-    values = {f"model.{key}": value for key, value in config.model.keys.items()}
-    values["model.name"] = config.model.name
+    values = {"model.name": config.model.name}
+    for key, value in config.model.keys.items():
+        values[f"model.{key}"] = value
     for section in SECTIONS:
         for key, value in vars(getattr(config, section)).items():
             values[f"{section}.{key}"] = value
