@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +14,20 @@ from meshtrain.data import OpenData
 from meshtrain.data.batch import IGNORE, Batch, Samples, Subset
 from meshtrain.data.order import Permutation
 from meshtrain.errors import AgreedError, InputError
-from meshtrain.loss import correct_predictions, sample_losses, valid_targets
+from meshtrain.loss import correct_predictions, mean_of, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
+from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
-from meshtrain.pipeline.engine import Pipeline, call_stage, ends_of, shapes_of
+from meshtrain.parallel.step_context import StepContext, use_context
+from meshtrain.pipeline.engine import Pipeline, StageForward, call_stage, ends_of, shapes_of
 
 UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
 NO_TARGET = "the validation data has no target with a loss: use other data, or train.eval_every=0"
 NOTHING_TO_LEARN = (
     "has no target with a loss, so that nothing would be learned: its samples hold prompts only "
-    "(look at the keys of "
-    "the lines, at who speaks in `messages`, and whether data.seq_len ends before the answers)"
+    "(look at the keys of the lines, at who speaks in `messages`, and whether data.seq_len ends "
+    "before the answers)"
 )
 
 
@@ -56,11 +58,14 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
     or all images.
     """
     held_out = data.validation
-    limit = TOKEN_SAMPLES if most is None and data.task == "language" else most
+    limit = most
+    if limit is None and data.task == "language":
+        limit = TOKEN_SAMPLES
     if held_out is None or limit is None or len(held_out) <= limit:
         return held_out
     permutation = Permutation(len(held_out), seed=0, epoch=0)
-    return Subset(held_out.name, held_out, sorted(permutation[i] for i in range(limit)))
+    picked = sorted(permutation[i] for i in range(limit))
+    return Subset(held_out.name, held_out, picked)
 
 
 def require_targets(samples: Samples) -> None:
@@ -82,8 +87,11 @@ def require_training_targets(samples: Samples) -> None:
 
 
 def _has_target(samples: Samples) -> bool:
-    rows = (samples.read([(0, index)], 1).batch().targets for index in range(len(samples)))
-    return any(bool((row != IGNORE).any()) for row in rows)
+    for index in range(len(samples)):
+        targets = samples.read([(0, index)], 1).batch().targets
+        if (targets != IGNORE).any():
+            return True
+    return False
 
 
 @contextmanager
@@ -107,34 +115,57 @@ def evaluate(
     """Runs a parallelized model, which computes in `dtype`, over this rank's share of the
     evaluation set; every rank has the same number of batches. Raises AgreedError: no batch of any
     rank has a valid target."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    ends, remaining = ends_of(model), iter(batches)
+    sums = _Sums(*torch.zeros(3, dtype=torch.float64, device=device))
+    ends = ends_of(model)
 
     def score(stage: nn.Module, batch: Batch, received: Tensor | None, last: bool) -> Tensor | None:
         """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than
         training."""
         inputs, targets = batch.to(device, dtype, *ends)
-        is_classifier, request = targets.ndim == 1, LossRequest(lambda: targets)
-        with nullcontext() if is_classifier else request_loss(request):
+        is_classifier = targets.ndim == 1
+        request = None if is_classifier else LossRequest(lambda: targets)
+        with use_context(StepContext(loss_request=request)):
             output = call_stage(stage, inputs, received)
         if not last:
             return output
-        losses = request.losses_of(output)
-        sums[0] += (sample_losses(output, targets) if losses is None else losses).double().sum()
-        sums[1] += valid_targets(batch.targets)
-        sums[2] += correct_predictions(output, targets) if is_classifier else 0
+
+        losses = None if request is None else request.losses_of(output)
+        if losses is None:
+            losses = sample_losses(output, targets)
+        sums.loss.add_(losses.double().sum())
+        sums.targets.add_(valid_targets(batch.targets))
+        if is_classifier:
+            sums.correct.add_(correct_predictions(output, targets))
         return None
 
     with evaluation_mode(model):
         if isinstance(model, Pipeline):
-            while group := list(islice(remaining, UNDER_WAY * mesh.size("pp"))):
-                model.run_forwards(group, [shapes_of(batch.inputs) for batch in group], score)
+            _run_pipeline(model, batches, mesh.size("pp"), score)
         else:
-            for batch in remaining:
+            for batch in batches:
                 score(model, batch, None, True)
+
+    own = torch.stack(sums)
     if not mesh.speaks_for_samples:
-        sums.zero_()
-    loss, targets_seen, correct = mesh.sum(sums).tolist()
-    if targets_seen == 0:
+        own.zero_()  # another rank of tp has the same losses
+    loss, count, correct = mesh.sum(own).tolist()
+    if count == 0:
         raise AgreedError(NO_TARGET)
-    return Evaluation(loss / targets_seen, int(targets_seen), int(correct))
+    return Evaluation(mean_of(loss, count), int(count), int(correct))
+
+
+class _Sums(NamedTuple):
+    """Scalars in float64 on the device."""
+
+    loss: Tensor
+    targets: Tensor
+    correct: Tensor
+
+
+def _run_pipeline(
+    model: Pipeline, batches: Iterable[Batch], ranks: int, score: StageForward
+) -> None:
+    """Runs some batches at a time, so that stages work on several and few are in memory."""
+    remaining = iter(batches)
+    while group := list(islice(remaining, UNDER_WAY * ranks)):
+        model.run_forwards(group, [shapes_of(batch.inputs) for batch in group], score)

@@ -20,7 +20,6 @@ from meshtrain.parallel.linear.grouped import GatherRows, GroupedMatmul
 from meshtrain.parallel.linear.weight_grad import SupportsDeferral
 from meshtrain.parallel.torch_private import never_compiled, to_local
 
-LOADS = "expert_loads/"  # prefix of the name of a layer's tally, before the index of the layer
 Products = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -244,7 +243,8 @@ class Balance(nn.Module):
 
     @never_compiled  # compiled, each layer index would need its own graph
     def _count(self, hits: Tensor, bias: Tensor | None) -> None:
-        tally(f"{LOADS}{self._layer}", hits, partial(self._end_step, bias), owner=self)
+        receive = partial(self._end_step, bias)
+        tally(str(self._layer), hits, receive, owner=self, kind="expert_loads")
 
     def _shares(self, hits: Tensor) -> Tensor:
         """Each expert's share of the slots, (E,), or per sample (b, 1, E): they sum to 1."""

@@ -18,27 +18,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the usual order
-DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ in these see different samples
-# ... see different tokens of the batch: losses and gradients are sums over these
-LOSS_AXES = (
-    *DATA_AXES,
-    "cp",
-)
+
+# Ranks that differ in these axes ...
+DATA_AXES = ("dp_replicate", "dp_shard")  # ... see different samples
+LOSS_AXES = (*DATA_AXES, "cp")  # ... see different tokens: losses and gradients are sums over these
 FSDP_AXES = ("dp_shard", "cp")  # ... share one copy of the parameters
 
 # products of axes with their own groups
-VIEWS = {
-    "data": DATA_AXES,
-    "loss": LOSS_AXES,
-    "fsdp": FSDP_AXES,
-}
+VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}
 # all ranks of a pipeline stage, which together hold its parameters; has a group only on request
 STAGE = "stage"
 # factors of `cp`: ranks that split the sequence, neighbours that split heads
-CONTEXT_AXES = (
-    "cp_ring",
-    "cp_heads",
-)
+CONTEXT_AXES = ("cp_ring", "cp_heads")
 # With `pp`, a second factorization of the ranks: replicas of an expert, shards of one replica,
 # subsets of the experts.
 EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
@@ -75,8 +66,8 @@ class WorldSizeError(LayoutError):
 
 
 @dataclass(frozen=True)
-class Run:
-    """Ranks `start` to `start + count - 1`, which run on the same host with local ranks from
+class HostSpan:
+    """Ranks `start` to `start + count - 1`, which are on the same host with local ranks from
     `local` on."""
 
     host: int
@@ -92,10 +83,9 @@ class Layout:
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    hosts: tuple[
-        str, ...
-    ] = ()  # names in order of first appearance; empty until the layout is placed with `on_hosts`
-    runs: tuple[Run, ...] = ()  # in rank order
+    # names in order of first appearance; empty until the layout is placed with `on_hosts`
+    hosts: tuple[str, ...] = ()
+    host_spans: tuple[HostSpan, ...] = ()  # in rank order
     experts: int = 1  # ranks over which the experts of a layer are distributed: the size of `ep`
     # neighbours on `cp` that split the heads of attention: the size of `cp_heads`
     context_heads: int = 1
@@ -246,25 +236,38 @@ class Layout:
 
     @cached_property
     def _named_factors(self) -> dict[str, tuple[Factor, ...]]:
-        """Axis (derived axes included) -> its factors larger than 1, outermost first."""
-        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        own = zip(self.axes, strides, self.shape, strict=True)
-        factors = dict.fromkeys(AXES, ()) | {
-            axis: _outermost_first([(stride, size)]) for axis, stride, size in own
-        }
-        products = (*VIEWS.values(), tuple(axis for axis in AXES if axis != "pp"))
-        views = [[factor for axis in axes for factor in factors[axis]] for axes in products]
+        """Axis (derived axes included) -> its factors larger than 1, outermost first.
+
+        `Layout({"dp_shard": 4, "tp": 2}).with_experts(4)` has 8 ranks, r = 2 dp_shard + tp:
+
+            dp_shard   (2, 4)            rank 0's group: 0 2 4 6
+            tp         (1, 2)                            0 1
+            fsdp       (2, 4)                            0 2 4 6
+            ep         (2, 2) (1, 2)                     0 1 2 3
+            efsdp      (4, 2)                            0 4
+
+        `pp` and `cp` have no factors: a group of them is the rank alone.
+        """
+        factors: dict[str, tuple[Factor, ...]] = dict.fromkeys(AXES, ())
+        stride = self.world_size
+        for axis, size in self.sizes.items():
+            stride //= size  # the outermost axis has the largest one
+            factors[axis] = _outermost_first([(stride, size)])
+
+        derived: dict[str, list[Factor]] = {}
+        all_but_pp = tuple(axis for axis in AXES if axis != "pp")
+        for name, axes in (*VIEWS.items(), (STAGE, all_but_pp)):
+            derived[name] = [factor for axis in axes for factor in factors[axis]]
+
         [(stride, size)] = factors["cp"] or [(1, 1)]
-        context = (
-            [(stride * self.context_heads, size // self.context_heads)],
-            [(stride, self.context_heads)],
-        )
+        heads = self.context_heads
+        derived["cp_ring"] = [(stride * heads, size // heads)]
+        derived["cp_heads"] = [(stride, heads)]
+
         experts = _fold(factors, self.experts)
         assert experts is not None  # with_experts() has checked it
-        derived = zip(
-            (*VIEWS, STAGE, *CONTEXT_AXES, *EXPERT_AXES), (*views, *context, *experts), strict=True
-        )
-        return factors | {axis: _outermost_first(product) for axis, product in derived}
+        derived.update(zip(EXPERT_AXES, experts, strict=True))
+        return factors | {name: _outermost_first(product) for name, product in derived.items()}
 
     def _factors_of(self, axes: Sequence[str]) -> tuple[Factor, ...]:
         for axis in axes:
@@ -349,7 +352,7 @@ class Layout:
                 f"layout {changed} needs {changed.world_size} processes; there are "
                 f"{self.world_size}"
             )
-        return changed._with(hosts=self.hosts, runs=self.runs)
+        return changed._with(hosts=self.hosts, host_spans=self.host_spans)
 
     def resized(self, sizes: Mapping[str, int]) -> "Layout":
         """A layout of other ranks, with as many of them for attention heads and experts. Raises
@@ -392,55 +395,59 @@ class Layout:
                 f"{self.world_size}"
             )
             raise WorldSizeError(f"{needs}: give counts that add up to {self.world_size}")
-        index = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        used, runs, start = dict.fromkeys(index, 0), list[Run](), 0
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        spans: list[HostSpan] = []
+        used = dict.fromkeys(numbers, 0)  # ranks of each host so far
+        start = 0
         for name, count in zip(names, counts, strict=True):
-            run = (
-                runs.pop()
-                if runs and runs[-1].host == index[name]
-                else Run(index[name], start, 0, used[name])
-            )
-            runs.append(replace(run, count=run.count + count))
+            host = numbers[name]
+            if spans and spans[-1].host == host:  # the same host twice in a row
+                last = spans.pop()
+                spans.append(replace(last, count=last.count + count))
+            else:
+                spans.append(HostSpan(host=host, start=start, count=count, local=used[name]))
             used[name] += count
             start += count
-        return self._with(hosts=tuple(index), runs=tuple(runs))
+        return self._with(hosts=tuple(numbers), host_spans=tuple(spans))
 
     def host(self, rank: int) -> str:
-        return self.hosts[self._run(rank).host]
+        return self.hosts[self._host_span(rank).host]
 
     def local_rank(self, rank: int) -> int:
         """The position of a rank among the ranks of its host."""
-        run = self._run(rank)
-        return run.local + rank - run.start
+        span = self._host_span(rank)
+        return span.local + rank - span.start
 
     def host_counts(self) -> dict[str, int]:
         """Host -> number of its ranks, in order of first appearance; empty for a layout without
         hosts."""
         counts = dict.fromkeys(self.hosts, 0)
-        for run in self.runs:
-            counts[self.hosts[run.host]] += run.count
+        for span in self.host_spans:
+            counts[self.hosts[span.host]] += span.count
         return counts
 
     def crosses_hosts(self, ranks: Iterable[int]) -> bool:
         return len(list(itertools.islice(self.hosts_of(ranks), 2))) > 1
 
     def hosts_of(self, ranks: Iterable[int]) -> Iterator[str]:
-        """The hosts of the ranks, each once, in the order of the ranks. One `Run` lookup per run,
-        not per rank."""
-        hosts, start, end = set[int](), 0, 0
+        """The hosts of the ranks, each once, in the order of the ranks. One lookup per span of
+        ranks."""
+        seen = set[int]()
+        span = None
         for rank in ranks:
-            if not start <= rank < end:
-                run = self._run(rank)
-                start, end = run.start, run.start + run.count
-                if run.host not in hosts:
-                    hosts.add(run.host)
-                    yield self.hosts[run.host]
+            if span is not None and span.start <= rank < span.start + span.count:
+                continue
+            span = self._host_span(rank)
+            if span.host not in seen:
+                seen.add(span.host)
+                yield self.hosts[span.host]
 
-    def _run(self, rank: int) -> Run:
+    def _host_span(self, rank: int) -> HostSpan:
         self._check_rank(rank)
-        if not self.runs:
+        if not self.host_spans:
             raise LayoutError(f"layout {self} is not placed on hosts: call on_hosts(counts) first")
-        return self.runs[bisect_right(self.runs, rank, key=lambda run: run.start) - 1]
+        after = bisect_right(self.host_spans, rank, key=lambda span: span.start)
+        return self.host_spans[after - 1]
 
 
 def _outermost_first(factors: Iterable[Factor]) -> tuple[Factor, ...]:
@@ -465,24 +472,37 @@ def _offset(position: int, factors: Sequence[Factor]) -> int:
 
 
 def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[list[Factor], ...] | None:
-    """The factors of each of the `EXPERT_AXES`; None if `experts` is not a product of whole axes
-    and a divisor."""
-    inside: list[Factor] = []
-    outside: dict[str, Factor] = {}
+    """The factors of each of the `EXPERT_AXES`; None if `experts` is not a product of whole axes,
+    innermost first in the usual order, and a divisor of the next.
+
+    {dp_shard: 4, tp: 2}, experts 4: `ep` takes all of `tp` and half of `dp_shard`. Of the 8 ranks
+    0 1 2 3 have a copy of the experts, a fourth each, and 4 5 6 7 the other one; `efsdp` shards
+    each expert over the two ranks that have it: 0 and 4, 1 and 5, ...
+
+    {dp_replicate: 4, tp: 2}, experts 4: the same groups, but parameters are replicated, so the two
+    ranks of an expert are replicas of it (`edp_replicate`).
+    """
+    inside: list[Factor] = []  # of `ep`
+    outside: dict[str, Factor] = {}  # what is left of each axis
+    left = experts
     for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
         [(stride, size)] = factors[axis] or [(1, 1)]
-        own = min(experts, size)
-        if experts % own or size % own:
+        taken = min(left, size)
+        if left % taken or size % taken:
             return None
-        experts //= own
-        inside.append((stride, own))
-        outside[axis] = stride * own, size // own
-    if experts > 1:
+        left //= taken
+        inside.append((stride, taken))
+        outside[axis] = (stride * taken, size // taken)
+    if left > 1:
         return None
-    copies, shards = [outside.pop("dp_replicate")], list(outside.values())
-    if not (factors["dp_shard"] or factors["cp"]):  # parameters are replicated, not sharded
-        copies, shards = copies + shards, []
-    return copies, shards, inside
+
+    replicas = [outside.pop("dp_replicate")]
+    shards = list(outside.values())
+    parameters_are_sharded = factors["dp_shard"] or factors["cp"]
+    if not parameters_are_sharded:
+        replicas += shards
+        shards = []
+    return replicas, shards, inside
 
 
 def context_heads_problem(heads: object, cp: int) -> str:

@@ -1,14 +1,16 @@
 """The loss of a step: the sum over all valid targets of the global batch, divided by their number.
 
+    loss = sum of -log p(target) / number of targets,    over the valid targets of all ranks
+
 It is one sum over one count, never an average of averages. So it does not matter which rank or
 microbatch has which sample and how many targets. Modules add terms in the same way with `attach`,
 and log statistics with `record`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from meshtrain.data.batch import IGNORE
 from meshtrain.errors import AgreedError, InputError, ranges
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.cross_entropy import argmax, token_losses
+from meshtrain.parallel.step_context import current_context, use_context
 from meshtrain.parallel.torch_private import backward_is_running, never_compiled
 
 
@@ -37,24 +40,28 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
     Raises:
         InputError: the model returned something else.
     """
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
-        output = (
-            f"a tensor {tuple(logits.shape)}"
-            if isinstance(logits, Tensor)
-            else f"a {type(logits).__name__}"
-        )
-        raise InputError(
-            f"the model's output is {output}: its forward has to return a tensor of logits, "
-            f"{(*targets.shape, 'v')} "
-            "for these targets, and nothing beside it"
-        )
+    _require_logits(logits, targets)
     if isinstance(logits, DTensor):
-        return token_losses(logits, targets.flatten()).view(targets.shape[0], -1).sum(1)
-    wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    losses = F.cross_entropy(
-        wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORE
-    )
+        losses = token_losses(logits, targets.flatten())
+    else:
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        losses = F.cross_entropy(
+            wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORE
+        )
     return losses.view(targets.shape[0], -1).sum(1)
+
+
+def _require_logits(output: Any, targets: Tensor) -> None:
+    if not isinstance(output, Tensor):
+        found = f"a {type(output).__name__}"
+    elif output.shape[:-1] != targets.shape:
+        found = f"a tensor {tuple(output.shape)}"
+    else:
+        return
+    raise InputError(
+        f"the model's output is {found}: its forward has to return a tensor of logits, "
+        f"{(*targets.shape, 'v')} for these targets, and nothing beside it"
+    )
 
 
 def correct_predictions(logits: Tensor, targets: Tensor) -> Tensor:
@@ -68,6 +75,9 @@ def valid_targets(targets: Tensor) -> int:
     return int((targets != IGNORE).sum())
 
 
+# The division -------------------------------------------------------------------------------------
+
+
 class GlobalCount:
     """The number of valid targets of the global batch, by which every rank's loss is divided. The
     all-reduce starts in the constructor, and the first use waits for it, after the first
@@ -78,15 +88,19 @@ class GlobalCount:
         # Filled on the device: copying a number from the host would wait for all work queued on the
         # device.
         self._total = torch.full((), float(count), dtype=torch.float64, device=device)
+        self._work: dist.Work | None = None
         group = mesh.group("dp_replicate", "dp_shard", "cp")
-        self._work = (
-            dist.all_reduce(self._total, group=group, async_op=True) if group is not None else None
-        )
+        if group is not None:
+            self._work = dist.all_reduce(self._total, group=group, async_op=True)
 
-    def total(self) -> Tensor:
+    def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def total(self) -> Tensor:
+        """A scalar in float64 on the device."""
+        self.wait()
         return self._total
 
     def value(self) -> Tensor:
@@ -94,13 +108,72 @@ class GlobalCount:
         0."""
         return self.total().clamp(min=1)
 
+    def mean(self, losses: Tensor) -> Tensor:
+        """The share of a sum of losses, on any rank, in the mean over the global batch: in the
+        dtype of the sum."""
+        return losses / self.value().to(losses.dtype)
+
+
+def mean_of(total: float, count: float) -> float:
+    """`GlobalCount.mean` of numbers on the host."""
+    return total / max(count, 1)
+
+
+# What modules add to the step ---------------------------------------------------------------------
+
+
+FieldKind = Literal["loss", "mean", "sum", "source_loss", "tally", "expert_loads", "gathers"]
+
+
+@dataclass(frozen=True, order=True)
+class Field:
+    """The name of some float64 numbers of which a step has the sum over all ranks.
+
+    Attributes:
+        kind: what the numbers are, and how metrics.jsonl has them.
+            loss: the sum of a term that `attach` adds to the loss; divided by the valid targets.
+            mean: of values and of their counts; divided.
+            sum: of values.
+            source_loss: of the losses and the valid targets of one source of a mixture; divided,
+                and left out if there were none.
+            tally, expert_loads: one for each element of what a module tallies; not by itself.
+            gathers: see `parallel.fsdp.require_one_order`; not at all.
+        size: how many numbers there are.
+    """
+
+    kind: FieldKind
+    name: str
+    size: int = 1
+
+    def __str__(self) -> str:
+        """As in metrics.jsonl."""
+        return f"{self.kind}/{self.name}"
+
+    def metric(self, values: Sequence[float], targets: float) -> float | None:
+        """The number that metrics.jsonl has of these sums; None: it has none. `targets`: the valid
+        targets of the global batch."""
+        match self.kind:
+            case "loss":
+                return mean_of(values[0], targets)
+            case "sum":
+                return values[0]
+            case "mean":
+                total, count = values
+                return total / count if count else total
+            case "source_loss":
+                total, count = values
+                return total / count if count else None
+            case _:
+                return None
+
 
 class _Attach(torch.autograd.Function):
     """Returns x; its backward gives `term` its gradient, the factor of the loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, term: Tensor, factor: Callable[[], Tensor]) -> Tensor:
-        ctx.factor, ctx.dtype = factor, term.dtype
+        ctx.factor = factor
+        ctx.dtype = term.dtype
         return x.view_as(x)
 
     @staticmethod
@@ -134,11 +207,12 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
     Raises:
         ValueError: `term` does not have one number per sample, or with `cp` per token.
     """
-    if _forward is None or not torch.is_grad_enabled():
+    terms = current_context().terms
+    if terms is None or not torch.is_grad_enabled():
         return x.view_as(x) if x.is_meta else x  # a trace on meta must see that x is used
-    total = _forward.total(name, term)
-    _forward.add(f"loss/{name}", total)
-    return _Attach.apply(x, total, _forward.terms.factor)
+    total = terms.sum_of_real(name, term)
+    terms.add(Field("loss", name), total)
+    return _Attach.apply(x, total, terms.step.factor)
 
 
 @never_compiled
@@ -153,18 +227,25 @@ def record(name: str, values: Tensor, counts: Tensor | None = None) -> None:
     Raises:
         ValueError: they do not have one number per sample, or with `cp` per token.
     """
-    if _forward is None:
+    terms = current_context().terms
+    if terms is None:
         return
-    total = _forward.total(name, values.detach().double())
+    total = terms.sum_of_real(name, values.detach().double())
     if counts is None:
-        _forward.add(f"sum/{name}", total)
+        terms.add(Field("sum", name), total)
     else:
-        _forward.add(f"mean/{name}", total, _forward.total(name, counts.detach().double()))
+        count = terms.sum_of_real(name, counts.detach().double())
+        terms.add(Field("mean", name, size=2), torch.stack([total, count]))
 
 
 @never_compiled
 def tally(
-    name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], owner: object
+    name: str,
+    values: Tensor,
+    receive: Callable[[Tensor, Tensor], None],
+    owner: object,
+    *,
+    kind: Literal["tally", "expert_loads"] = "tally",
 ) -> None:
     """Sums `values` over the real tokens of the step's global batch, for a module that needs the
     global sum.
@@ -176,121 +257,155 @@ def tally(
             in float64 and a boolean scalar: True if the step made no update. Both are on the
             device.
         owner: the module; another owner with the same name is an error.
+        kind: expert_loads: metrics.jsonl also has what `experts.load_metrics` makes of the sums.
 
     Raises:
         ValueError: `values` lacks a number per sample, or with `cp` per token; or two modules have
             the same name.
     """
-    if _forward is not None:
-        first, _ = _forward.terms.receivers.setdefault(f"tally/{name}", (owner, receive))
-        if first is not owner:
-            raise ValueError(
-                f"two modules tally {name}: the number of each layer with experts has to be its own"
-            )
-        _forward.add(f"tally/{name}", _forward.total(name, values.detach(), dims=values.dim() - 1))
+    terms = current_context().terms
+    if terms is None:
+        return
+    label = name if kind == "tally" else f"{kind}/{name}"
+    sums = terms.sum_of_real(label, values.detach(), keep_last=True)
+    field = Field(kind, name, size=len(sums))
+    first, _ = terms.step.receivers.setdefault(field, (owner, receive))
+    if first is not owner:
+        raise ValueError(
+            f"two modules tally {label}: the number of each layer with experts has to be its own"
+        )
+    terms.add(field, sums)
 
 
 def real_tokens(device: torch.device) -> Tensor | None:
     """(b, s) or (b, 1), bool: which tokens of the current forward are not padding; None: all, as
     outside a step."""
-    return None if _forward is None else _forward.real_tokens(device)
+    terms = current_context().terms
+    return None if terms is None else terms.real_tokens(device)
 
 
 class StepTerms:
-    """This rank's sums of the `attach`, `record` and `tally` calls of one step, by field."""
+    """This rank's sums of the `attach`, `record` and `tally` calls of one step.
 
-    def __init__(self, count: GlobalCount, scale: Tensor | None = None) -> None:
-        """`scale`: the loss scale of float16."""
-        self.count, self.scale = count, scale
-        # field -> (2,) float64 on the device, a sum and a count; (n,) for `tally`
-        self.sums: dict[str, Tensor] = {}
-        # field of `tally` -> the module, and its `receive`
-        self.receivers: dict[str, tuple[object, Callable[[Tensor, Tensor], None]]] = {}
+    Attributes:
+        sums: (size,) float64 on the device, of each field.
+        receivers: of each field of a `tally`, the module and its `receive`.
+    """
+
+    def __init__(self, count: GlobalCount | None, scale: Tensor | None = None) -> None:
+        """`count`: of the step; None: no backward follows. `scale`: the loss scale of float16."""
+        self.count = count
+        self.scale = scale
+        self.sums: dict[Field, Tensor] = {}
+        self.receivers: dict[Field, tuple[object, Callable[[Tensor, Tensor], None]]] = {}
 
     @contextmanager
     def of_microbatch(self, size: int, real: int, tokens: Tensor | None = None) -> Iterator[None]:
         """Encloses a forward, or its backward, which may recompute it, of `size` samples, of which
         all but the first `real` are padding. `tokens`: with `cp`, which of this rank's positions
         (s,) are not padding."""
-        global _forward  # noqa: PLW0603
-        before, _forward = _forward, _Forward(self, size, real, tokens)
-        try:
+        terms = MicrobatchTerms(self, size, real, tokens)
+        with use_context(replace(current_context(), terms=terms)):
             yield
-        finally:
-            _forward = before
 
     def factor(self) -> Tensor:
-        """The factor of the gradient of a sum over tokens."""
-        return (1 if self.scale is None else self.scale.double()) / self.count.value()
+        """The factor of the gradient of a sum over tokens: that of the loss in the mean over the
+        global batch, times the loss scale."""
+        assert self.count is not None
+        scale = 1 if self.scale is None else self.scale.double()
+        return scale / self.count.value()
 
-    def stack(self, fields: Mapping[str, int]) -> Tensor:
+    def stack(self, fields: Sequence[Field]) -> Tensor:
         """The concatenated sums of the fields, in float64; zeros for a field that no module of this
-        rank has. `fields`: field -> its number of elements."""
+        rank has. `split_fields` takes them apart."""
+        assert self.count is not None
         zeros = self.count.total().new_zeros
-        return torch.cat(
-            [zeros(0), *(self.sums.get(field, zeros(length)) for field, length in fields.items())]
-        )
+        sums = [zeros(0)]  # there may be no field
+        for field in fields:
+            own = self.sums.get(field)
+            sums.append(zeros(field.size) if own is None else own)
+        return torch.cat(sums)
 
-    def receive(self, totals: Mapping[str, Tensor], bad: Tensor) -> None:
-        """Passes the modules the step's sums over all ranks, by field."""
+    def receive(self, totals: Mapping[Field, Tensor], bad: Tensor) -> None:
+        """Passes the modules the step's sums over all ranks. `bad`: True if the step made no
+        update."""
         for field, (_, receive) in self.receivers.items():
             receive(totals[field], bad)
 
 
+def split_fields(sums: Tensor, fields: Sequence[Field]) -> dict[Field, Tensor]:
+    """What `StepTerms.stack` has concatenated."""
+    parts = sums.split([field.size for field in fields])
+    return dict(zip(fields, parts, strict=True))
+
+
 @dataclass(frozen=True)
-class _Forward:
-    terms: StepTerms
-    size: int
-    real: int
-    tokens: Tensor | None
+class MicrobatchTerms:
+    """Takes the terms and statistics of one microbatch's forward."""
+
+    step: StepTerms
+    size: int  # samples
+    real: int  # of them, without padding: the first ones
+    tokens: Tensor | None  # with `cp`: which of this rank's positions (s,) are not padding
 
     def real_tokens(self, device: torch.device) -> Tensor | None:
+        """See `loss.real_tokens`."""
         if self.tokens is None and self.real == self.size:
             return None
         samples = torch.arange(self.size, device=device)[:, None] < self.real
         return samples if self.tokens is None else samples & self.tokens
 
-    def total(self, name: str, values: Tensor, dims: int | None = None) -> Tensor:
-        """The sum over the first `dims` dims (None: all), without padding samples and tokens, in
-        float32 or wider."""
+    def sum_of_real(self, name: str, values: Tensor, keep_last: bool = False) -> Tensor:
+        """The sum over all dims, or all but the last, without padding samples and tokens, in
+        float32 or wider. Raises ValueError: `values` has not a number for each."""
+        self._require_samples(name, values)
+        values = values[: self.real]
+        # Sums of integers and booleans are exact.
+        if values.is_floating_point() and values.dtype.itemsize < 4:
+            values = values.float()
+        if self.tokens is not None:
+            real = self.tokens.view(-1, *[1] * (values.dim() - 2))
+            values = torch.where(real, values, 0)
+        return _sum(values, keep_last)
+
+    def _require_samples(self, name: str, values: Tensor) -> None:
         if isinstance(values, DTensor) or values.dim() == 0 or values.shape[0] != self.size:
             raise ValueError(
                 f"{name} is of shape {tuple(values.shape)}: expected a plain tensor with a number "
-                "for each of the "
-                f"{self.size} samples of the microbatch, or for each of their tokens"
+                f"for each of the {self.size} samples of the microbatch, or for each of their "
+                "tokens"
             )
-        # sums of integers and booleans are exact
-        narrow = values.is_floating_point() and values.dtype.itemsize < 4
-        values = (values.float() if narrow else values)[: self.real]
-        if self.tokens is not None:
-            if values.dim() < 2 or values.shape[1] != len(self.tokens):
-                raise ValueError(
-                    f"{name} is of shape {tuple(values.shape)}: with cp, a rank has parts of the "
-                    "samples: expected a "
-                    f"number for each of its {len(self.tokens)} tokens of a sample"
-                )
-            values = torch.where(self.tokens.view(-1, *[1] * (values.dim() - 2)), values, 0)
-        return values.sum(None if dims is None else tuple(range(dims)))
+        if self.tokens is None:
+            return
+        if values.dim() < 2 or values.shape[1] != len(self.tokens):
+            raise ValueError(
+                f"{name} is of shape {tuple(values.shape)}: with cp, a rank has parts of the "
+                f"samples: expected a number for each of its {len(self.tokens)} tokens of a sample"
+            )
 
-    def add(self, field: str, total: Tensor, count: Tensor | None = None) -> None:
+    def add(self, field: Field, values: Tensor) -> None:
+        """Adds to the step's sums of the field, unless a backward recomputes a block, whose forward
+        has been counted."""
         if backward_is_running():
-            return  # a recomputed block has already been counted
-        total = total.detach().double()
-        if total.dim() == 0:
-            total = torch.stack([total, torch.zeros_like(total) if count is None else count])
-        sums = self.terms.sums
-        sums[field] = sums[field] + total if field in sums else total
+            return
+        values = values.detach().double().view(field.size)
+        sums = self.step.sums
+        sums[field] = sums[field] + values if field in sums else values
+
+
+def _sum(values: Tensor, keep_last: bool) -> Tensor:
+    return values.sum(tuple(range(values.dim() - 1))) if keep_last else values.sum()
 
 
 @dataclass(frozen=True)
-class _Seen(_Forward):
+class _SeenTerms(MicrobatchTerms):
     see: Callable[[str, Tensor], None]
 
-    def total(self, name: str, values: Tensor, dims: int | None = None) -> Tensor:
+    def sum_of_real(self, name: str, values: Tensor, keep_last: bool = False) -> Tensor:
         self.see(name, values)
-        return values.sum() if dims is None else values.sum(tuple(range(dims)))
+        return _sum(values, keep_last)
 
-    def add(self, field: str, total: Tensor, count: Tensor | None = None) -> None:
+    def add(self, field: Field, values: Tensor) -> None:
         pass
 
 
@@ -298,21 +413,13 @@ class _Seen(_Forward):
 def seen_terms(see: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Calls `see` with the name and the values of each term, statistic and tally of forwards
     inside, which have no backward; none is summed."""
-    global _forward  # noqa: PLW0603
-    before, _forward = _forward, _Seen(StepTerms(cast(Any, None)), 0, 0, None, see)
-    try:
+    terms = _SeenTerms(StepTerms(count=None), size=0, real=0, tokens=None, see=see)
+    with use_context(replace(current_context(), terms=terms)):
         yield
-    finally:
-        _forward = before
 
 
-# not thread-local or a context variable: backward runs in its own threads
-_forward: _Forward | None = None
-
-
-def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[str, int]:
-    """The fields of all ranks (stages have different ones) in one order, with their numbers of
-    elements. A collective.
+def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> tuple[Field, ...]:
+    """The fields of all ranks (stages have different ones) in one order. A collective.
 
     Args:
         same_tokens: the ranks of `tp` had the same tokens, so their values must be equal.
@@ -320,26 +427,30 @@ def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[
     Raises:
         AgreedError: on every rank, if the values differ.
     """
-    own = {field: pair.tolist() for field, pair in terms.sums.items()}
-    every: list[Any] = [own]
+    own = {field: values.tolist() for field, values in terms.sums.items()}
+    of_ranks: list[dict[Field, list[float]]] = [own]
     if mesh.world is not None:
-        every = [None] * mesh.layout.world_size
-        dist.all_gather_object(every, own, group=mesh.world)
-    fields = {field: len(sums[field]) for sums in every for field in sums}
-    for group in mesh.layout.groups("tp") if same_tokens else ():
-        first = every[group[0]]
-        for field in fields:
-            values = torch.tensor(
-                [every[rank].get(field, [torch.nan] * fields[field]) for rank in group]
+        of_ranks = [{}] * mesh.layout.world_size
+        dist.all_gather_object(of_ranks, own, group=mesh.world)
+    fields = sorted({field for sums in of_ranks for field in sums})
+    if same_tokens:
+        for group in mesh.layout.groups("tp"):
+            _require_same_values(fields, {rank: of_ranks[rank] for rank in group})
+    return tuple(fields)
+
+
+def _require_same_values(
+    fields: Sequence[Field], of_ranks: Mapping[int, Mapping[Field, list[float]]]
+) -> None:
+    first = next(iter(of_ranks.values()))
+    for field in fields:
+        if field not in first:
+            continue
+        missing = [torch.nan] * field.size
+        values = torch.tensor([sums.get(field, missing) for sums in of_ranks.values()])
+        if not torch.allclose(values, values[0], rtol=1e-6, atol=0, equal_nan=True):
+            raise AgreedError(
+                f"{field} differs between ranks {', '.join(ranges(of_ranks))}, which have the "
+                "same tokens: without sequence parallelism attach and record belong between the "
+                "tensor-parallel layers, where every rank of tp has all features"
             )
-            if field in first and not torch.allclose(
-                values, values[0], rtol=1e-6, atol=0, equal_nan=True
-            ):
-                raise AgreedError(
-                    f"{field} differs between ranks {', '.join(ranges(group))}, which have the "
-                    "same tokens: without "
-                    "sequence parallelism attach and record belong between the tensor-parallel "
-                    "layers, where every "
-                    "rank of tp has all features"
-                )
-    return dict(sorted(fields.items()))

@@ -63,9 +63,8 @@ class GatherOrder:
         self.value = 0
 
     def add(self, unit: int) -> None:
-        self.value = (
-            self.value * 31 + unit + 1
-        ) % 65_521  # a prime, whose square times a number of ranks is exact
+        # a prime, whose square times a number of ranks is exact
+        self.value = (self.value * 31 + unit + 1) % 65_521
 
     def restart(self) -> None:
         self.value = 0
@@ -127,11 +126,9 @@ class Mesh:
     def make_group(self, axis: str) -> None:
         """Creates the group over an axis that has none by default, such as `stage`. All ranks of
         the job call it."""
-        if tuple(self.layout.group(self.rank, axis)) not in self._groups and self.size(axis) > 1:
-            partition = self.layout.groups(axis)
-            self._groups[tuple(self.layout.group(self.rank, axis))] = _make_group(
-                partition, self.rank, axis
-            )
+        ranks = tuple(self.layout.group(self.rank, axis))
+        if len(ranks) > 1 and ranks not in self._groups:
+            self._groups[ranks] = _make_group(self.layout.groups(axis), self.rank, axis)
 
     def link(self, source: int, target: int) -> dist.ProcessGroup | None:
         """The group over which one rank of a pipeline sends to another, both given as global ranks:
@@ -148,16 +145,14 @@ class Mesh:
         """
         if self.size(*axes) == 1 or self.device_mesh is None:
             return None
-        others = set(axes) - {"pp"}
-        if others & set(EXPERT_AXES) and others - set(EXPERT_AXES):
+        of_experts = set(axes) & set(EXPERT_AXES)
+        if of_experts and set(axes) - {"pp"} - of_experts:
             raise LayoutError(
                 f"axes of experts and other axes have no common mesh: {', '.join(axes)}"
             )
-        mesh = (
-            self.expert_mesh
-            if self.expert_mesh is not None and others & set(EXPERT_AXES)
-            else self.device_mesh
-        )
+        mesh = self.device_mesh
+        if of_experts and self.expert_mesh is not None:
+            mesh = self.expert_mesh
         assert mesh.mesh_dim_names is not None  # build_mesh() has named them
         dims = tuple(dim for dim in mesh.mesh_dim_names if self.layout.covers(axes, dim))
         if self.size(*dims) != self.size(*axes):
@@ -193,12 +188,8 @@ class Mesh:
     def set_timeout(self, seconds: float) -> None:
         """Makes later collectives of every group fail after this time, so that a broken link is
         noticed."""
-        # It has a public name from torch 2.14 on.
-        set_timeout = (
-            dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
-        )
         for group in (*self._groups.values(), *self._links.values(), *self._own.values()):
-            set_timeout(timedelta(seconds=seconds), group)
+            _set_timeout(group, timedelta(seconds=seconds))
 
 
 def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
@@ -217,7 +208,11 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     if world_size == 1:
         return Mesh(layout, 0, device_type or "cpu", None, {})
     rank = dist.get_rank()
-    device_type = device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu")
+    if device_type is None:
+        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+    # torch's mesh makes a group for each of its dims. Without options a dim that is the whole world
+    # gets the world's own.
     dims = layout.mesh_dims
     options = tuple(
         (None, _options(dim) if layout.size(dim) < world_size else None) for dim in dims
@@ -229,21 +224,26 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     groups = {tuple(range(world_size)): dist.group.WORLD}
     for dim in dims:
         groups.setdefault(tuple(layout.group(rank, dim)), device_mesh.get_group(dim))
+
+    # Every other set of ranks that communicates, in the same order on every rank.
     own_axes = _own_axes(layout, device_type)
-    for axes in _grouped(layout, own_axes):  # in the same order on every rank
+    for axes in _grouped(layout, own_axes):
         ranks = tuple(layout.group(rank, *axes))
         if len(ranks) > 1 and ranks not in groups:
             groups[ranks] = _make_group(layout.groups(*axes), rank, "_".join(axes))
     own = {axis: _make_group(layout.groups(axis), rank, axis) for axis in own_axes}
+
     expert_mesh = None
-    if dims := layout.expert_mesh_dims:
-        of_each = [
-            own[dim] if dim in own else groups[tuple(layout.group(rank, dim))] for dim in dims
+    expert_dims = layout.expert_mesh_dims
+    if expert_dims:
+        of_dims: Any = [
+            own[dim] if dim in own else groups[tuple(layout.group(rank, dim))]
+            for dim in expert_dims
         ]
-        # torch takes the ranks of one dim from its group
-        of_dims = of_each if len(of_each) > 1 else of_each[0]
+        if len(of_dims) == 1:  # torch takes the ranks of one dim from its group
+            of_dims = of_dims[0]
         expert_mesh = DeviceMesh.from_group(
-            of_dims, device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims
+            of_dims, device_type, _ranks_by_dim(layout, expert_dims), mesh_dim_names=expert_dims
         )
     links = _make_links(layout, rank) if device_type in IN_TURN else {}
     return Mesh(layout, rank, device_type, device_mesh, groups, expert_mesh, _links=links, _own=own)
@@ -257,26 +257,34 @@ def _own_axes(layout: Layout, device_type: str) -> list[str]:
     starts first depends on the gradients that a rank has, so over a shared group ranks could reduce
     different buckets together.
     """
-    in_turn = ["ep"] if device_type in IN_TURN else []
-    reduced = [] if layout.size("fsdp") > 1 else ["edp_replicate"]
-    return [axis for axis in in_turn + reduced if layout.experts > 1 and layout.size(axis) > 1]
+    if layout.experts == 1:
+        return []
+    axes = []
+    if device_type in IN_TURN:
+        axes.append("ep")
+    if layout.size("fsdp") == 1:
+        axes.append("edp_replicate")
+    return [axis for axis in axes if layout.size(axis) > 1]
 
 
 def _grouped(layout: Layout, own_axes: list[str]) -> list[tuple[str, ...]]:
     """The axes, alone or combined, that have a group, one per set of ranks; with experts also all
     ranks of a sample."""
-    single = [VIEWS.get(axis, (axis,)) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)]
-    experts = [(axis,) for axis in EXPERT_AXES if axis not in own_axes]
-    return single if layout.experts == 1 else [*single, ("cp", "tp"), *experts]
+    axes = [VIEWS.get(axis, (axis,)) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)]
+    if layout.experts > 1:
+        axes.append(("cp", "tp"))
+        axes += [(axis,) for axis in EXPERT_AXES if axis not in own_axes]
+    return axes
 
 
 def _ranks_by_dim(layout: Layout, dims: tuple[str, ...]) -> torch.Tensor:
     """The ranks as an array with these dims, ascending along each dim, as in torch's groups."""
+    # A rank is the sum of its offsets along each dim, those of rank 0's group: broadcast.
     ranks = torch.zeros([1] * len(dims), dtype=torch.int64)
     for i, dim in enumerate(dims):
-        ranks = ranks + torch.tensor(layout.group(0, dim)).view(
-            [-1 if j == i else 1 for j in range(len(dims))]
-        )
+        shape = [1] * len(dims)
+        shape[i] = -1
+        ranks = ranks + torch.tensor(layout.group(0, dim)).view(shape)
     return ranks
 
 
@@ -302,11 +310,10 @@ def _make_group(partition: list[list[int]], rank: int, description: str) -> dist
 def _options(name: str) -> Any:
     """Backend options of a group split off the world: for an urgent group a high-priority stream,
     where the backend has such streams (NCCL). None: the options of the world."""
-    world: Any = dist.group.WORLD
-    urgent = name in URGENT and _splits(world)
-    options: Any = (
-        copy.deepcopy(world._get_backend(world.bound_device_id).options) if urgent else None
-    )
+    world = dist.group.WORLD
+    if name not in URGENT or not _splits(world):
+        return None
+    options = copy.deepcopy(_backend_of(world).options)
     if not hasattr(options, "is_high_priority_stream"):
         return None
     options.is_high_priority_stream = True
@@ -317,23 +324,26 @@ def _splits(world: Any) -> bool:
     """Whether the backend can split a group at once: torch's own condition, also for the dims of a
     mesh."""
     device = getattr(world, "bound_device_id", None)
-    return (
-        device is not None
-        and device.type == "cuda"
-        and world._get_backend(device).supports_splitting
-    )
+    if device is None or device.type != "cuda":
+        return False
+    return _backend_of(world).supports_splitting
 
 
 def rounds(ranks: int) -> list[list[tuple[int, ...]]]:
     """All pairs of neighbours on a ring, in rounds with each rank once (some alone): two rounds, or
     three if odd."""
-    pairs = [(i, (i + 1) % ranks) for i in range(ranks if ranks > 2 else ranks - 1)]
+    # Two ranks are one pair of neighbours, not two.
+    count = ranks if ranks > 2 else ranks - 1
+    pairs = [(i, (i + 1) % ranks) for i in range(count)]
+    # Alternate pairs are disjoint; of an odd ring the last one touches both its neighbours.
     last = [pairs.pop()] if ranks % 2 and ranks > 1 else []
-    of_round = [chosen for chosen in (pairs[::2], pairs[1::2], last) if chosen]
-    return [
-        [*chosen, *((i,) for i in range(ranks) if not any(i in pair for pair in chosen))]
-        for chosen in of_round
-    ]
+    found = []
+    for chosen in (pairs[::2], pairs[1::2], last):
+        if chosen:
+            busy = {i for pair in chosen for i in pair}
+            alone = [(i,) for i in range(ranks) if i not in busy]
+            found.append([*chosen, *alone])
+    return found
 
 
 def _make_links(layout: Layout, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
@@ -352,3 +362,19 @@ def _make_links(layout: Layout, rank: int) -> dict[tuple[int, int], dist.Process
             if len(direction) == 2:
                 links[direction[0], direction[1]] = group
     return links
+
+
+# Private torch API, as read in torch 2.13. It stands here, and not with the rest in
+# `parallel/torch_private.py`, because nothing below this module may import from `parallel`.
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    if hasattr(dist, "set_timeout"):  # public from torch 2.14 on
+        dist.set_timeout(timeout, group)
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _backend_of(world: Any) -> Any:
+    """The backend of a group bound to a device, with its options."""
+    return world._get_backend(world.bound_device_id)

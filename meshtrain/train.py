@@ -14,8 +14,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from meshtrain.job.signals import Signals, StopKind, StopRequest, end_with_launcher
 
@@ -26,9 +27,10 @@ if __name__ == "__main__":
 
 from torch import nn  # only after the signal handlers are installed
 
-from meshtrain.checkpoint.directory import owner_changed
+from meshtrain.checkpoint.folder_lock import owner_changed
 from meshtrain.checkpoint.local import LocalDisk
-from meshtrain.checkpoint.resume import Resume, RunSpec
+from meshtrain.checkpoint.resume import Resume
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
@@ -67,7 +69,7 @@ from meshtrain.parallel.mixed_precision import reseed, set_numerics
 from meshtrain.run.checkpointing import Checkpointer, open_uploads
 from meshtrain.run.fault_injection import FaultInjector
 from meshtrain.run.phase_monitor import PhaseMonitor
-from meshtrain.run.pipeline_trace import record_timeline
+from meshtrain.run.pipeline_trace import TimelineRecorder
 from meshtrain.run.rank_table import layout_text
 from meshtrain.run.results import show, write_export
 from meshtrain.run.run_folder import RunFolder, lock_checkpoints
@@ -78,6 +80,19 @@ from meshtrain.trainer import Trainer
 
 # time within which torchrun's agents on all nodes forward a signal, after the first of them did
 AGENTS_S = 10.0
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run works with, from its start to its end."""
+
+    spec: RunSpec
+    job: Job
+    data: OpenData
+    status: RunStatus
+    resume: Resume
+    stop: StopRequest
+    watchdog: Watchdog
 
 
 def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
@@ -96,13 +111,12 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
                 config = read_config(arguments, job.world_size, job.device.type, again=job.again)
             require_equal(job, *run_fingerprints(config, os.environ))
             status = run(config, job, signals, watchdog)
-    except (
-        InputError,
-        StartError,
-    ) as error:  # before the ranks watch each other; later ones are job_exit's
+    except (InputError, StartError) as error:
+        # Before the ranks watch each other; later errors are job_exit's.
         return refuse_start(error)
     # torchrun treats any other status as a failure, ends the remaining ranks, and may restart them.
-    return 0 if job.environment.launcher == "torchrun" and status != EXIT_RESTART else status
+    ends_well = job.environment.launcher == "torchrun" and status != EXIT_RESTART
+    return 0 if ends_well else status
 
 
 def run(
@@ -116,14 +130,184 @@ def run(
     not continue.
     """
     watchdog = watchdog or Watchdog(job)
-    watchdog.deadlines.start_s, watchdog.deadlines.given_s = (
-        config.train.start_timeout_s,
-        config.train.step_timeout_s,
+    set_deadlines(watchdog, config)
+    place_on_hosts(job, config)
+    watchdog.deadlines.compiles = choose_compiler(job, config)
+    set_numerics(config.train.deterministic)
+
+    folder = RunFolder(Path(config.train.output).expanduser())
+    with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
+        data = load_data(config, job)
+        spec = specify(config, job, data, folder, checkpoints)
+        resume = Resume(
+            job,
+            spec,
+            local=open_local_disk(config, job, checkpoints),
+            uploads=open_uploads(config, job),
+        )
+        stop = StopRequest(signals or Signals())
+        if job.rank == 0:
+            stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
+        with RunStatus(folder, job, config.train.on_exit) as status:
+            watchdog.on_job_lost(status.write_failed, folder.path / "failures")
+            if not status.already_finished(spec.steps, resume, config):
+                job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
+                train(RunContext(spec, job, data, status, resume, stop, watchdog))
+        return status.status
+
+
+def train(context: RunContext) -> None:
+    """The training loop on one page."""
+    spec = context.spec
+    config = spec.config
+    job = context.job
+    data = context.data
+    resume = context.resume
+    assert job.layout is not None  # run() placed this process
+
+    # The model on the mesh, its optimizer, and a step of both.
+    mesh = build_mesh(job.layout, job.device.type)
+    forecast = MemoryForecast(spec.folder, job.device, config, job.rank)
+    timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
+    restores = resume.checkpoint is not None
+    model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
+    forecast.follow(model)
+    optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
+    mixture = sample_order(config, data.train).mixture
+    trainer = Trainer(
+        model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture
     )
+    state = State(model, optimizer, mesh, job, trainer.scale)
+    resume.restore(state)
+
+    # What the run prints first, and from now on shows in its folder.
+    held_out = evaluation_set(data, config.train.eval_samples)
+    profiler = Profiler(config.metrics, spec.folder, job.rank, job.device)
+    faults = FaultInjector(config.train.chaos, job)
+    goodput_folder = spec.folder if job.rank == 0 else None
+    goodput = GoodputTracker(goodput_folder, resume.step, context.stop.signals.since)
+    banner = (
+        *banner_lines(spec, job, data, held_out, model),
+        *profiler.about(resume.step, spec.steps),
+        *resume.about(),
+        *faults.about(),
+        *goodput.about(),
+        *forecast.note(),
+    )
+    for line in banner:
+        job.say(line)
+    layout_table = layout_text(job.layout) if job.rank == 0 else ""
+    context.status.begin(config, layout_table, goodput)
+
+    # Its batches, which worker processes read ahead from the first step on.
+    batches, eval_set = readers(
+        config, mesh, data, held_out, first_step=resume.step, steps=spec.steps
+    )
+
+    # What looks at the run and records it.
+    with job.collective_check("opening metrics.jsonl"):
+        metrics = NoMetrics()
+        if job.rank == 0:
+            sinks = context.status.open_sinks(config, spec.steps, resume.step)
+            metrics = Metrics(
+                spec.folder, task=data.task, steps=spec.steps, step=resume.step, sinks=sinks
+            )
+        stragglers = StragglerDetector(job, resume.step + 1, metrics.say, spec.folder)
+        monitor = PhaseMonitor(
+            mesh, timer, goodput, context.watchdog, stragglers, profiler, faults, metrics.say
+        )
+        logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=resume.counters)
+    timeline = TimelineRecorder(config, model, job, mesh.layout, spec.folder, metrics.say)
+    checkpointer = Checkpointer(spec, resume, state, logger, monitor, job, metrics.say)
+
+    with forecast, logger, checkpointer, context.stop.active(), monitor:
+        for step in range(resume.step + 1, spec.steps + 1):
+            with monitor.step(step):
+                reseed(config.train.seed, step, mesh.index(*DATA_AXES))
+                with timer.phase("data"):
+                    microbatches = next(batches)
+                with timeline.record(step):
+                    trainer.forward_backward(step, microbatches)
+
+                # The row of the previous step, read while this one computes: nothing in a step
+                # waits for the device. If that step was not finite the run may end here, before
+                # this update.
+                logger.flush()
+                if logger.stop_asked:
+                    context.stop.mark_agreed()
+                    break  # on all ranks; the accumulated gradients are discarded
+
+                stop_asked = checkpointer.stop_reason() or context.stop.reason(
+                    monitor.slowest_s, checkpointer.seconds
+                )
+                logger.defer(trainer.optimizer_step(step, stop_asked=bool(stop_asked)))
+
+            if eval_set is not None and logger.evaluates_after(step):
+                logger.flush()
+                with monitor.phase("evaluation"), weights_used(config, optimizer, model):
+                    eval_batches = context.watchdog.iterate(eval_set, "evaluation")
+                    result = evaluate(model, eval_batches, mesh, job.device, trainer.dtype)
+                    # only now: the last batch may have compiled
+                    context.watchdog.deadlines.warm_phases.add("evaluation")
+                    logger.evaluation(step, result, eval_set.samples)
+
+            if checkpointer.due(step):
+                logger.flush()
+                with monitor.phase("checkpoint"):
+                    checkpointer.save()
+
+        logger.flush()
+        with monitor.phase("last checkpoint"):
+            checkpointer.finish()
+    finish(context, model, optimizer, checkpointer, monitor)
+
+
+def finish(
+    context: RunContext,
+    model: nn.Module,
+    optimizer: Optimizer,
+    checkpointer: Checkpointer,
+    monitor: PhaseMonitor,
+) -> None:
+    """After the last step of this job: writes the results of the run, or, if it was asked to stop,
+    how to resume."""
+    spec = context.spec
+    config = spec.config
+    job = context.job
+    monitor.end()
+
+    if context.status.step < spec.steps:
+        checkpointer.check()
+        context.status.stop(context.stop.reason_given, checkpointer.checkpoint, spec)
+        context.stop.clear()
+        exit_or_restart(job, context.status, context.stop)
+        return
+
+    with monitor.phase("results"), weights_used(config, optimizer, model):
+        show(config, job, monitor.mesh, context.data, model, spec.folder)
+    if config.train.export is not None:
+        with monitor.phase("export"), weights_used(config, optimizer, model):
+            write_export(config, job, monitor.mesh, model, config.train.export)
+    checkpointer.check()
+
+
+def set_deadlines(watchdog: Watchdog, config: Config) -> None:
+    watchdog.deadlines.start_s = config.train.start_timeout_s
+    watchdog.deadlines.given_s = config.train.step_timeout_s
     watchdog.deadlines.save_limit_s = config.checkpoint.timeout_s
+
+
+def place_on_hosts(job: Job, config: Config) -> None:
+    """Tells the job the layout, placed on its hosts."""
     names, counts = job.hosts()
     assert config.resolved is not None  # the config was loaded for this number of processes
     job.layout = config.resolved.on_hosts(counts, names)
+
+
+def choose_compiler(job: Job, config: Config) -> bool:
+    """Whether the run compiles its blocks. Raises InputError: `auto` is not the same on all
+    ranks."""
+    assert job.layout is not None
     choice = compile_choice(config, job.layout, job.device)
     remedy = "mend it there, or use parallel.compile=false"
     require_equal(
@@ -131,167 +315,26 @@ def run(
     )
     if choice.compiles:
         keep_compiled_code(cache_folder(config.data.cache))
-    watchdog.deadlines.compiles = choice.compiles
-    set_numerics(config.train.deterministic)
-    folder = RunFolder(Path(config.train.output).expanduser())
-    wait_s = config.train.lock_timeout_s
-    with (
-        folder.lock(job, wait_s),
-        lock_checkpoints(config.checkpoint.path, folder, job, wait_s) as checkpoints,
-    ):
-        data = load_data(config, job)
-        code = checkpoint_versions(model_file(config.model.name))
-        local = (
-            None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
-        )
-        disk = None if local is None else LocalDisk(local, checkpoints, job)
-        uploads, steps = open_uploads(config, job), total_steps(config, data.train)
-        with job.collective_check("counting the samples of each source"):
-            sample_order(config, data.train, steps)
-        spec = RunSpec(config, folder.path, checkpoints, data.identity, code, steps, disk, uploads)
-        checkpoint = Resume(job, spec)
-        stop = StopRequest(signals or Signals())
-        if job.rank == 0:
-            stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
-        with RunStatus(folder, job, config.train.on_exit) as status:
-            watchdog.on_job_lost(status.write_failed, folder.path / "failures")
-            if not status.already_finished(spec.steps, checkpoint, config):
-                job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
-                train(spec, job, data, status, checkpoint, stop, watchdog)
-        return status.status
+    return choice.compiles
 
 
-def train(
-    spec: RunSpec,
-    job: Job,
-    data: OpenData,
-    status: RunStatus,
-    checkpoint: Resume,
-    stop: StopRequest,
-    watchdog: Watchdog,
-) -> None:
-    """The training loop on one page."""
-    assert job.layout is not None  # run() placed this process
-    config, folder = spec.config, spec.folder
-    mesh, forecast = (
-        build_mesh(job.layout, job.device.type),
-        MemoryForecast(folder, job.device, config, job.rank),
-    )
-    timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
-    model = model_of_run(
-        spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None
-    )
-    forecast.follow(model)
-    optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
-    held_out, mixture = (
-        evaluation_set(data, config.train.eval_samples),
-        sample_order(config, data.train).mixture,
-    )
-    trainer = Trainer(
-        model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture
-    )
-    state = State(model, optimizer, mesh, job, trainer.scale)
-    profiler, faults = (
-        Profiler(config.metrics, folder, job.rank, job.device),
-        FaultInjector(config.train.chaos, job),
-    )
-    checkpoint.restore(state)
-    goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
-    banner = (
-        *banner_lines(spec, job, data, held_out, model),
-        *profiler.about(checkpoint.step, spec.steps),
-    )
-    for line in (*banner, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
-        job.say(line)
-    status.begin(config, layout_text(job.layout) if job.rank == 0 else "", goodput)
-    batches, eval_set = readers(
-        config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps
-    )
-
-    with job.collective_check("opening metrics.jsonl"):
-        metrics = NoMetrics()
-        if job.rank == 0:
-            sinks = status.open_sinks(config, spec.steps, checkpoint.step)
-            metrics = Metrics(
-                folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks
-            )
-        stragglers = StragglerDetector(
-            job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe, folder
-        )
-        monitor = PhaseMonitor(
-            mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say
-        )
-        logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
-    checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)
-    with forecast, logger, checkpointer, stop.active(), monitor:
-        for step in range(checkpoint.step + 1, spec.steps + 1):
-            with monitor.step(step):
-                reseed(config.train.seed, step, mesh.index(*DATA_AXES))
-                with timer.phase("data"):
-                    microbatches = next(batches)
-                with record_timeline(
-                    config, model, step, job=job, layout=mesh.layout, folder=folder, say=metrics.say
-                ):
-                    trainer.forward_backward(step, microbatches)
-                # the previous step: if it was not finite the run may end here, before this update
-                logger.flush()
-                if logger.stop_asked:
-                    stop.mark_agreed()
-                    break  # on all ranks; the accumulated gradients are discarded
-                stop_asked = checkpointer.stop_reason() or stop.reason(
-                    monitor.slowest_s, checkpointer.seconds
-                )
-                logger.defer(trainer.optimizer_step(step, stop_asked=bool(stop_asked)))
-            if eval_set is not None and logger.evaluates_after(step):
-                logger.flush()
-                with monitor.phase("evaluation"), weights_used(config, optimizer, model):
-                    result = evaluate(
-                        model,
-                        watchdog.iterate(eval_set, "evaluation"),
-                        mesh,
-                        job.device,
-                        trainer.dtype,
-                    )
-                    # only now: the last batch may have compiled
-                    watchdog.deadlines.warm_phases.add("evaluation")
-                    logger.evaluation(step, result, eval_set.samples)
-            if checkpointer.due(step):
-                logger.flush()
-                with monitor.phase("checkpoint"):
-                    checkpointer.save()
-        logger.flush()
-        with monitor.phase("last checkpoint"):
-            checkpointer.finish()
-    finish(spec, job, data, model, optimizer, status, checkpointer, monitor, stop)
+def specify(
+    config: Config, job: Job, data: OpenData, folder: RunFolder, checkpoints: Path
+) -> RunSpec:
+    """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
+    samples for the run."""
+    code = checkpoint_versions(model_file(config.model.name))
+    steps = total_steps(config, data.train)
+    with job.collective_check("counting the samples of each source"):
+        sample_order(config, data.train, steps)
+    return RunSpec(config, folder.path, checkpoints, data.identity, code, steps)
 
 
-def finish(
-    spec: RunSpec,
-    job: Job,
-    data: OpenData,
-    model: nn.Module,
-    optimizer: Optimizer,
-    status: RunStatus,
-    checkpointer: Checkpointer,
-    monitor: PhaseMonitor,
-    stop: StopRequest,
-) -> None:
-    """After the last step of this job: writes the results of the run, or, if it was asked to stop,
-    how to resume."""
-    config = spec.config
-    monitor.end()
-    if status.step < spec.steps:
-        checkpointer.check()
-        status.stop(stop.reason_given, checkpointer.checkpoint, spec)
-        stop.clear()
-        exit_or_restart(job, status, stop)
-        return
-    with monitor.phase("results"), weights_used(config, optimizer, model):
-        show(config, job, monitor.mesh, data, model, spec.folder)
-    if config.train.export is not None:
-        with monitor.phase("export"), weights_used(config, optimizer, model):
-            write_export(config, job, monitor.mesh, model, config.train.export)
-    checkpointer.check()
+def open_local_disk(config: Config, job: Job, checkpoints: Path) -> LocalDisk | None:
+    """Each host's own copy of the checkpoints; None: `checkpoint.local` names no folder."""
+    if config.checkpoint.local is None:
+        return None
+    return LocalDisk(Path(config.checkpoint.local).expanduser(), checkpoints, job)
 
 
 def weights_used(
@@ -305,14 +348,15 @@ def weights_used(
 def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
     """After SIGTERM: decides whether it was for this node too, or only for another, without which
     the job continues."""
-    if job.environment.launcher == "torchrun" and StopKind.SIGTERM in status.stop_kinds:
-        has_signal = stop.wait_for_signal(AGENTS_S)
-        if not has_signal and job.environment.restarts_left > 0:
-            print(
-                f"{job} was not told to end itself: its torchrun starts it again, with the nodes "
-                "that are left"
-            )
-            status.status = EXIT_RESTART
+    if job.environment.launcher != "torchrun" or StopKind.SIGTERM not in status.stop_kinds:
+        return
+    has_signal = stop.wait_for_signal(AGENTS_S)
+    if not has_signal and job.environment.restarts_left > 0:
+        print(
+            f"{job} was not told to end itself: its torchrun starts it again, with the nodes that "
+            "are left"
+        )
+        status.status = EXIT_RESTART
 
 
 def read_config(
@@ -321,8 +365,14 @@ def read_config(
     """The config named on the command line, with its overrides; `again` as in Config.load. Raises
     InputError."""
     options = train_parser().parse_args(arguments)
-    known: dict[str, Any] = {"world_size": world_size, "device": device, "again": again}
-    config = Config.load(options.config, options.overrides, for_training=True, **known)
+    config = Config.load(
+        options.config,
+        options.overrides,
+        world_size=world_size,
+        device=device,
+        for_training=True,
+        again=again,
+    )
     find_sinks(config.metrics)
     return config
 

@@ -6,8 +6,9 @@ the outcome a step later. Only with `parallel.expert_rows` the host waits at the
 repeats it if not all rows had room.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,37 +19,37 @@ from meshtrain.config.locate import model_file
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
-from meshtrain.errors import AgreedError
-from meshtrain.experts import LOADS, load_metrics
-from meshtrain.job.pending import Resource, waiting
+from meshtrain.experts import load_metrics
 from meshtrain.layout import DATA_AXES
 from meshtrain.loss import (
+    Field,
     GlobalCount,
+    MicrobatchTerms,
     StepTerms,
     agree_on_fields,
     correct_predictions,
     sample_losses,
+    split_fields,
 )
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.grad_norm import clip_factor
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
-from meshtrain.parallel.expert import AXIS, RowLimit, limit_rows
+from meshtrain.parallel.expert import AXIS, Retry, RowLimit, limit_rows
+from meshtrain.parallel.fsdp import order_sums, require_one_order
 from meshtrain.parallel.grad_sync import set_is_last_backward
-from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum, request_loss
-from meshtrain.parallel.mixed_precision import compute_dtype, random_state
+from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum
+from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.parallelize import shares_sequence
+from meshtrain.parallel.step_context import StepContext, use_context
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
+from meshtrain.step_sums import StepOutcome, StepSums, read_later
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
-
-SOURCE = "source_loss/"  # prefix of the fields with the mean loss of one source
-# prefix of the fields by which the ranks of a pipeline stage compare what FSDP gathered
-GATHERS = "gathers/"
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,24 @@ class StepResult:
     bad_samples: list[int]
     sent: dict[str, int]  # axis -> bytes that this rank sent over it for the step
     stop_asked: bool = False  # whether any rank had been asked to stop when it took this step
-    # terms and statistics of modules, by field
+    # terms and statistics of modules, as in metrics.jsonl
     terms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Step:
+    """What the microbatches of a step need, and what they leave behind."""
+
+    number: int  # from 1
+    batches: list[Batch]
+    samples: range  # this rank's share, as positions in the global batch
+    targets: list[int]  # the valid targets of each sample of this rank, padding included
+    count: GlobalCount
+    terms: StepTerms
+    weight_grad: WeightGradSum | None  # of a head that computes the loss
+    losses: dict[int, Tensor] = field(default_factory=dict)  # microbatch -> those of its samples
+    correct: list[Tensor] = field(default_factory=list)
+    on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
 
 
 class Trainer:
@@ -92,39 +109,32 @@ class Trainer:
         """`task`: "language", or "classification", whose correct predictions are counted. `timer`
         measures the step. `mixture`: the mixture of several data sources, for each of which a mean
         loss is reported."""
-        self.model, self.optimizer, self.mesh, self.device, self.timer = (
-            model,
-            optimizer,
-            mesh,
-            device,
-            timer,
-        )
+        self.model = model
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.device = device
+        self.timer = timer
+        self.mixture = mixture
+
         self.clip_norm = config.optimizer.clip_norm
         self.seed = config.train.seed
-        self.sizes, self.mixture = BatchSizes.of(config.batch.global_size), mixture
-        self.share = range(0)  # this rank's samples, as positions in the global batch
+        self.sizes = BatchSizes.of(config.batch.global_size)
         self.dtype = compute_dtype(config.train.precision)
-        self.counts_correct = task == "classification"
         self.scale = LossScale(device) if config.train.precision == "float16" else None
-        plan = getattr(model_file(config.model.name), "tp_plan", None)
-        # The check before the first step may have turned it off.
-        sequence = shares_sequence(
-            model, has_sequence_parts(config.parallel.sequence_parallel, plan)
-        )
-        self._same_tokens = mesh.size("tp") > 1 and not sequence  # between layers, on all tp ranks
-        self._real_tokens: dict[int, Tensor] = {}  # by the length of a sequence; see `_tokens`
-        # field of attached terms and statistics -> number of elements: known after the first step
-        self._fields: dict[str, int] | None = None
+        self.counts_correct = task == "classification"
+        self._same_tokens = _ranks_of_tp_share_tokens(model, config, mesh)
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
-        self._limit: RowLimit | None = None  # the limit under which the gradients were computed
-        # repeats the step from the same state, without a limit
-        self._run_again: Callable[[], None] = lambda: None
-        self._step, self._batches = 0, list[Batch]()
-        self._on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
-        # of the microbatch's forward; None: the model returns logits
+
+        self._step: _Step
+        # the loss that the running forward was asked for; None: it returns logits
         self._request: LossRequest | None = None
-        self._losses: dict[int, Tensor] = {}  # microbatch -> loss of each of its samples
-        self._correct: list[Tensor] = []
+        self._limit: RowLimit | None = None  # the limit under which the gradients were computed
+        self._retry: Retry | None = None
+        # of attached terms and statistics: known after the first step
+        self._fields: tuple[Field, ...] | None = None
+        self._real_tokens: dict[int, Tensor] = {}  # by the length of a sequence; see `_tokens`
+
+    # Forward and backward -------------------------------------------------------------------------
 
     def forward_backward(self, step: int, microbatches: list[Batch]) -> None:
         """Forward and backward of this rank's microbatches, which have equal sizes; `step` is
@@ -134,38 +144,13 @@ class Trainer:
         self._limit = None
         if self._expert_rows is not None:
             self._limit = RowLimit(self._expert_rows, self.device)
-            buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-            restore = random_state()
-
-            def run_again() -> None:
-                self._limit = None
-                restore()
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-                self._run(step, microbatches)
-
-            self._run_again = run_again
+            self._retry = Retry(self.model, lambda: self._run(step, microbatches))
         with limit_rows(self.model, self._limit):
             self._run(step, microbatches)
 
     def _run(self, step: int, microbatches: list[Batch]) -> None:
         self.optimizer.zero_grad()
-        self._step, self._batches, self._on_device = step, microbatches, None
-        self.share = share(
-            self.sizes.size(step - 1), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES)
-        )
-        valid = (
-            (b.targets != IGNORE).reshape(len(b.targets), -1).sum(1).tolist() for b in microbatches
-        )
-        # targets of each sample of this rank
-        self._valid = [count for counts in valid for count in counts]
-        self._losses, self._correct = {}, []
-        # FSDP takes 16-bit gradients, to which the sum would be rounded instead of its addends.
-        self._weight_grad = (
-            None if self.mesh.uses_fsdp and self.dtype.itemsize < 4 else WeightGradSum()
-        )
-        self._count = GlobalCount(sum(self._valid), self.mesh, self.device)
-        self._terms = StepTerms(self._count, None if self.scale is None else self.scale.value)
+        self._step = now = self._begin(step, microbatches)
         if isinstance(self.model, Pipeline):
             self.model.run(self, len(microbatches))
         else:
@@ -176,10 +161,32 @@ class Trainer:
                         loss = self.loss(i, self.model(*self.inputs(i)))
                     with self.timer.phase("backward"):
                         loss.backward()
-        self._batches, self._on_device = [], None
+        # Before the optimizer needs memory.
+        now.batches, now.on_device = [], None
+
+    def _begin(self, step: int, microbatches: list[Batch]) -> _Step:
+        targets: list[int] = []
+        for batch in microbatches:
+            valid = (batch.targets != IGNORE).reshape(len(batch.targets), -1)
+            targets += valid.sum(1).tolist()
+        # Starts the all-reduce, which the first forward hides.
+        count = GlobalCount(sum(targets), self.mesh, self.device)
+        # FSDP takes 16-bit gradients, to which the sum would be rounded instead of its addends.
+        sums_weight_grad = not self.mesh.uses_fsdp or self.dtype.itemsize >= 4
+        return _Step(
+            number=step,
+            batches=microbatches,
+            samples=share(
+                self.sizes.size(step - 1), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES)
+            ),
+            targets=targets,
+            count=count,
+            terms=StepTerms(count, None if self.scale is None else self.scale.value),
+            weight_grad=WeightGradSum() if sums_weight_grad else None,
+        )
 
     def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
-        return shapes_of(self._batches[microbatch].inputs)
+        return shapes_of(self._step.batches[microbatch].inputs)
 
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         return self._batch(microbatch).inputs
@@ -193,50 +200,57 @@ class Trainer:
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
         """A microbatch's share of the step's loss, scaled for float16; records the loss of each
         sample. `output`: logits, or that share itself, if the model's head has computed it."""
+        now = self._step
         losses = None if self._request is None else self._request.losses_of(output)
         if losses is not None:
-            self._losses[microbatch] = losses
+            now.losses[microbatch] = losses
             return output
         targets = self._batch(microbatch).targets
         losses = sample_losses(output, targets)
-        self._losses[microbatch] = losses.detach()
+        now.losses[microbatch] = losses.detach()
         if self.counts_correct:
-            self._correct.append(correct_predictions(output.detach(), targets))
-        with self.timer.phase("communication"):
-            count = self._count.value()
-        loss = losses.sum() / count.to(losses.dtype)
+            now.correct.append(correct_predictions(output.detach(), targets))
+        self._wait_for_count()
+        loss = now.count.mean(losses.sum())
         return loss if self.scale is None else loss * self.scale.value
 
     def _factor(self) -> Tensor:
         """The factor by which a head multiplies the sum of a microbatch's losses."""
+        self._wait_for_count()
+        return self._step.terms.factor()
+
+    def _wait_for_count(self) -> None:
         with self.timer.phase("communication"):
-            return self._terms.factor()
+            self._step.count.wait()
 
     def _batch(self, microbatch: int) -> Batch:
-        if self._on_device is None or self._on_device[0] != microbatch:
-            self._on_device = (
-                microbatch,
-                self._batches[microbatch].to(self.device, self.dtype, *ends_of(self.model)),
-            )
-        return self._on_device[1]
+        """A microbatch on the device. A pipeline asks for one several times in a row."""
+        now = self._step
+        if now.on_device is None or now.on_device[0] != microbatch:
+            ends = ends_of(self.model)
+            batch = now.batches[microbatch].to(self.device, self.dtype, *ends)
+            now.on_device = microbatch, batch
+        return now.on_device[1]
 
     @contextmanager
     def _microbatch(self, model: nn.Module, microbatch: int) -> Iterator[None]:
         """Encloses a forward or a backward, which may recompute it: sets what modules know about
         their samples."""
-        size = len(self._batches[microbatch].targets)
-        first = self.share.start + microbatch * size
-        set_dropout(model, seed=self.seed, step=self._step, samples=range(first, first + size))
-        real = min(max(self.share.stop - first, 0), size)
-        request = LossRequest(
-            lambda: self._batch(microbatch).targets, self._factor, self._weight_grad
-        )
-        self._request = None if self.counts_correct else request
-        requested = nullcontext() if self.counts_correct else request_loss(request)
-        with (
-            self._terms.of_microbatch(size, real, self._tokens(self._batches[microbatch])),
-            requested,
-        ):
+        now = self._step
+        batch = now.batches[microbatch]
+        size = len(batch.targets)
+        # Ranks have equal numbers of samples; where the share ends, padding begins.
+        first = now.samples.start + microbatch * size
+        real = min(max(now.samples.stop - first, 0), size)
+        set_dropout(model, seed=self.seed, step=now.number, samples=range(first, first + size))
+
+        self._request = None
+        if not self.counts_correct:
+            self._request = LossRequest(
+                lambda: self._batch(microbatch).targets, self._factor, now.weight_grad
+            )
+        terms = MicrobatchTerms(now.terms, size, real, self._tokens(batch))
+        with use_context(StepContext(loss_request=self._request, terms=terms)):
             yield
 
     def _tokens(self, batch: Batch) -> Tensor | None:
@@ -247,193 +261,214 @@ class Trainer:
             return None
         if context.length not in self._real_tokens:
             real = context.part < context.length
-            real = (
-                real
-                if self._same_tokens
-                else real.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
-            )
+            if not self._same_tokens:  # sequence parallelism splits the positions over tp
+                real = real.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
             self._real_tokens[context.length] = real.to(self.device)
         return self._real_tokens[context.length]
+
+    # The update -----------------------------------------------------------------------------------
 
     def optimizer_step(self, step: int, stop_asked: bool = False) -> Callable[[], StepResult]:
         """Updates the weights with the accumulated gradients, unless the loss or norm is not
         finite. `stop_asked`: this rank was asked to stop. Returns a function that waits for the
         step's result."""
         losses, sums = self._reduce(stop_asked)
-        overflow = sums[4]
-        if self._limit is not None and any(read_later(sums[4:5])()):
-            self._run_again()
+        without_room = sums.rows_without_room
+        if self._limit is not None and read_later(without_room)().any():
+            assert self._retry is not None
+            self._limit = None
+            self._retry.run()
             losses, sums = self._reduce(stop_asked)
+
         with self.timer.phase("optimizer"):
-            loss, norm = sums[0] / self._count.value(), sums[1].sqrt()
-            scale = torch.ones_like(norm) if self.scale is None else self.scale.value.double()
-            unscale = None if self.scale is None else 1 / scale
-            norm = norm if unscale is None else norm * unscale
+            count = self._step.count
+            loss = count.mean(sums.loss)
+            norm = sums.squared_norm.sqrt()
+            scale = torch.ones_like(norm)
+            if self.scale is not None:
+                scale = self.scale.value.double()
+                norm = norm / scale
             bad = ~(loss.isfinite() & norm.isfinite())
             # A batch without a target with a loss is no update: weight decay and momentum alone
             # would move the weights.
-            skip = bad | (self._count.total() == 0)
-            factor = clip_factor(norm, self.clip_norm)
-            if unscale is not None:
-                factor = unscale if factor is None else factor * unscale
-            lr = self.optimizer.update(step, factor, skip)
-            self._terms.receive(self._by_field(sums[5:]), skip)
+            skip = bad | (count.total() == 0)
+
+            lr = self.optimizer.update(step, self._grad_factor(norm, scale), skip)
+            self._step.terms.receive(sums.terms, skip)
             if self.scale is not None:
                 self.scale.update(bad)
-            main = torch.stack([loss, norm, sums[2], self._count.total(), scale, sums[3], overflow])
-            read = read_later(torch.cat([main, sums[5:]]))
+
+            read = StepOutcome(
+                loss=loss,
+                grad_norm=norm,
+                correct=sums.correct,
+                targets=count.total(),
+                loss_scale=scale,
+                stop_requests=sums.stop_requests,
+                rows_without_room=without_room,
+                terms=sums.terms,
+            ).read_later()
         self.timer.end_step()
         sent = self.mesh.comm_bytes.by_axis()
         return lambda: self._result(step, read(), losses, lr, sent)
 
-    def _reduce(self, stop_asked: bool) -> tuple[Tensor, Tensor]:
-        """The losses of this rank's samples, and `_sums` summed over all ranks."""
+    def _grad_factor(self, norm: Tensor, scale: Tensor) -> Tensor | None:
+        """What gradients are multiplied by in the update: clips them, and undoes the loss scale."""
+        factor = clip_factor(norm, self.clip_norm)
+        if self.scale is None:
+            return factor
+        return 1 / scale if factor is None else factor / scale
+
+    def _reduce(self, stop_asked: bool) -> tuple[Tensor, StepSums]:
+        """The losses of this rank's samples, and the step's sums over all ranks."""
         with self.timer.phase("optimizer"):
-            # none on a rank without the last stage
-            in_order = [self._losses[i] for i in sorted(self._losses)]
-            losses = torch.cat(in_order).double() if in_order else self._zeros(0)
-            sums = self._sums(losses, stop_asked)
+            own = self._step.losses
+            # A rank without the last stage has none.
+            losses = torch.cat([self._zeros(0), *(own[i] for i in sorted(own))])
+            sums = self._own_sums(losses, stop_asked)
             with self.timer.phase("communication"):
-                self.mesh.sum(sums)  # the one all-reduce of a step
-        return losses, sums
+                return losses, sums.over_ranks(self.mesh)
+
+    def _own_sums(self, losses: Tensor, stop_asked: bool) -> StepSums:
+        """This rank's addends."""
+        now = self._step
+        zero = self._zeros()
+        speaks = self.mesh.speaks_for_samples
+
+        correct = zero
+        if now.correct:
+            correct = torch.stack(now.correct).sum().double()
+
+        # Filled on the device: copying a number from the host would wait for all work queued on the
+        # device.
+        stop_requests = torch.full_like(zero, float(stop_asked))
+        without_room = zero if self._limit is None else self._limit.overflow
+
+        return StepSums(
+            loss=losses.sum() if speaks else zero,
+            squared_norm=self.optimizer.squared_norm(),
+            correct=correct if speaks else zero,
+            stop_requests=stop_requests,
+            rows_without_room=without_room,
+            terms=self._own_terms(losses),
+        )
+
+    def _own_terms(self, losses: Tensor) -> dict[Field, Tensor]:
+        """This rank's addends of all fields that some rank has."""
+        sums = self._step.terms.sums
+        if self.mesh.uses_fsdp:
+            stage = Field("gathers", str(self.mesh.index("pp")), size=3)
+            sums[stage] = order_sums(self.mesh, self._zeros())
+        if self._fields is None:
+            self._fields = self._agreed_fields()
+            if self.mixture is not None:
+                self._fields += tuple(_source_field(name) for name in self.mixture.names)
+        if self.mixture is not None and len(losses) and self.mesh.speaks_for_samples:
+            sums |= self._source_sums(self.mixture, losses)
+
+        new = sums.keys() - set(self._fields)
+        if new:
+            raise RuntimeError(
+                f"step {self._step.number} attached {', '.join(map(str, sorted(new)))}, and the "
+                "first step did not"
+            )
+        stacked = self._step.terms.stack(self._fields)
+        if self._same_tokens and not self.mesh.speaks_for_samples:
+            # One rank of tp speaks for all of them.
+            stacked = torch.zeros_like(stacked)
+        return split_fields(stacked, self._fields)
+
+    def _agreed_fields(self) -> tuple[Field, ...]:
+        return agree_on_fields(self._step.terms, self.mesh, same_tokens=self._same_tokens)
+
+    def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[Field, Tensor]:
+        """For each source, the sum of this rank's losses and its number of valid targets. Padding
+        counts in neither."""
+        now = self._step
+        first = self.sizes.before(now.number - 1)
+        own = range(first + now.samples.start, first + now.samples.stop)
+
+        # (sources, samples), 1 where a sample is of a source; zeros for padding.
+        of_source = torch.zeros(len(mixture.names), len(losses), dtype=torch.float64)
+        sources = torch.tensor(mixture.sources(own), dtype=torch.int64)
+        of_source[sources, torch.arange(len(sources))] = 1
+        targets = torch.tensor(now.targets, dtype=torch.float64)
+        counts = of_source @ targets
+
+        # One copy to the device, from pinned memory, does not block.
+        table = torch.cat([of_source, counts[:, None]], dim=1)
+        if losses.is_cuda:
+            table = table.pin_memory()
+        table = table.to(self.device, non_blocking=True)
+
+        # Chosen, not multiplied: a loss that is not finite must not reach other sources.
+        sums = torch.where(table[:, :-1] > 0, losses, 0).sum(1)
+        pairs = torch.stack([sums, table[:, -1]], dim=1)
+        return {_source_field(name): pair for name, pair in zip(mixture.names, pairs, strict=True)}
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
-    def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
-        """This rank's loss, squared gradient norm, number of correct predictions, of stop requests
-        and of expert rows without room; then the sums of each field of `StepTerms`."""
-        if self.mesh.uses_fsdp:
-            order = (
-                torch.full_like(self._zeros(), float(self.mesh.gather_order.value**i))
-                for i in range(3)
-            )
-            self._terms.sums[f"{GATHERS}{self.mesh.index('pp')}"] = torch.stack([*order])
-        if self._fields is None:
-            self._fields = self._agreed_fields()
-            self._fields |= (
-                {f"{SOURCE}{name}": 2 for name in self.mixture.names}
-                if self.mixture is not None
-                else {}
-            )
-        if self.mixture is not None and len(losses) and self.mesh.speaks_for_samples:
-            self._terms.sums |= self._source_sums(self.mixture, losses)
-        if new := self._terms.sums.keys() - self._fields.keys():
-            raise RuntimeError(
-                f"step {self._step} attached {', '.join(sorted(new))}, and the first step did not"
-            )
-        correct = torch.stack(self._correct).sum().double() if self._correct else self._zeros()
-        counts_samples = self.mesh.speaks_for_samples
-        loss, correct = (x if counts_samples else self._zeros() for x in (losses.sum(), correct))
-        # Filled on the device: copying a number from the host would wait for all work queued on the
-        # device.
-        stop = torch.full_like(loss, float(stop_asked))
-        overflow = self._zeros() if self._limit is None else self._limit.overflow
-        main = torch.stack([loss, self.optimizer.squared_norm(), correct, stop, overflow])
-        terms = self._terms.stack(self._fields)
-        if self._same_tokens and not counts_samples:
-            terms = torch.zeros_like(terms)
-        return torch.cat([main, terms])
-
-    def _agreed_fields(self) -> dict[str, int]:
-        return agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
-
-    def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[str, Tensor]:
-        """For each source, the sum of this rank's losses and its number of valid targets. Padding
-        counts in neither."""
-        first = self.sizes.before(self._step - 1)
-        own = range(first + self.share.start, first + self.share.stop)
-        sources = torch.tensor(mixture.sources(own), dtype=torch.int64)
-        rows = torch.zeros(len(mixture.names), len(losses) + 1, dtype=torch.float64)
-        rows[sources, torch.arange(len(sources))] = 1
-        counts = torch.tensor(self._valid[: len(sources)], dtype=torch.float64)
-        rows[:, -1] = rows[:, : len(sources)] @ counts
-        # From pinned memory the copy does not block.
-        rows = (rows.pin_memory() if losses.is_cuda else rows).to(self.device, non_blocking=True)
-        sums = torch.where(rows[:, :-1] > 0, losses, 0).sum(1)
-        pairs = torch.stack([sums, rows[:, -1]], 1)
-        return {f"{SOURCE}{name}": pair for name, pair in zip(mixture.names, pairs, strict=True)}
-
-    def _by_field(self, sums: Tensor) -> dict[str, Tensor]:
-        fields = self._fields or {}
-        return dict(zip(fields, sums.split(list(fields.values())), strict=True))
+    # The result -----------------------------------------------------------------------------------
 
     def _result(
-        self, step: int, numbers: list[float], losses: Tensor, lr: float, sent: dict[str, int]
+        self, step: int, outcome: StepOutcome, losses: Tensor, lr: float, sent: dict[str, int]
     ) -> StepResult:
-        loss, norm, correct, targets, scale, stop, without_room, *sums = numbers
-        finite = torch.tensor([loss, norm]).isfinite().tolist()
-        bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
+        """`outcome`: on the host. `losses`: of this rank's samples, on the device."""
+        loss = outcome.loss.item()
+        grad_norm = outcome.grad_norm.item()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        bad_samples: list[int] = []
+        if not finite:
+            bad_samples = (~losses.isfinite()).nonzero().flatten().tolist()
         # At a scale of 1 the scale cannot be too large.
-        overflow = scale > 1 and finite == [True, False]
-        hits = int(correct) if self.counts_correct else None
-        terms, loads = {}, []
-        for name, values in self._by_field(torch.tensor(sums, dtype=torch.float64)).items():
-            if name.startswith(GATHERS):
-                _require_one_order(*values.tolist(), step=step)
-            elif name.startswith(f"tally/{LOADS}"):
-                loads.append(values)
-            elif not name.startswith("tally/"):
-                if name.startswith(SOURCE) and not values[1]:
-                    continue  # the step had no target of this source
-                total, count = values.tolist()
-                terms[name] = (
-                    total / max(targets, 1)
-                    if name.startswith("loss/")
-                    else total / count
-                    if count
-                    else total
-                )
-        terms |= load_metrics(loads)
+        only_norm = math.isfinite(loss) and not math.isfinite(grad_norm)
+        overflow = only_norm and outcome.loss_scale.item() > 1
+
+        terms = self._metrics_of(step, outcome)
         if self._expert_rows is not None:
-            terms["expert_rows_overflow"] = without_room
+            terms["expert_rows_overflow"] = outcome.rows_without_room.item()
         return StepResult(
-            step,
-            loss,
-            norm,
-            int(targets),
-            hits,
-            lr,
-            all(finite),
-            overflow,
-            bad,
-            sent,
-            stop > 0,
-            terms,
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            num_valid_tokens=int(outcome.targets),
+            correct=int(outcome.correct) if self.counts_correct else None,
+            lr=lr,
+            finite=finite,
+            overflow=overflow,
+            bad_samples=bad_samples,
+            sent=sent,
+            stop_asked=outcome.stop_requests.item() > 0,
+            terms=terms,
         )
 
+    def _metrics_of(self, step: int, outcome: StepOutcome) -> dict[str, float]:
+        """What metrics.jsonl has of the terms. Raises AgreedError: see `require_one_order`."""
+        metrics: dict[str, float] = {}
+        loads: list[Tensor] = []
+        for name, sums in outcome.terms.items():
+            if name.kind == "gathers":
+                require_one_order(sums, step=step)
+            elif name.kind == "expert_loads":
+                loads.append(sums)
+            value = name.metric(sums.tolist(), outcome.targets.item())
+            if value is not None:
+                metrics[str(name)] = value
+        return metrics | load_metrics(loads)
 
-def _require_one_order(ranks: float, total: float, squares: float, *, step: int) -> None:
-    """The sums over ranks of 1, of a number that stands for an order of gathers, and of its
-    square."""
-    if ranks * squares - total**2 > ranks / 2:
-        raise AgreedError(
-            f"step {step}: the model's forward ran its blocks in another order on some ranks, or "
-            "others of them. With "
-            "dp_shard or cp the ranks gather a block's weights together, and so got a mixture of "
-            "those of two blocks: "
-            "choose blocks by the step and the seed, the same on all ranks, and not by a rank's "
-            "samples, or use "
-            "dp_replicate. No checkpoint has this step"
-        )
+
+def _source_field(source: str) -> Field:
+    return Field("source_loss", source, size=2)
 
 
-def read_later(numbers: Tensor) -> Callable[[], list[float]]:
-    """Copies numbers from the device to the host without waiting; the returned function waits for
+def _ranks_of_tp_share_tokens(model: nn.Module, config: "Config", mesh: Mesh) -> bool:
+    """Whether between layers all ranks of `tp` have the same tokens, so that one speaks for
     them."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    copied.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-
-    def read() -> list[float]:
-        with waiting("the device", resource=Resource.DEVICE):
-            event.synchronize()
-        return copied.tolist()
-
-    return read
+    plan = getattr(model_file(config.model.name), "tp_plan", None)
+    wanted = has_sequence_parts(config.parallel.sequence_parallel, plan)
+    # The check before the first step may have turned it off.
+    return mesh.size("tp") > 1 and not shares_sequence(model, wanted)
 
 
 class LossScale:
@@ -454,9 +489,7 @@ class LossScale:
         good = torch.where(overflow, 0, self.good + 1)
         grows = good == self.GROWTH
         # Below 1 it would not lift gradients, and from 0 it could never grow again.
-        lower, higher = (
-            (self.value / 2).clamp(min=1),
-            torch.where(grows, self.value * 2, self.value),
-        )
-        self.value.copy_(torch.where(overflow, lower, higher))
+        halved = (self.value / 2).clamp(min=1)
+        kept_or_doubled = torch.where(grows, self.value * 2, self.value)
+        self.value.copy_(torch.where(overflow, halved, kept_or_doubled))
         self.good.copy_(torch.where(grows, 0, good))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
 from meshtrain.experts import Experts, Router, choose, load_metrics
-from meshtrain.loss import GlobalCount, StepTerms, sample_losses
+from meshtrain.loss import Field, GlobalCount, StepTerms, sample_losses
 from meshtrain.modeling.flops import sample_flops
 from meshtrain.parallel.linear import grouped, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
@@ -249,7 +249,7 @@ def test_a_step_is_that_of_the_whole_batch(score: str, balance: str, size: int) 
         loss = sample_losses(reference(tokens), tokens).sum() + sum(added)
         (loss / tokens.numel()).backward()
         attached = sum(
-            terms.sums.get(f"loss/{name}", torch.zeros(2))[0] for name in ("balance", "router_z")
+            terms.sums.get(Field("loss", name), torch.zeros(1)) for name in ("balance", "router_z")
         )
         assert attached.item() == pytest.approx(sum(added).item(), rel=1e-12)
         terms.receive(terms.sums, torch.tensor(False))

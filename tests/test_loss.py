@@ -9,7 +9,15 @@ from torch.utils.checkpoint import checkpoint
 
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import Layout
-from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, attach, record, sample_losses
+from meshtrain.loss import (
+    Field,
+    GlobalCount,
+    StepTerms,
+    agree_on_fields,
+    attach,
+    record,
+    sample_losses,
+)
 from meshtrain.mesh import Mesh
 from tests.comparing import ALONE, CPU
 
@@ -60,14 +68,13 @@ def test_an_attached_term_is_as_if_it_were_added_to_the_loss(
     torch.testing.assert_close(
         attached, [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-14
     )
-    assert terms.sums.keys() == {"loss/hidden", "sum/positive", "mean/square"}
-    assert terms.sums["loss/hidden"][0].item() == pytest.approx(
-        hidden.square().sum().item(), rel=1e-12
-    )
-    assert terms.sums["sum/positive"][0].item() == (hidden > 0).sum()
-    assert terms.sums["mean/square"].tolist() == pytest.approx(
-        [hidden.square().sum().item(), hidden.numel()]
-    )
+    squares = hidden.square().sum().item()
+    sums = {str(field): values.tolist() for field, values in terms.sums.items()}
+    assert sums == {
+        "loss/hidden": pytest.approx([squares], rel=1e-12),
+        "sum/positive": [(hidden > 0).sum()],
+        "mean/square": pytest.approx([squares, hidden.numel()]),
+    }
 
 
 def test_outside_of_a_step_nothing_is_attached() -> None:
@@ -86,7 +93,7 @@ def test_a_term_in_bfloat16_is_summed_in_float32() -> None:
     terms = StepTerms(GlobalCount(1, ALONE, CPU))
     with terms.of_microbatch(3, 3):
         attach(torch.zeros(3, 2), "hidden", term)
-    assert terms.sums["loss/hidden"][0].item() == 3000 * 1.0078125
+    assert terms.sums[Field("loss", "hidden")].item() == 3000 * 1.0078125
 
 
 @pytest.mark.parametrize("term", [torch.tensor(1.0), torch.zeros(3, 2)])
@@ -104,23 +111,38 @@ def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(
 ) -> None:
     """Four ranks, two stages of two tensor ranks: each stage attaches something of its own."""
     mesh = Mesh(Layout({"pp": 2, "tp": 2}), 0, "cpu", None, {tuple(range(4)): object()})  # type: ignore[dict-item]
-    every = [
-        {"loss/b": [1.0, 0.0]},
-        {"loss/b": [1.0, 0.0]},
-        {"sum/a": [2.0, 0.0]},
-        {"sum/a": [2.0, 0.0]},
-    ]
+    loss, other = Field("loss", "b"), Field("sum", "a")
+    every = [{loss: [1.0]}, {loss: [1.0]}, {other: [2.0]}, {other: [2.0]}]
 
     def gather(result: list, own: object, group: object) -> None:
         result[:] = every
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     terms = StepTerms(GlobalCount(1, ALONE, CPU))
-    assert agree_on_fields(terms, mesh, same_tokens=True) == {"loss/b": 2, "sum/a": 2}
-    every[3] = {"sum/a": [2.1, 0.0]}
-    assert agree_on_fields(terms, mesh, same_tokens=False) == {"loss/b": 2, "sum/a": 2}
+    assert agree_on_fields(terms, mesh, same_tokens=True) == (loss, other)
+    every[3] = {other: [2.1]}
+    assert agree_on_fields(terms, mesh, same_tokens=False) == (loss, other)
     with pytest.raises(AgreedError, match=r"sum/a differs between ranks 2-3"):
         agree_on_fields(terms, mesh, same_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sums", "expected"),
+    [
+        ("loss", [6.0], 1.5),
+        ("sum", [6.0], 6.0),
+        ("mean", [6.0, 3.0], 2.0),
+        ("mean", [0.0, 0.0], 0.0),
+        ("source_loss", [6.0, 3.0], 2.0),
+        ("source_loss", [0.0, 0.0], None),  # the step had no target of this source
+        ("tally", [6.0, 3.0, 1.0], None),
+    ],
+)
+def test_the_metric_of_a_field(kind: Any, sums: list[float], expected: float | None) -> None:
+    """Of a global batch with 4 valid targets, and of one with none, whose losses are 0."""
+    field = Field(kind, "name", size=len(sums))
+    assert field.metric(sums, targets=4) == expected
+    assert Field("loss", "name").metric([0.0], targets=0) == 0
 
 
 def test_what_is_no_logits_is_refused() -> None:

@@ -1,18 +1,21 @@
 """The commit protocol of one checkpoint, run by a thread of each rank while training continues.
 
 The ranks communicate through the job's store, so that no collective interferes with training's. Up
-to six rounds:
+to five rounds:
 
 1. prepare: ranks compare digests of the tensors that must be equal on several ranks;
 2. divergence, only if something was not equal: the ranks concerned report their sums, and the save
-has failed; 3. local, only with local disks: each rank has written its file to its local disk, and
-all rename theirs into place; 4. folder: rank 0 has made the folder to write into, or could not; 5.
-room, only with `make_room`: ranks whose disk was full write again if an older checkpoint could be
-deleted; 6. commit: each rank has written its file, or could not; if all have, rank 0 renames the
-checkpoint into place.
+   has failed;
+3. local, only with local disks: each rank has written its file to its local disk, and all rename
+   theirs into place;
+4. folder: rank 0 has made the folder to write into, or could not;
+5. commit: each rank has written its file, or could not; if all have, rank 0 renames the checkpoint
+   into place.
+
+A save ends with one `Outcome`, which rank 0 decides and broadcasts once: its thread at the end of
+round 2, 4 or 5, or its main thread when the time is over.
 """
 
-import errno
 import math
 import threading
 import time
@@ -23,13 +26,19 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shutil import disk_usage
-from typing import Any, TypeVar
+from typing import Any
 
 from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.folder_lock import TakenError
 from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.manifest import File, Manifest, file_of
 from meshtrain.checkpoint.placement import Placement
-from meshtrain.checkpoint.replica_check import Sums, describe_divergence, find_divergence
+from meshtrain.checkpoint.replica_check import (
+    Divergence,
+    Sums,
+    describe_divergence,
+    find_divergence,
+)
 from meshtrain.checkpoint.shard_file import BLOCK, write_shard
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
@@ -39,25 +48,36 @@ from meshtrain.job.process import Job
 from meshtrain.job.storage import warn
 from meshtrain.job.store import Round
 
-T = TypeVar("T")
-
 DIVERGED = "what must be equal on several ranks is not"
-# bytes of a header besides names; the unit file systems round up to
-PER_ENTRY, PER_BLOCK, PER_FILE = (
-    120,
-    11,
-    4096,
-)
+
+# An upper estimate of what a file takes besides its tensors, in bytes.
+PER_ENTRY = 120  # of a header, for each tensor, besides its name
+PER_BLOCK = 11  # of a header, for the checksum of each block
+PER_FILE = 4096  # the unit that file systems round up to
 
 # Failures of the machine: the save has failed, and the run may continue.
-FAILURES = (OSError, DamagedError, MemoryError, directory.TakenError)
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+FAILURES = (OSError, DamagedError, MemoryError, TakenError)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Outcome:
+    """How a save has ended, in the same words on every rank."""
+
+    problem: str | None = None  # why there is no checkpoint; None: there is one
+    # ranks that must hold the same values do not: the run has gone wrong before
+    diverged: bool = False
+    taken: bool = False  # another job has taken the folder
+    given_up: bool = False  # it took too long; threads may still wait for the disk
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether it makes no sense to train on."""
+        return self.diverged or self.taken
+
+
+@dataclass(eq=False)
 class CheckpointWrite:
-    """One save of this rank: its inputs and its outcome. A thread calls `run`; the main thread all
-    other methods."""
+    """One save of this rank. A thread calls `run`; the main thread all other methods."""
 
     state: State
     folder: Path
@@ -69,35 +89,53 @@ class CheckpointWrite:
     # called before this rank writes its file; may raise OSError
     writing: Callable[[int, Path], None] | None = None
     local: LocalDisk | None = None  # the local disk, which is written first
-    # on rank 0: deletes an older checkpoint and names it, or None
-    make_room: Callable[[], str | None] | None = None
     limit_s: float = math.inf  # seconds after which the save is given up
-    given_up: bool = False  # the save was given up; its thread may still wait for the disk
-    done: threading.Event = field(default_factory=threading.Event)
-    problem: str | None = None  # why there is no checkpoint, in the same words on every rank
-    # ranks that must hold the same values do not: the run has gone wrong before
-    diverged: bool = False
-    taken: bool = False  # another job has taken the folder
-    error: BaseException | None = None  # the error that ended the thread; the job cannot continue
-    written_s: float = 0.0  # from the snapshot until everything was on disk
-    waited_s: float = 0.0  # time that training waited for the snapshot
-    nbytes: int = 0
-    notes: list[str] = field(default_factory=list)  # lines for rank 0 to print
+
+    # What has become of it:
+    outcome: Outcome | None = field(default=None, init=False)  # None: not known yet
+    error: BaseException | None = field(default=None, init=False)  # the job cannot continue
+    done: threading.Event = field(default_factory=threading.Event, init=False)  # `run` has ended
+    written_s: float = field(default=0.0, init=False)  # from the snapshot until all was on disk
+    waited_s: float = field(default=0.0, init=False)  # that training waited for the snapshot
+    nbytes: int = field(default=0, init=False)
+    notes: list[str] = field(default_factory=list, init=False)  # lines for rank 0 to print
 
     def __post_init__(self) -> None:
-        self.rounds = [self.job.round() for _ in range(6)]
-        self._prepare_round, self._divergence_round, self._local_round = self.rounds[:3]
-        self._folder_round, self._room_round, self._commit_round = self.rounds[3:]
+        # All ranks begin rounds in the same order, so each save takes all of its rounds at once.
+        self._prepare_round = self.job.round()
+        self._divergence_round = self.job.round()
+        self._local_round = self.job.round()
+        self._folder_round = self.job.round()
+        self._commit_round = self.job.round()
+        self.rounds = [
+            self._prepare_round,
+            self._divergence_round,
+            self._local_round,
+            self._folder_round,
+            self._commit_round,
+        ]
         self._written = datetime.now(UTC).isoformat(timespec="seconds")
         self._start = time.perf_counter()
         # on rank 0: acquired once, by the thread that decides the outcome
-        self._outcome = threading.Lock()
+        self._decides = threading.Lock()
         self._gathering: Round | None = None  # on rank 0: the round whose reports it waits for
+        self._diverged = False  # known after the first round, before there is an outcome
         self._file_ended = False  # whether this rank has written its file, or failed to
 
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._start
+
+    @property
+    def given_up(self) -> bool:
+        return self.outcome is not None and self.outcome.given_up
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint."""
+        return self.outcome is not None and self.outcome.problem is None
+
+    # Called by the main thread ------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Whether the outcome is known. After `limit_s` rank 0 gives the save up for all ranks."""
@@ -106,179 +144,152 @@ class CheckpointWrite:
         if self.elapsed_s < self.limit_s:
             return False
         if self.job.rank == 0:
-            if not self._outcome.acquire(blocking=False):
+            if not self._decides.acquire(blocking=False):
                 return False  # the thread is just broadcasting the outcome
-            self.problem = (
+            problem = (
                 f"it took longer than {self.limit_s:g} s (checkpoint.timeout_s): "
                 f"{self._describe_delay()}"
             )
-            # Set before any rank hears of it, since the thread then acts on it.
-            self.given_up = True
-            self._commit_round.broadcast([self.problem, False, self.diverged, True])
+            # Set before any rank hears of it: this rank's thread looks at it, too.
+            self.outcome = Outcome(problem, diverged=self._diverged, given_up=True)
+            self._commit_round.broadcast(asdict(self.outcome))
         elif self._file_ended or not self._commit_round.has_answer:
             return False  # the thread receives the outcome
         else:
-            self._receive_outcome()
+            # This rank's thread still waits for its disk, so the answer can only be rank 0's.
+            self.outcome = Outcome(**self._commit_round.receive())
         self.cancel()
         return True
-
-    def _describe_delay(self) -> str:
-        gathering = self._gathering  # the thread may set it to None meanwhile
-        late = [] if gathering is None else gathering.missing()
-        missing = "has not begun to write"
-        if gathering in (self._local_round, self._room_round, self._commit_round):
-            missing = "has not written its file"
-        elif self.diverged:
-            missing = "has not said what it holds"
-        delay = f"{self._rank_name()} has not finished it"
-        if late:
-            delay = f"rank {join_some([str(rank) for rank in late])} {missing}"
-        return f"{delay}; {DIVERGED}" if self.diverged else delay
 
     def cancel(self) -> None:
         for meeting in self.rounds:
             meeting.cancel()
 
-    def forget(self) -> None:
-        """On rank 0: deletes this save's entries in the store; all ranks have read them, and begun
-        another save."""
-        for meeting in self.rounds:
-            meeting.delete()
+    def _describe_delay(self) -> str:
+        gathering = self._gathering  # the thread may set it to None meanwhile
+        late = [] if gathering is None else gathering.missing()
+        if not late:
+            delay = f"{self._rank_name()} has not finished it"
+        else:
+            if gathering in (self._local_round, self._commit_round):
+                missing = "has not written its file"
+            elif self._diverged:
+                missing = "has not said what it holds"
+            else:
+                missing = "has not begun to write"
+            delay = f"rank {join_some([str(rank) for rank in late])} {missing}"
+        return f"{delay}; {DIVERGED}" if self._diverged else delay
+
+    # Called by the thread -----------------------------------------------------------------------
 
     def run(self, before: "CheckpointWrite | None") -> None:
-        """Runs the whole protocol; sets `done` at its end, whatever happens."""
+        """Runs the whole protocol; sets `done` at its end, whatever happens. `before`: the previous
+        save, whose entries in the store nobody needs any more."""
         try:
             self.waited_s += self.snapshot.wait()
-            problem = self._prepare(before)
-            if problem is None and self.local is not None and self.step != self.local.went_on_from:
-                self._write_local(self.local)  # first, since it needs nothing of the shared folder
-            problem = problem or self._open_folder() or self._write()
+            outcome = self._run_rounds(before)
             if not self.given_up:
-                self.problem, self.written_s = problem, self.elapsed_s
+                self.outcome, self.written_s = outcome, self.elapsed_s
         except BaseException as error:  # the main thread raises it
             self.error = error
         finally:
-            if self.given_up and self.local is not None:
-                self.local.abandon(self.step)
-            if self.given_up and self.job.rank == 0:
-                with suppress(OSError):
-                    directory.abandon(self.folder, self.step)
+            if self.given_up:
+                self._remove_unfinished()
             self.done.set()
 
-    def _prepare(self, before: "CheckpointWrite | None") -> str | None:
-        """The first round, and the second if it is needed; returns why nothing is to be written, or
-        None."""
-        bad = self.sums.not_finite()
-        named = f"{self._rank_name()}: {join_some(bad)}" if bad else None
+    def _run_rounds(self, before: "CheckpointWrite | None") -> Outcome:
+        outcome = self._compare_replicas(before)
+        if outcome is not None:
+            return outcome
+        # The local disks come first, since they need nothing of the shared folder.
+        if self.local is not None and self.step != self.local.went_on_from:
+            self._write_local(self.local)
+        outcome = self._open_folder()
+        if outcome is not None:
+            return outcome
+        return self._write()
+
+    def _remove_unfinished(self) -> None:
+        if self.local is not None:
+            self.local.abandon(self.step)
+        if self.job.rank == 0:
+            with suppress(OSError):
+                directory.abandon(self.folder, self.step)
+
+    # Rounds 1 and 2: replicas -------------------------------------------------------------------
+
+    def _compare_replicas(self, before: "CheckpointWrite | None") -> Outcome | None:
+        """The first round, and the second if it is needed; an outcome if nothing is to be
+        written."""
+        not_finite = self.sums.not_finite()
+        named = f"{self._rank_name()}: {join_some(not_finite)}" if not_finite else None
         self._prepare_round.put([self.sums.digests(), self.sums.inconsistent_ties(), named])
+        divergences: list[Divergence] = []
         if self.job.rank == 0:
             reports = self._gather(self._prepare_round)
+            # Whoever takes part in this save has received all answers of the one before.
             if before is not None:
-                before.forget()
-            divergences = find_divergence(
-                self.state.placements, self.state.layout, [digests for digests, *_ in reports]
-            )
+                for meeting in before.rounds:
+                    meeting.delete()
+            digests = [digests_of_rank for digests_of_rank, _, _ in reports]
+            divergences = find_divergence(self.state.placements, self.state.layout, digests)
             requests = [[divergence.kind, divergence.reporters] for divergence in divergences]
             apart = [[rank, names] for rank, (_, names, _) in enumerate(reports) if names]
-            self.diverged = bool(requests or apart)
-            if not_finite := [named for *_, named in reports if named is not None]:
-                self.notes.append(
-                    f"warning: the weights of step {self.step} are not all finite, though their "
-                    "loss was: "
-                    f"{join_some(not_finite)}. No batch has used them so far. An earlier "
-                    "checkpoint may be whole; "
-                    "this one, and an export, hold them as they are"
-                )
+            self._diverged = bool(requests or apart)
+            self._note_not_finite([named for _, _, named in reports if named is not None])
             self._prepare_round.broadcast({"requests": requests, "apart": apart})
         answer = self._prepare_round.receive()
         if not answer["requests"] and not answer["apart"]:
             return None
-        self.diverged = True
+        self._diverged = True
+        return self._report_divergence(answer, divergences)
+
+    def _note_not_finite(self, named: Sequence[str]) -> None:
+        if named:
+            self.notes.append(
+                f"warning: the weights of step {self.step} are not all finite, though their loss "
+                f"was: {join_some(named)}. No batch has used them so far. An earlier checkpoint "
+                "may be whole; this one, and an export, hold them as they are"
+            )
+
+    def _report_divergence(
+        self, answer: Mapping[str, Any], divergences: Sequence[Divergence]
+    ) -> Outcome:
+        """The second round: which ranks differ, and in which tensors. `divergences`: on rank 0."""
         kinds = [kind for kind, ranks in answer["requests"] if self.job.rank in ranks]
-        self._divergence_round.put(
-            [self._rank_name(), {kind: self.sums.of_kind(kind) for kind in kinds}]
-        )
+        sums_of_kinds = {kind: self.sums.of_kind(kind) for kind in kinds}
+        self._divergence_round.put([self._rank_name(), sums_of_kinds])
         if self.job.rank == 0:
-            names, sums = zip(*self._gather(self._divergence_round), strict=True)
+            reports = self._gather(self._divergence_round)
+            names = [name for name, _ in reports]
             lines = [
                 f"{names[rank]} holds two different copies of {join_some(tied)}"
-                for rank, tied in apart
+                for rank, tied in answer["apart"]
             ]
             for divergence in divergences:
-                of_kind = {
-                    rank: sums[rank].get(str(divergence.kind), {}) for rank in divergence.reporters
-                }
-                lines.append(describe_divergence(divergence, of_kind, names))
-            self._claim_outcome()
-            self._divergence_round.broadcast(f"{DIVERGED}: " + "; ".join(lines))
-        return self._divergence_round.receive()
+                kind = str(divergence.kind)  # a key of JSON
+                sums = {rank: reports[rank][1].get(kind, {}) for rank in divergence.reporters}
+                lines.append(describe_divergence(divergence, sums, names))
+            self._decide()
+            outcome = Outcome(f"{DIVERGED}: {'; '.join(lines)}", diverged=True)
+            self._divergence_round.broadcast(asdict(outcome))
+        return Outcome(**self._divergence_round.receive())
 
-    def _open_folder(self) -> str | None:
-        if self.job.rank == 0:
-            problem = self._make_folder()
-            if problem:
-                self._claim_outcome()
-            self._folder_round.broadcast([problem, self.taken])
-        problem, self.taken = self._folder_round.receive()
-        return problem
-
-    def _make_folder(self) -> str | None:
-        try:
-            path = self._with_room(lambda: directory.begin(self.folder, self.step))
-            needed = checkpoint_bytes(self.state.placements, self.state.layout.world_size)
-            while needed > (free := disk_usage(path).free) and self._has_made_room():
-                pass
-            if needed > free:
-                directory.abandon(self.folder, self.step)
-                return (
-                    f"it needs {bytes_text(needed)}, and the file system of "
-                    f"{self.folder.absolute()} "
-                    f"has {bytes_text(free)} free: make room there, or name another folder with "
-                    "checkpoint.path"
-                )
-        except FAILURES as error:
-            return self._describe_error(error, self.folder)
-        return None
-
-    def _with_room(self, write: Callable[[], T]) -> T:
-        """On rank 0: the result of `write`, which is called once more if the disk was full and room
-        could be made."""
-        try:
-            return write()
-        except OSError as error:
-            if error.errno not in NO_ROOM or not self._has_made_room():
-                raise
-        return write()
-
-    def _has_made_room(self) -> bool:
-        if self.make_room is None or self.given_up:
-            return False
-        try:
-            note = self.make_room()
-        except FAILURES as error:
-            self.notes.append(
-                "warning: no older checkpoint could be deleted: "
-                f"{self._describe_error(error, self.folder)}"
-            )
-            return False
-        self.notes += [] if note is None else [note]
-        return note is not None
+    # Round 3: local disks -----------------------------------------------------------------------
 
     def _write_local(self, local: LocalDisk) -> None:
-        """The local round. It is separate, since the shared folder remains if a rank cannot write
-        to its local disk."""
+        """Writes to the local disks. If one of them cannot be written, the shared folder
+        remains."""
         self._require_wanted()
-        self._local_round.put(
-            self._report_of(lambda: local.write(self.step, self.snapshot), local.own)
-        )
+        report = self._report_of(lambda: local.write(self.step, self.snapshot), local.own)
+        self._local_round.put(report)
         if self.job.rank == 0:
             reports = self._gather(self._local_round)
-            # else a rank may have trained on, and written values of a later step
+            # If it was given up, a rank may have trained on, and written values of a later step.
             self._require_wanted()
-            problems = [report["problem"] for report in reports if "problem" in report]
-            self._local_round.broadcast(
-                [problems, None if problems else self._manifest(reports).to_json()]
-            )
+            problems = _problems_in(reports)
+            text = None if problems else self._manifest(reports).to_json()
+            self._local_round.broadcast([problems, text])
         problems, text = self._local_round.receive()
         try:
             if problems:
@@ -287,89 +298,104 @@ class CheckpointWrite:
                 local.finish(self.step, text)
                 local.prune()
         except FAILURES as error:
-            warn(
-                f"the local checkpoint of step {self.step}: "
-                f"{self._describe_error(error, local.own)}"
-            )
-        done = (
-            f"is not on the local disks: {join_some(problems)}"
-            if problems
-            else f"in {self.elapsed_s:.1f} s"
-        )
-        self.notes.append(
-            f"{'warning: ' if problems else 'local '}checkpoint {directory.name_of(self.step)}: "
-            f"{done}"
+            problem = self._describe_error(error, local.own)
+            warn(f"the local checkpoint of step {self.step}: {problem}")
+        name = directory.name_of(self.step)
+        if problems:
+            not_there = f"is not on the local disks: {join_some(problems)}"
+            self.notes.append(f"warning: checkpoint {name}: {not_there}")
+        else:
+            self.notes.append(f"local checkpoint {name}: in {self.elapsed_s:.1f} s")
+
+    # Round 4: the shared folder -----------------------------------------------------------------
+
+    def _open_folder(self) -> Outcome | None:
+        """Rank 0 makes the folder to write into; an outcome if it could not."""
+        if self.job.rank == 0:
+            failed = self._make_folder()
+            if failed is not None:
+                self._decide()
+            self._folder_round.broadcast(None if failed is None else asdict(failed))
+        failed_fields = self._folder_round.receive()
+        return None if failed_fields is None else Outcome(**failed_fields)
+
+    def _make_folder(self) -> Outcome | None:
+        try:
+            path = directory.begin(self.folder, self.step)
+            needed = checkpoint_bytes(self.state.placements, self.state.layout.world_size)
+            free = disk_usage(path).free
+            if needed <= free:
+                return None
+            directory.abandon(self.folder, self.step)
+        except FAILURES as error:
+            return self._failed(error)
+        return Outcome(
+            f"it needs {bytes_text(needed)}, and the file system of {self.folder.absolute()} "
+            f"has {bytes_text(free)} free: make room there, or name another folder with "
+            "checkpoint.path"
         )
 
-    def _manifest(self, reports: Sequence[Mapping[str, Any]]) -> Manifest:
-        files, state = (
-            {file_of(rank): File(**report) for rank, report in enumerate(reports)},
-            self.state,
-        )
-        return Manifest(
-            self.step, state.layout, state.placements, files, self._written, **self.about
-        )
+    # Round 5: the files -------------------------------------------------------------------------
 
-    def _write(self) -> str | None:
-        """The last rounds: each rank writes its file, and when all have, rank 0 makes a checkpoint
-        of them."""
+    def _write(self) -> Outcome:
+        """Each rank writes its file, and when all have, rank 0 makes a checkpoint of them."""
         self._require_wanted()
         path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
-        report = self._report_of(lambda: self._write_file(path), path)
-        if self.make_room is not None:
-            self._room_round.put(report)
-            if self.job.rank == 0:
-                full = [
-                    report["full"]
-                    for report in self._gather(self._room_round)
-                    if "problem" in report
-                ]
-                self._room_round.broadcast(bool(full) and all(full) and self._has_made_room())
-            if self._room_round.receive() and "problem" in report:
-                report = self._report_of(lambda: self._write_file(path, again=True), path)
-        report.pop("full", None)
-        self._commit_round.put(report)
+        self._commit_round.put(self._report_of(lambda: self._write_file(path), path))
         self._file_ended = True
         if self.job.rank == 0:
-            problem = self._commit(self._gather(self._commit_round))
-            # if the save was given up just now, the checkpoint exists all the same
-            self._claim_outcome()
-            self._commit_round.broadcast([problem, self.taken, False, False])
-        return self._receive_outcome()
+            outcome = self._commit(self._gather(self._commit_round))
+            # If the save was given up just now, the checkpoint exists all the same.
+            self._decide()
+            self._commit_round.broadcast(asdict(outcome))
+        return Outcome(**self._commit_round.receive())
 
-    def _write_file(self, path: Path, again: bool = False) -> File:
-        if again:
-            path.unlink(missing_ok=True)
-        elif self.writing is not None:
+    def _write_file(self, path: Path) -> File:
+        if self.writing is not None:
             self.writing(self.step, path)
         return write_shard(path, self.snapshot.tensors())
 
-    def _report_of(self, write: Callable[[], File], path: Path) -> dict[str, Any]:
-        """This rank's report on its file: size and checksum, or why there is none, and whether a
-        disk was full."""
-        try:
-            return asdict(write())
-        except FAILURES as error:
-            full = isinstance(error, OSError) and error.errno in NO_ROOM
-            return {"problem": self._describe_error(error, path), "full": full}
-
-    def _commit(self, reports: Sequence[Mapping[str, Any]]) -> str | None:
+    def _commit(self, reports: Sequence[Mapping[str, Any]]) -> Outcome:
         """On rank 0: writes the manifest and renames the folder, or removes what could not be
         finished."""
-        problems = [report["problem"] for report in reports if "problem" in report]
+        problems = _problems_in(reports)
+        failed = Outcome(join_some(problems))
         try:
             if not problems and not self.given_up:
                 manifest = self._manifest(reports)
                 self.nbytes = manifest.total_bytes
-                text = manifest.to_json()
-                self._with_room(
-                    lambda: directory.finish(self.folder, self.step, text, self.notes.append)
-                )
-                return None
-            directory.abandon(self.folder, self.step)
+                directory.finish(self.folder, self.step, manifest.to_json(), self.notes.append)
+                return Outcome()
+        except TakenError as error:
+            return self._failed(error)  # what is there now may be the other job's
         except FAILURES as error:
-            problems.append(self._describe_error(error, self.folder))
-        return join_some(problems)
+            failed = self._failed(error)
+        try:
+            directory.abandon(self.folder, self.step)
+        except OSError as error:
+            also = self._describe_error(error, self.folder)
+            return replace(failed, problem=f"{failed.problem}, {also}")
+        return failed
+
+    # Steps of several rounds --------------------------------------------------------------------
+
+    def _manifest(self, reports: Sequence[Mapping[str, Any]]) -> Manifest:
+        files = {file_of(rank): File(**report) for rank, report in enumerate(reports)}
+        return Manifest(
+            step=self.step,
+            layout=self.state.layout,
+            tensors=self.state.placements,
+            files=files,
+            written=self._written,
+            **self.about,
+        )
+
+    def _report_of(self, write: Callable[[], File], path: Path) -> dict[str, Any]:
+        """This rank's report on its file: size and checksum, or why there is none."""
+        try:
+            return asdict(write())
+        except FAILURES as error:
+            return {"problem": self._describe_error(error, path)}
 
     def _gather(self, meeting: Round) -> list:
         self._gathering = meeting
@@ -381,19 +407,18 @@ class CheckpointWrite:
         if self.given_up:
             raise CancelledError("the save was given up")
 
-    def _claim_outcome(self) -> None:
-        """On rank 0, in the thread, before the broadcast that ends the save: only one such
-        broadcast may be made."""
-        if not self._outcome.acquire(blocking=False):
+    def _decide(self) -> None:
+        """On rank 0, before the broadcast that ends the save: only one such broadcast may be made,
+        by this thread or by the main thread."""
+        if not self._decides.acquire(blocking=False):
             raise CancelledError("the save was given up")
 
-    def _receive_outcome(self) -> str | None:
-        self.problem, self.taken, self.diverged, given_up = self._commit_round.receive()
-        self.given_up = given_up  # set after the problem: the main thread reads `given_up` first
-        return self.problem
+    def _failed(self, error: Exception) -> Outcome:
+        """The outcome of an error in the shared folder."""
+        problem = self._describe_error(error, self.folder)
+        return Outcome(problem, taken=isinstance(error, TakenError))
 
     def _describe_error(self, error: Exception, path: Path) -> str:
-        self.taken = isinstance(error, directory.TakenError)
         if isinstance(error, OSError) and error.strerror:
             return f"{self._rank_name()}: {error.filename or path.absolute()}: {error.strerror}"
         return f"{self._rank_name()}: {str(error) or type(error).__name__}"
@@ -402,10 +427,18 @@ class CheckpointWrite:
         return str(replace(self.job, layout=self.state.layout))
 
 
+def _problems_in(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the ranks that could not write their files say."""
+    return [report["problem"] for report in reports if "problem" in report]
+
+
 def checkpoint_bytes(placements: Mapping[str, Placement], ranks: int) -> int:
     """Bytes that a checkpoint of these tensors takes, headers included, slightly overestimated."""
-    tensors = sum(
-        Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in placements.items()
-    )
-    header = PER_FILE + sum(2 * len(name) + PER_ENTRY for name in placements)
-    return tensors + tensors // BLOCK * PER_BLOCK + ranks * header
+    tensors = 0
+    header = PER_FILE
+    for name, tensor in placements.items():
+        tensors += Entry(name, tensor.dtype, tensor.shape).nbytes
+        # a header names each tensor twice: with its place in the file, and with its checksums
+        header += 2 * len(name) + PER_ENTRY
+    checksums = tensors // BLOCK * PER_BLOCK
+    return tensors + checksums + ranks * header

@@ -5,30 +5,28 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config.errors import yaml_text
 from meshtrain.errors import InputError
 from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.job.process import Job
 
-if TYPE_CHECKING:
-    from meshtrain.checkpoint.resume import RunSpec
-
 DATA = "the data"  # name of the data as a whole: its fingerprint and size
+
+# Keys that begin so may not differ: they say what is computed.
 _FIXED = ("model.", "data.", "batch.global_size", "train.seed", "train.freeze", "train.lora")
-# Keys of these sections that may differ: where the run started from, where its data lies, and how
-# it is read.
+# Of these, keys that may differ: where the run started from, where its data lies, how it is read.
 _FREE = (
     "model.preset",
     "model.weights",
     "data.path",
     "data.cache",
     "data.workers",
-    "data.prefetch",
-    "data.pin_memory",
 )
+# Keys that are not worth a line: each job may have its own.
 _UNLISTED = frozenset(
     (
         "checkpoint.resume",
@@ -37,9 +35,10 @@ _UNLISTED = frozenset(
         "train.time_limit",
         "train.steps",
         "train.chaos",
+        "parallel.expert_parallel",  # compared as resolved, beside the layout
     )
-) | {"parallel.expert_parallel"}  # compared as resolved, beside the layout
-# names or paths; files may have moved
+)
+# Names or paths of files, which may have moved.
 _FILES = (
     "model.name",
     "data.source",
@@ -66,12 +65,17 @@ class Changes:
         words: Callable[[Any], object] = lambda x: x,
     ) -> None:
         """`words`: the printed form of a value, which may show less than is compared."""
-        if then != now:
-            line = f"{name}: {yaml_text(words(then))} -> {yaml_text(words(now))}"
-            # a checkpoint is not trusted
-            printable = "".join(c if c.isprintable() else "?" for c in line)
-            (self.refused if refuse else self.listed).append(printable)
-            self.other_data |= refuse and (name == DATA or name.startswith("data."))
+        if then == now:
+            return
+        line = f"{name}: {yaml_text(words(then))} -> {yaml_text(words(now))}"
+        # a checkpoint is not trusted
+        printable = "".join(c if c.isprintable() else "?" for c in line)
+        if not refuse:
+            self.listed.append(printable)
+            return
+        self.refused.append(printable)
+        if name == DATA or name.startswith("data."):
+            self.other_data = True
 
 
 def compare_configs(
@@ -81,12 +85,15 @@ def compare_configs(
     other_data: bool = False,
     step: int | None = None,
 ) -> Changes:
-    """Compares two configs, section -> key -> value as read from JSON; `other_data`: the section
-    `data` may differ. `step`: the checkpoint's step; lengths, batch sizes and weights that change
-    at later steps may differ.
+    """Compares two configs, section -> key -> value as read from JSON.
 
     Keys that only one config has were removed or added by another version of meshtrain; its default
     applies.
+
+    Args:
+        other_data: the section `data` may differ.
+        step: the checkpoint's step; lengths, batch sizes and weights that change at later steps may
+            differ.
     """
     changes = Changes()
     before, after = dict(_keys(then, step)), dict(_keys(now, step))
@@ -94,13 +101,13 @@ def compare_configs(
         old, new = before[name], after[name]
         if name in _FILES and Path(str(old)).name == Path(str(new)).name:
             continue
-        fixed = (
-            name.startswith(_FIXED)
-            and name not in _FREE
-            and not (other_data and name.startswith("data."))
-        )
-        if name == "train.precision":  # float64 keeps float64 weights, all others float32
+        if name == "train.precision":
+            # float64 keeps float64 weights, all others float32
             fixed = "float64" in (old, new)
+        elif other_data and name.startswith("data."):
+            fixed = False
+        else:
+            fixed = name.startswith(_FIXED) and name not in _FREE
         changes.add(name, old, new, refuse=fixed)
     changes.refused.sort()
     changes.listed.sort()
@@ -108,19 +115,21 @@ def compare_configs(
 
 
 def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, Any]]:
+    """The full names of all keys, and their values as they are compared."""
     for section, keys in config.items():
-        if section != "layout" and isinstance(
-            keys, Mapping
-        ):  # the resolved layout is compared instead, without -1
-            # Older versions kept rope_parameters as they were given.
-            for key, value in (one_form(keys) if section == "model" else keys).items():
-                name = f"{section}.{key}"
-                if name in ("batch.global_size", "data.seq_len_warmup"):
-                    yield name, _until(value, step)
-                elif name == "data.sources" and isinstance(value, list):
-                    yield name, [_source(source, step) for source in value]
-                else:
-                    yield name, value
+        # The resolved layout, which has no -1, is compared instead.
+        if section == "layout" or not isinstance(keys, Mapping):
+            continue
+        if section == "model":
+            keys = one_form(keys)  # older versions kept rope_parameters as they were given
+        for key, value in keys.items():
+            name = f"{section}.{key}"
+            if name in ("batch.global_size", "data.seq_len_warmup"):
+                yield name, _until(value, step)
+            elif name == "data.sources" and isinstance(value, list):
+                yield name, [_source(source, step) for source in value]
+            else:
+                yield name, value
 
 
 def _source(source: Any, step: int | None) -> Any:
@@ -133,87 +142,106 @@ def _source(source: Any, step: int | None) -> Any:
 
 
 def _until(value: Any, step: int | None) -> Any:
-    """A value that may change at steps, restricted to the changes before `step`."""
+    """A value that may change at steps, [[step, value], ...], restricted to the changes before
+    `step`. With one change only it is what it would be without a list."""
     if not isinstance(value, list) or step is None:
         return value
-    past = [
-        change for change in value if isinstance(change, list) and change[0] in range(max(step, 1))
-    ]
-    return past[0][1] if len(past) == 1 else past
+    steps_done = range(max(step, 1))
+    past = [change for change in value if isinstance(change, list) and change[0] in steps_done]
+    if len(past) == 1:
+        return past[0][1]
+    return past
 
 
-def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
+def compare(manifest: Manifest, spec: RunSpec, job: Job) -> Changes:
     """The differences between this run and the run that wrote the checkpoint."""
     other_data = spec.config.checkpoint.allow_other_data
     now_config = json.loads(json.dumps(spec.config.plain()))
     changes = compare_configs(
         manifest.config, now_config, other_data=other_data, step=manifest.step
     )
-    then, now = _data(manifest.data), _data(spec.data)
-    if len(then[1]) == 1:  # written before images had a fingerprint of the validation set
-        now = now[0], now[1][:1]
-    changes.add(DATA, then, now, refuse=not other_data, words=_data_words)
+    then, now = _Data.of(manifest.data), _Data.of(spec.data)
+    if len(then.digests) == 1:  # written before images had a fingerprint of the validation set
+        now = _Data(now.samples, now.digests[:1])
+    changes.add(DATA, then, now, refuse=not other_data, words=str)
     assert job.layout is not None
     changes.add("layout", manifest.layout.sizes, job.layout.sizes)
     changes.add("experts", manifest.layout.experts, job.layout.experts)
-    changes.add(
-        "the last step, where the learning rate ends", manifest.counters.get("steps"), spec.steps
-    )
+    last_step = manifest.counters.get("steps")
+    changes.add("the last step, where the learning rate ends", last_step, spec.steps)
     for name, version in spec.versions.items():
         changes.add(name, manifest.versions.get(name), version)
     return changes
 
 
-def _data(about: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The number of training samples, and the digests of the training data and of a separate
-    validation set."""
-    return about.get("train"), str(about.get("fingerprint")).split()
+@dataclass(frozen=True)
+class _Data:
+    """What is compared of a run's data."""
+
+    samples: Any  # the number of training samples
+    digests: tuple[str, ...]  # of the training data, and of a separate validation set
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any]) -> "_Data":
+        """`about`: as in a manifest."""
+        return cls(about.get("train"), tuple(str(about.get("fingerprint")).split()))
+
+    def __str__(self) -> str:
+        digests = " ".join(digest[:12] for digest in self.digests)
+        return f"{self.samples} samples, fingerprint {digests}"
 
 
-def _data_words(data: tuple[Any, list[str]]) -> str:
-    return f"{data[0]} samples, fingerprint {' '.join(digest[:12] for digest in data[1])}"
-
-
-def check(manifest: Manifest, spec: "RunSpec", job: Job, checkpoint: Path) -> None:
+def check(manifest: Manifest, spec: RunSpec, job: Job, checkpoint: Path) -> None:
     """Raises InputError if a checkpoint is not of this run; names every refused difference, with
     both values."""
     changes = compare(manifest, spec, job)
     if changes.refused:
-        way = (
-            "take the values of the checkpoint, or another folder for another run with "
-            "train.output=FOLDER"
-        )
-        if changes.other_data:
-            way += ", or allow other data with checkpoint.allow_other_data=true"
-            data = manifest.section("data")
-            if "end_token" not in data and data.get("tokenizer", "bytes") != "bytes":
-                way += (
-                    "; an older version of meshtrain, which wrote it, may have ended documents "
-                    "with another token: "
-                    "data.end_token=TOKEN takes that one (docs/data.md)"
-                )
         lines = "\n".join(f"  {line}" for line in changes.refused)
-        raise InputError(f"the config is not that of {checkpoint} (there -> here):\n{lines}\n{way}")
+        raise InputError(
+            f"the config is not that of {checkpoint} (there -> here):\n{lines}\n"
+            f"{_remedy(changes, manifest)}"
+        )
     counters_of(manifest)
     if manifest.step > spec.steps:
         raise InputError(
             f"{checkpoint} is of step {manifest.step}, and this run ends at step {spec.steps}: "
-            "give it more steps, "
-            "name another folder with train.output=FOLDER, or an earlier checkpoint with "
-            "checkpoint.resume=CHECKPOINT"
+            "give it more steps, name another folder with train.output=FOLDER, or an earlier "
+            "checkpoint with checkpoint.resume=CHECKPOINT"
         )
+
+
+def _remedy(changes: Changes, manifest: Manifest) -> str:
+    remedy = (
+        "take the values of the checkpoint, or another folder for another run with "
+        "train.output=FOLDER"
+    )
+    if not changes.other_data:
+        return remedy
+    remedy += ", or allow other data with checkpoint.allow_other_data=true"
+    data = manifest.section("data")
+    if "end_token" not in data and data.get("tokenizer", "bytes") != "bytes":
+        remedy += (
+            "; an older version of meshtrain, which wrote it, may have ended documents with "
+            "another token: data.end_token=TOKEN takes that one (docs/data.md)"
+        )
+    return remedy
 
 
 def counters_of(manifest: Manifest) -> dict[str, Any]:
     """The counters of a run as its step logger wrote them. Raises InputError: they are something
     else."""
-    counters: Mapping[str, Any] = manifest.counters
-    epoch: Any = counters.get("epoch")
-    good = type(counters.get("tokens")) is int and isinstance(epoch, dict)
-    good = good and epoch.keys() == {"loss", "targets", "correct"}
-    if not good or not all(isinstance(number, int | float | None) for number in epoch.values()):
+    if not _are_counters(manifest.counters):
         raise InputError(
             f"the manifest of step {manifest.step} does not say what was counted: its books are "
             "broken"
         )
-    return dict(counters)
+    return dict(manifest.counters)
+
+
+def _are_counters(counters: Mapping[str, Any]) -> bool:
+    if type(counters.get("tokens")) is not int:
+        return False
+    epoch = counters.get("epoch")
+    if not isinstance(epoch, dict) or epoch.keys() != {"loss", "targets", "correct"}:
+        return False
+    return all(isinstance(number, int | float | None) for number in epoch.values())

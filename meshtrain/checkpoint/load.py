@@ -10,7 +10,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from operator import itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -41,6 +42,19 @@ AHEAD = 4 * THREADS  # reads in flight; fewer than the files that stay open
 CHUNK = 32 * 2**20  # bytes per read
 
 
+# Reading ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a rank reads of one file of a checkpoint."""
+
+    writer: int  # the rank that wrote the file
+    name: str  # of the tensor
+    share: Part  # of the whole tensor: what this rank reads of it
+    piece: Part  # of the whole tensor: what the file has of it
+
+
 def read_shares(
     checkpoint: Path, manifest: Manifest, state: State, local: Mapping[int, Path] | None = None
 ) -> None:
@@ -60,18 +74,22 @@ def read_shares(
     # a tied weight may occur twice: the first counts
     shards = {shard.name: shard for shard in reversed(state.shards)}
     parts = [(shard.name, shard.placement, shard.part) for shard in shards.values()]
-    reads = _reads(manifest, state.layout, state.mesh.rank, parts)
+    reads = reads_of_rank(manifest, state.layout, state.mesh.rank, parts)
     with (
         ShardReader(checkpoint, manifest, local) as files,
         ThreadPoolExecutor(THREADS, "checkpoint") as pool,
     ):
         pending: deque[Future[None]] = deque()
         try:
-            for writer, name, share, piece in sorted(reads, key=itemgetter(0)):  # file by file
-                file, shard = files.shard_with(name, writer, piece), shards[name]
-                for part in _chunks(shard.placement, share, piece):
+            # file by file, since few stay open
+            for read in sorted(reads, key=attrgetter("writer")):
+                file = files.shard_with(read.name, read.writer, read.piece)
+                shard = shards[read.name]
+                for part in _chunks(shard.placement, read):
                     pending.append(
-                        pool.submit(read_piece, file, name, piece, part, shard.local, shard.part)
+                        pool.submit(
+                            read_piece, file, read.name, read.piece, part, shard.local, shard.part
+                        )
                     )
                 while len(pending) > AHEAD:
                     pending.popleft().result()
@@ -81,48 +99,118 @@ def read_shares(
             pool.shutdown(cancel_futures=True)  # before the files are closed
 
 
+def files_needed(
+    manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int
+) -> set[int]:
+    """The writing ranks whose files a rank of this layout reads."""
+    parts = [
+        (name, tensor, part_of_rank(tensor, layout, rank)) for name, tensor in placements.items()
+    ]
+    return {read.writer for read in reads_of_rank(manifest, layout, rank, parts)}
+
+
+def reads_of_rank(
+    manifest: Manifest,
+    layout: Layout,
+    rank: int,
+    parts: Iterable[tuple[str, Placement, Part | None]],
+) -> Iterator[Read]:
+    """What a rank reads for its parts of tensors: (name, placement, part)."""
+    for name, tensor, part in parts:
+        if part is None or name not in manifest.tensors:
+            continue
+        share = part
+        # Without axes of replicas no group can exchange the tensor: each rank reads all of its
+        # part.
+        if replica_axes(tensor, layout) is not None:
+            share = share_of(part, tensor, layout, copy_number(tensor, layout, rank))
+        if is_empty(share):
+            continue
+        for writer, piece in pieces(manifest.tensors[name], manifest.layout, share):
+            yield Read(writer, name, share, piece)
+
+
+def _chunks(tensor: Placement, read: Read) -> Iterator[Part]:
+    """The overlap of a piece with a share, as parts of the whole tensor of at most `CHUNK` bytes,
+    or one row."""
+    rows, *rest = overlap(read.piece, read.share)
+    row_bytes = math.prod(shape_of(read.piece)[1:]) * SIZES[tensor.dtype]
+    step = max(1, CHUNK // max(1, row_bytes))
+    for first in range(rows.start, rows.stop, step):
+        yield slice(first, min(first + step, rows.stop)), *rest
+
+
+# The exchange -------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def exchange(state: State) -> None:
     """Sends every rank the rows that other ranks have read for it. All ranks call it, after
     `read_shares`."""
-    layout, rank = state.layout, state.mesh.rank
     locals_of: dict[str, list[Tensor]] = {}
     for shard in state.shards:
         locals_of.setdefault(shard.name, []).append(shard.local)
     for name, tensor in state.placements.items():
-        axes = replica_axes(tensor, layout)
-        if axes is not None and copies(tensor, layout) > 1:
-            peer = layout.group(rank, "pp")[tensor.stages[0]] if len(tensor.stages) > 1 else rank
-            part = part_of_rank(tensor, layout, rank if name in locals_of else peer)
-            if part is not None and not is_empty(part):
-                # A stage between two that hold a tied weight takes part in the broadcast over the
-                # pipeline's group.
-                target = locals_of[name][0] if name in locals_of else torch.empty(
-                    shape_of(part), dtype=DTYPES[tensor.dtype], device=state.mesh.device_type
-                )  # fmt: skip
-                _spread(state, tensor, part, target, axes if name in locals_of else [])
-        for twin in locals_of.get(name, [])[1:]:
-            twin.copy_(locals_of[name][0])
+        own = locals_of.get(name, [])
+        _exchange(state, tensor, own[0] if own else None)
+        for twin in own[1:]:  # a weight tied between two stages of this rank
+            twin.copy_(own[0])
     state.loaded()
 
 
+def _exchange(state: State, tensor: Placement, own: Tensor | None) -> None:
+    """Completes one tensor. `own`: this rank's part; None: it has none."""
+    layout, rank = state.layout, state.mesh.rank
+    axes = replica_axes(tensor, layout)
+    if axes is None or copies(tensor, layout) == 1:
+        return  # this rank has read all of its part
+    holder = rank
+    if own is None:
+        # A stage between two that hold a tied weight takes part in the broadcast over the
+        # pipeline's group, with memory for what passes by.
+        if len(tensor.stages) > 1:
+            holder = layout.group(rank, "pp")[tensor.stages[0]]
+        axes = []
+    part = part_of_rank(tensor, layout, holder)
+    if part is None or is_empty(part):
+        return
+    target = own
+    if target is None:
+        target = torch.empty(
+            shape_of(part), dtype=DTYPES[tensor.dtype], device=state.mesh.device_type
+        )
+    if len(tensor.stages) > 1:
+        axes = [*axes, "pp"]
+    _spread(state, tensor, part, target, axes)
+
+
 def _spread(state: State, tensor: Placement, part: Part, target: Tensor, axes: list[str]) -> None:
-    """Axis by axis, the innermost first, each rank broadcasts the rows that it has so far."""
-    layout, rank, known = state.layout, state.mesh.rank, 1
-    for axis in [*axes, *["pp"] * (len(tensor.stages) > 1)]:
-        known = known if axis != "pp" else copies(tensor, layout) // len(tensor.stages)
+    """Axis by axis, the innermost first, each rank broadcasts the rows that it has so far.
+
+    Copies are numbered with the innermost axis fastest, and copy c has read share c of the rows.
+    After the axes so far, each rank has the shares of `known` copies, from a multiple of it on.
+    """
+    layout, rank = state.layout, state.mesh.rank
+    known = 1
+    for axis in axes:
+        if axis == "pp":  # outside of a stage's own copies
+            known = copies(tensor, layout) // len(tensor.stages)
         group = state.mesh.group(axis)
         for source in layout.group(rank, axis):
             if layout.index(source, "pp") not in tensor.stages:
                 continue
             first = copy_number(tensor, layout, source) // known * known
             rows = target[within(share_of(part, tensor, layout, first, known), part)]
-            if rows.numel():
-                sent = rows.contiguous()  # usually no copy
-                dist.broadcast(sent.view(-1).view(torch.uint8), source, group)
-                if sent.data_ptr() != rows.data_ptr():
-                    rows.copy_(sent)
+            if rows.numel() == 0:
+                continue
+            sent = rows.contiguous()  # usually no copy
+            dist.broadcast(sent.view(-1).view(torch.uint8), source, group)
+            if sent.data_ptr() != rows.data_ptr():
+                rows.copy_(sent)
         known *= layout.size(axis)
+
+
+# What does not fit --------------------------------------------------------------------------------
 
 
 def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement]) -> list[str]:
@@ -130,76 +218,39 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
     (another precision)."""
     missing = [name for name in model if name not in stored and name not in LOSS_SCALE]
     unknown = [name for name in stored if name not in model and name not in LOSS_SCALE]
-    both = [(name, stored[name], model[name]) for name in model if name in stored]
-    shapes = [
-        f"{name} (there {list(x.shape)}, the model's {list(y.shape)})"
-        for name, x, y in both
-        if x.shape != y.shape
-    ]
-    other = {name: (x, y) for name, x, y in both if x.dtype != y.dtype}
-    types = [f"{name} (there {x.dtype}, the model's {y.dtype})" for name, (x, y) in other.items()]
-    lists = {
-        "missing": missing,
-        "the model has no": unknown,
-        "other shapes": shapes,
-        "other types": types,
-    }
-    lines = [
-        f"{text}{':' * text.startswith('other')} {join_some(names)}"
-        for text, names in lists.items()
-        if names
-    ]
+    shapes = []
+    types = []
+    other_types = []  # their names
+    for name, own in model.items():
+        if name not in stored:
+            continue
+        there = stored[name]
+        if there.shape != own.shape:
+            shapes.append(f"{name} (there {list(there.shape)}, the model's {list(own.shape)})")
+        if there.dtype != own.dtype:
+            types.append(f"{name} (there {there.dtype}, the model's {own.dtype})")
+            other_types.append(name)
+
+    lines = []
+    if missing:
+        lines.append(f"missing {join_some(missing)}")
+    if unknown:
+        lines.append(f"the model has no {join_some(unknown)}")
+    if shapes:
+        lines.append(f"other shapes: {join_some(shapes)}")
+    if types:
+        lines.append(f"other types: {join_some(types)}")
+
+    names = [*missing, *unknown, *other_types]
     if missing and all(name.endswith(".ema") for name in missing):
         lines.append(
             "it was written without optimizer.ema_decay, which begins with a run: model.weights "
             "begins one"
         )
-    elif (
-        lines
-        and not shapes
-        and all(name.startswith("optimizer.") for name in (*missing, *unknown, *other))
-    ):
+    elif names and not shapes and all(name.startswith("optimizer.") for name in names):
         lines.append(
             "it was written with another optimizer (optimizer.name, state_precision or groups): "
-            "take those of its "
-            "config.yaml, or begin another run from its weights with model.weights=CHECKPOINT "
-            "train.output=FOLDER"
+            "take those of its config.yaml, or begin another run from its weights with "
+            "model.weights=CHECKPOINT train.output=FOLDER"
         )
     return lines
-
-
-def files_needed(
-    manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int
-) -> set[int]:
-    """The writing ranks whose files a rank of this layout reads."""
-    parts = (
-        (name, tensor, part_of_rank(tensor, layout, rank)) for name, tensor in placements.items()
-    )
-    return {writer for writer, *_ in _reads(manifest, layout, rank, parts)}
-
-
-def _reads(
-    manifest: Manifest,
-    layout: Layout,
-    rank: int,
-    parts: Iterable[tuple[str, Placement, Part | None]],
-) -> Iterator[tuple[int, str, Part, Part]]:
-    """What a rank reads for its parts: (rank that wrote the file, tensor, this rank's share, piece
-    in the file)."""
-    for name, tensor, share in parts:
-        # else no group can exchange it: read all
-        if share is not None and replica_axes(tensor, layout) is not None:
-            share = share_of(share, tensor, layout, copy_number(tensor, layout, rank))
-        if name in manifest.tensors and share is not None and not is_empty(share):
-            for writer, piece in pieces(manifest.tensors[name], manifest.layout, share):
-                yield writer, name, share, piece
-
-
-def _chunks(tensor: Placement, share: Part, piece: Part) -> Iterator[Part]:
-    """The overlap of a piece with a share, as parts of the whole tensor of at most `CHUNK` bytes,
-    or one row."""
-    rows, *rest = overlap(piece, share)
-    width = math.prod(shape_of(piece)[1:]) * SIZES[tensor.dtype]
-    step = max(1, CHUNK // max(1, width))
-    for first in range(rows.start, rows.stop, step):
-        yield slice(first, min(first + step, rows.stop)), *rest

@@ -36,17 +36,10 @@ class LocalDisk:
 
     def __init__(self, root: Path, checkpoints: Path, job: Job) -> None:
         """Raises InputError or TrainingError on every rank: a folder cannot be used."""
-        known = None
-        with job.collective_check("looking at the local disks"):
-            if job.rank == 0:
-                path = checkpoints / ID
-                if not path.exists():
-                    write_whole(path, uuid.uuid4().hex)
-                known = read_guarded(path, 1000).decode()
-        known = job.reduce("looking at the local disks", known, itemgetter(0))
         assert job.layout is not None
-        self._folder, self._rank = root / str(known), job.rank
+        self._rank = job.rank
         self._here = [rank for rank in range(job.world_size) if job.layout.host(rank) == job.host]
+        self._folder = root / _run_id(checkpoints, job)
         self.own = self._of(job.rank)
         self._manifests: dict[Known, Manifest] = {}
         # step resumed from, if that checkpoint is on local disks only
@@ -64,6 +57,8 @@ class LocalDisk:
 
     def _of(self, rank: int) -> Path:
         return self._folder / Path(file_of(rank)).stem
+
+    # Writing ------------------------------------------------------------------------------------
 
     def write(self, step: int, snapshot: Snapshot) -> File:
         """Writes this rank's file to disk. Raises OSError: it cannot be written."""
@@ -85,14 +80,15 @@ class LocalDisk:
         """Deletes older checkpoints, and those of ranks that run on other hosts now."""
         for step in complete_steps(self.own)[:-KEPT]:
             directory.remove(self.own / name_of(step))
-        if self._rank == self._here[0]:
-            own = {self._of(rank) for rank in self._here}
-            oldest = complete_steps(self.own)[0]
-            for folder in set(self._folder.glob("rank_*")) - own:
-                steps = complete_steps(folder)
-                # else that rank is active, and several hosts share this disk
-                if steps and steps[-1] < oldest:
-                    shutil.rmtree(folder)
+        if self._rank != self._here[0]:
+            return  # one rank of the host looks after the others' folders
+        folders_in_use = {self._of(rank) for rank in self._here}
+        oldest = complete_steps(self.own)[0]
+        for folder in set(self._folder.glob("rank_*")) - folders_in_use:
+            steps = complete_steps(folder)
+            # else that rank is active, and several hosts share this disk
+            if steps and steps[-1] < oldest:
+                shutil.rmtree(folder)
 
     def remove_later(self, step: int) -> None:
         """Deletes checkpoints of steps that will be repeated, and unfinished ones."""
@@ -100,6 +96,8 @@ class LocalDisk:
         for later in complete_steps(self.own):
             if later > step:
                 directory.remove(self.own / name_of(later))
+
+    # Reading ------------------------------------------------------------------------------------
 
     def inventory(self) -> dict[Known, dict[int, Path]]:
         """The checkpoints of which this host has files -> rank -> folder of its file. Contents are
@@ -112,29 +110,43 @@ class LocalDisk:
             for step in steps:
                 # a damaged checkpoint counts as missing
                 with suppress(InputError, OSError, ValueError, KeyError):
-                    manifest, digest = read_manifest(folder / name_of(step))
+                    checkpoint = folder / name_of(step)
+                    manifest, digest = read_manifest(checkpoint)
                     rank = int(folder.name.removeprefix("rank_"))
-                    check_files(folder / name_of(step), manifest, file_of(rank))
+                    check_files(checkpoint, manifest, file_of(rank))
                     self._manifests[step, digest] = manifest
-                    by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
+                    by_known.setdefault((step, digest), {})[rank] = checkpoint
         return by_known
 
     def offers(self, layout: Layout) -> list[Known]:
         """The checkpoints of which this host has every file that this rank needs on a layout."""
-        return [
-            known
-            for known, files in self.inventory().items()
-            if self._needs(known, layout) <= files.keys()
-        ]
+        offered = []
+        for known, files in self.inventory().items():
+            if self._needs(known, layout) <= files.keys():
+                offered.append(known)
+        return offered
 
     def _needs(self, known: Known, layout: Layout) -> set[int]:
+        """The ranks whose files this rank needs of a checkpoint."""
         manifest = self._manifests[known]
-        old = manifest.layout
-        if (old.sizes, old.experts, old.context_heads) != (
-            layout.sizes,
-            layout.experts,
-            layout.context_heads,
-        ):
+        if not _deals_alike(manifest.layout, layout):
             # the placement on the new layout is not known yet
             return set(range(len(manifest.files)))
         return files_needed(manifest, manifest.tensors, layout, self._rank)
+
+
+def _run_id(checkpoints: Path, job: Job) -> str:
+    """The name of this run on all local disks, which its first job has drawn."""
+    run_id = None
+    with job.collective_check("looking at the local disks"):
+        if job.rank == 0:
+            path = checkpoints / ID
+            if not path.exists():
+                write_whole(path, uuid.uuid4().hex)
+            run_id = read_guarded(path, 1000).decode()
+    return str(job.reduce("looking at the local disks", run_id, itemgetter(0)))
+
+
+def _deals_alike(a: Layout, b: Layout) -> bool:
+    """Whether ranks hold the same parts of all tensors on both layouts."""
+    return (a.sizes, a.experts, a.context_heads) == (b.sizes, b.experts, b.context_heads)

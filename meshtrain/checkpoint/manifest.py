@@ -10,12 +10,13 @@ bound tensor sizes, and names must be printable.
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from meshtrain.checkpoint.json_text import dumps, is_count, parse_json
 from meshtrain.checkpoint.placement import Placement, fits, part_to_write
 from meshtrain.errors import DamagedError, InputError, join_some
 from meshtrain.huggingface.safetensors import MAX_DIMS, METADATA, SIZES, Entry
@@ -28,21 +29,6 @@ MAX_BYTES = 2**25  # the limit of a manifest: ten times what 131,072 ranks need
 
 _CRC32 = re.compile(r"[0-9a-f]{8}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", re.ASCII)
-_FIELDS = (
-    "step",
-    "samples",
-    "tokens",
-    "written",
-    "layout",
-    "versions",
-    "rng",
-    "data",
-    "evaluation",
-    "books",
-    "config",
-)
-_OBJECTS = ("versions", "rng", "data", "books", "config")
-_ATTRIBUTES = {"books": "counters"}  # name in the file -> attribute of Manifest, where they differ
 
 
 @dataclass(frozen=True)
@@ -83,34 +69,34 @@ class Manifest:
 
     def entries(self, rank: int) -> dict[str, Entry]:
         """The contents of a rank's file: the part it wrote of each tensor, by name."""
-        parts = (
-            (name, tensor, part_to_write(tensor, self.layout, rank))
-            for name, tensor in self.tensors.items()
-        )
-        return {
-            name: Entry(name, tensor.dtype, shape_of(part))
-            for name, tensor, part in parts
-            if part is not None
-        }
+        entries = {}
+        for name, tensor in self.tensors.items():
+            part = part_to_write(tensor, self.layout, rank)
+            if part is not None:
+                entries[name] = Entry(name, tensor.dtype, shape_of(part))
+        return entries
 
     def to_json(self) -> str:
         """The text of manifest.json. Raises DamagedError: `parse` would not accept it."""
-        fields = {name: getattr(self, _ATTRIBUTES.get(name, name)) for name in _FIELDS}
-        head = (
-            {"format": FORMAT}
-            | fields
-            | {"layout": self.layout.sizes, "experts": self.layout.experts}
-        )
-        tensors = {name: _about(tensor) for name, tensor in self.tensors.items()}
-        files = {
-            name: {"size": file.size, "crc32": file.crc32} for name, file in self.files.items()
+        head = {
+            "format": FORMAT,
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "written": self.written,
+            "layout": self.layout.sizes,
+            "versions": self.versions,
+            "rng": self.rng,
+            "data": self.data,
+            "evaluation": self.evaluation,
+            "books": self.counters,
+            "config": self.config,
+            "experts": self.layout.experts,
         }
-        tables = [_table("tensors", tensors), _table("files", files)]
-        text = (
-            "{\n"
-            + ",\n".join([*(_line(name, value) for name, value in head.items()), *tables])
-            + "\n}\n"
-        )
+        members = [_member(name, value) for name, value in head.items()]
+        members.append(_table("tensors", {name: _row(t) for name, t in self.tensors.items()}))
+        members.append(_table("files", {name: asdict(file) for name, file in self.files.items()}))
+        text = "{\n" + ",\n".join(members) + "\n}\n"
         self.parse(text, Path(MANIFEST))
         return text
 
@@ -121,13 +107,14 @@ class Manifest:
         fields = parse_json(text, path)
         if not isinstance(fields, dict):
             raise DamagedError(path, "is no JSON object, as a manifest is")
-        if type(version := fields.get("format")) is int and version > FORMAT:
+        version = fields.get("format")
+        if type(version) is int and version > FORMAT:
             raise InputError(
                 f"{path} has format {version}, and this meshtrain reads up to format {FORMAT}: use "
                 "a newer one"
             )
         try:
-            return _parse(cls, fields)
+            return _parse(fields)
         except (_WrongError, LayoutError) as error:
             raise DamagedError(path, str(error)) from None
 
@@ -136,11 +123,10 @@ def file_of(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-class _WrongError(ValueError):
-    """A fault in a manifest; the message says what it is."""
+# Writing ------------------------------------------------------------------------------------------
 
 
-def _about(tensor: Placement) -> dict[str, Any]:
+def _row(tensor: Placement) -> dict[str, Any]:
     return {
         "dtype": tensor.dtype,
         "shape": tensor.shape,
@@ -150,116 +136,36 @@ def _about(tensor: Placement) -> dict[str, Any]:
 
 
 def _table(name: str, rows: Mapping[str, Any]) -> str:
-    return (
-        f"{json.dumps(name)}: {{\n"
-        + ",\n".join(_line(key, row) for key, row in rows.items())
-        + "\n}"
-    )
+    """A member of the manifest that has a line for each of its own."""
+    lines = ",\n".join(_member(key, row) for key, row in rows.items())
+    return f"{json.dumps(name)}: {{\n{lines}\n}}"
 
 
-def _line(name: str, value: Any) -> str:
+def _member(name: str, value: Any) -> str:
     return f"{json.dumps(name)}: {dumps(value)}"
 
 
-def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
-    version = fields.get("format", FORMAT)
-    _expect(type(version) is int and 1 <= version <= FORMAT, "format", f"1 or {FORMAT}", version)
-    known = {"format", "tensors", "files", *_FIELDS} | ({"experts"} if version != 1 else set())
-    _expect_none(known - fields.keys(), "lacks")
-    _expect_none(fields.keys() - known, f"holds, which format {version} does not have:")
-    for name in ("step", "samples", "tokens", *({"experts"} & known)):
-        _expect(is_count(fields[name]), name, "a count", fields[name])
-    for name in ("layout", "tensors", "files", *_OBJECTS):
-        _expect(isinstance(fields[name], dict), name, "an object", fields[name])
-    written = fields["written"]
-    _expect(
-        isinstance(written, str) and bool(_TIME.fullmatch(written)),
-        "written",
-        "a time in UTC",
-        written,
-    )
-    for name, version in fields["versions"].items():
-        _expect(_is_word(name) and _is_word(version), f"versions.{name!a}", "a text", version)
-    layout = Layout(fields["layout"]).with_experts(fields.get("experts", 1))
-    files = _parse_files(fields["files"], layout)
-    tensors = {
-        name: _parse_tensor(name, about, layout) for name, about in fields["tensors"].items()
-    }
-    needed = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in tensors.items())
-    stored = sum(file.size for file in files.values())
-    if needed > stored:  # so that no reader allocates more memory than the files have bytes
-        raise _WrongError(f"names tensors of {needed:,} bytes and files of {stored:,} bytes")
-    evaluation = fields["evaluation"]
-    good = evaluation is None or (isinstance(evaluation, dict) and all(map(_is_word, evaluation)))
-    good = good and all(type(number) in (int, float) for number in (evaluation or {}).values())
-    _expect(good, "evaluation", "null, or names and numbers", evaluation)
-    evaluation = (
-        None if evaluation is None else {name: float(value) for name, value in evaluation.items()}
-    )
-    plain = {
-        _ATTRIBUTES.get(name, name): fields[name]
-        for name in ("step", "samples", "tokens", "written", *_OBJECTS)
-    }
-    return cls(layout=layout, tensors=tensors, files=files, evaluation=evaluation, **plain)
+# Reading ------------------------------------------------------------------------------------------
 
 
-def _parse_files(rows: dict[str, Any], layout: Layout) -> dict[str, File]:
-    """One file for each rank and no other, so that no name can lead out of the folder."""
-    if len(rows) != layout.world_size:
-        raise _WrongError(
-            f"names {len(rows)} files, and its layout {layout} has {layout.world_size} ranks"
-        )
-    foreign = rows.keys() - {file_of(rank) for rank in range(layout.world_size)}
-    _expect_none(foreign, f"names files that are not {file_of(0)} and so on, one for each rank:")
-    files = {}
-    for name, about in rows.items():
-        good = (
-            isinstance(about, dict)
-            and about.keys() == {"size", "crc32"}
-            and is_count(about["size"])
-        )
-        good = good and isinstance(about["crc32"], str) and bool(_CRC32.fullmatch(about["crc32"]))
-        _expect(good, name, "a size and a crc32 of 8 hexadecimal digits", about)
-        files[name] = File(about["size"], about["crc32"])
-    return files
+class _WrongError(ValueError):
+    """A fault in a manifest; the message says what it is."""
 
 
-def _parse_tensor(name: str, about: Any, layout: Layout) -> Placement:
-    _expect(_is_word(name) and name != METADATA, "tensors", "names that can be printed", name)
-    good = isinstance(about, dict) and about.keys() == {"dtype", "shape", "cuts", "stages"}
-    _expect(good, name, "dtype, shape, cuts and stages", about)
-    dtype, shape, cuts, stages = (about[key] for key in ("dtype", "shape", "cuts", "stages"))
-    _expect(
-        isinstance(dtype, str) and dtype in SIZES,
-        name,
-        f"one of the types {', '.join(SIZES)}",
-        dtype,
-    )
-    good = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(is_count, shape))
-    _expect(good, name, "a shape", shape)
-    _expect(
-        is_count(math.prod(shape) * SIZES[dtype]), name, "a shape of less than 2^63 bytes", shape
-    )
-    good = isinstance(cuts, list) and all(isinstance(cut, list) and len(cut) == 2 for cut in cuts)
-    good = good and all(
-        isinstance(axis, str) and is_count(dim, max(1, len(shape)) - 1) for axis, dim in cuts
-    )
-    good = good and fits(Placement((), dtype, tuple((axis, dim) for axis, dim in cuts)), layout)
-    _expect(
-        good,
-        name,
-        f"cuts of its {max(1, len(shape))} dims by axes of the layout {layout}, each once",
-        cuts,
-    )
-    last = layout.size("pp") - 1
-    good = (
-        isinstance(stages, list)
-        and len(stages) > 0
-        and all(is_count(stage, last) for stage in stages)
-    )
-    good = good and all(stage < following for stage, following in pairwise(stages))
-    _expect(good, name, f"stages from 0 to {last}, ascending", stages)
-    return Placement(tuple(shape), dtype, tuple((axis, dim) for axis, dim in cuts), tuple(stages))
+@dataclass(frozen=True)
+class _Rule:
+    """What the value of a field has to be."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+    def check(self, name: str, value: Any) -> None:
+        if not self.holds(value):
+            raise _wrong(name, self.words, value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_word(value: Any) -> bool:
@@ -267,81 +173,187 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable() and value != ""
 
 
-def _expect_none(names: set[str], problem: str) -> None:
+def _is_time(value: Any) -> bool:
+    return isinstance(value, str) and _TIME.fullmatch(value) is not None
+
+
+def _is_crc32(value: Any) -> bool:
+    return isinstance(value, str) and _CRC32.fullmatch(value) is not None
+
+
+def _is_evaluation(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict):
+        return False
+    return all(_is_word(name) and type(x) in (int, float) for name, x in value.items())
+
+
+_COUNT = _Rule("a count", is_count)
+_OBJECT = _Rule("an object", _is_object)
+_TEXT = _Rule("a text", _is_word)
+_DTYPE = _Rule(
+    f"one of the types {', '.join(SIZES)}", lambda value: isinstance(value, str) and value in SIZES
+)
+
+_RULES: Mapping[str, _Rule] = {
+    "step": _COUNT,
+    "samples": _COUNT,
+    "tokens": _COUNT,
+    "experts": _COUNT,
+    "layout": _OBJECT,
+    "tensors": _OBJECT,
+    "files": _OBJECT,
+    "versions": _OBJECT,
+    "rng": _OBJECT,
+    "data": _OBJECT,
+    "books": _OBJECT,
+    "config": _OBJECT,
+    "written": _Rule("a time in UTC", _is_time),
+    "evaluation": _Rule("null, or names and numbers", _is_evaluation),
+}
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    version = fields.get("format", FORMAT)
+    if type(version) is not int or not 1 <= version <= FORMAT:
+        raise _wrong("format", f"1 or {FORMAT}", version)
+    rules = {name: rule for name, rule in _RULES.items() if name != "experts" or version > 1}
+    known = {"format", *rules}
+    _refuse(known - fields.keys(), "lacks")
+    _refuse(fields.keys() - known, f"holds, which format {version} does not have:")
+    for name, rule in rules.items():
+        rule.check(name, fields[name])
+    for name, text in fields["versions"].items():
+        label = f"versions.{name!a}"
+        _TEXT.check(label, name)
+        _TEXT.check(label, text)
+
+    layout = Layout(fields["layout"]).with_experts(fields.get("experts", 1))
+    files = _parse_files(fields["files"], layout)
+    tensors = {name: _parse_tensor(name, row, layout) for name, row in fields["tensors"].items()}
+    _require_room(tensors, files)
+    evaluation = fields["evaluation"]
+    if evaluation is not None:
+        evaluation = {name: float(value) for name, value in evaluation.items()}
+    return Manifest(
+        step=fields["step"],
+        layout=layout,
+        tensors=tensors,
+        files=files,
+        written=fields["written"],
+        samples=fields["samples"],
+        tokens=fields["tokens"],
+        config=fields["config"],
+        data=fields["data"],
+        versions=fields["versions"],
+        rng=fields["rng"],
+        counters=fields["books"],
+        evaluation=evaluation,
+    )
+
+
+def _parse_files(rows: dict[str, Any], layout: Layout) -> dict[str, File]:
+    """One file for each rank and no other, so that no name can lead out of the folder."""
+    # Compared first: a hostile layout may have more ranks than there is memory for names.
+    if len(rows) != layout.world_size:
+        raise _WrongError(
+            f"names {len(rows)} files, and its layout {layout} has {layout.world_size} ranks"
+        )
+    foreign = rows.keys() - {file_of(rank) for rank in range(layout.world_size)}
+    _refuse(foreign, f"names files that are not {file_of(0)} and so on, one for each rank:")
+    files = {}
+    for name, row in rows.items():
+        is_whole = _is_object(row) and row.keys() == {"size", "crc32"}
+        if not is_whole or not is_count(row["size"]) or not _is_crc32(row["crc32"]):
+            raise _wrong(name, "a size and a crc32 of 8 hexadecimal digits", row)
+        files[name] = File(row["size"], row["crc32"])
+    return files
+
+
+def _parse_tensor(name: str, row: Any, layout: Layout) -> Placement:
+    if not _is_word(name) or name == METADATA:
+        raise _wrong("tensors", "names that can be printed", name)
+    if not _is_object(row) or row.keys() != {"dtype", "shape", "cuts", "stages"}:
+        raise _wrong(name, "dtype, shape, cuts and stages", row)
+    dtype = row["dtype"]
+    _DTYPE.check(name, dtype)
+    shape = _parse_shape(name, row["shape"], dtype)
+    cuts = _parse_cuts(name, row["cuts"], shape, layout)
+    stages = _parse_stages(name, row["stages"], layout)
+    return Placement(shape, dtype, cuts, stages)
+
+
+def _parse_shape(name: str, sizes: Any, dtype: str) -> tuple[int, ...]:
+    if not isinstance(sizes, list) or len(sizes) > MAX_DIMS or not all(map(is_count, sizes)):
+        raise _wrong(name, "a shape", sizes)
+    if not is_count(math.prod(sizes) * SIZES[dtype]):
+        raise _wrong(name, "a shape of less than 2^63 bytes", sizes)
+    return tuple(sizes)
+
+
+def _parse_cuts(
+    name: str, pairs: Any, shape: tuple[int, ...], layout: Layout
+) -> tuple[tuple[str, int], ...]:
+    dims = max(1, len(shape))  # a scalar counts as one dim
+    cuts = _cuts_in(pairs, dims)
+    if cuts is None or not fits(Placement(shape, "U8", cuts), layout):
+        raise _wrong(
+            name, f"cuts of its {dims} dims by axes of the layout {layout}, each once", pairs
+        )
+    return cuts
+
+
+def _cuts_in(pairs: Any, dims: int) -> tuple[tuple[str, int], ...] | None:
+    """The pairs of an axis and one of so many dims; None if they are something else."""
+    if not isinstance(pairs, list):
+        return None
+    cuts = []
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            return None
+        axis, dim = pair
+        if not isinstance(axis, str) or not is_count(dim, dims - 1):
+            return None
+        cuts.append((axis, dim))
+    return tuple(cuts)
+
+
+def _parse_stages(name: str, stages: Any, layout: Layout) -> tuple[int, ...]:
+    last = layout.size("pp") - 1
+    if not _is_ascending(stages, last):
+        raise _wrong(name, f"stages from 0 to {last}, ascending", stages)
+    return tuple(stages)
+
+
+def _is_ascending(numbers: Any, most: int) -> bool:
+    """Whether these are one or more integers from 0 to `most` in ascending order."""
+    if not isinstance(numbers, list) or not numbers:
+        return False
+    if not all(is_count(number, most) for number in numbers):
+        return False
+    return all(number < following for number, following in pairwise(numbers))
+
+
+def _require_room(tensors: Mapping[str, Placement], files: Mapping[str, File]) -> None:
+    """The files bound the tensors, so that no reader allocates more memory than files have
+    bytes."""
+    needed = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in tensors.items())
+    stored = sum(file.size for file in files.values())
+    if needed > stored:
+        raise _WrongError(f"names tensors of {needed:,} bytes and files of {stored:,} bytes")
+
+
+def _refuse(names: Collection[str], problem: str) -> None:
+    """Raises an error that lists the names, if there are any."""
     if names:
         raise _WrongError(f"{problem} {join_some([f'{name[:80]!a}' for name in sorted(names)])}")
 
 
-def _expect(good: bool, name: str, expected: str, value: Any) -> None:
-    if not good:
-        text = ascii(value)
-        text = text if len(text) <= 80 else text[:77] + "..."
-        raise _WrongError(
-            f"{name if _is_word(name) else ascii(name)}: expected {expected}; found {text}"
-        )
-
-
-MAX_DEPTH = 50  # nesting depth of JSON; so recursion over a parsed value is safe
-
-
-def parse_json(text: str | bytes, path: Path) -> Any:
-    """The value of a text written by `dumps`. Raises DamagedError, naming `path`: it is no such
-    text."""
-    try:
-        text = text if isinstance(text, str) else text.decode()
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite
-        )
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(
-            path, f"is no JSON as meshtrain writes it ({error})" if text else "is empty"
-        ) from None
-    if not _is_shallow(value, MAX_DEPTH):
-        raise DamagedError(path, f"nests values more than {MAX_DEPTH} deep")
-    return value
-
-
-def dumps(value: Any) -> str:
-    """JSON on one line. JSON has no infinity (of a config) and no NaN (of a loss): they become
-    `$float` objects."""
-    return json.dumps(_with_floats(value), separators=(",", ":"), allow_nan=False)
-
-
-def is_count(value: object, most: int = 2**63 - 1) -> bool:
-    """Whether this is an integer from 0 to `most`, and not a bool."""
-    return type(value) is int and 0 <= value <= most
-
-
-def _with_floats(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(value)}
-    if isinstance(value, Mapping):
-        return {key: _with_floats(member) for key, member in value.items()}
-    return [_with_floats(member) for member in value] if isinstance(value, list | tuple) else value
-
-
-def _is_shallow(value: Any, depth: int) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(
-        _is_shallow(member, depth - 1) for member in inside if isinstance(member, dict | list)
-    )
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Any:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)[:80]!r} stands twice in an object")
-    if len(pairs) == 1 and value.get("$float") in ("inf", "-inf", "nan"):
-        return float(value["$float"])
-    return value
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text[:20]} is too large a number")
-    return number
+def _wrong(name: str, expected: str, value: Any) -> _WrongError:
+    """The error of a field, safe to print whatever the file has there."""
+    label = name if _is_word(name) else ascii(name)
+    text = ascii(value)
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return _WrongError(f"{label}: expected {expected}; found {text}")

@@ -55,10 +55,10 @@ def part_of_rank(tensor: Placement, layout: Layout, rank: int) -> Part | None:
 def part_to_write(tensor: Placement, layout: Layout, rank: int) -> Part | None:
     """The part that a rank writes: a share of the rows that it holds. None if it writes nothing."""
     part = part_of_rank(tensor, layout, rank)
-    piece = (
-        None if part is None else share_of(part, tensor, layout, copy_number(tensor, layout, rank))
-    )
-    return None if piece is None or is_empty(piece) else piece
+    if part is None:
+        return None
+    share = share_of(part, tensor, layout, copy_number(tensor, layout, rank))
+    return None if is_empty(share) else share
 
 
 def copy_number(tensor: Placement, layout: Layout, rank: int) -> int:
@@ -70,23 +70,28 @@ def copy_number(tensor: Placement, layout: Layout, rank: int) -> int:
 
 def share_of(part: Part, tensor: Placement, layout: Layout, copy: int, of: int = 1) -> Part:
     """The rows of a part that copy number `copy` writes, or the `of` copies from that number on."""
-    shares = [
-        chunk_range(part[0].stop - part[0].start, copies(tensor, layout), number)
-        for number in (copy, copy + of - 1)
-    ]
-    return slice(part[0].start + shares[0].start, part[0].start + shares[1].stop), *part[1:]
+    rows, *others = part
+    size, number_of_copies = rows.stop - rows.start, copies(tensor, layout)
+    first = chunk_range(size, number_of_copies, copy)
+    last = chunk_range(size, number_of_copies, copy + of - 1)
+    return slice(rows.start + first.start, rows.start + last.stop), *others
 
 
 def replica_axes(tensor: Placement, layout: Layout) -> list[str] | None:
     """The axes along which a stage's copies lie, innermost first; None if one of them is only part
-    of an axis."""
+    of an axis.
+
+    With `{dp_shard: 4, tp: 2}` a tensor that `tp` cuts has its copies along `dp_shard`. If `ep`
+    over 4 ranks cuts it, they lie along a half of `dp_shard`, which is no axis.
+    """
     cut = tuple(axis for axis, _ in tensor.cuts)
-    uncut = [
-        axis
-        for axis, size in layout.sizes.items()
-        if size > 1 and axis != "pp" and not layout.covers(cut, axis)
-    ]
-    return uncut[::-1] if layout.size(*uncut) == _copies_of_a_stage(tensor, layout) else None
+    uncut = []
+    for axis, size in layout.sizes.items():  # outermost first
+        if size > 1 and axis != "pp" and not layout.covers(cut, axis):
+            uncut.append(axis)
+    if layout.size(*uncut) != _copies_of_a_stage(tensor, layout):
+        return None
+    return uncut[::-1]
 
 
 def copies(tensor: Placement, layout: Layout) -> int:
@@ -103,13 +108,13 @@ def pieces(tensor: Placement, layout: Layout, part: Part) -> Iterator[tuple[int,
     O(ranks)."""
     axes = [axis for axis, _ in tensor.cuts]
     cuts = [(dim, layout.size(axis)) for axis, dim in tensor.cuts]
-    in_stage = _copies_of_a_stage(tensor, layout)
     # The parts that ranks hold are cut once more, by rows, into the pieces that each of them
     # writes.
-    all_cuts = [*cuts, (0, copies(tensor, layout))]
-    for (*indices, copy), piece in overlapping(
-        all_cuts, tuple(slice(0, size) for size in tensor.dims), part
-    ):
-        stage, number = divmod(copy, in_stage)
+    cuts.append((0, copies(tensor, layout)))
+    whole = tuple(slice(0, size) for size in tensor.dims)
+    for (*indices, copy), piece in overlapping(cuts, whole, part):
+        # The inverse of `copy_number`.
+        stage, copy_in_stage = divmod(copy, _copies_of_a_stage(tensor, layout))
         coordinate = dict(zip(axes, indices, strict=True))
-        yield layout.rank_of_copy(number, pp=tensor.stages[stage], **coordinate), piece
+        rank = layout.rank_of_copy(copy_in_stage, pp=tensor.stages[stage], **coordinate)
+        yield rank, piece

@@ -32,24 +32,24 @@ class Sums:
     for the device."""
 
     def __init__(self, state: State) -> None:
-        names = Counter(shard.name for shard in state.shards)
-        compared = [
-            shard
-            for shard in state.shards
-            if shard.compared
-            and (copies(shard.placement, state.layout) > 1 or names[shard.name] > 1)
-        ]
-        self._kinds = kinds_of(state.placements)
-        self._names = [
-            (self._kinds.index(kind_of(shard.placement)), shard.name) for shard in compared
-        ]
-        self._sums = torch.stack([bit_sum(shard.local) for shard in compared]) if compared else None
-        self._values: list[int] | None = None
-        weights = [shard for shard in state.shards if _is_weight(shard)]
-        self._weights = [shard.name for shard in weights]
-        self._largest = (
-            torch.stack([largest(shard.local) for shard in weights]) if weights else None
-        )
+        kinds = kinds_of(state.placements)
+        occurrences = Counter(shard.name for shard in state.shards)
+        self._names: list[tuple[int, str]] = []  # of the summed tensors: number of the kind, name
+        self._weights: list[str] = []
+        sums = []
+        largest_values = []
+        for shard in state.shards:
+            is_shared = copies(shard.placement, state.layout) > 1 or occurrences[shard.name] > 1
+            if shard.compared and is_shared:
+                self._names.append((kinds.index(kind_of(shard.placement)), shard.name))
+                sums.append(bit_sum(shard.local))
+            if _is_weight(shard):
+                self._weights.append(shard.name)
+                largest_values.append(largest(shard.local))
+        # One tensor each, so that one copy from the device reads all of them.
+        self._sums = torch.stack(sums) if sums else None
+        self._largest = torch.stack(largest_values) if largest_values else None
+        self._values: list[int] | None = None  # the sums, once they were read
 
     def not_finite(self) -> list[str]:
         """The weights of which this rank holds values that are NaN or infinite."""
@@ -57,41 +57,45 @@ class Sums:
             return []
         with waiting("the largest values of the weights", resource=Resource.DEVICE):
             finite = torch.isfinite(self._largest).tolist()
-        return sorted(
-            {name for name, is_finite in zip(self._weights, finite, strict=True) if not is_finite}
-        )
+        names = {
+            name for name, is_finite in zip(self._weights, finite, strict=True) if not is_finite
+        }
+        return sorted(names)
 
     def digests(self) -> dict[str, str]:
         """Number of a kind -> one digest of all this rank's tensors of that kind."""
-        texts: dict[int, list[str]] = {}
-        for number, name, value in self._all():
-            texts.setdefault(number, []).append(f"{name} {value}")
-        return {
-            str(n): hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-            for n, lines in texts.items()
-        }
+        lines_of_kind: dict[int, list[str]] = {}
+        for kind, name, value in self._read():
+            lines_of_kind.setdefault(kind, []).append(f"{name} {value}")
+        digests = {}
+        for kind, lines in lines_of_kind.items():
+            digests[str(kind)] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return digests
 
     def inconsistent_ties(self) -> list[str]:
         """The tied weights that have different values on two stages of this rank."""
         first: dict[str, int] = {}
-        return sorted(
-            {name for _, name, value in self._all() if first.setdefault(name, value) != value}
-        )
+        differing = set()
+        for _, name, value in self._read():
+            if first.setdefault(name, value) != value:
+                differing.add(name)
+        return sorted(differing)
 
     def of_kind(self, number: int) -> dict[str, list[int]]:
         """The sums of the tensors of a kind; a tied weight on two stages has two."""
         sums: dict[str, list[int]] = {}
-        for other, name, value in self._all():
-            if other == number:
+        for kind, name, value in self._read():
+            if kind == number:
                 sums.setdefault(name, []).append(value)
         return sums
 
-    def _all(self) -> Iterator[tuple[int, str, int]]:
+    def _read(self) -> Iterator[tuple[int, str, int]]:
+        """Number of the kind, name and sum of each tensor."""
         if self._values is None:
             with waiting("the sums of the state's bits", resource=Resource.DEVICE):
                 self._values = [] if self._sums is None else self._sums.tolist()
-        for (number, name), value in zip(self._names, self._values, strict=True):
-            yield number, name, value
+        for (kind, name), value in zip(self._names, self._values, strict=True):
+            yield kind, name, value
 
 
 @dataclass(frozen=True)
@@ -109,30 +113,32 @@ def find_divergence(
     placements: Mapping[str, Placement], layout: Layout, digests: Sequence[Mapping[str, str]]
 ) -> list[Divergence]:
     """Where digests that should be equal differ; `digests` are in rank order."""
-    cuts = [axes for axes, _ in kinds_of(placements)]
-    groups: dict[
-        tuple[int, ...], dict[int, str]
-    ] = {}  # the ranks that hold the same part of tensors of a kind
+    kinds = kinds_of(placements)
+    # The ranks that hold the same part of tensors of a kind, with their digests. The key is the
+    # number of the kind and the index on each axis that cuts its tensors.
+    groups: dict[tuple[int, ...], dict[int, str]] = {}
     for rank, digest_of in enumerate(digests):
         for number, digest in digest_of.items():
-            part = int(number), *(layout.index(rank, axis) for axis, _ in cuts[int(number)])
+            kind = int(number)
+            cuts, _ = kinds[kind]
+            part = kind, *(layout.index(rank, axis) for axis, _ in cuts)
             groups.setdefault(part, {})[rank] = digest
-    return [
-        _divergence(part[0], group)
-        for part, group in groups.items()
-        if len(set(group.values())) > 1
-    ]
+    divergences = []
+    for (kind, *_), group in groups.items():
+        if len(set(group.values())) > 1:
+            divergences.append(_divergence(kind, group))
+    return divergences
 
 
 def _divergence(kind: int, digests: Mapping[int, str]) -> Divergence:
-    common, n = Counter(digests.values()).most_common(1)[0]
-    majority = (
-        [rank for rank, digest in digests.items() if digest == common]
-        if 2 * n > len(digests)
-        else []
-    )
+    common, count = Counter(digests.values()).most_common(1)[0]
+    majority = []
+    if 2 * count > len(digests):
+        majority = [rank for rank, digest in digests.items() if digest == common]
     odd = tuple(rank for rank in digests if rank not in majority)
-    return Divergence(kind, tuple(digests), (*odd[:MOST_NAMED], *majority[:1]), odd)
+    # Some of the odd ones, and one to compare them with.
+    reporters = (*odd[:MOST_NAMED], *majority[:1])
+    return Divergence(kind, tuple(digests), reporters, odd)
 
 
 def describe_divergence(
@@ -146,15 +152,18 @@ def describe_divergence(
     ranks = " and ".join(rank_names[rank] for rank in odd)
     if len(divergence.odd) > len(odd):
         ranks += f" and {len(divergence.odd) - len(odd)} more"
+
+    differing = []
     names = dict.fromkeys(name for rank in odd for name in sums[rank])
-    differ = [
-        name
-        for name in names
-        if len({tuple(sums[rank].get(name, ())) for rank in divergence.reporters}) > 1
-    ]
+    for name in names:
+        values = {tuple(sums[rank].get(name, ())) for rank in divergence.reporters}
+        if len(values) > 1:
+            differing.append(name)
+
+    verb = "differs" if len(divergence.odd) == 1 else "differ"
     agreeing = len(divergence.group) - len(divergence.odd)
     others = f"the {agreeing} other ranks that hold the same part" if agreeing else "each other"
-    return f"{ranks} differ{'s' * (len(divergence.odd) == 1)} from {others}, in {join_some(differ)}"
+    return f"{ranks} {verb} from {others}, in {join_some(differing)}"
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
@@ -162,10 +171,12 @@ def bit_sum(tensor: Tensor) -> Tensor:
     flip changes it."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
-        data = data.clone()
+        data = data.clone()  # a view as 8-byte integers has to begin at a multiple of 8
     whole = len(data) // 8 * 8
     total = data[:whole].view(torch.int64).sum()
-    return total if whole == len(data) else total + data[whole:].sum(dtype=torch.int64)
+    if whole < len(data):
+        total = total + data[whole:].sum(dtype=torch.int64)
+    return total
 
 
 def largest(tensor: Tensor) -> Tensor:

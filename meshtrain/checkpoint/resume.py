@@ -1,16 +1,22 @@
-"""Resume: the state a run starts from. One rank decides, all verify that they see the same files,
-and print changes."""
+"""Resume: the state a run starts from. One rank chooses, all agree on what they see, and each fills
+its part.
 
-import hashlib
-import json
+1. *Choose*: rank 0 lists the candidates (candidates.py), with those that are on the hosts' local
+   disks only, and those that object storage has (stored.py).
+2. *Agree*: all ranks read the manifest of the first one, and compare digests. Damage that only one
+   host sees is none (witness.py).
+3. *Fill*: each rank reads its share, and the ranks exchange what they have read. If that shows
+   damage, the next candidate is taken.
+"""
+
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshtrain.checkpoint.candidates import Candidates, find_candidates, mark_going_back
 from meshtrain.checkpoint.config_diff import check, compare, counters_of
 from meshtrain.checkpoint.directory import (
     complete_steps,
@@ -21,84 +27,123 @@ from meshtrain.checkpoint.directory import (
     step_of,
 )
 from meshtrain.checkpoint.load import exchange, files_needed, read_shares
-from meshtrain.checkpoint.local import Known, LocalDisk
+from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.manifest import Manifest, file_of
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.state import State
+from meshtrain.checkpoint.stored import StoredCheckpoints
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import problems_of
-from meshtrain.errors import DamagedError, InputError, MissingError, TrainingError, UnreadableError
+from meshtrain.checkpoint.witness import require_witness
+from meshtrain.errors import DamagedError, InputError, MissingError, UnreadableError
 from meshtrain.job.consistency import Fingerprint, require_equal
 from meshtrain.job.process import Job
-from meshtrain.job.storage import optional, read_guarded, warn, with_retries, write_whole
+from meshtrain.job.storage import warn, with_retries
 
-if TYPE_CHECKING:
-    from meshtrain.config import Config
-
-# in the run's folder: digest of the config with which the run last went back
-WENT_BACK = ".went_back"
-BEGUN = (
-    "checkpoint.resume names {}, with which this run began; it goes on from its own checkpoints now"
-)
 MOST_ASKED = 4  # files that another host is asked to read before they count as damaged
 
 
 @dataclass(frozen=True)
-class RunSpec:
-    """The run that a checkpoint has to agree with."""
+class Choice:
+    """What rank 0 has chosen; its fields travel to all ranks as JSON."""
 
-    config: "Config"
-    folder: Path
-    checkpoints: Path  # the folder of the run's own checkpoints
-    data: dict[str, Any]  # fingerprint and sizes, as in a manifest
-    versions: dict[str, str]  # of torch, Python, meshtrain and the code
-    steps: int  # the run's last step
-    local: LocalDisk | None = None  # local disk, to which checkpoints are written first
-    uploads: Uploads | None = None  # on rank 0: object storage that may have checkpoints
+    path: str | None = None  # None: the run starts at its first step
+    problem: str | None = None  # what is wrong with it, as rank 0 sees it
+    back: bool = False  # the user asked to go back to one of the run's own checkpoints
+    local_digest: str | None = None  # see `Candidate`
 
 
-@dataclass
-class Candidates:
-    """Checkpoints to start from, the best first; without any the run starts at its first step."""
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint that all ranks have agreed on."""
 
-    paths: list[Path] = field(default_factory=list)
-    older: bool = True  # fall back to an older checkpoint if a newer one is damaged
-    back: bool = False  # the user names one of the run's own checkpoints, to go back to
-    # checkpoints on local disks only -> sha256 of the manifest
-    local: dict[Path, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # lines for people
+    path: Path  # on this host
+    manifest: Manifest
+    digest: str  # sha256 of the manifest
+    # complete on the hosts' own disks, but not in the shared folder
+    local_only: bool
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a rank has found when it read its share."""
+
+    problem: str
+    file: str  # the name of the file
 
 
 class Resume:
     """The checkpoint that a run resumes from, the same on all ranks."""
 
-    def __init__(self, job: Job, spec: RunSpec) -> None:
-        """Decides from the manifests alone. Raises InputError on every rank: none is usable, or the
-        configs differ."""
-        self._job, self._spec = job, spec
-        self.checkpoint: Path | None = None  # None: the run starts at its first step
-        self.manifest: Manifest | None = None
+    def __init__(
+        self,
+        job: Job,
+        spec: RunSpec,
+        *,
+        local: LocalDisk | None = None,
+        uploads: Uploads | None = None,
+    ) -> None:
+        """Decides from the manifests alone.
+
+        Args:
+            local: local disk, to which checkpoints are written first.
+            uploads: on rank 0: object storage that may have checkpoints.
+
+        Raises InputError on every rank: no checkpoint is usable, or the configs differ.
+        """
+        self.local = local
+        self.uploads = uploads
         self.back = False  # the user asked to go back to one of the run's own checkpoints
+        self._job = job
+        self._spec = spec
+        self._chosen: Chosen | None = None  # None: the run starts at its first step
+
+        # What only rank 0 knows:
         self._candidates = Candidates()
-        self._damaged: list[str] = []
-        self._digest = ""  # sha256 of the manifest
-        # on rank 0: steps in storage that were not tried yet
-        self._uploaded: list[int] | None = None
-        # the checkpoint is complete on the hosts' own disks, but not in the shared folder
-        self._local_only = False
+        self._damaged: list[str] = []  # what was wrong with candidates that were passed over
+        self._stored: StoredCheckpoints | None = None
+        if uploads is not None:
+            self._stored = StoredCheckpoints(uploads, spec, restarted=job.again)
+
         with job.collective_check("choosing a checkpoint"):
             if job.rank == 0:
-                self._candidates = with_retries(lambda: candidates(spec, restarted=job.again))
-                if not job.again:
-                    self._require_fresh_storage()
-                self._claim_storage()
-        if spec.local is not None and job.layout is not None:
-            self._add_local(spec.local.offers(job.layout))
-        self._take_first()
+                self._candidates = with_retries(lambda: find_candidates(spec, restarted=job.again))
+                if self._stored is not None:
+                    self._stored.claim()
+        if local is not None:
+            self._add_local(local)
+        self._agree()
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """None: the run starts at its first step."""
+        return None if self._chosen is None else self._chosen.path
 
     @property
     def step(self) -> int:
         """Updates already done when the run starts."""
-        return 0 if self.manifest is None else self.manifest.step
+        return 0 if self._chosen is None else self._chosen.manifest.step
+
+    @property
+    def own(self) -> bool:
+        """Whether the checkpoint is one of this run, and not another run's."""
+        return self._chosen is not None and self._is_own(self._chosen.path)
+
+    @property
+    def counters(self) -> dict[str, Any] | None:
+        """The counters at the checkpoint; None if the run starts at its first step."""
+        return None if self._chosen is None else counters_of(self._chosen.manifest)
+
+    def about(self) -> Iterator[str]:
+        """Lines for people."""
+        yield from self._candidates.notes
+        if self._chosen is None:
+            return
+        manifest = self._chosen.manifest
+        yield f"goes on from {self.checkpoint}: step {self.step}, written {manifest.written}"
+        changes = compare(manifest, self._spec, self._job)
+        if changes.listed:
+            yield "changed since that checkpoint: " + "; ".join(changes.listed)
 
     def restore(self, state: State) -> None:
         """Fills the state from the checkpoint; with `resume: latest`, from the next older one if
@@ -108,419 +153,243 @@ class Resume:
             InputError: on every rank: no candidate is left, or the checkpoint is not of this model.
             TrainingError: on every rank: a host cannot read files that another host can.
         """
-        while self.checkpoint is not None and self.manifest is not None:
-            checkpoint, manifest, damage = self.checkpoint, self.manifest, None
-            with self._job.collective_check(f"loading {checkpoint}"):
-                try:
-                    local = self._local_files(manifest, state)
-                    with_retries(
-                        partial(self._read, checkpoint, manifest, state, local), MissingError
-                    )
-                except (DamagedError, UnreadableError) as error:
-                    if isinstance(error, UnreadableError) and not self._local_only:
-                        raise
-                    # a local disk that stays unreadable counts as damaged
-                    damage = [
-                        str(error),
-                        error.file.name,
-                    ]
-            # If no rank found damage, no rank needs the reports of the others.
-            report = [self._job.host, damage]
-            reports = self._job.reduce(
-                "loading", report, lambda of: of if any(damage for _, damage in of) else []
-            )
-            damages = [report for _, report in reports if report is not None]
+        while self._chosen is not None:
+            hosts, damages = self._fill(self._chosen, state)
             if not damages:
-                exchange(state)
-                if self._spec.local is not None:
-                    count, ranks = (
-                        self._job.reduce("loading", bool(local), sum),
-                        self._job.world_size,
-                    )
-                    self._candidates.notes.append(
-                        f"{count} of {ranks} ranks read from their local disks"
-                    )
                 break
-            names = [file_of(rank) for rank in range(len(manifest.files))]
-            # only one host has them
-            in_doubt = {} if self._local_only else {name: text for text, name in damages}
-            for name, text in list(in_doubt.items())[:MOST_ASKED]:
-                blind = {
-                    host for host, report in reports if report is not None and report[1] == name
-                }
-                of = names.index(name)
-                unharmed = partial(_has_no_problem, checkpoint, manifest, of)
-                self._ask(reports, blind, text, unharmed)
-            if self._job.rank == 0:
-                self._damaged += dict.fromkeys(text for text, _ in damages)
-                self._candidates.paths.pop(0)
-            self._take_first()
+            if not self._chosen.local_only:  # else only one host has each file
+                self._require_witnesses(self._chosen, hosts, damages)
+            self._pass_over([damage.problem for damage in damages if damage is not None])
+            self._agree()
         with self._job.collective_check("setting later checkpoints aside"):
-            self._make_way()
+            self._set_later_aside()
 
-    def _add_local(self, offers: Sequence[Known]) -> None:
+    # Choose -------------------------------------------------------------------------------------
+
+    def _add_local(self, local: LocalDisk) -> None:
         """Adds checkpoints that are on local disks only, and complete over all hosts, to the run's
         own candidates."""
-        assert self._spec.local is not None
-        counts, ranks = (
-            self._job.reduce("looking at the local disks", offers, _count_offers),
-            self._job.world_size,
+        assert self._job.layout is not None
+        offers = self._job.reduce(
+            "looking at the local disks", local.offers(self._job.layout), _count_offers
         )
-        candidates, checkpoints = self._candidates, self._spec.checkpoints
-        if self._job.rank != 0 or candidates.back:
-            return
-        shared = {path.name for path in candidates.paths if path.parent == checkpoints}
-        begun = not candidates.paths or bool(shared)  # else `checkpoint.resume` names another run
-        for (step, digest), having in counts:
-            if having == ranks:
-                candidates.local[self._spec.local.own / name_of(step)] = digest
-            elif begun and name_of(step) not in shared:
-                candidates.notes.append(
-                    f"step {step} is on the local disks of {having} of {ranks} ranks, not whole: "
-                    "passed over"
+        if self._job.rank == 0:
+            self._candidates.add_local(local, offers, self._job.world_size, self._spec)
+
+    def _choose(self) -> Choice:
+        """On rank 0: the first candidate, and what is wrong with it, if anything is."""
+        candidates = self._candidates
+        if self._stored is not None:
+            self._stored.bring_newer(candidates)
+        may_take = bool(candidates.queue) and (candidates.older or not self._damaged)
+        if not may_take:
+            if self._damaged:
+                listed = "\n".join(f"  {line}" for line in self._damaged)
+                raise InputError(
+                    f"no checkpoint is whole that this run could go on from:\n{listed}\n"
+                    "To begin anew, name another folder with train.output=FOLDER, or move "
+                    f"{self._spec.checkpoints} away"
                 )
-        if candidates.local and not begun:
-            candidates.notes.append(BEGUN.format(self._spec.config.checkpoint.resume))
-            candidates.paths, candidates.older = [], True
-        candidates.paths += candidates.local
-        # for the same step, the shared one first
-        candidates.paths.sort(key=lambda path: -(step_of(path.name) or 0))
+            return Choice(back=candidates.back)
+        first = candidates.queue[0]
+        problem = None
+        if first.local_digest is None:  # else each rank has checked its own files
+            try:
+                with_retries(lambda: open_manifest(first.path), MissingError)
+            except DamagedError as error:
+                problem = str(error)
+        return Choice(str(first.path), problem, candidates.back, first.local_digest)
 
-    def _local_files(self, manifest: Manifest, state: State) -> dict[int, Path]:
-        """Files that this rank reads from its local disk: all it needs, or none. MissingError: some
-        exist nowhere."""
-        if self._spec.local is None:
-            return {}
-        files = self._spec.local.inventory().get((manifest.step, self._digest), {})
-        missing = (
-            files_needed(manifest, state.placements, state.layout, self._job.rank) - files.keys()
-        )
-        if missing and self._local_only:
-            raise MissingError(
-                self._spec.local.own / name_of(manifest.step) / file_of(min(missing))
-            )
-        return {} if missing else files
+    def _pass_over(self, problems: list[str]) -> None:
+        """On rank 0: the first candidate is damaged."""
+        if self._job.rank == 0:
+            self._damaged += dict.fromkeys(problems)
+            self._candidates.queue.pop(0)
 
-    def _read(
-        self, checkpoint: Path, manifest: Manifest, state: State, local: dict[int, Path]
-    ) -> None:
-        try:
-            read_shares(checkpoint, manifest, state, local)
-        except (DamagedError, OSError) as error:
-            if not local or self._local_only:
-                raise
-            warn(f"on host {self._job.host}: {error}; the shared folder is read instead")
-            local.clear()
-            read_shares(checkpoint, manifest, state)
+    # Agree --------------------------------------------------------------------------------------
 
-    def _ask(
-        self,
-        reports: Sequence[Sequence[Any]],
-        blind: set[str],
-        text: str,
-        look: Callable[[], object],
-    ) -> None:
-        """Asks another host, if there is one, to check files that the hosts `blind` found damaged
-        (`text` says how).
-
-        `reports`: one per rank, its host first. `look` returns whether the files are intact, or
-        raises InputError. Raises TrainingError on every rank: the files are intact for the other
-        host.
-        """
-        witness = next((rank for rank, (host, _) in enumerate(reports) if host not in blind), None)
-        whole = False
-        with self._job.collective_check("looking at a checkpoint from another host"):
-            if self._job.rank == witness:
-                with suppress(InputError):
-                    whole = bool(with_retries(look))
-        if self._job.reduce("looking at a checkpoint from another host", whole, any):
-            assert witness is not None  # the checkpoint was intact there
-            raise TrainingError(
-                f"host {', '.join(sorted(blind))} cannot read what host {reports[witness][0]} "
-                f"reads: {text}. Nothing "
-                "is wrong with the checkpoint: see to the mount and the memory of that host, and "
-                "start again"
-            )
-
-    @property
-    def own(self) -> bool:
-        """Whether the checkpoint is one of this run, and not another run's."""
-        return (
-            self.checkpoint is not None
-            and self.checkpoint.parent.resolve() == self._spec.checkpoints.resolve()
-        )
-
-    @property
-    def counters(self) -> dict[str, Any] | None:
-        """The counters at the checkpoint; None if the run starts at its first step."""
-        return None if self.manifest is None else counters_of(self.manifest)
-
-    def about(self) -> Iterator[str]:
-        yield from self._candidates.notes
-        if self.manifest is None:
-            return
-        yield f"goes on from {self.checkpoint}: step {self.step}, written {self.manifest.written}"
-        changes = compare(self.manifest, self._spec, self._job)
-        if changes.listed:
-            yield "changed since that checkpoint: " + "; ".join(changes.listed)
-
-    def _take_first(self) -> None:
+    def _agree(self) -> None:
         """Takes the first candidate whose manifest is intact, the same one on all ranks."""
-        problem: str | None = ""
-        while problem is not None:
-            chosen = problem = None
-            with self._job.collective_check("choosing a checkpoint"):
-                if self._job.rank == 0:
-                    chosen, problem = self._first()
-            local_digest = self._candidates.local.get(Path(chosen)) if chosen is not None else None
-            choice = [self._job.host, [chosen, problem, self._candidates.back, local_digest]]
-            # Rank 0's choice; if it found a problem, also the hosts of all ranks, to ask another
-            # host about it.
-            choices = self._job.reduce(
-                "choosing a checkpoint", choice, lambda of: of if of[0][1][1] else of[:1]
-            )
-            path, problem, self.back, local_digest = choices[0][1]
-            if problem is not None:
-                self._ask(choices, {choices[0][0]}, problem, lambda: open_manifest(Path(path)))  # noqa: B023
-                if self._job.rank == 0:
-                    self._damaged.append(problem)
-                    self._candidates.paths.pop(0)
-        self.checkpoint = self.manifest = None
-        if path is None:
-            return
-        self.checkpoint, self._digest, self._local_only = Path(path), "", local_digest is not None
+        while True:
+            choice, hosts = self._share_choice()
+            if choice.path is None or choice.problem is None:
+                break
+            look = partial(open_manifest, Path(choice.path))
+            require_witness(self._job, hosts, {hosts[0]}, choice.problem, look)
+            self._pass_over([choice.problem])
+        self.back = choice.back
+        self._chosen = None
+        if choice.path is not None:
+            self._chosen = self._open(Path(choice.path), choice.local_digest)
+
+    def _share_choice(self) -> tuple[Choice, list[str]]:
+        """Rank 0's choice; if it has a problem, also the host of each rank."""
+        choice = Choice()
+        with self._job.collective_check("choosing a checkpoint"):
+            if self._job.rank == 0:
+                choice = self._choose()
+        report = [self._job.host, asdict(choice)]
+        fields, hosts = self._job.reduce("choosing a checkpoint", report, _choice_of_rank_0)
+        return Choice(**fields), hosts
+
+    def _open(self, path: Path, local_digest: str | None) -> Chosen:
+        """Reads the manifest on every rank, and compares what the ranks see, and rank 0 the config.
+        `path`: as rank 0 sees it."""
         with self._job.collective_check(f"reading the manifest of {path}"):
-            # each host has it on its own disk
-            if local_digest is not None and self._spec.local is not None:
-                files = self._spec.local.inventory()[
-                    step_of(self.checkpoint.name) or 0, local_digest
-                ]
-                self.checkpoint = next(iter(files.values()))
-            self.manifest, self._digest = self._read_manifest(self.checkpoint)
-        require_equal(
-            self._job,
-            Fingerprint(
-                f"the manifest of {path}",
-                {"digest": self._digest},
-                "all hosts have to see the same folder",
-            ),
+            place = path
+            if local_digest is not None and self.local is not None:
+                # each host has it on its own disk
+                folders = self.local.inventory()[step_of(path.name) or 0, local_digest]
+                place = next(iter(folders.values()))
+            manifest, digest = self._read_manifest(place)
+        seen = Fingerprint(
+            f"the manifest of {path}",
+            {"digest": digest},
+            "all hosts have to see the same folder",
         )
+        require_equal(self._job, seen)
         with self._job.collective_check("comparing the checkpoint with the config"):
             if self._job.rank == 0:
-                check(self.manifest, self._spec, self._job, self.checkpoint)
+                check(manifest, self._spec, self._job, place)
+        return Chosen(place, manifest, digest, local_only=local_digest is not None)
 
     def _read_manifest(self, checkpoint: Path) -> tuple[Manifest, str]:
         """Reads the manifest, which rank 0 has already read, together with checking the files."""
+        # What rank 0 has seen may appear a little later on other hosts.
+        passing = () if self._job.rank == 0 else (InputError,)
         try:
-            return with_retries(
-                lambda: read_manifest(checkpoint), *(() if self._job.rank == 0 else (InputError,))
-            )
+            return with_retries(lambda: read_manifest(checkpoint), *passing)
         except InputError as error:
-            if self.own and self._job.rank > 0:  # all hosts have been shown to see that folder
+            # All hosts have been shown to see the run's own folder.
+            if self._job.rank > 0 and self._is_own(checkpoint):
                 raise UnreadableError(checkpoint, f"{error}, and rank 0 has read it") from error
             raise
 
-    def _first(self) -> tuple[str | None, str | None]:
-        """On rank 0: the first candidate, or None, and what is wrong with it, or None."""
-        self._fetch_newer()
-        paths = self._candidates.paths
-        if paths and (self._candidates.older or not self._damaged):
-            if paths[0] in self._candidates.local:  # each rank has checked its own files
-                return str(paths[0]), None
+    def _is_own(self, checkpoint: Path) -> bool:
+        return checkpoint.parent.resolve() == self._spec.checkpoints.resolve()
+
+    # Fill ---------------------------------------------------------------------------------------
+
+    def _fill(self, chosen: Chosen, state: State) -> tuple[list[str], list[Damage | None]]:
+        """Fills the state, unless a rank finds damage; returns the host of each rank, and what it
+        has found. Both are empty if no rank has found any."""
+        damage = None
+        sources: list[Mapping[int, Path]] = []
+        with self._job.collective_check(f"loading {chosen.path}"):
             try:
-                with_retries(lambda: open_manifest(paths[0]), MissingError)
+                sources = self._sources(chosen, state)
+                with_retries(partial(self._read, chosen, state, sources), MissingError)
             except DamagedError as error:
-                return str(paths[0]), str(error)
-            return str(paths[0]), None
-        if self._damaged:
-            listed = "\n".join(f"  {line}" for line in self._damaged)
-            raise InputError(
-                f"no checkpoint is whole that this run could go on from:\n{listed}\n"
-                "To begin anew, name another folder with train.output=FOLDER, or move "
-                f"{self._spec.checkpoints} away"
-            )
-        return None, None
+                damage = Damage(str(error), error.file.name)
+            except UnreadableError as error:
+                if not chosen.local_only:
+                    raise
+                # a local disk that stays unreadable counts as damaged
+                damage = Damage(str(error), error.file.name)
+        report = [self._job.host, None if damage is None else asdict(damage)]
+        reports = self._job.reduce("loading", report, _if_any_is_damaged)
+        if not reports:
+            exchange(state)
+            if self.local is not None:
+                is_local = bool(sources[0])
+                count = self._job.reduce("loading", is_local, sum)
+                self._candidates.notes.append(
+                    f"{count} of {self._job.world_size} ranks read from their local disks"
+                )
+        hosts = [host for host, _ in reports]
+        damages = [None if fields is None else Damage(**fields) for _, fields in reports]
+        return hosts, damages
 
-    def _require_fresh_storage(self) -> None:
-        """On rank 0. Raises InputError: this run starts anew, and its upload URL holds another
-        run's checkpoints."""
-        uploads = self._spec.uploads
-        if uploads is None or self._spec.config.checkpoint.resume != "none":
-            return
-        # each client has error types of its own; the first upload reports a failure
-        with suppress(Exception):
-            self._uploaded = uploads.steps()
-        if self._uploaded:
-            raise InputError(
-                f"checkpoint.resume is none, and {uploads.url} holds {name_of(self._uploaded[-1])} "
-                "of a run already, "
-                "which this one would replace: name a prefix of its own with "
-                "checkpoint.upload=URL, or go on with "
-                "checkpoint.resume=latest"
-            )
+    def _sources(self, chosen: Chosen, state: State) -> list[Mapping[int, Path]]:
+        """Where this rank reads its files, in order of preference: each source maps the ranks that
+        wrote files to the folders that have them; the shared folder has all others.
 
-    def _claim_storage(self) -> None:
-        """On rank 0. InputError: where this run is to upload to, there are checkpoints of another
-        one."""
-        uploads, adopt = (
-            self._spec.uploads,
-            self._job.again or self._spec.config.checkpoint.resume == "latest",
-        )
-        try:
-            if uploads is not None:
-                uploads.claim(self._spec.checkpoints, adopt=adopt)
-        except InputError:
-            raise
-        # each client has errors of its own; it is said where checkpoints are looked for or uploaded
-        except Exception:
-            return
+        Raises MissingError: the checkpoint is on local disks only, and some files are not.
+        """
+        in_shared_folder: Mapping[int, Path] = {}
+        if self.local is None:
+            return [in_shared_folder]
+        manifest = chosen.manifest
+        on_local_disk = self.local.inventory().get((manifest.step, chosen.digest), {})
+        needed = files_needed(manifest, state.placements, state.layout, self._job.rank)
+        missing = needed - on_local_disk.keys()
+        if chosen.local_only:
+            if missing:
+                folder = self.local.own / name_of(manifest.step)
+                raise MissingError(folder / file_of(min(missing)))
+            return [on_local_disk]
+        return [in_shared_folder] if missing else [on_local_disk, in_shared_folder]
 
-    def _fetch_newer(self) -> None:
-        """On rank 0: downloads the newest intact checkpoint from object storage, if it is newer
-        than the first candidate. Raises InputError: storage cannot be asked, and there is no
-        candidate."""
-        uploads, candidates = self._spec.uploads, self._candidates
-        if uploads is None or not (
-            self._job.again or self._spec.config.checkpoint.resume == "latest"
-        ):
-            return
-        try:
-            self._uploaded = uploads.steps() if self._uploaded is None else self._uploaded
-        except Exception as error:  # each client has error types of its own
-            text = (
-                f"{uploads.url} cannot be asked for checkpoints ({type(error).__name__}: {error})"
-            )
-            if not candidates.paths:
-                raise InputError(
-                    f"{text}, and none is here: see to it, or begin with checkpoint.resume=none"
-                ) from error
-            self._uploaded = []
-            candidates.notes.append(f"warning: {text}")
-        while self._uploaded and (
-            not candidates.paths or self._uploaded[-1] > (step_of(candidates.paths[0].name) or 0)
-        ):
-            step = self._uploaded.pop()
+    def _read(self, chosen: Chosen, state: State, sources: list[Mapping[int, Path]]) -> None:
+        """Reads from the first source that is intact; removes those that are not."""
+        while True:
             try:
-                candidates.paths.insert(0, uploads.fetch(step, self._spec.checkpoints))
-            except (DamagedError, FileNotFoundError) as error:
-                candidates.notes.append(f"{uploads.url}/{name_of(step)} is passed over: {error}")
-            except Exception as error:  # it may be intact: taking an older one would lose steps
-                raise UnreadableError(
-                    f"{uploads.url}/{name_of(step)}",
-                    f"{type(error).__name__}: {error}. Start again, or name an older one with "
-                    "checkpoint.resume=PATH",
-                ) from error
-            else:
-                candidates.notes.append(f"{name_of(step)} was brought from {uploads.url}")
-                candidates.older = True
+                read_shares(chosen.path, chosen.manifest, state, sources[0])
                 return
+            except (DamagedError, OSError) as error:
+                if len(sources) == 1:
+                    raise
+                warn(f"on host {self._job.host}: {error}; the shared folder is read instead")
+                sources.pop(0)
 
-    def _make_way(self) -> None:
-        """Sets aside, on rank 0, the run's own checkpoints of later steps: they would be taken for
-        newer ones."""
-        if self._spec.local is not None:
-            self._spec.local.remove_later(self.step)
-            self._spec.local.went_on_from = self.step if self._local_only else None
+    def _require_witnesses(
+        self, chosen: Chosen, hosts: list[str], damages: list[Damage | None]
+    ) -> None:
+        """Asks other hosts about the files that some ranks have found damaged."""
+        problems = {damage.file: damage.problem for damage in damages if damage is not None}
+        names = [file_of(rank) for rank in range(len(chosen.manifest.files))]
+        for name, problem in list(problems.items())[:MOST_ASKED]:
+            blind = {
+                host
+                for host, damage in zip(hosts, damages, strict=True)
+                if damage is not None and damage.file == name
+            }
+            look = partial(_is_intact, chosen.path, chosen.manifest, names.index(name))
+            require_witness(self._job, hosts, blind, problem, look)
+
+    # Afterwards ---------------------------------------------------------------------------------
+
+    def _set_later_aside(self) -> None:
+        """Sets aside the run's own checkpoints of later steps, which would be taken for newer
+        ones: on local disks by each rank, and in the shared folder and in storage by rank 0."""
+        if self.local is not None:
+            is_local_only = self._chosen is not None and self._chosen.local_only
+            self.local.remove_later(self.step)
+            self.local.went_on_from = self.step if is_local_only else None
         if self._job.rank != 0:
             return
-        if self._spec.uploads is not None:
-            try:
-                self._spec.uploads.set_aside_later(self.step)
-            except (
-                Exception
-            ) as error:  # each client has error types of its own; the first upload tries again
-                self._candidates.notes.append(
-                    f"warning: {self._spec.uploads.url}: {type(error).__name__}: {error}"
-                )
-        self._candidates.notes += [f"damaged: {line}" for line in self._damaged]
+        notes = self._candidates.notes
+        if self._stored is not None:
+            self._stored.set_aside_later(self.step, notes)
+        notes += [f"damaged: {line}" for line in self._damaged]
         for step in complete_steps(self._spec.checkpoints):
             if step > self.step:
                 path = self._spec.checkpoints / name_of(step)
-                self._candidates.notes.append(f"{path} is set aside as {set_aside(path).name}")
+                notes.append(f"{path} is set aside as {set_aside(path).name}")
         if self.back:
-            with optional("the same command will go back once more"):
-                write_whole(self._spec.folder / WENT_BACK, _digest(self._spec))
+            mark_going_back(self._spec)
 
 
-def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
-    """The candidates that `checkpoint.resume` names; a `restarted` job continues from its own,
-    whatever the key says.
-
-    Raises InputError: `none` needs a fresh folder and this one is not, or the named path is no
-    checkpoint.
-    """
-    name = spec.config.checkpoint.resume
-    steps = complete_steps(spec.checkpoints)
-    own = Candidates([spec.checkpoints / name_of(step) for step in reversed(steps)])
-    if name == "latest" or (restarted and steps):
-        return own
-    if name == "none":
-        metrics = spec.folder / "metrics.jsonl"
-        is_used = (spec.folder / "exit.json").exists() or (
-            metrics.exists() and metrics.stat().st_size > 0
-        )
-        if not restarted and (steps or is_used):
-            used = spec.checkpoints if steps else spec.folder
-            raise InputError(
-                f"checkpoint.resume is none, and {used} holds a run already: name a fresh folder "
-                "with "
-                "train.output=FOLDER, or go on with checkpoint.resume=latest"
-            )
-        return own
-    named = _from_path(Path(name).expanduser(), own, spec.checkpoints)
-    mark = spec.folder / WENT_BACK
-    if named.back and _says(mark, _digest(spec)):
-        own.notes.append(
-            f"checkpoint.resume names {name}, to which this run went back with the same config "
-            "before; it goes on from "
-            f"its newest checkpoint now. To go back once more, remove {mark}"
-        )
-        return own
-    return named
+def _count_offers(offers: list[list[list]]) -> list[tuple[int, str, int]]:
+    """Of every offered checkpoint: step, digest, and the number of ranks that offer it;
+    ascending."""
+    counts = Counter((step, digest) for of_rank in offers for step, digest in of_rank)
+    return sorted((step, digest, having) for (step, digest), having in counts.items())
 
 
-def _says(mark: Path, text: str) -> bool:
-    """Whether a file beside the run has this text; one that cannot be read says nothing."""
-    try:
-        return read_guarded(mark) == text.encode()
-    except OSError:
-        return False
+def _choice_of_rank_0(reports: list[list[Any]]) -> tuple[dict[str, Any], list[str]]:
+    """From [host, choice] of every rank: rank 0's choice and, only if another host has to be asked
+    about it, the hosts: in a large job they are long."""
+    choice = reports[0][1]
+    hosts = [host for host, _ in reports] if choice["problem"] is not None else []
+    return choice, hosts
 
 
-def _count_offers(offers: list[list[list]]) -> list[tuple]:
-    """((step, digest), number of ranks that offer it) of every offered checkpoint, ascending."""
-    return sorted(Counter((step, digest) for of in offers for step, digest in of).items())
+def _if_any_is_damaged(reports: list[list[Any]]) -> list[list[Any]]:
+    """All reports, [host, damage] of every rank; without any damage no rank needs them."""
+    has_damage = any(damage is not None for _, damage in reports)
+    return reports if has_damage else []
 
 
-def _digest(spec: RunSpec) -> str:
-    """Digest of the config, `checkpoint.resume` included; without the layout, which the next job
-    may change."""
-    config = {name: value for name, value in spec.config.plain().items() if name != "layout"}
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _from_path(folder: Path, own: Candidates, checkpoints: Path) -> Candidates:
-    """The candidates of a path: a checkpoint, a folder of checkpoints, or a run's folder."""
-    if step_of(folder.name) is not None:
-        if folder.parent.resolve() == checkpoints.resolve():
-            return Candidates([checkpoints / folder.name], older=False, back=True)
-        candidates = Candidates([folder], older=False)
-    else:
-        holds = folder if complete_steps(folder) else folder / "checkpoints"
-        if holds.resolve() == checkpoints.resolve():
-            return own
-        candidates = Candidates([holds / name_of(step) for step in reversed(complete_steps(holds))])
-    if own.paths:
-        own.notes.append(BEGUN.format(folder))
-        return own
-    if not candidates.paths:
-        raise InputError(
-            f"checkpoint.resume: {folder} is no checkpoint and holds none: expected a folder "
-            "step_0000100, a folder of "
-            "such, or the folder of a run"
-        )
-    return candidates
-
-
-def _has_no_problem(checkpoint: Path, manifest: Manifest, index: int) -> bool:
-    return not list(problems_of(checkpoint, manifest, index))
+def _is_intact(checkpoint: Path, manifest: Manifest, rank: int) -> bool:
+    return not list(problems_of(checkpoint, manifest, rank))

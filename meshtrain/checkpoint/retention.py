@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
 
-from meshtrain.checkpoint.directory import (
-    TakenError,
-    complete_steps,
-    name_of,
-    read_manifest,
-    remove,
-)
+from meshtrain.checkpoint.directory import complete_steps, name_of, read_manifest, remove
+from meshtrain.checkpoint.folder_lock import TakenError
 from meshtrain.errors import InputError, bytes_text
 
 # metrics in order of preference; whether lower is better
@@ -38,18 +33,20 @@ class Retention:
 
 def best_metric(evaluations: Iterable[Mapping[str, float]]) -> tuple[str, bool]:
     """The metric by which the best of these evaluations is chosen, and whether lower is better."""
-    names = {name for values in evaluations for name in values}
-    return next(((name, lower) for name, lower in BEST if name in names), BEST[-1])
+    names: set[str] = set()
+    for evaluation in evaluations:
+        names |= evaluation.keys()
+    for name, lower in BEST:
+        if name in names:
+            return name, lower
+    return BEST[-1]
 
 
 def steps_to_keep(
     steps: Collection[int], evaluations: Mapping[int, Mapping[str, float]], rules: Retention
 ) -> set[int]:
-    """The steps of complete checkpoints to keep, given the evaluations in their manifests, if any.
-
-    NaN and infinity do not count. Evaluations of different numbers of samples are not compared:
-    each best one is kept.
-    """
+    """The steps of complete checkpoints to keep, given the evaluations in their manifests, if
+    any."""
     if rules.keep_last is None:
         return set(steps)
     ordered = sorted(steps)
@@ -58,19 +55,27 @@ def steps_to_keep(
         retained |= {step for step in ordered if step % rules.keep_every == 0}
     if rules.keep_best:
         evaluated = {step: evaluations[step] for step in ordered if step in evaluations}
-        name, lower = best_metric(evaluated.values())
-        best: dict[
-            float | None, tuple[float, int]
-        ] = {}  # samples -> (value, higher is better; step)
-        for step, evaluation in evaluated.items():
-            value = evaluation.get(name, math.nan)
-            if math.isfinite(value):
-                samples = evaluation.get(SAMPLES)
-                best[samples] = max(
-                    (-value if lower else value, step), best.get(samples, (-math.inf, step))
-                )
-        retained |= {step for _, step in best.values()}
+        retained |= _best_steps(evaluated)
     return retained
+
+
+def _best_steps(evaluations: Mapping[int, Mapping[str, float]]) -> set[int]:
+    """The steps with the best evaluations; `evaluations` by step, ascending.
+
+    NaN and infinity do not count. Evaluations of different numbers of samples are not compared:
+    each best one is kept.
+    """
+    name, lower_is_better = best_metric(evaluations.values())
+    best: dict[float | None, tuple[float, int]] = {}  # number of samples -> (score, step)
+    for step, evaluation in evaluations.items():
+        value = evaluation.get(name, math.nan)
+        if not math.isfinite(value):
+            continue
+        score = -value if lower_is_better else value
+        samples = evaluation.get(SAMPLES)
+        if samples not in best or score >= best[samples][0]:
+            best[samples] = score, step
+    return {step for _, step in best.values()}
 
 
 class Pruner:
@@ -85,11 +90,12 @@ class Pruner:
     ) -> None:
         """`in_use`: returns the step of a checkpoint that is being read now, which is kept."""
         self.notes: list[str] = []  # lines to print
-        self._folder, self._keep, self._checkpoint_bytes = folder, keep, checkpoint_bytes
+        self._folder = folder
+        self._keep = keep
+        self._checkpoint_bytes = checkpoint_bytes
         self._in_use = in_use
-        self._evaluations: dict[
-            int, dict[str, float]
-        ] = {}  # by step; an empty dict if there was none
+        # by step; an empty dict if there was none
+        self._evaluations: dict[int, dict[str, float]] = {}
         self._warned = False
 
     def prune(self, step: int, evaluation: Mapping[str, float] | None) -> None:
@@ -103,38 +109,28 @@ class Pruner:
         except (OSError, TakenError) as error:
             self.notes.append(f"warning: an old checkpoint could not be deleted: {error}")
             return
-        short = free < 2 * self._checkpoint_bytes
-        if short and not self._warned:
+        # A checkpoint is written before an older one is deleted, so there has to be room for one.
+        is_short = free < 2 * self._checkpoint_bytes
+        if is_short and not self._warned:
             self.notes.append(
                 f"warning: the file system of {self._folder.absolute()} has {bytes_text(free)} "
-                "free, "
-                "which is not enough for two more checkpoints of "
+                "free, which is not enough for two more checkpoints of "
                 f"{bytes_text(self._checkpoint_bytes)} each"
             )
-        self._warned = short
-
-    def make_room(self, step: int, evaluation: Mapping[str, float] | None) -> str | None:
-        """Deletes the oldest checkpoint that will be superfluous after that of `step`, and returns
-        a line about it. None: there is none, or only the newest. Raises OSError: it cannot be
-        deleted."""
-        self._evaluations[step] = dict(evaluation or {})
-        old = min(self._superfluous(step), default=None)
-        if old is None or old == complete_steps(self._folder)[-1]:
-            return None
-        remove(self._folder / name_of(old))
-        return (
-            f"{name_of(old)} was deleted before step {step} was saved: the disk is full "
-            "(checkpoint.make_room)"
-        )
+        self._warned = is_short
 
     def _superfluous(self, step: int) -> set[int]:
+        """The complete checkpoints that no rule keeps, but not that of `step`."""
         steps = complete_steps(self._folder)
-        for old in steps if self._keep.keep_best else ():
-            if old not in self._evaluations:  # written by an earlier job
-                self._evaluations[old] = {}
-                with suppress(InputError):  # a damaged checkpoint cannot be the best one
-                    self._evaluations[old] |= (
-                        read_manifest(self._folder / name_of(old))[0].evaluation or {}
-                    )
+        if self._keep.keep_best:
+            for old in steps:
+                if old not in self._evaluations:  # written by an earlier job
+                    self._evaluations[old] = self._read_evaluation(old)
         retained = steps_to_keep({*steps, step}, self._evaluations, self._keep)
         return set(steps) - retained - {step, self._in_use()}
+
+    def _read_evaluation(self, step: int) -> dict[str, float]:
+        with suppress(InputError):  # a damaged checkpoint cannot be the best one
+            manifest, _ = read_manifest(self._folder / name_of(step))
+            return dict(manifest.evaluation or {})
+        return {}

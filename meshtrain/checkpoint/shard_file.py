@@ -8,19 +8,22 @@ opening a file has to read its tensors.
 
 import errno
 import os
+import re
 import resource
-import stat
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from meshtrain.checkpoint.manifest import File, Manifest, dumps, file_of, parse_json
-from meshtrain.errors import DamagedError, MissingError, UnreadableError
+from meshtrain.checkpoint.json_text import dumps, parse_json
+from meshtrain.checkpoint.manifest import File, Manifest, file_of
+from meshtrain.checkpoint.plain_file import open_plain
+from meshtrain.errors import DamagedError, UnreadableError
 from meshtrain.huggingface.safetensors import (
     METADATA,
     SIZES,
@@ -40,6 +43,7 @@ MAX_HEADER = 2**25  # bytes; the checksums of 8 TiB take 28 million
 # A tensor may be spread over hundreds of files, and opening one again takes 50 ms to combine its
 # checksums.
 MOST_OPEN = 1024
+_CRC32 = re.compile("[0-9a-f]{8}")
 
 
 def write_shard(
@@ -53,31 +57,18 @@ def write_shard(
     holds them and has the same length whatever they are, so it is written last. Raises OSError: it
     cannot be written; a partial file stays.
     """
-    entries = [entry for entry, _ in tensors]
+    entries: list[Entry] = []
+    lengths: list[int] = []  # of all blocks
     for entry, data in tensors:
         if isinstance(data, memoryview) and data.nbytes != entry.nbytes:
             raise ValueError(f"{entry.name} has {entry.nbytes} bytes, and {data.nbytes} were given")
-    lengths = [length for entry in entries for length in _block_lengths(entry)]
-    room, crcs = len(_header(entries, [0] * len(lengths))), list[int]()
-    blocks = (block for entry, data in tensors for block in _blocks(entry, data))
+        entries.append(entry)
+        lengths += _block_lengths(entry)
+    room = len(_header(entries, [0] * len(lengths)))
+    blocks = chain.from_iterable(_blocks(entry, data) for entry, data in tensors)
     with path.open("xb", buffering=0) as file:
         file.seek(room)
-        helper = ThreadPoolExecutor(1, thread_name_prefix="crc32")
-        try:
-            summing: deque[Future[int]] = deque()
-            for block in blocks:
-                try:
-                    summing.append(helper.submit(zlib.crc32, block))
-                except (
-                    RuntimeError
-                ) as error:  # no thread can be started: a fault of the machine, like a full disk
-                    raise OSError(errno.EAGAIN, str(error), str(path)) from error
-                write_all(file, block)
-                if len(summing) > 1:  # a block's memory is reused for the block after the next
-                    crcs.append(summing.popleft().result())
-            crcs += [future.result() for future in summing]
-        finally:
-            helper.shutdown(cancel_futures=True)
+        crcs = _write_blocks(file, blocks, path)
         header = _header(entries, crcs)
         file.seek(0)
         write_all(file, header)
@@ -86,28 +77,25 @@ def write_shard(
     return File(room + sum(lengths), f"{whole:08x}")
 
 
-def open_plain(path: Path) -> tuple[int, int]:
-    """Opens a file for reading; returns descriptor and size. Does not follow a link or block on a
-    pipe.
-
-    Raises DamagedError: it is missing, or not a regular file; UnreadableError: it cannot be read
-    now.
-    """
+def _write_blocks(file: BinaryIO, blocks: Iterable[memoryview], path: Path) -> list[int]:
+    """Writes the blocks one behind the other; returns their checksums."""
+    crcs: list[int] = []
+    helper = ThreadPoolExecutor(1, thread_name_prefix="crc32")
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        about = os.fstat(descriptor)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingError(path) from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DamagedError(path, "is a link, which nobody follows here") from error
-        if error.errno in (errno.ENXIO, errno.ENODEV):
-            raise DamagedError(path, "is no file") from error
-        raise UnreadableError(path, error.strerror) from error
-    if not stat.S_ISREG(about.st_mode):
-        os.close(descriptor)
-        raise DamagedError(path, "is no file")
-    return descriptor, about.st_size
+        summing: deque[Future[int]] = deque()
+        for block in blocks:
+            try:
+                summing.append(helper.submit(zlib.crc32, block))
+            except RuntimeError as error:
+                # No thread can be started: a fault of the machine, like a full disk.
+                raise OSError(errno.EAGAIN, str(error), str(path)) from error
+            write_all(file, block)
+            if len(summing) > 1:  # a block's memory is reused for the block after the next
+                crcs.append(summing.popleft().result())
+        crcs += [future.result() for future in summing]
+    finally:
+        helper.shutdown(cancel_futures=True)
+    return crcs
 
 
 class Shard(AbstractContextManager["Shard"]):
@@ -124,6 +112,7 @@ class Shard(AbstractContextManager["Shard"]):
                 raise DamagedError(path, f"has {size:,} bytes; {expected.size:,} were written")
             header = self._read_header(size)
             self.entries, self._starts, self._crcs = _parse_header(path, header, size)
+            # This proves the checksums in the header, without reading the blocks.
             if expected is not None and self._whole(header) != expected.crc32:
                 raise DamagedError(
                     path, "its header or its checksums are not those that were written"
@@ -139,22 +128,24 @@ class Shard(AbstractContextManager["Shard"]):
         Raises DamagedError: no such bytes, or a block is not what was written; UnreadableError: not
         readable now.
         """
-        entry, end = self.entries.get(name), begin + len(into)
+        end = begin + len(into)
+        entry = self.entries.get(name)
         if entry is None:
             raise DamagedError(self.path, "is not in the file", name)
         if not 0 <= begin <= end <= entry.nbytes:
             raise DamagedError(
                 self.path, f"has {entry.nbytes:,} bytes; {begin:,} to {end:,} were to be read", name
             )
-        for index in range(begin // BLOCK, -(-end // BLOCK)):
+        for index in range(begin // BLOCK, _number_of_blocks(end)):
             advance()
             low, high = self._block(name, index)
-            first, last = max(begin, low), min(end, high)
-            if (first, last) == (low, high):
-                self._prove(name, index, into[low - begin : high - begin])
+            if begin <= low and high <= end:
+                self._read_block(name, index, into[low - begin : high - begin])
             else:
+                # Only a part of the block is wanted, and the checksum is one of all of it.
                 block = memoryview(bytearray(high - low))
-                self._prove(name, index, block)
+                self._read_block(name, index, block)
+                first, last = max(begin, low), min(end, high)
                 into[first - begin : last - begin] = block[first - low : last - low]
 
     def verify(self) -> list[DamagedError]:
@@ -165,7 +156,7 @@ class Shard(AbstractContextManager["Shard"]):
             try:
                 for index in range(len(self._crcs[name])):
                     low, high = self._block(name, index)
-                    self._prove(name, index, block[: high - low])
+                    self._read_block(name, index, block[: high - low])
             except DamagedError as error:
                 problems.append(error)
         return problems
@@ -183,7 +174,8 @@ class Shard(AbstractContextManager["Shard"]):
         """Begin and end of a block within the bytes of its entry."""
         return index * BLOCK, min((index + 1) * BLOCK, self.entries[name].nbytes)
 
-    def _prove(self, name: str, index: int, into: memoryview) -> None:
+    def _read_block(self, name: str, index: int, into: memoryview) -> None:
+        """Reads a whole block, and verifies its checksum."""
         self._read(self._starts[name] + index * BLOCK, into, name)
         if zlib.crc32(into) != self._crcs[name][index]:
             low, high = self._block(name, index)
@@ -214,12 +206,10 @@ class Shard(AbstractContextManager["Shard"]):
 
     def _whole(self, header: bytes) -> str:
         """The CRC-32 of the whole file, assuming the blocks match the checksums in the header."""
-        blocks = (
-            (crc, min(BLOCK, entry.nbytes - index * BLOCK))
-            for name, entry in self.entries.items()
-            for index, crc in enumerate(self._crcs[name])
-        )
-        return f"{combine([(zlib.crc32(header), len(header)), *blocks]):08x}"
+        pieces = [(zlib.crc32(header), len(header))]
+        for name, entry in self.entries.items():
+            pieces += zip(self._crcs[name], _block_lengths(entry), strict=True)
+        return f"{combine(pieces):08x}"
 
 
 class ShardReader(AbstractContextManager["ShardReader"]):
@@ -239,32 +229,25 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         """The file of a rank, which holds this piece of a tensor (see placement.pieces).
         DamagedError: it does not."""
         shard = self._shard(rank)
-        entry, dtype, shape = (
-            shard.entries.get(name),
-            self.manifest.tensors[name].dtype,
-            shape_of(piece),
+        entry = shard.entries.get(name)
+        dtype, shape = self.manifest.tensors[name].dtype, shape_of(piece)
+        if entry is not None and (entry.dtype, entry.shape) == (dtype, shape):
+            return shard
+        stored = "is not in the file"
+        if entry is not None:
+            stored = f"is {entry.dtype} {list(entry.shape)}"
+        raise DamagedError(
+            shard.path, f"{stored}, and by the manifest it is {dtype} {list(shape)}", name
         )
-        if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
-            stored = (
-                "is not in the file" if entry is None else f"is {entry.dtype} {list(entry.shape)}"
-            )
-            raise DamagedError(
-                shard.path, f"{stored}, and by the manifest it is {dtype} {list(shape)}", name
-            )
-        return shard
 
     def _shard(self, rank: int) -> Shard:
         if rank not in self._open:
-            # a job raises this limit at its start
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            if len(self._open) >= (
-                MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 2)
-            ):
-                self._open.popitem(last=False)[1].close()
+            if len(self._open) >= _most_open():
+                _, oldest = self._open.popitem(last=False)
+                oldest.close()
             name = file_of(rank)
-            self._open[rank] = Shard(
-                self._local.get(rank, self.checkpoint) / name, self.manifest.files[name]
-            )
+            folder = self._local.get(rank, self.checkpoint)
+            self._open[rank] = Shard(folder / name, self.manifest.files[name])
         self._open.move_to_end(rank)
         return self._open[rank]
 
@@ -273,66 +256,86 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             self._open.popitem()[1].close()
 
 
+def _most_open() -> int:
+    """How many files stay open: asked each time, since a job raises the limit at its start."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MOST_OPEN
+    return min(MOST_OPEN, limit // 2)
+
+
 def _parse_header(
     path: Path, header: bytes, size: int
 ) -> tuple[dict[str, Entry], dict[str, int], dict[str, list[int]]]:
     """Parses a header into entries, the offset of each in the file, and the checksums of its
     blocks."""
     tensors = parse_json(header[8:], path)
-    metadata = tensors.pop(METADATA, None) if isinstance(tensors, dict) else None
-    if (
-        not isinstance(metadata, dict)
-        or metadata.get("format") != FORMAT
-        or metadata.get("block") != str(BLOCK)
-    ):
-        raise DamagedError(path, f"is no file of a checkpoint: its header does not say {FORMAT!r}")
-    sums = parse_json(metadata["crc32"], path) if isinstance(metadata.get("crc32"), str) else None
-    if not isinstance(sums, dict) or sums.keys() != tensors.keys():
-        raise DamagedError(path, "its header has not the checksums of just its tensors")
-    entries, starts, crcs = {}, {}, {}
-    offset = 0
+    sums = _parse_metadata(path, tensors)
+    entries: dict[str, Entry] = {}
+    starts: dict[str, int] = {}
+    crcs: dict[str, list[int]] = {}
+    start = len(header)
     for name, about in tensors.items():
-        entry, begin, _ = parse_entry(name, about) or (None, 0, 0)
-        # Stricter than the format: tensors are contiguous and in order, without other keys or
-        # dtypes.
-        plain = entry is not None and begin == offset and entry.dtype in SIZES and len(about) == 3
-        blocks = (
-            _parse_crcs(sums[name], -(-entry.nbytes // BLOCK))
-            if entry is not None and plain
-            else None
-        )
-        if entry is None or blocks is None:
+        entry = _parse_entry(name, about, start - len(header))
+        crcs_of_entry = None if entry is None else _parse_crcs(sums[name], entry)
+        if entry is None or crcs_of_entry is None:
             raise DamagedError(path, f"what its header says of {name[:80]!a} cannot be")
-        entries[name], starts[name], crcs[name] = entry, len(header) + offset, blocks
-        offset += entry.nbytes
-    if len(header) + offset != size:
-        raise DamagedError(
-            path, f"has {size:,} bytes, and its header tells of {len(header) + offset:,}"
-        )
+        entries[name] = entry
+        starts[name] = start
+        crcs[name] = crcs_of_entry
+        start += entry.nbytes
+    if start != size:
+        raise DamagedError(path, f"has {size:,} bytes, and its header tells of {start:,}")
     return entries, starts, crcs
 
 
-def _parse_crcs(texts: Any, blocks: int) -> list[int] | None:
-    if not isinstance(texts, list) or len(texts) != blocks:
+def _parse_metadata(path: Path, tensors: Any) -> dict[str, Any]:
+    """Takes the metadata out of a header; returns the checksums of all tensors in it."""
+    metadata = tensors.pop(METADATA, None) if isinstance(tensors, dict) else None
+    says: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
+    if says.get("format") != FORMAT or says.get("block") != str(BLOCK):
+        raise DamagedError(path, f"is no file of a checkpoint: its header does not say {FORMAT!r}")
+    text = says.get("crc32")
+    sums = parse_json(text, path) if isinstance(text, str) else None
+    if not isinstance(sums, dict) or sums.keys() != tensors.keys():
+        raise DamagedError(path, "its header has not the checksums of just its tensors")
+    return sums
+
+
+def _parse_entry(name: str, about: Any, offset: int) -> Entry | None:
+    """The entry of a tensor whose data begin at `offset`; None if it is not a valid one. Stricter
+    than the format: tensors are contiguous and in order, without other keys or dtypes."""
+    parsed = parse_entry(name, about)
+    if parsed is None:
         return None
-    if not all(
-        isinstance(text, str) and len(text) == 8 and set(text) <= set("0123456789abcdef")
-        for text in texts
-    ):
+    entry, begin, _ = parsed
+    if begin != offset or entry.dtype not in SIZES or len(about) != 3:
         return None
-    return [int(text, 16) for text in texts]
+    return entry
+
+
+def _parse_crcs(texts: Any, entry: Entry) -> list[int] | None:
+    """The checksums of an entry's blocks; None if they are something else."""
+    if not isinstance(texts, list) or len(texts) != _number_of_blocks(entry.nbytes):
+        return None
+    crcs = []
+    for text in texts:
+        if not isinstance(text, str) or _CRC32.fullmatch(text) is None:
+            return None
+        crcs.append(int(text, 16))
+    return crcs
 
 
 def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
     """The header of a file with these tensors; `crcs`: checksums of all their blocks, in order."""
-    remaining = iter(crcs)
-    sums = {
-        entry.name: [f"{next(remaining):08x}" for _ in range(-(-entry.nbytes // BLOCK))]
-        for entry in entries
-    }
-    header = pack_header(
-        entries, {"format": FORMAT, "block": str(BLOCK), "crc32": dumps(sums)}, PAGE
-    )
+    sums = {}
+    first = 0
+    for entry in entries:
+        last = first + _number_of_blocks(entry.nbytes)
+        sums[entry.name] = [f"{crc:08x}" for crc in crcs[first:last]]
+        first = last
+    metadata = {"format": FORMAT, "block": str(BLOCK), "crc32": dumps(sums)}
+    header = pack_header(entries, metadata, PAGE)
     if len(header) - 8 > MAX_HEADER:
         raise ValueError(
             f"the header of a file would have {len(header) - 8:,} bytes, more than any reader takes"
@@ -341,20 +344,28 @@ def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
 
 
 def _blocks(entry: Entry, data: memoryview | Iterable[memoryview]) -> Iterator[memoryview]:
-    if not isinstance(data, memoryview):
-        for length, block in zip(_block_lengths(entry), data, strict=True):
-            if block.nbytes != length:
-                raise ValueError(
-                    f"a block of {entry.name} has {block.nbytes} bytes, and {length} are expected"
-                )
-            yield block
-    elif data.nbytes:
+    """The bytes of a tensor, block by block."""
+    if isinstance(data, memoryview):
+        if data.nbytes == 0:
+            return  # such a view cannot be cast
         view = data.cast("B")
-        yield from (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
+        for begin in range(0, len(view), BLOCK):
+            yield view[begin : begin + BLOCK]
+        return
+    for length, block in zip(_block_lengths(entry), data, strict=True):
+        if block.nbytes != length:
+            raise ValueError(
+                f"a block of {entry.name} has {block.nbytes} bytes, and {length} are expected"
+            )
+        yield block
+
+
+def _number_of_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK)
 
 
 def _block_lengths(entry: Entry) -> list[int]:
-    return [min(BLOCK, entry.nbytes - at) for at in range(0, entry.nbytes, BLOCK)]
+    return [min(BLOCK, entry.nbytes - begin) for begin in range(0, entry.nbytes, BLOCK)]
 
 
 # A CRC is a polynomial remainder over GF(2), so appending n bytes multiplies the CRC before them by
@@ -362,7 +373,8 @@ def _block_lengths(entry: Entry) -> list[int]:
 # is the coefficient of x^0. (M. Adler's `crc32_combine` in zlib, which Python does not expose.)
 
 _POLYNOMIAL = 0xEDB88320
-_ONE, _X = 1 << 31, 1 << 30
+_ONE = 1 << 31
+_X = 1 << 30
 
 
 def combine(pieces: Iterable[tuple[int, int]]) -> int:
@@ -376,7 +388,8 @@ def combine(pieces: Iterable[tuple[int, int]]) -> int:
 @lru_cache(maxsize=4096)  # a checkpoint has few distinct block lengths
 def _power(size: int) -> int:
     """x^(8 * size)."""
-    power, square = _ONE, _X
+    power = _ONE
+    square = _X  # x, x^2, x^4, ...
     exponent = 8 * size
     while exponent:
         if exponent & 1:
@@ -387,10 +400,14 @@ def _power(size: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
+    """The product of two polynomials, modulo that of the CRC."""
     product = 0
     while a:
         if a & _ONE:
             product ^= b
         a = a << 1 & 0xFFFFFFFF
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        carry = b & 1
+        b >>= 1  # b * x
+        if carry:
+            b ^= _POLYNOMIAL
     return product

@@ -9,10 +9,10 @@ it is written, block by block.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from meshtrain.checkpoint.placement import part_to_write
 from meshtrain.checkpoint.shard_file import BLOCK
@@ -23,9 +23,25 @@ from meshtrain.job.host_memory import memory_gib
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 from meshtrain.parallel.sharding import Part, shape_of, within
+from meshtrain.parallel.torch_private import pin_in_place, unpin_in_place
 
 ALIGNED = 64  # each tensor begins at a multiple of this many bytes
 SPARE = 0.1  # share of a host's memory that snapshots leave free for other growth
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A tensor of this rank's file."""
+
+    entry: Entry
+    shard: LocalShard  # where its values are
+    part: Part  # of the local shard: the rows that this rank writes
+    copy: Tensor | None  # in host memory; None: the state is streamed
+
+    @property
+    def values(self) -> Tensor:
+        """The values as they are now, where training has them."""
+        return self.shard.local[self.part]
 
 
 class Snapshot:
@@ -36,67 +52,75 @@ class Snapshot:
         self, state: State, rank: int, device: torch.device, *, streams: bool = False
     ) -> None:
         """`streams`: copy nothing; training must not continue before `tensors` are written."""
+        self.host_s = 0.0  # that the last `take` took on the host
         self._device = device
-        # a weight tied on two stages is copied once
-        shards = {shard.name: shard for shard in state.shards}
-        self._copies: list[
-            tuple[Entry, LocalShard, Part, Tensor | None]
-        ] = []  # the Part is that of the local shard
-        self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
+        # around the copies of the last `take`; none on the CPU
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+        nbytes = 0 if streams else snapshot_bytes(state, rank)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
         self._pinned = device.type == "cuda" and self._memory.nbytes > 0
-        if self._pinned:  # in place: `Tensor.pin_memory` would round its size up to a power of two
-            pin_memory(self._memory.data_ptr(), self._memory.nbytes)
+        if self._pinned:
+            pin_in_place(self._memory)
         # the system allocates pages on first touch: now rather than in the first save
         self._memory.zero_()
+
+        # a weight tied on two stages is copied once
+        shards = {shard.name: shard for shard in state.shards}
+        self._staged: list[_Staged] = []
         offset = 0
         for entry, part in _entries(state, rank):
-            shard, copy = shards[entry.name], None
+            shard = shards[entry.name]
+            copy = None
             if not streams:
-                copy = (
-                    self._memory[offset : offset + entry.nbytes]
-                    .view(shard.local.dtype)
-                    .view(entry.shape)
-                )
-            self._copies.append((entry, shard, within(part, shard.part), copy))
+                memory = self._memory[offset : offset + entry.nbytes]
+                copy = memory.view(shard.local.dtype).view(entry.shape)
+            self._staged.append(_Staged(entry, shard, within(part, shard.part), copy))
             offset += _aligned(entry)
-        self._events: list[torch.cuda.Event] = []
-        self.host_s = 0.0
 
     def take(self) -> None:
         """Copies the state as it is now. On CUDA the copies are queued before the next
         computation."""
         start = time.perf_counter()
         if self._device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)]
+            # Blocking: a thread that waits for the event sleeps, and takes no core from training.
+            before = torch.cuda.Event(enable_timing=True, blocking=True)
+            after = torch.cuda.Event(enable_timing=True, blocking=True)
+            self._events = before, after
+        if self._events is not None:
             self._events[0].record()
-        for _, shard, part, copy in self._copies:
-            if copy is not None:
-                copy.copy_(shard.local[part], non_blocking=True)
-        if self._events:
+        for staged in self._staged:
+            if staged.copy is not None:
+                staged.copy.copy_(staged.values, non_blocking=True)
+        if self._events is not None:
             self._events[1].record()
         self.host_s = time.perf_counter() - start
 
     def wait(self) -> float:
         """Waits until the copies are complete; returns the seconds that training had to wait for
         them."""
-        if not self._events:
+        if self._events is None:
             return self.host_s
+        before, after = self._events
         with waiting("the copies of the state", resource=Resource.DEVICE):
-            self._events[1].synchronize()
-        return max(self.host_s, self._events[0].elapsed_time(self._events[1]) / 1000)
+            after.synchronize()
+        return max(self.host_s, before.elapsed_time(after) / 1000)
 
     def tensors(self) -> Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]:
         """The copies, or with `streams` the state itself, block by block; in the order of a
         file."""
-        return [
-            (entry, _bytes_of(copy) if copy is not None else _stream(shard, part))
-            for entry, shard, part, copy in self._copies
-        ]
+        tensors: list[tuple[Entry, memoryview | Iterable[memoryview]]] = []
+        for staged in self._staged:
+            if staged.copy is None:
+                tensors.append((staged.entry, _stream(staged.values)))
+            else:
+                tensors.append((staged.entry, _bytes_of(staged.copy)))
+        return tensors
 
     def close(self) -> None:
         """Unpins the memory; `take` must not be called any more."""
         if self._pinned:
-            unpin_memory(self._memory.data_ptr())
+            unpin_in_place(self._memory)
             self._pinned = False
 
 
@@ -117,14 +141,12 @@ def find_short_hosts(state: State, job: Job) -> list[str]:
 
 
 def _short_hosts(reports: list[list]) -> list[str]:
+    """From [host, bytes needed, bytes of room or None] of every rank."""
+    by_host = group_values((host, (nbytes, room)) for host, nbytes, room in reports)
     short = []
-    for host, ranks in group_values(
-        (host, (nbytes, room)) for host, nbytes, room in reports
-    ).items():
-        needed, rooms = (
-            sum(nbytes for nbytes, _ in ranks),
-            [room for _, room in ranks if room is not None],
-        )
+    for host, ranks in by_host.items():
+        needed = sum(nbytes for nbytes, _ in ranks)
+        rooms = [room for _, room in ranks if room is not None]
         if rooms and needed > min(rooms):
             short.append(
                 f"host {host} needs {bytes_text(needed)} and can spare {bytes_text(min(rooms))}"
@@ -136,22 +158,27 @@ def _entries(state: State, rank: int) -> Iterator[tuple[Entry, Part]]:
     """The entries that this rank writes and their parts, in the order of a file."""
     names = {shard.name for shard in state.shards}
     for name, tensor in state.placements.items():
-        part = part_to_write(tensor, state.layout, rank) if name in names else None
+        if name not in names:
+            continue
+        part = part_to_write(tensor, state.layout, rank)
         if part is not None:
             yield Entry(name, tensor.dtype, shape_of(part)), part
 
 
-def _stream(shard: LocalShard, part: Part) -> Iterator[memoryview]:
+def _stream(values: Tensor) -> Iterator[memoryview]:
     """The bytes in blocks; the two most recent blocks stay valid."""
-    data = shard.local[part].contiguous().view(-1).view(torch.uint8)  # usually no copy
-    blocks = data.split(BLOCK) if data.numel() else ()
-    room = (
-        None
-        if data.is_cpu
-        else [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    )
+    data = values.contiguous().view(-1).view(torch.uint8)  # usually no copy
+    if data.numel() == 0:
+        return
+    blocks = data.split(BLOCK)
+    if data.is_cpu:
+        for block in blocks:
+            yield _bytes_of(block)
+        return
+    buffers = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     for number, block in enumerate(blocks):
-        yield _bytes_of(block if room is None else room[number % 2][: len(block)].copy_(block))
+        buffer = buffers[number % 2][: len(block)]
+        yield _bytes_of(buffer.copy_(block))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -159,4 +186,5 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _aligned(entry: Entry) -> int:
+    """The bytes of an entry in the memory of a snapshot."""
     return -(-entry.nbytes // ALIGNED) * ALIGNED

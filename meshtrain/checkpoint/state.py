@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.checkpoint.placement import Placement, part_of_rank
 from meshtrain.errors import InputError
-from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.load import KINDS, named_tensors
+from meshtrain.huggingface.safetensors import by_numbers
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
@@ -54,16 +54,17 @@ class LocalShard:
     def local(self) -> Tensor:
         """The tensor that training uses, in the shape of the part. Raises InputError: a buffer
         changed shape."""
-        tensor = local_part(self._live().detach())[0]
-        own, expected = tensor if tensor.dim() else tensor.view(1), shape_of(self.part)
-        if tuple(own.shape) != tuple(expected):
+        local, _ = local_part(self._live().detach())
+        if local.dim() == 0:
+            local = local.view(1)
+        expected = shape_of(self.part)
+        if tuple(local.shape) != expected:
             raise InputError(
-                f"{self.name} has the shape {tuple(own.shape)}, and had {tuple(expected)} when the "
-                "run began: a "
-                "checkpoint has room for that. Let its forward keep the shape, or register it with "
-                "persistent=False"
+                f"{self.name} has the shape {tuple(local.shape)}, and had {expected} when the run "
+                "began: a checkpoint has room for that. Let its forward keep the shape, or "
+                "register it with persistent=False"
             )
-        return own
+        return local
 
 
 class State:
@@ -80,7 +81,8 @@ class State:
     ) -> None:
         """All ranks construct it together. Raises InputError: a tensor has a dtype that files
         cannot hold."""
-        self.mesh, self.layout = mesh, mesh.layout
+        self.mesh = mesh
+        self.layout = mesh.layout
         self._optimizer = optimizer
         tensors = [*_of_model(model, optimizer), *_of_run(optimizer, scale)]
         # Every tensor of the whole model by name, in the order of a file; the same on all ranks.
@@ -91,14 +93,18 @@ class State:
 
     def _local_shards(self, tensors: "list[_StateTensor]", rank: int) -> Iterator[LocalShard]:
         for tensor in tensors:
-            name, live = tensor.spec.name, tensor.live().detach()
+            name = tensor.spec.name
             placement = self.placements[name]
-            part, own = part_of_rank(placement, self.layout, rank), local_part(live)[1]
+            part = part_of_rank(placement, self.layout, rank)
             assert part is not None, name  # this rank's stages have it
-            # The part by DTensor's sharding and the part by the placement must agree.
-            assert own == part if isinstance(live, DTensor) else shape_of(own) == shape_of(part), (
-                name
-            )
+            # The part by DTensor's sharding and the part by the placement must agree. A plain
+            # tensor does not say where it lies.
+            live = tensor.live().detach()
+            _, own_part = local_part(live)
+            if isinstance(live, DTensor):
+                assert own_part == part, name
+            else:
+                assert shape_of(own_part) == shape_of(part), name
             if not is_empty(part):
                 yield LocalShard(name, placement, part, tensor.compared, tensor.live)
 
@@ -120,7 +126,8 @@ class _StateTensor:
 def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
     """Parameters, the optimizer's state of trained ones, and the persistent buffers of the
     model."""
-    for stage in model.stages() if isinstance(model, Pipeline) else [model]:
+    stages = model.stages() if isinstance(model, Pipeline) else [model]
+    for stage in stages:
         for (name, *_), tensor in named_tensors(stage).items():
             spec = tensor_spec(f"{MODEL}.{name}", tensor)
             if not isinstance(tensor, nn.Parameter):
@@ -128,9 +135,10 @@ def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
                 yield _StateTensor(spec, partial(stage.get_buffer, name), compared=False)
                 continue
             yield _StateTensor(spec, tensor.detach)
-            for kind, (own, local) in optimizer.state(tensor).items():
-                own = replace(own, name=f"{OPTIMIZER}.{name}.{kind}", dtype=local.dtype)
-                yield _StateTensor(own, local.detach)
+            for kind, (state_spec, local) in optimizer.state(tensor).items():
+                state_name = f"{OPTIMIZER}.{name}.{kind}"
+                state_spec = replace(state_spec, name=state_name, dtype=local.dtype)
+                yield _StateTensor(state_spec, local.detach)
 
 
 def _of_run(optimizer: Optimizer, scale: "LossScale | None") -> Iterator[_StateTensor]:
@@ -149,26 +157,39 @@ def gather_placements(
     All ranks call it together and get the same. Raises InputError: a tensor has a dtype that files
     cannot hold.
     """
+    # The first rank of each stage speaks for it.
+    coordinate = layout.coordinate(job.rank)
+    speaks = all(index == 0 for axis, index in coordinate.items() if axis != "pp")
     rows = None
-    if not any(i for axis, i in layout.coordinate(job.rank).items() if axis != "pp"):
-        rows = [
-            [spec.name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]]
-            for spec in specs
-        ]
+    if speaks:
+        rows = []
+        for spec in specs:
+            cuts = [(cut.axis, cut.dim) for cut in spec.cuts]
+            rows.append([spec.name, _dtype_name(spec), list(spec.shape), cuts])
+    rows_of_stages = job.reduce("comparing where tensors lie", rows, _spoken)
+
     placements: dict[str, Placement] = {}
-    stages = job.reduce(
-        "comparing where tensors lie", rows, lambda of: [pair for pair in enumerate(of) if pair[1]]
-    )
-    for rank, of_stage in stages:
-        index = layout.index(rank, "pp")
-        for name, kind, shape, cuts in of_stage:
-            holders = {index, *placements[name].stages} if name in placements else {index}
-            axes = tuple((axis, dim) for axis, dim in cuts)
-            placements[name] = Placement(tuple(shape), kind, axes, tuple(sorted(holders)))
-    return {name: placements[name] for name in sorted(placements, key=weights.by_numbers)}
+    for rank, rows_of_stage in rows_of_stages:
+        stages = {layout.index(rank, "pp")}
+        for name, dtype, shape, cuts in rows_of_stage:
+            # A tied weight is on several stages.
+            holders = stages | set(placements[name].stages) if name in placements else stages
+            placements[name] = Placement(
+                shape=tuple(shape),
+                dtype=dtype,
+                cuts=tuple((axis, dim) for axis, dim in cuts),
+                stages=tuple(sorted(holders)),
+            )
+    return {name: placements[name] for name in sorted(placements, key=by_numbers)}
 
 
-def _kind(spec: ParameterSpec) -> str:
+def _spoken(reports: list[list | None]) -> list[tuple[int, list]]:
+    """The ranks that have reported anything, and what."""
+    return [(rank, rows) for rank, rows in enumerate(reports) if rows]
+
+
+def _dtype_name(spec: ParameterSpec) -> str:
+    """The name of a tensor's dtype in files."""
     if spec.dtype not in KINDS:
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
         raise InputError(

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from meshtrain.checkpoint.directory import read_manifest
@@ -24,11 +25,9 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.file}: {self.what}"
-            if self.tensor is None
-            else f"{self.file}: {self.tensor}: {self.what}"
-        )
+        if self.tensor is None:
+            return f"{self.file}: {self.what}"
+        return f"{self.file}: {self.tensor}: {self.what}"
 
 
 def verify(checkpoint: Path) -> list[Problem]:
@@ -38,11 +37,12 @@ def verify(checkpoint: Path) -> list[Problem]:
         manifest, _ = read_manifest(checkpoint)
     except (DamagedError, UnreadableError) as error:
         return [_problem(error)]
+    ranks = range(len(manifest.files))
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as readers:
-        per_file = readers.map(
-            lambda rank: _verify_file(checkpoint, manifest, rank), range(len(manifest.files))
+        problems_of_files = readers.map(
+            lambda rank: _verify_file(checkpoint, manifest, rank), ranks
         )
-        return [problem for problems in per_file for problem in problems]
+        return list(chain.from_iterable(problems_of_files))
 
 
 def _verify_file(checkpoint: Path, manifest: Manifest, rank: int) -> list[Problem]:
@@ -75,15 +75,15 @@ def _contradictions(path: Path, shard: Shard, manifest: Manifest, rank: int) -> 
             yield Problem(path.name, name, "is in the file, and by the manifest it should not be")
         elif expected[name] != shard.entries[name]:
             entry, other = shard.entries[name], expected[name]
-            description = (
+            yield Problem(
+                path.name,
+                name,
                 f"is {entry.dtype} {list(entry.shape)}, and by the manifest {other.dtype} "
-                f"{list(other.shape)}"
+                f"{list(other.shape)}",
             )
-            yield Problem(path.name, name, description)
 
 
 def _problem(error: DamagedError | UnreadableError) -> Problem:
-    description = (
-        error.problem if isinstance(error, DamagedError) else f"cannot be read ({error.reason})"
-    )
-    return Problem(error.file.name, error.tensor, description)
+    if isinstance(error, DamagedError):
+        return Problem(error.file.name, error.tensor, error.problem)
+    return Problem(error.file.name, error.tensor, f"cannot be read ({error.reason})")

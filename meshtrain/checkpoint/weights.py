@@ -33,18 +33,21 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
     path = require_checkpoint(checkpoint)
     manifest, _ = open_manifest(path)
     names = [name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)]
-    averages = {
-        name: AVERAGE.format(name)
-        for name in names
-        if ema and AVERAGE.format(name) in manifest.tensors
-    }
-    if ema and not averages:
+    stored: dict[str, str] = {}  # name in the model -> name in the checkpoint
+    entries: dict[str, Entry] = {}
+    has_averages = False
+    for name in sorted(names, key=by_numbers):
+        stored[name] = PREFIX + name
+        average = AVERAGE.format(name)
+        if ema and average in manifest.tensors:  # buffers, and frozen weights, have none
+            stored[name] = average
+            has_averages = True
+        tensor = manifest.tensors[stored[name]]
+        entries[name] = Entry(name, tensor.dtype, tensor.shape)
+    if ema and not has_averages:
         raise InputError(
             f"{path} holds no averages of weights: they are kept with optimizer.ema_decay"
         )
-    stored = {name: averages.get(name, PREFIX + name) for name in sorted(names, key=by_numbers)}
-    tensors = {name: manifest.tensors[own] for name, own in stored.items()}
-    entries = {name: Entry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     with ShardReader(path, manifest) as files:
         yield WeightSource(
             path,
@@ -87,9 +90,8 @@ def read_part(files: ShardReader, name: str, part: Part) -> Tensor:
     placement = files.manifest.tensors[name]
     result = torch.empty(shape_of(part), dtype=DTYPES[placement.dtype])
     for rank, piece in pieces(placement, files.manifest.layout, part):
-        read_piece(
-            files.shard_with(name, rank, piece), name, piece, overlap(piece, part), result, part
-        )
+        file = files.shard_with(name, rank, piece)
+        read_piece(file, name, piece, overlap(piece, part), result, part)
     return result
 
 
@@ -100,24 +102,36 @@ def read_piece(
     """Reads a part of a tensor, from the file that holds `piece`, into `target`, which has the
     stored dtype and holds `target_part`. All three are parts of the whole tensor; `part` lies
     within both others."""
-    inner, shape = within(part, piece), shape_of(piece)
-    # The read is contiguous: one index of each of the first dims (an expert), rows of the next, and
-    # all columns.
-    dim = next(
-        (dim for dim, span in enumerate(inner) if span.stop - span.start > 1), len(shape) - 1
-    )
-    first = 0
-    for size, span in zip(shape[: dim + 1], inner, strict=False):
-        first = first * size + span.start
-    (rows,), columns, widths = shape_of(inner[dim : dim + 1]), inner[dim + 1 :], shape[dim + 1 :]
     into = target[within(part, target_part)]
+    inner, shape = within(part, piece), shape_of(piece)
+
+    # What is read is contiguous in the file: one index of each of the first dims (an expert), a
+    # range of the next one (its rows), and all of the others (columns). Columns that are not wanted
+    # are left out afterwards.
+    dim = _first_range(inner)
+    rows = inner[dim]
+    columns, widths = inner[dim + 1 :], shape[dim + 1 :]
+    first_row = 0
+    for size, span in zip(shape[: dim + 1], inner, strict=False):
+        first_row = first_row * size + span.start
+
     in_place = (
         into.device.type == "cpu"
         and into.is_contiguous()
         and tuple(into.shape[dim + 1 :]) == widths
     )
-    values = into if in_place else torch.empty((rows, *widths), dtype=into.dtype, device="cpu")
-    begin = first * math.prod(widths) * values.element_size()
+    values = into
+    if not in_place:
+        values = torch.empty((rows.stop - rows.start, *widths), dtype=into.dtype, device="cpu")
+    begin = first_row * math.prod(widths) * values.element_size()
     file.read_bytes(name, begin, values.view(-1).view(torch.uint8).numpy().data)
     if not in_place:
         into.copy_(values[(slice(None), *columns)])
+
+
+def _first_range(part: Part) -> int:
+    """The first dim of which a part has several indices; the last dim if there is none."""
+    for dim, span in enumerate(part):
+        if span.stop - span.start > 1:
+            return dim
+    return len(part) - 1

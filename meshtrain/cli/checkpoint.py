@@ -1,28 +1,28 @@
-"""`meshtrain checkpoint`: lists, shows, verifies, compares and prunes checkpoints.
+"""`meshtrain checkpoint`: lists, shows, verifies and prunes checkpoints.
 
     meshtrain checkpoint ls runs/x
     meshtrain checkpoint show runs/x                           # the newest, or a given one
     meshtrain checkpoint verify runs/x/checkpoints/step_0000100
-    meshtrain checkpoint diff runs/x runs/y
     meshtrain checkpoint prune runs/x --keep-last 3 --keep-every 1000 --dry-run
 
 A path names a checkpoint, a folder of checkpoints, or a run's folder. None of this needs torch.
 """
 
 import argparse
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint import directory
 from meshtrain.checkpoint.directory import CHECKPOINTS, require_checkpoint
-from meshtrain.checkpoint.manifest import MANIFEST, Manifest, dumps, parse_json
+from meshtrain.checkpoint.folder_lock import LOCK, lock_folder
+from meshtrain.checkpoint.json_text import dumps, parse_json
+from meshtrain.checkpoint.manifest import MANIFEST, Manifest
 from meshtrain.checkpoint.retention import Retention, best_metric, steps_to_keep
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import DamagedError, InputError, UnreadableError, bytes_text, plural
@@ -44,11 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     check = add("verify", help="read every byte: exit status 0 if all is intact, 1 if not")
     check.add_argument("path", type=Path, help=f"{a_path}, for all its checkpoints")
-    diff = add(
-        "diff", help="compare two checkpoints of any layouts: exit status 0 if equal, 1 if not"
-    )
-    diff.add_argument("a", type=Path, help=newest)
-    diff.add_argument("b", type=Path, help="the same")
     prune = add(
         "prune", help="delete checkpoints that none of these rules keeps; the newest always stays"
     )
@@ -68,14 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also delete checkpoints set aside (step_*.aside-*)",
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    for action in (ls, show, check, diff, prune):
+    for action in (ls, show, check, prune):
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the action and returns the exit status. Raises InputError: a path is not a usable
     checkpoint."""
-    actions = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "prune": _prune}
+    actions = {"ls": _ls, "show": _show, "verify": _verify, "prune": _prune}
     try:
         return actions[arguments.action](arguments)
     except PermissionError as error:
@@ -85,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _ls(arguments: argparse.Namespace) -> int:
     checkpoints = [_about(path) for path in _checkpoints(arguments.path)]
     if arguments.json:
-        print(dumps(checkpoints))
+        print(dumps([asdict(about) for about in checkpoints]))
         return 0
-    metric = best_metric(about["evaluation"] or {} for about in checkpoints)[0]
+    metric, _ = best_metric(about.evaluation or {} for about in checkpoints)
     table = [["checkpoint", "written", "size", "ranks", "layout", metric, ""]]
     table += [_row(about, metric) for about in checkpoints]
     print(*columns(table), sep="\n")
@@ -117,15 +112,11 @@ def _show(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     problems_of = {path: verify(path) for path in _checkpoints(arguments.path)}
     if arguments.json:
-        rows = {
-            str(path): [asdict(problem) for problem in problems]
-            for path, problems in problems_of.items()
-        }
-        print(
-            dumps(
-                [{"path": path, "intact": not rows[path], "problems": rows[path]} for path in rows]
-            )
-        )
+        rows = []
+        for path, problems in problems_of.items():
+            row = {"path": str(path), "intact": not problems}
+            rows.append(row | {"problems": [asdict(problem) for problem in problems]})
+        print(dumps(rows))
     else:
         for path, problems in problems_of.items():
             print(f"{path}: " + (plural(len(problems), "problem") if problems else "intact"))
@@ -133,43 +124,20 @@ def _verify(arguments: argparse.Namespace) -> int:
     return int(any(problems_of.values()))
 
 
-def _diff(arguments: argparse.Namespace) -> int:
-    from meshtrain.checkpoint.diff import diff  # numpy
+@dataclass
+class _Pruned:
+    """What prune does with the checkpoints of a folder."""
 
-    a, b = require_checkpoint(arguments.a), require_checkpoint(arguments.b)
-    result = diff(a, b)
-    if arguments.json:
-        print(dumps({"a": str(a), "b": str(b), "same": result.same} | asdict(result)))
-        return int(not result.same)
-    for heading, values in (
-        ("what a run goes on from", result.state),
-        ("how it came to that", result.about),
-    ):
-        if values:
-            print(f"differences in {heading}:")
-            _print_lines(
-                f"{name}: {_short(of_a)} -> {_short(of_b)}" for name, (of_a, of_b) in values.items()
-            )
-    if result.tensors:
-        print(
-            f"{len(result.tensors)} tensors differ, {result.compared} are in both; the largest "
-            "differences first:"
-        )
-        ordered = sorted(
-            result.tensors,
-            key=lambda tensor: -(math.inf if tensor.largest is None else tensor.largest),
-        )
-        _print_lines(f"{tensor.name}: {tensor.what}" for tensor in ordered)
-    else:
-        print(f"all {result.compared} tensors are equal to the bit")
-    return int(not result.same)
+    kept: list[Path] = field(default_factory=list)
+    removed: list[Path] = field(default_factory=list)
+    damaged: list[Path] = field(default_factory=list)  # they are left alone
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    rules = (
+    has_rules = (
         arguments.keep_last is not None or arguments.keep_every is not None or arguments.keep_best
     )
-    if not rules and not arguments.set_aside:
+    if not has_rules and not arguments.set_aside:
         raise InputError(
             "prune needs a rule of what to keep: --keep-last N, --keep-every N or --keep-best; or "
             "--set-aside"
@@ -181,56 +149,64 @@ def _prune(arguments: argparse.Namespace) -> int:
             f"{arguments.path} is one checkpoint, and prune looks at all of a folder: name {folder}"
         )
     with ExitStack() as locks:
-        # a job that writes here has locked its run's folder, or that of the checkpoints
         if not arguments.dry_run:
-            run = folder.absolute().parent
-            for locked in [run, folder] if (run / directory.LOCK).exists() else [folder]:
-                locks.enter_context(directory.lock_folder(locked, takes=False))
-        retained, removed, damaged = _by_rules(folder, arguments)
-        if not rules:
-            retained, removed = sorted([*retained, *removed]), []
-        removed += directory.list_set_aside(folder) if arguments.set_aside else []
-        for path in () if arguments.dry_run else removed:
-            directory.remove(path)
-    if arguments.json:
-        lists = {"kept": retained, "removed": removed, "damaged": damaged}
-        print(
-            dumps(
-                {"dry_run": arguments.dry_run}
-                | {name: list(map(str, paths)) for name, paths in lists.items()}
-            )
-        )
-        return 0
-    for heading, paths in (
-        ("would be removed" if arguments.dry_run else "removed", removed),
-        ("kept", retained),
-        ("damaged or unfinished, left alone", damaged),
-    ):
-        if paths:
-            print(f"{heading}: {', '.join(path.name for path in paths)}")
-    if not removed:
-        print(f"nothing to remove in {folder}")
+            for locked in _folders_of_job(folder):
+                locks.enter_context(lock_folder(locked, takes=False))
+        pruned = _by_rules(folder, arguments)
+        if not has_rules:
+            pruned.kept = sorted([*pruned.kept, *pruned.removed])
+            pruned.removed = []
+        if arguments.set_aside:
+            pruned.removed += directory.list_set_aside(folder)
+        if not arguments.dry_run:
+            for path in pruned.removed:
+                directory.remove(path)
+    _print_pruned(pruned, folder, arguments)
     return 0
 
 
-def _by_rules(
-    folder: Path, arguments: argparse.Namespace
-) -> tuple[list[Path], list[Path], list[Path]]:
-    """The checkpoints to keep, to remove, and the damaged ones, which are kept, too, and count for
-    no rule."""
+def _folders_of_job(folder: Path) -> list[Path]:
+    """The folders that a job which writes here has locked: its run's, or that of the
+    checkpoints."""
+    run = folder.absolute().parent
+    return [run, folder] if (run / LOCK).exists() else [folder]
+
+
+def _by_rules(folder: Path, arguments: argparse.Namespace) -> _Pruned:
+    """What the rules say. Damaged checkpoints count for no rule."""
+    pruned = _Pruned()
     evaluations: dict[int, Mapping[str, float]] = {}
-    damaged = []
     for step in directory.steps(folder):
         path = folder / directory.name_of(step)
         try:
-            evaluations[step] = directory.open_manifest(path)[0].evaluation or {}
+            manifest, _ = directory.open_manifest(path)
         except InputError:
-            damaged.append(path)
+            pruned.damaged.append(path)
+        else:
+            evaluations[step] = manifest.evaluation or {}
     rules = Retention(arguments.keep_last or 1, arguments.keep_every, arguments.keep_best)
-    stay = steps_to_keep(list(evaluations), evaluations, rules)
-    paths = {step: folder / directory.name_of(step) for step in evaluations}
-    retained = [path for step, path in paths.items() if step in stay]
-    return retained, [path for step, path in paths.items() if step not in stay], damaged
+    keep = steps_to_keep(list(evaluations), evaluations, rules)
+    for step in evaluations:
+        paths = pruned.kept if step in keep else pruned.removed
+        paths.append(folder / directory.name_of(step))
+    return pruned
+
+
+def _print_pruned(pruned: _Pruned, folder: Path, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        lists = {name: [str(path) for path in paths] for name, paths in vars(pruned).items()}
+        print(dumps({"dry_run": arguments.dry_run} | lists))
+        return
+    lines = {
+        "would be removed" if arguments.dry_run else "removed": pruned.removed,
+        "kept": pruned.kept,
+        "damaged or unfinished, left alone": pruned.damaged,
+    }
+    for heading, paths in lines.items():
+        if paths:
+            print(f"{heading}: {', '.join(path.name for path in paths)}")
+    if not pruned.removed:
+        print(f"nothing to remove in {folder}")
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -249,44 +225,58 @@ def _checkpoints(path: Path) -> list[Path]:
     return checkpoints
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """The fields of a checkpoint in `ls`; all but name, path and problem are None if it cannot be
-    read."""
-    about: dict[str, Any] = {"name": path.name, "path": str(path), "problem": None}
-    about |= dict.fromkeys(
-        ("step", "written", "bytes", "ranks", "layout", "samples", "tokens", "evaluation")
-    )
+@dataclass(frozen=True)
+class _Listed:
+    """A checkpoint in `ls`; all but name, path and problem are None if it cannot be read."""
+
+    name: str
+    path: str
+    problem: str | None = None
+    step: int | None = None
+    written: str | None = None
+    bytes: int | None = None
+    ranks: int | None = None
+    layout: Mapping[str, int] | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    evaluation: Mapping[str, float] | None = None
+
+
+def _about(path: Path) -> _Listed:
     try:
         manifest, _ = directory.open_manifest(path)
     except DamagedError as error:
-        return about | {"problem": f"damaged: {error.file.name} {error.problem}"}
+        problem = f"damaged: {error.file.name} {error.problem}"
     except UnreadableError as error:
-        return about | {"problem": f"{error.file.name} cannot be read ({error.reason})"}
+        problem = f"{error.file.name} cannot be read ({error.reason})"
     except InputError as error:
-        return about | {"problem": str(error)}
-    fields = {
-        name: getattr(manifest, name)
-        for name in ("step", "written", "samples", "tokens", "evaluation")
-    }
-    size = {
-        "bytes": manifest.total_bytes,
-        "ranks": manifest.layout.world_size,
-        "layout": manifest.layout.sizes,
-    }
-    return about | fields | size
+        problem = str(error)
+    else:
+        return _Listed(
+            name=path.name,
+            path=str(path),
+            step=manifest.step,
+            written=manifest.written,
+            bytes=manifest.total_bytes,
+            ranks=manifest.layout.world_size,
+            layout=manifest.layout.sizes,
+            samples=manifest.samples,
+            tokens=manifest.tokens,
+            evaluation=manifest.evaluation,
+        )
+    return _Listed(path.name, str(path), problem)
 
 
-def _row(about: dict[str, Any], metric: str) -> list[str]:
-    if about["problem"] is not None:
-        return [about["name"], "?", "?", "?", "?", "", about["problem"]]
-    layout = "{" + ", ".join(f"{axis}: {size}" for axis, size in about["layout"].items()) + "}"
-    value = (about["evaluation"] or {}).get(metric)
-    written, size = about["written"][:19].replace("T", " "), bytes_text(about["bytes"])
+def _row(about: _Listed, metric: str) -> list[str]:
+    if about.layout is None:  # it cannot be read
+        return [about.name, "?", "?", "?", "?", "", about.problem or ""]
+    layout = "{" + ", ".join(f"{axis}: {size}" for axis, size in about.layout.items()) + "}"
+    value = (about.evaluation or {}).get(metric)
     return [
-        about["name"],
-        written,
-        size,
-        str(about["ranks"]),
+        about.name,
+        str(about.written)[:19].replace("T", " "),
+        bytes_text(about.bytes or 0),
+        str(about.ranks),
         layout,
         "" if value is None else f"{value:.4f}",
         "",
@@ -295,27 +285,27 @@ def _row(about: dict[str, Any], metric: str) -> list[str]:
 
 def _description(manifest: Manifest) -> list[tuple[str, str]]:
     """The lines of `show`: name and value."""
+    layout = manifest.layout
     kinds = Counter(name.partition(".")[0] for name in manifest.tensors)
-    return [
+    kinds_text = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+    lines = [
         ("step", f"{manifest.step:,}"),
         ("samples", f"{manifest.samples:,}"),
         ("tokens", f"{manifest.tokens:,}"),
         ("written", manifest.written),
-        ("layout", f"{manifest.layout} ({plural(manifest.layout.world_size, 'rank')})"),
-        *(
-            [("experts", f"over {manifest.layout.experts} ranks")]
-            if manifest.layout.experts > 1
-            else []
-        ),
-        ("size", f"{bytes_text(manifest.total_bytes)} in {plural(len(manifest.files), 'file')}"),
-        (
-            "tensors",
-            f"{len(manifest.tensors)}: " + ", ".join(f"{n} of {kind}" for kind, n in kinds.items()),
-        ),
-        (
-            "evaluation",
-            "none at this step" if manifest.evaluation is None else _listed(manifest.evaluation),
-        ),
+        ("layout", f"{layout} ({plural(layout.world_size, 'rank')})"),
+    ]
+    if layout.experts > 1:
+        lines.append(("experts", f"over {layout.experts} ranks"))
+    size = f"{bytes_text(manifest.total_bytes)} in {plural(len(manifest.files), 'file')}"
+    evaluation = "none at this step"
+    if manifest.evaluation is not None:
+        evaluation = _listed(manifest.evaluation)
+    return [
+        *lines,
+        ("size", size),
+        ("tensors", f"{len(manifest.tensors)}: {kinds_text}"),
+        ("evaluation", evaluation),
         ("data", _listed(manifest.data)),
         ("rng", _listed(manifest.rng)),
         ("versions", _listed(manifest.versions)),
@@ -324,10 +314,12 @@ def _description(manifest: Manifest) -> list[tuple[str, str]]:
 
 def _print_nested(values: Mapping[str, Any], indent: str) -> None:
     for key, value in values.items():
-        nested = isinstance(value, Mapping) and bool(value)
-        print(f"{indent}{_short(key)[1:-1]}:" + ("" if nested else f" {_short(value)}"))
-        if nested:
+        name = _short(key)[1:-1]
+        if isinstance(value, Mapping) and value:
+            print(f"{indent}{name}:")
             _print_nested(value, indent + "  ")
+        else:
+            print(f"{indent}{name}: {_short(value)}")
 
 
 def _print_lines(lines: Iterable[object]) -> None:

@@ -28,12 +28,11 @@ from meshtrain.huggingface.export import (
     WeightFiles,
     as_input_errors,
     plan_export,
-    small_files,
-    tokenizer_files,
 )
+from meshtrain.huggingface.export_texts import small_files, tokenizer_files
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
-from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
+from meshtrain.huggingface.stored_names import StoredTensor, Table, table_of
 from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 from meshtrain.run.weights_export import source_files
@@ -55,11 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema", action="store_true", help="export the averaged weights (optimizer.ema_decay)"
     )
-    fused = (
-        "fused: one tensor for the experts of a layer, as transformers 5 has them; left out: one "
-        "per expert"
-    )
-    parser.add_argument("--format", choices=FORMATS, default="original", help=fused)
     parser.add_argument(
         "--adapter", action="store_true", help="export only the adapters of train.lora, for peft"
     )
@@ -74,13 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    keywords = {
-        "dtype": options.dtype,
-        "model": options.model,
-        "file_format": options.format,
-        "ema": options.ema,
-    }
-    export(options.checkpoint, options.folder, **keywords, adapter=options.adapter, say=print)
+    export(
+        options.checkpoint,
+        options.folder,
+        dtype=options.dtype,
+        model=options.model,
+        ema=options.ema,
+        adapter=options.adapter,
+        say=print,
+    )
 
 
 def export(
@@ -89,7 +85,6 @@ def export(
     *,
     dtype: str | None = None,
     model: str | None = None,
-    file_format: str = "original",
     ema: bool = False,
     adapter: bool = False,
     say: Callable[[str], None] = lambda line: None,
@@ -103,7 +98,6 @@ def export(
         dtype: of the floating tensors, by torch's names; None: the dtype in which the run computes.
         model: the path of a model file to run for config.json; None: one of meshtrain's own, if the
             run used one.
-        file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
         ema: write the averaged weights instead.
         adapter: write only the LoRA adapters, for peft.
         say: prints what was written, and what could not be.
@@ -125,7 +119,7 @@ def export(
         source = adapter_source(source) if adapter else merged_source(source, lora)
         about = adapter_config(source, lora, base) if adapter else None
         module = None if adapter else _module(manifest, model, say)
-        table: Table = {} if module is None else table_of(module.Model, file_format)
+        table: Table = {} if module is None else table_of(module.Model)
         config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
         beside = {} if config is None else source_files(base, say)
         files, parts = plan_export(

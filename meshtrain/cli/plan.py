@@ -20,12 +20,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
+from meshtrain.cli.memory import parameter_json, table
 from meshtrain.config import Config, Data
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text, writing
+from meshtrain.foresight.parameters import MemoryUse, held_by_ranks, parameter_specs
 from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.metrics.picture import write_picture
@@ -88,54 +89,77 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
 
     Raises InputError, LayoutError: the config is wrong, or its layout does not fit the hosts.
     """
-    config = Config.load(name, list(overrides), world_size=sum(hosts) if hosts else None)
-    notes = []
-    if not hosts:
-        fixed = Layout({axis: max(size, 1) for axis, size in config.layout.items()})
-        hosts = (fixed.world_size,)
-        smallest = (
-            "the smallest world that this layout fits"
-            if -1 in config.layout.values()
-            else "all on one host"
-        )
-        notes.append(f"no --hosts given: {smallest}, {describe_hosts(fixed.on_hosts(hosts))}")
-        # checks what depends on the world
-        config = Config.load(name, list(overrides), world_size=fixed.world_size)
-    assert config.resolved is not None  # it was loaded for this number of processes
-    layout = config.resolved.on_hosts(hosts)
-    batch = BatchSplit(config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES))
-    pipeline = _pipeline(config, layout) if layout.size("pp") > 1 else None
-    stages = None if pipeline is None else pipeline.holding
-    spec = spec_of(config)
-    parameters = tuple(parameters_of(spec, layout, stages))
-    placement = (0,) if pipeline is None else pipeline.schedule.placement
-    shards, precision = config.parallel.shard_optimizer, config.train.precision
-    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, shards)
-    # these import torch, as the model has
-    from meshtrain.foresight.model import (
-        without_sequence_parts,
-    )
+    # these import torch, as the model does
     from meshtrain.modeling.context import context_costs
     from meshtrain.modeling.experts import expert_costs
 
-    title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
-    optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
-    if (
-        config.train.steps is not None
-        and (warning := warmup_note(config.optimizer, config.train.steps)) is not None
-    ):
-        notes.append(warning)
+    config, notes = _placed(name, list(overrides), hosts)
+    layout = config.resolved
+    assert layout is not None
+    spec = spec_of(config)
+    pipeline = _pipeline(config, layout) if layout.size("pp") > 1 else None
+    parameters = parameter_specs(spec, layout, None if pipeline is None else pipeline.holding)
+    memory = held_by_ranks(
+        parameters,
+        layout,
+        config.train.precision,
+        config.optimizer,
+        placement=(0,) if pipeline is None else pipeline.schedule.placement,
+        shard_optimizer=config.parallel.shard_optimizer,
+    )
+    rule = update_rule(config.optimizer.name, config.optimizer.state_precision)
+    return Plan(
+        name=name,
+        config=config,
+        layout=layout,
+        batch=BatchSplit(
+            config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES)
+        ),
+        parameters=tuple(parameters),
+        memory=memory,
+        optimizer=rule.title,
+        pipeline=pipeline,
+        context=context_costs(config, layout),
+        experts=expert_costs(config, layout),
+        notes=(*notes, *_notes(config)),
+    )
+
+
+def _placed(
+    name: str, overrides: list[str], hosts: Sequence[int] | None
+) -> tuple[Config, list[str]]:
+    """A config whose layout is placed on hosts, and notes on which hosts are assumed."""
+    notes = []
+    config = Config.load(name, overrides, world_size=sum(hosts) if hosts else None)
+    if not hosts:
+        smallest = Layout({axis: max(size, 1) for axis, size in config.layout.items()})
+        hosts = (smallest.world_size,)
+        # Loaded again, to check what depends on the world.
+        config = Config.load(name, overrides, world_size=smallest.world_size)
+        is_free = -1 in config.layout.values()
+        why = "the smallest world that this layout fits" if is_free else "all on one host"
+        notes.append(f"no --hosts given: {why}, {describe_hosts(smallest.on_hosts(hosts))}")
+    assert config.resolved is not None  # it was loaded for this number of processes
+    return replace(config, resolved=config.resolved.on_hosts(hosts)), notes
+
+
+def _notes(config: Config) -> list[str]:
+    """What a user should know of a run with this config."""
+    from meshtrain.foresight.model import without_sequence_parts  # brings torch, as the model does
+
+    notes = []
+    if config.train.steps is not None:
+        warning = warmup_note(config.optimizer, config.train.steps)
+        if warning is not None:
+            notes.append(warning)
     notes += _loss_shares(config.data)
-    config = replace(config, resolved=layout)
-    if config.model.name.endswith(".py") and without_sequence_parts(config) is not None:
+    is_users_model = config.model.name.endswith(".py")
+    if is_users_model and without_sequence_parts(config) is not None:
         notes.append(
             "parallel.sequence_parallel is on by default: a run turns it off, and takes more "
-            "memory, if the check of "
-            "the model before its first step passes only without it"
+            "memory, if the check of the model before its first step passes only without it"
         )
-    return Plan(
-        name, config, layout, batch, parameters, memory, optimizer, pipeline, *costs, tuple(notes)
-    )
+    return notes
 
 
 def _loss_shares(data: Data) -> list[str]:
@@ -146,14 +170,15 @@ def _loss_shares(data: Data) -> list[str]:
     lines = []
     for own in data.each_source() if data.sources else [data]:
         with suppress(InputError, OSError):  # a plan needs no data
+            folders: list[Path] = []
             if own.source == "tokens" and own.path is not None:
                 folders = [Path(own.path).expanduser()]
             elif own.source in WITH_PROMPTS:
                 folders = [preparation.folder for preparation in preparations(own)]
-            else:
-                folders = []
-            shares = [(folder, loss_share(folder)) for folder in folders if folder.is_dir()]
-            lines += [f"{folder}: {share}" for folder, share in shares if share is not None]
+            for folder in folders:
+                share = loss_share(folder) if folder.is_dir() else None
+                if share is not None:
+                    lines.append(f"{folder}: {share}")
     return lines
 
 
@@ -178,69 +203,49 @@ def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
 def plan_text(plan: Plan, each_parameter: bool = False) -> str:
     """The plan for people, short for any number of ranks. `each_parameter`: a table of parameters
     instead of ranks."""
-    shape, layout = plan.batch, plan.layout
+    layout, batch, context, experts = plan.layout, plan.batch, plan.context, plan.experts
+    lines = [f"plan of {plan.name}"]
+    lines += describe_ramp(plan.config.batch.sizes, batch.micro_size, batch.data_ranks)
+    if context is not None:
+        lines.append(context.describe())
+    lines += _memory_lines(plan)
+    if experts is not None:
+        lines.append(experts.line)
+    if experts is not None and layout.experts > 1:
+        lines.append(experts.describe_sent())
+    if context is not None and context.sent:
+        lines.append(context.describe_memory())
+    if plan.pipeline is not None:
+        lines += _pipeline_lines(plan.pipeline, plan.memory)
+    lines.append("")
     if each_parameter:
-        below = [
-            f"layout {layout} on {describe_hosts(layout)}",
-            "",
-            *columns(table(plan.parameters, layout)),
-            "",
-        ]
+        rows = columns(table(plan.parameters, layout))
+        lines += [f"layout {layout} on {describe_hosts(layout)}", "", *rows, ""]
     else:
-        below = [layout_text(layout, MOST_LINES)]
-    lines = [
-        f"plan of {plan.name}",
-        *describe_ramp(plan.config.batch.sizes, shape.micro_size, shape.data_ranks),
-        *(() if plan.context is None else (plan.context.describe(),)),
-        *_memory_lines(plan),
-        *(() if plan.experts is None else (plan.experts.line,)),
-        *(
-            (plan.experts.describe_sent(),)
-            if plan.experts is not None and plan.layout.experts > 1
-            else ()
-        ),
-        *(
-            (plan.context.describe_memory(),)
-            if plan.context is not None and plan.context.sent
-            else ()
-        ),
-        *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.memory)),
-        "",
-        *below,
-        *(f"note: {note}" for note in plan.notes),
-        *(f"warning: {warning}" for warning in host_warnings(plan.layout)),
-    ]
+        lines.append(layout_text(layout, MOST_LINES))
+    lines += [f"note: {note}" for note in plan.notes]
+    lines += [f"warning: {warning}" for warning in host_warnings(layout)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The whole plan for a program: every rank and every group."""
     layout, batch = plan.layout, plan.batch
+    context = experts = pipeline = None
+    if plan.context is not None:
+        context = {**asdict(plan.context), "line": plan.context.describe()}
+    if plan.experts is not None:
+        experts = asdict(plan.experts)
+    if plan.pipeline is not None:
+        pipeline = _pipeline_json(plan.pipeline, plan.memory)
     return {
         "config": plan.name,
         "world_size": layout.world_size,
         "layout": layout.sizes,
         "expert_parallel": layout.experts,
         "hosts": layout.host_counts(),
-        "ranks": [
-            {
-                "rank": r,
-                "host": layout.host(r),
-                "local_rank": layout.local_rank(r),
-                "coordinate": layout.coordinate(r, *layout.axes, *expert_axes(layout)),
-            }
-            for r in range(layout.world_size)
-        ],
-        "groups": [
-            {
-                "axes": list(axes),
-                "groups": [
-                    {"ranks": ranks, "crosses_hosts": layout.crosses_hosts(ranks)}
-                    for ranks in layout.groups(*axes)
-                ],
-            }
-            for axes in grouped_axes(layout)
-        ],
+        "ranks": [_rank_json(layout, rank) for rank in range(layout.world_size)],
+        "groups": [_groups_json(layout, axes) for axes in grouped_axes(layout)],
         "batch": {
             **asdict(batch),
             "changes": [list(change) for change in plan.config.batch.sizes.changes],
@@ -254,94 +259,113 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             **asdict(plan.memory),
             "each": [parameter_json(parameter) for parameter in plan.parameters],
         },
-        "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.memory),
-        "context": None
-        if plan.context is None
-        else {**asdict(plan.context), "line": plan.context.describe()},
-        "experts": None if plan.experts is None else asdict(plan.experts),
+        "pipeline": pipeline,
+        "context": context,
+        "experts": experts,
         "warnings": host_warnings(layout),
         "notes": list(plan.notes),
     }
 
 
+def _rank_json(layout: Layout, rank: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "host": layout.host(rank),
+        "local_rank": layout.local_rank(rank),
+        "coordinate": layout.coordinate(rank, *layout.axes, *expert_axes(layout)),
+    }
+
+
+def _groups_json(layout: Layout, axes: Sequence[str]) -> dict[str, Any]:
+    groups = [
+        {"ranks": ranks, "crosses_hosts": layout.crosses_hosts(ranks)}
+        for ranks in layout.groups(*axes)
+    ]
+    return {"axes": list(axes), "groups": groups}
+
+
 def _pipeline_json(pipeline: PipelinePlan, memory: MemoryUse) -> dict[str, Any]:
-    schedule, timeline = pipeline.schedule, pipeline.timeline
+    schedule, timeline, split = pipeline.schedule, pipeline.timeline, pipeline.split
+    stages = [
+        {"pp": schedule.rank_of(stage), "blocks": list(bounds), "cost": cost}
+        for stage, (bounds, cost) in enumerate(zip(split.bounds, split.costs, strict=True))
+    ]
+    ranks = []
+    for rank in range(schedule.ranks):
+        fewest, most = memory.by_pp[rank]
+        ranks.append(
+            {
+                "pp": rank,
+                "stages": list(schedule.stages_of(rank)),
+                "fewest_parameters": fewest,
+                "most_parameters": most,
+                "idle_share": timeline.idle[rank] / timeline.makespan,
+                "peak_activations": timeline.peak_activations[rank],
+            }
+        )
     return {
         "schedule": schedule.name,
         "microbatches": schedule.microbatches,
         "line": pipeline.about,
-        "stages": [
-            {"pp": schedule.rank_of(stage), "blocks": list(bounds), "cost": cost}
-            for stage, (bounds, cost) in enumerate(
-                zip(pipeline.split.bounds, pipeline.split.costs, strict=True)
-            )
-        ],
+        "stages": stages,
         "idle_share": timeline.idle_share,
-        "ranks": [
-            {
-                "pp": rank,
-                "stages": list(schedule.stages_of(rank)),
-                "fewest_parameters": memory.by_pp[rank][0],
-                "most_parameters": memory.by_pp[rank][1],
-                "idle_share": timeline.idle[rank] / timeline.makespan,
-                "peak_activations": timeline.peak_activations[rank],
-            }
-            for rank in range(schedule.ranks)
-        ],
+        "ranks": ranks,
     }
 
 
 def _memory_lines(plan: Plan) -> list[str]:
     memory, precision = plan.memory, plan.config.train.precision
-    nbytes = memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes
-    weights, gradients, optimizer, together = map(bytes_text, (*nbytes, sum(nbytes)))
     dtype = "float64" if precision == "float64" else "float32"
     active = "" if plan.experts is None else f"{plan.experts.active:,} active a token, "
-    copy = ""
+    together = memory.weight_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    on_top = "activations"
+    # Without FSDP, which gathers the weights in 16 bits, a rank has a copy of its own.
     if precision != dtype and plan.layout.size("fsdp") == 1:
-        copy = f" and a copy of the weights in {precision}, {bytes_text(memory.weight_bytes // 2)},"
+        copy = bytes_text(memory.weight_bytes // 2)
+        on_top += f" and a copy of the weights in {precision}, {copy},"
     return [
         f"{memory.total:,} parameters, {active}{_from_to(memory.fewest, memory.most)} per rank",
-        f"a rank keeps {together} in {dtype}: weights {weights}, gradients {gradients}, "
-        f"{plan.optimizer} {optimizer}; "
-        f"activations{copy} come on top",
+        f"a rank keeps {bytes_text(together)} in {dtype}: "
+        f"weights {bytes_text(memory.weight_bytes)}, "
+        f"gradients {bytes_text(memory.gradient_bytes)}, "
+        f"{plan.optimizer} {bytes_text(memory.optimizer_bytes)}; {on_top} come on top",
     ]
 
 
 def _pipeline_lines(pipeline: PipelinePlan, memory: MemoryUse) -> list[str]:
-    schedule, timeline = pipeline.schedule, pipeline.timeline
-    rows: list[list[str]] = [
-        ["pp", "stages", "blocks", "parameters of a rank", "idle", "stage forwards held"]
-    ]
-    for rank in without_middle(range(schedule.ranks), MOST_LINES):
+    titles = ["pp", "stages", "blocks", "parameters of a rank", "idle", "stage forwards held"]
+    rows = [titles]
+    for rank in without_middle(range(pipeline.schedule.ranks), MOST_LINES):
         if isinstance(rank, range):
             rows.append([f"... {len(rank)} more ..."])
-            continue
-        stages = schedule.stages_of(rank)
-        bounds = [pipeline.split.bounds[stage] for stage in stages]
-        blocks = ", ".join(
-            str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in bounds
-        )
-        idle = f"{100 * timeline.idle[rank] / timeline.makespan:.1f} %"
-        forwards = timeline.peak_activations[rank]
-        row = (
-            rank,
-            ", ".join(map(str, stages)),
-            blocks,
-            _from_to(*memory.by_pp[rank]),
-            idle,
-            forwards,
-        )
-        rows.append([*map(str, row)])
+        else:
+            rows.append(_pipeline_row(pipeline, memory, rank))
     assumed = (
         "a stage's input gradients and its weight gradients take as long as its forward each, "
         "transfers nothing"
     )
     return [
         "",
-        f"{pipeline.about}; {100 * timeline.idle_share:.1f} % idle",
+        f"{pipeline.about}; {100 * pipeline.timeline.idle_share:.1f} % idle",
         *columns(rows),
         f"(simulated: {assumed})",
+    ]
+
+
+def _pipeline_row(pipeline: PipelinePlan, memory: MemoryUse, rank: int) -> list[str]:
+    timeline = pipeline.timeline
+    stages = pipeline.schedule.stages_of(rank)
+    blocks = []
+    for stage in stages:
+        first, end = pipeline.split.bounds[stage]
+        blocks.append(str(first) if end == first + 1 else f"{first}-{end - 1}")
+    return [
+        str(rank),
+        ", ".join(map(str, stages)),
+        ", ".join(blocks),
+        _from_to(*memory.by_pp[rank]),
+        f"{100 * timeline.idle[rank] / timeline.makespan:.1f} %",
+        str(timeline.peak_activations[rank]),
     ]
 
 
@@ -385,37 +409,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.calibrate or arguments.against:
         _measured(arguments)
-        return
-    if arguments.schedule:
+    elif arguments.schedule:
         _schedule(arguments)
-        return
+    else:
+        _plan(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
     plan = make_plan(arguments.config, arguments.overrides, hosts)
-    prediction, lines = (None, []) if arguments.parameters else _foreseen(plan, arguments.gpu)
+    prediction: Prediction | None = None
+    lines: list[str] = []
+    if not arguments.parameters:
+        prediction, lines = _predicted(plan, arguments.gpu)
     if arguments.png is not None and prediction is not None:
-        from meshtrain.foresight.draw import picture
-
-        title = f"{plan.name}: {plan.layout} on {describe_hosts(plan.layout)}"
-        step, room = (
-            (prediction.step, prediction.hardware.device.room)
-            if prediction.hardware
-            else (None, None)
-        )
-        parts = prediction.memory.parts
-        write_picture(arguments.png, lambda: picture(title, parts, room, step), "plan.png")
+        _draw(plan, prediction, arguments.png)
         lines.append(f"picture: {arguments.png}")
     if arguments.json:
-        print(
-            json.dumps(
-                plan_json(plan)
-                | {"foresight": prediction.json() if prediction else {"unknown": lines}}
-            )
-        )
+        foresight = {"unknown": lines} if prediction is None else prediction.json()
+        print(json.dumps(plan_json(plan) | {"foresight": foresight}))
         return
-    print("\n".join([plan_text(plan, arguments.parameters), *lines]), end="\n" * bool(lines))
+    print(plan_text(plan, arguments.parameters), end="")
+    if lines:
+        print("", *lines, sep="\n")
 
 
-def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str]]":
+def _predicted(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str]]":
     """The prediction and lines for people; None and the reason for a model that cannot be
     traced."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
@@ -427,31 +446,42 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
 
     def predicted(config: Config) -> "tuple[Prediction, list[str]]":
         with processes() as pool:
-            prediction = Prediction(config, hardware, True, pool)
+            prediction = Prediction(config, hardware, traced=True, pool=pool)
             return prediction, memory_of_ranks(prediction)
 
     try:
         prediction, lines = predicted(plan.config)
     except UntracedError as error:
         unknown = [f"memory and time are not known: {error}"]
-        if (other := without_sequence_parts(plan.config)) is None:
+        # The model may run without sequence parallelism, which a run then turns off.
+        without_parts = without_sequence_parts(plan.config)
+        if without_parts is None:
             return None, unknown
         try:
-            prediction, lines = predicted(other)
+            prediction, lines = predicted(without_parts)
         except UntracedError:
             return None, unknown
         lines.append(
             "  for parallel.sequence_parallel: false, as the run will turn it off: with it on, "
             f"{error}"
         )
-    if (known := prediction.hardware) is not None:
-        unit = "tokens" if "vocab_size" in plan.config.model.keys else "samples"
-        lines += [
-            "",
-            *step_lines(prediction.step, unit),
-            f"  rates: {known.source} of {known.device.name}",
-        ]
+    if hardware is not None:
+        unit = "tokens" if prediction.is_text else "samples"
+        lines += ["", *step_lines(prediction.step, unit)]
+        lines.append(f"  rates: {hardware.source} of {hardware.device.name}")
     return prediction, lines
+
+
+def _draw(plan: Plan, prediction: "Prediction", path: str) -> None:
+    from meshtrain.foresight.draw import picture
+
+    title = f"{plan.name}: {plan.layout} on {describe_hosts(plan.layout)}"
+    room = step = None
+    if prediction.hardware is not None:
+        room = prediction.hardware.device.room
+        step = prediction.step
+    parts = prediction.memory.parts
+    write_picture(path, lambda: picture(title, parts, room, step), "plan.png")
 
 
 @contextmanager
@@ -460,11 +490,8 @@ def processes() -> Iterator[ProcessPoolExecutor | None]:
     processes, as once a GPU was seen. Raises InputError: a process was killed."""
     import torch
 
-    count = (
-        1
-        if sys.platform != "linux" or torch.cuda.device_count()
-        else min(8, len(os.sched_getaffinity(0)))
-    )
+    can_fork = sys.platform == "linux" and torch.cuda.device_count() == 0
+    count = min(8, len(os.sched_getaffinity(0))) if can_fork else 1
     if count == 1:
         yield None
         return
@@ -489,17 +516,17 @@ def _begin_process() -> None:
 
 
 def _schedule(arguments: argparse.Namespace) -> None:
+    """Draws what changes over the steps of a run."""
     from meshtrain.cli.schedule import courses_of, picture, schedule_json, schedule_text
 
     config = Config.load(arguments.config, arguments.overrides)
     courses = courses_of(config)
     if arguments.png is not None:
         write_picture(arguments.png, lambda: picture(config, courses), "schedule.png")
-    print(
-        json.dumps(schedule_json(config, courses))
-        if arguments.json
-        else schedule_text(config, courses)
-    )
+    if arguments.json:
+        print(json.dumps(schedule_json(config, courses)))
+    else:
+        print(schedule_text(config, courses))
 
 
 def _measured(arguments: argparse.Namespace) -> None:
@@ -522,12 +549,10 @@ def _measured(arguments: argparse.Namespace) -> None:
         return
     run = calibrate.MeasuredRun.load(Path(arguments.against))
     prediction = Prediction(run.config, start, traced=True)
-    lines = calibrate.against(run, start, prediction.memory.total / 2**30, prediction.sent)
-    print(
-        f"{arguments.against} beside what is foreseen of it",
-        *(line.describe() for line in lines),
-        sep="\n",
-    )
+    gib = prediction.memory.total / 2**30
+    print(f"{arguments.against} beside what is foreseen of it")
+    for line in calibrate.against(run, start, gib, prediction.sent):
+        print(line.describe())
 
 
 def read_hosts(text: str) -> tuple[int, ...]:
@@ -539,8 +564,7 @@ def read_hosts(text: str) -> tuple[int, ...]:
         if count is None:
             raise InputError(
                 f"--hosts {text}: {part.strip()!r} is no number of processes; give one per host, "
-                "such as 4,2, "
-                "or 4x8 for four hosts of 8"
+                "such as 4,2, or 4x8 for four hosts of 8"
             )
         counts += [int(count[2])] * int(count[1] or 1)
     return tuple(counts)

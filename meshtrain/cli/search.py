@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshtrain.cli.plan import processes, read_hosts
 from meshtrain.config import Config
@@ -20,14 +20,11 @@ from meshtrain.errors import InputError, any_of, bytes_text, writing
 from meshtrain.run.rank_table import columns, describe_hosts
 
 if TYPE_CHECKING:
-    from meshtrain.foresight.search import Candidate, Search
+    from meshtrain.foresight.search import Search
+    from meshtrain.foresight.space import Candidate
 
 # columns; other keys stand below a row
-TITLES = (
-    "batch.micro_size",
-    "parallel.recompute",
-    "pipeline.schedule",
-)
+TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,28 +66,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from meshtrain.foresight import search as space  # brings torch, as the model does
+    # these bring torch, as the model does
     from meshtrain.foresight.hardware import load as load_hardware
+    from meshtrain.foresight.search import NEAR, Search, forecast
+    from meshtrain.foresight.space import KEYS, USUAL, Space
 
-    begin, hosts, hardware = (
-        time.monotonic(),
-        read_hosts(arguments.hosts),
-        load_hardware(arguments.gpu),
-    )
-    settings, fixed, vary = read_keys(arguments.vary, arguments.keep, space.KEYS, space.USUAL)
+    begin = time.monotonic()
+    hosts = read_hosts(arguments.hosts)
+    hardware = load_hardware(arguments.gpu)
+    keys = read_keys(arguments.vary, arguments.keep, KEYS, USUAL)
 
     def load(changes: Sequence[str]) -> Config:
-        return Config.load(
-            arguments.config, [*arguments.overrides, *settings, *changes], world_size=sum(hosts)
-        )
+        overrides = [*arguments.overrides, *keys.overrides, *changes]
+        return Config.load(arguments.config, overrides, world_size=sum(hosts))
 
-    config = load(["layout={dp_shard: -1}"] if "layout" in vary else [])
+    config = load(["layout={dp_shard: -1}"] if "layout" in keys.varied else [])
     assert config.resolved is not None  # it was loaded for its hosts
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
-    error = space.NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
+    error = NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
     with processes() as pool:
-        forecast = space.forecast(hardware, arguments.max_memory, pool)
-        search = space.Search(space.Space(config, vary, fixed), forecast, arguments.goal)
+        space = Space(config, keys.varied, keys.sizes)
+        judge = forecast(hardware, arguments.max_memory, pool)
+        search = Search(space, judge, arguments.goal)
         results = search.run(load, arguments.show, error)
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
@@ -99,64 +96,71 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(search_json(search, results)))
         return
-    count = f"{search.space.count:,} candidates for {describe_hosts(search.space.placed)}"
-    print(f"{count}, {search.predicted:,} predicted in full ({time.monotonic() - begin:.1f} s)")
+    took = time.monotonic() - begin
+    count = f"{space.count:,} candidates for {describe_hosts(space.placed)}"
+    print(f"{count}, {search.predicted:,} predicted in full ({took:.1f} s)")
     print(*columns(_rows(search, results)), *_rejected(search), sep="\n")
-    print(f"run 1: {' '.join(map(shlex.quote, [*settings, *results[0].overrides(config)]))}")
+    best = [*keys.overrides, *results[0].overrides(config)]
+    print(f"run 1: {' '.join(map(shlex.quote, best))}")
 
 
-def read_keys(
-    vary: str | None, keep: str, keys: Sequence[str], usual: Sequence[str]
-) -> tuple[list[str], dict[str, int], list[str]]:
-    """Parses --vary and --keep: overrides, sizes of axes, and the keys that vary. Raises
-    InputError: no such key."""
-    names = {key.rpartition(".")[2]: key for key in keys} | {key: key for key in keys}
+class Keys(NamedTuple):
+    """What --vary and --keep say."""
+
+    varied: list[str]  # the keys that vary
+    sizes: dict[str, int]  # axis -> its size in every layout
+    overrides: list[str]  # values of keys that do not vary
+
+
+def read_keys(vary: str | None, keep: str, keys: Sequence[str], usual: Sequence[str]) -> Keys:
+    """Parses --vary and --keep. Raises InputError: no such key."""
+    names = {key: key for key in keys} | {key.rpartition(".")[2]: key for key in keys}
 
     def known(name: str, option: str) -> str:
         if name not in names:
             raise InputError(f"{option} {name}: search does not vary it; use {any_of(list(keys))}")
         return names[name]
 
-    varied = [known(name.strip(), "--vary") for name in vary.split(",")] if vary else list(usual)
-    overrides, fixed = [], {}
+    varied = list(usual)
+    if vary:
+        varied = [known(name.strip(), "--vary") for name in vary.split(",")]
+    sizes, overrides = {}, []
     for item in filter(None, keep.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if name.startswith("layout.") and value.isdecimal() and int(value):
-            fixed[name.removeprefix("layout.")] = int(value)
+            sizes[name.removeprefix("layout.")] = int(value)
             continue
         key = known(name, "--keep")
         varied = [other for other in varied if other != key]
-        overrides += [f"{key}={value}"] * bool(equals)
-    return overrides, fixed, varied
+        if equals:
+            overrides.append(f"{key}={value}")
+    return Keys(varied, sizes, overrides)
 
 
 def _rows(search: "Search", results: Sequence["Candidate"]) -> list[list[str]]:
+    """A row for each result, and lines below it."""
     rows = [["", "layout", "micro", "recompute", "schedule", "step", "MFU", "memory"]]
-    for i, candidate in enumerate(results):
-        step, sizes = candidate.prediction.step, candidate.layout.sizes
+    for place, candidate in enumerate(results, 1):
+        step = candidate.prediction.step
+        sizes = [f"{axis} {n}" for axis, n in candidate.layout.sizes.items() if n > 1]
         micro, recompute, schedule = (str(candidate.settings[key]) for key in TITLES)
-        first = [
-            f"{i + 1}{' =' * (candidate.near and i > 0)}",
-            ", ".join(f"{a} {n}" for a, n in sizes.items() if n > 1),
-        ]
-        first += [
-            micro,
-            recompute,
-            schedule if candidate.layout.size("pp") > 1 else "-",
-            f"{step.seconds:.3g} s",
-        ]
-        mfu = f"{100 * step.mfu:.0f} %" if step.mfu else "-"
-        rows.append([*first, mfu, bytes_text(candidate.memory.total)])
-        others = [
-            change
-            for change in candidate.overrides(search.config)[1:]
-            if not change.startswith(TITLES)
-        ]
-        rows += [
-            [f"     {line}"]
-            for line in (" ".join(others), candidate.reason, f"limit: {step.limit}")
-            if line
-        ]
+        is_near = candidate.near and place > 1
+        rows.append(
+            [
+                f"{place} =" if is_near else f"{place}",
+                ", ".join(sizes),
+                micro,
+                recompute,
+                schedule if candidate.layout.size("pp") > 1 else "-",
+                f"{step.seconds:.3g} s",
+                f"{100 * step.mfu:.0f} %" if step.mfu else "-",
+                bytes_text(candidate.memory.total),
+            ]
+        )
+        _, *changes = candidate.overrides(search.config)  # the layout stands above
+        others = [change for change in changes if not change.startswith(TITLES)]
+        below = (" ".join(others), candidate.reason, f"limit: {step.limit}")
+        rows += [[f"     {line}"] for line in below if line]
     return rows
 
 
@@ -169,35 +173,37 @@ def _rejected(search: "Search") -> list[str]:
 
 def search_json(search: "Search", results: Sequence["Candidate"]) -> dict[str, Any]:
     """The whole result for a program."""
-    keys, room = ("reason", "candidates", "example"), search.forecast.memory
     return {
         "candidates": search.space.count,
         "predicted": search.predicted,
-        "layouts": [
-            {
-                "overrides": c.overrides(search.config),
-                "near": c.near,
-                "reason": c.reason,
-                **c.prediction.json(),
-                "memory": {
-                    **asdict(c.memory),
-                    "total": c.memory.total,
-                    "verdict": c.memory.verdict(room),
-                },
-            }
-            for c in results
-        ],
+        "layouts": [_candidate_json(search, candidate) for candidate in results],
         "rejected": [
-            dict(zip(keys, (reason, *row), strict=True))
-            for reason, row in search.space.rejected.items()
+            {"reason": reason, "candidates": count, "example": example}
+            for reason, (count, example) in search.space.rejected.items()
         ],
+    }
+
+
+def _candidate_json(search: "Search", candidate: "Candidate") -> dict[str, Any]:
+    memory = candidate.memory  # traced, unlike that of the prediction
+    return {
+        "overrides": candidate.overrides(search.config),
+        "near": candidate.near,
+        "reason": candidate.reason,
+        **candidate.prediction.json(),
+        "memory": {
+            **asdict(memory),
+            "total": memory.total,
+            "verdict": memory.verdict(search.forecast.memory),
+        },
     }
 
 
 def _write(path: str, configs: Sequence[Config]) -> None:
     """Writes the first config into a file, or all of them into a folder: `1.yaml`, ..."""
-    folder = path.endswith("/") or Path(path).is_dir()
-    files = [Path(path) / f"{i + 1}.yaml" for i in range(len(configs))] if folder else [Path(path)]
+    files = [Path(path)]
+    if path.endswith("/") or Path(path).is_dir():
+        files = [Path(path) / f"{place}.yaml" for place in range(1, len(configs) + 1)]
     with writing(path):
         files[0].parent.mkdir(parents=True, exist_ok=True)
         for file, config in zip(files, configs, strict=False):

@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import locate, schema
 from meshtrain.config.checks import check_chaos, check_rules
@@ -40,6 +40,9 @@ from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout
 
+if TYPE_CHECKING:
+    from meshtrain.config.model_spec import ModelSpec
+
 __all__ = ["Config", "ConfigErrors", "Data", "Fault"]
 
 
@@ -63,6 +66,8 @@ class Config:
     file: str = field(default="", compare=False)  # the file's path as errors print it
     # a line to print for each, with its origin
     overrides: tuple[str, ...] = field(default=(), compare=False)
+    # in the place of the model that the keys describe: it without some blocks, in a trace
+    spec: "ModelSpec | None" = field(default=None, compare=False)
 
     @classmethod
     def load(

@@ -485,17 +485,5 @@ def _problems_of_kind(fault: Fault) -> FaultProblems:
     """Keys that only `slow` has."""
     if fault.fault == "slow" and fault.seconds is None:
         yield "fault", "slow needs seconds: how much longer each step takes, such as seconds: 0.5"
-    for name, value in (("seconds", fault.seconds), ("until", fault.until)):
-        if fault.fault != "slow" and value is not None:
-            yield name, f"{name} is for slow, and this fault is {fault.fault}: take it away"
-    if fault.until is not None and fault.in_save:
-        yield (
-            "until",
-            "until is for slow steps, and during: save slows one save: take one of the two away",
-        )
-    if fault.until is not None and fault.until < fault.step:
-        yield (
-            "until",
-            f"until {fault.until} is before step {fault.step}, the first slow one: raise it, or "
-            "leave it out",
-        )
+    if fault.fault != "slow" and fault.seconds is not None:
+        yield "seconds", f"seconds is for slow, and this fault is {fault.fault}: take it away"

@@ -27,7 +27,7 @@ from meshtrain.config.keys import (
     keys_of,
     stepwise_type,
 )
-from meshtrain.config.removed import what_replaces
+from meshtrain.config.removed import REMOVED_VALUES, what_replaces
 from meshtrain.config.yaml_reader import Node, describe, read_scalar
 
 
@@ -164,7 +164,10 @@ def convert(
 
     advice = _suggest(node.value, hint)
     foreign_values, equivalent = limits.instead
-    if node.value in foreign_values.split():
+    removed_values = REMOVED_VALUES.get(name, {})
+    if isinstance(node.value, str) and node.value in removed_values:
+        advice = removed_values[node.value]
+    elif node.value in foreign_values.split():
         advice = equivalent
     if not advice and default not in (dataclasses.MISSING, None):
         advice = f"the default is {yaml_text(default)}"

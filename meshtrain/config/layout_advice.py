@@ -211,7 +211,7 @@ def _why_tp_crosses(layout: Layout) -> str:
     after_tp = [axis for axis in layout.axes[layout.axes.index("tp") + 1 :] if sizes[axis] > 1]
 
     # Hosts hold whole multiples of tp ranks: it is enough to have tp innermost.
-    edges = [run.start for run in layout.runs]
+    edges = [span.start for span in layout.host_spans]
     if after_tp and all(edge % tp == 0 for edge in edges):
         apart = math.prod(sizes[axis] for axis in after_tp)
         return (
@@ -238,7 +238,7 @@ def _why_tp_crosses(layout: Layout) -> str:
     if others:
         reason += f" and {plural(others, 'other host')}"
     advice = f"use {smaller}"
-    dealt_out = len(layout.runs) > len(layout.hosts)
+    dealt_out = len(layout.host_spans) > len(layout.hosts)
     if dealt_out and any(edge % fits for edge in edges):
         advice += f", with the ranks started {_BY_HOST}"
     return f"{reason}; {advice}"
@@ -247,8 +247,8 @@ def _why_tp_crosses(layout: Layout) -> str:
 def _experts_within_hosts(layout: Layout) -> str:
     """A way to keep each expert group on one host, as the end of a sentence: the axes in the usual
     order, or a smaller expert_parallel. Empty if there is none."""
-    counts = [run.count for run in layout.runs]
-    hosts = [layout.hosts[run.host] for run in layout.runs]
+    counts = [span.count for span in layout.host_spans]
+    hosts = [layout.hosts[span.host] for span in layout.host_spans]
     usual_order = {axis: layout.sizes[axis] for axis in AXES if axis in layout.sizes}
 
     smaller = [ranks for ranks in layout.expert_sizes() if ranks <= layout.experts]

@@ -43,13 +43,8 @@ Sizes = dict[str, int]  # axis -> size, -1 if it is open
 def check_layout(draft: ConfigDraft, sizes: Sizes, device: str | None) -> None:
     """All checks of a layout. `device`: of this job, if known."""
     check_tuning(draft)
-    check_split(draft, sizes)
-    check_context(draft, sizes)
-    check_experts(draft, sizes)
-    check_float8(draft, sizes)
-    check_stages(draft, sizes)
-    check_copies(draft, sizes)
-    check_batch_norm(draft, sizes)
+    for rule in OF_LAYOUT:
+        rule(draft, sizes)
     check_device(draft, sizes, device)
 
 
@@ -225,7 +220,7 @@ def check_float8(draft: ConfigDraft, sizes: Sizes) -> None:
             splits = split_layers(spec.meta, plan, tp)
         except SplitError:
             return  # check_split reports it
-    for problem in float8_problems(spec.meta, precision, splits, tp):
+    for problem in float8_problems(spec.meta, splits, tp):
         draft.report(draft.place(name), f"{name} {precision}: {problem}")
 
 
@@ -476,6 +471,18 @@ def _has_batch_norm(model: Any) -> bool:
         if any(kind.__name__ == "_BatchNorm" for kind in type(module).__mro__):
             return True
     return False
+
+
+# What depends on the layout alone, which `meshtrain search` asks of each candidate.
+OF_LAYOUT = (
+    check_split,
+    check_context,
+    check_experts,
+    check_float8,
+    check_stages,
+    check_copies,
+    check_batch_norm,
+)
 
 
 def check_device(draft: ConfigDraft, sizes: Sizes, device: str | None) -> None:

@@ -115,6 +115,8 @@ def model_spec(
 
 
 def spec_of(config: "Config") -> ModelSpec:
+    if config.spec is not None:
+        return config.spec
     return model_spec(config.model.name, config.model.keys, config.train.freeze, config.train.lora)
 
 

@@ -11,7 +11,28 @@ from typing import Any
 # The full name of a key -> what its user does now. A key of the entries of a list has the name of
 # the list in front: `train.chaos.until`.
 REMOVED: dict[str, str] = {
+    "data.pin_memory": "take it away: batches are pinned wherever there is a GPU",
+    "data.prefetch": "take it away: the workers read ahead what the next step takes",
+    "metrics.gpu_probe": "leave it out: GPUs are probed every 200 steps",
+    "metrics.memory_snapshot": "use metrics.profile: [FIRST, LAST], which writes a snapshot, too",
+    "checkpoint.make_room": "leave room for one checkpoint more than are kept, or keep fewer of "
+    "them, checkpoint.keep_last",
+    "checkpoint.on_failure": "leave it out: a run whose save fails says so and goes on, and ends "
+    "with a fault if its last state is not saved",
+    "train.export_format": "leave it out: an export stores a tensor per expert, as models are "
+    "published, which transformers reads as well as fused ones",
     "metrics.tensorboard": "add it to the sinks, metrics.sinks: [tensorboard]",
+    "train.chaos.again": "take it away: a fault happens in the first start of a job only",
+    "train.chaos.during": "take it away: `fail-save` is the fault of a save",
+    "train.chaos.until": "take it away: `slow` lasts to the end of the run",
+    "train.lock_timeout_s": "take it away: a restarted job waits two minutes for the lock",
+}
+
+# A key that is still there -> a value that it had -> what its user does now.
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "train.linear_precision": {
+        "mxfp8": "it is no longer there: use float8, scaled for each token and each row of a weight"
+    },
 }
 
 

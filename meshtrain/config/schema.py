@@ -140,11 +140,6 @@ class Data:
     `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
     """Worker processes per rank that read data ahead. 0 reads in the training process."""
-    prefetch: int = key(2, minimum=1, also="prefetch_factor")
-    """Microbatches that each worker reads ahead; raised until all workers together hold those of
-    the next step."""
-    pin_memory: bool = True
-    """Whether batches are read into pinned memory, from which GPUs copy faster."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
 
@@ -196,10 +191,10 @@ class Parallel:
     the model's `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of being kept."""
-    symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
+    symmetric_memory: bool | Literal["auto"] = key(False, also="async_tp async_tensor_parallel")
     """With `tp` and `sequence_parallel` on GPUs: whether matrix products and their communication
     run as one kernel. `auto`: where NVLink connects all GPUs of `tp`. true also puts FSDP's
-    messages into memory registered with NCCL."""
+    messages into memory registered with NCCL. No machine has shown yet that it is faster."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",
@@ -369,22 +364,16 @@ class Fault:
     """`kill` (SIGKILL) ends the process at once, `stop` (SIGSTOP) freezes it, `slow` prolongs its
     steps, `raise` raises an exception, and `fail-save` simulates a full disk."""
     step: int = key(minimum=1, also="at at_step from from_step")
-    """The step at whose beginning, or in whose checkpoint save, the fault happens. `slow`: the
-    first slow step."""
+    """The step at whose beginning the fault happens. `slow`: the first slow step; `fail-save`: the
+    step after which the checkpoint is saved."""
     rank: int | None = key(None, minimum=0, also="ranks who")
     """The rank that the fault happens to. null: every rank, for `fail-save` only."""
-    during: Literal["step", "save"] = key("step")
-    """`save`: while the rank writes its file of the checkpoint, as `fail-save` always does."""
     seconds: float | None = key(None, above=0, also="delay sleep")
-    """`slow`: how much longer each step, or the save, takes."""
-    until: int | None = key(None, minimum=1, also="to last")
-    """`slow`: the last slow step. null: the last step of the run."""
-    again: bool = False
-    """Whether the fault is injected again when the launcher restarts the job."""
+    """`slow`: how much longer each step takes, to the end of the run."""
 
     @property
     def in_save(self) -> bool:
-        return self.during == "save" or self.fault == "fail-save"
+        return self.fault == "fail-save"
 
 
 @dataclass(frozen=True)
@@ -408,7 +397,7 @@ class Train:
     )
     """The dtype of forward and backward. With 16 bits weights stay float32; `float64` is for
     checking layouts."""
-    linear_precision: Literal["float8", "mxfp8"] | None = key(
+    linear_precision: Literal["float8"] | None = key(
         None,
         also="fp8 float8_rowwise enable_fp8 use_fp8 float8_recipe fp8_recipe",
         instead=(
@@ -417,9 +406,9 @@ class Train:
         ),
     )
     """The dtype in which linear layers in blocks multiply in forward and for the gradients of
-    inputs: `float8` is e4m3 with a scale per token and per row of a weight, `mxfp8` e4m3 with a
-    scale per 32 features; all else uses `precision`. On GPUs it needs `precision: bfloat16`; CPUs
-    and GPUs without these formats emulate them."""
+    inputs: `float8` is e4m3 with a scale per token and per row of a weight; all else uses
+    `precision`. On GPUs it needs `precision: bfloat16`; CPUs and GPUs without this format emulate
+    it."""
     deterministic: bool = False
     """Whether to use only kernels that give the same bits every time."""
     output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")
@@ -427,9 +416,6 @@ class Train:
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
     """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's
     transformers."""
-    export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export stores experts: `original`: a tensor per expert, as models are published;
-    `fused`: the experts of a layer in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
     """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export
     use the average."""
@@ -451,9 +437,6 @@ class Train:
     start_timeout_s: float = key(600.0, above=0)
     """Seconds that ranks wait for one another while the job starts, and three times as long while
     one of them is busy and does not get on."""
-    lock_timeout_s: float = key(120.0, minimum=0)
-    """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may
-    still hold."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for one another in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")
@@ -509,12 +492,6 @@ class Checkpoint:
     in_background: bool = key(True, also="async async_save async_mode")
     """Whether training waits only for a copy in memory, and continues while the checkpoint is
     written."""
-    on_failure: Literal["continue", "stop"] = key("continue")
-    """What the run does when a checkpoint could not be written: continue with a warning, or
-    stop."""
-    make_room: bool = False
-    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it;
-    never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is abandoned and training continues. A file system's failover
     takes minutes."""
@@ -532,15 +509,11 @@ class Metrics:
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
     profile: tuple[int, int] | None = key(None, minimum=1)
-    """The first and the last step, counted from 1, that `torch.profiler` records."""
+    """The first and the last step, counted from 1, that `torch.profiler` records; on a GPU also the
+    memory up to then."""
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to
     `timeline.json`."""
-    gpu_probe: int = key(0, minimum=0)
-    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0:
-    never."""
-    memory_snapshot: bool = False
-    """Whether a snapshot of the GPU's memory is written at the end."""
 
 
 # The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the

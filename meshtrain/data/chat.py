@@ -28,7 +28,8 @@ _SPECIAL = (
     "cls_token",
     "mask_token",
 )
-CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+JINJA = "chat_template.jinja"
 
 LossOn = Literal["all", "last"]
 Span = tuple[int, int]  # the first character, and the one behind the last
@@ -41,14 +42,16 @@ def tokenizer_config(tokenizer: Path) -> tuple[dict[str, Any], dict[str, str]]:
     file = tokenizer.with_name(CONFIG)
     try:
         config = json.loads(file.read_text("utf-8-sig")) if file.is_file() else {}
-        values = ((name, config.get(name)) for name in _SPECIAL)
-        tokens = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in values
-            if value
-        }
-        if not all(isinstance(token, str) for token in tokens.values()):
-            raise TypeError("a special token is no text")
+        tokens = {}
+        for name in _SPECIAL:
+            token = config.get(name)
+            if not token:
+                continue
+            if isinstance(token, dict):  # with its settings as an added token
+                token = token["content"]
+            if not isinstance(token, str):
+                raise TypeError("a special token is no text")
+            tokens[name] = token
         return config, tokens
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise _unreadable(tokenizer, error) from None
@@ -86,24 +89,27 @@ class ChatTemplate:
         """
         config, tokens = tokenizer_config(tokenizer)
         jinja = tokenizer.with_name(JINJA)
+        template: Any
         try:
-            template = (
-                jinja.read_text("utf-8-sig") if jinja.is_file() else config.get("chat_template")
-            )
+            if jinja.is_file():
+                origin = jinja
+                template = jinja.read_text("utf-8-sig")
+            else:
+                origin = tokenizer.with_name(CONFIG)
+                template = config.get("chat_template")
             if isinstance(template, list):  # several named templates
-                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+                by_name = {entry["name"]: entry["template"] for entry in template}
+                template = by_name.get("default")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _unreadable(tokenizer, error) from None
         if not isinstance(template, str):
             return None
-        origin = jinja if jinja.is_file() else tokenizer.with_name(CONFIG)
         return cls(template, tokens, str(origin), tuple(control))
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.text, sorted(self.tokens.items()))).encode()).hexdigest()[
-            :16
-        ]
+        content = repr((self.text, sorted(self.tokens.items())))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @cached_property
     def _compiled(self) -> Any:
@@ -142,7 +148,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        environment.filters["tojson"], environment.globals["raise_exception"] = tojson, refuse
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = refuse
         limit_powers(environment)
         return environment.from_string(self.text)
 
@@ -164,9 +171,8 @@ class ChatTemplate:
                     **self.tokens,
                 )
                 return joined(pieces)
-        except (
-            Exception
-        ) as error:  # a template may raise anything for messages that it does not expect
+        # A template may raise anything for messages that it does not expect.
+        except Exception as error:
             raise InputError(f"the template of {self.origin} refuses it: {error}") from None
 
     def conversation(
@@ -177,9 +183,10 @@ class ChatTemplate:
         is the assistant's, or the template does not write a learned turn, or what is before it, as
         it does in the whole conversation."""
         learned = _learned_turns(messages, loss_on)
-        messages = [
-            {key: value for key, value in turn.items() if key != "train"} for turn in messages
-        ]
+        # Templates know no `train`, and some write every key.
+        messages = [dict(turn) for turn in messages]
+        for turn in messages:
+            turn.pop("train", None)
         try:
             messages, tools, marks = self._marked(messages, tools)
         except RecursionError:
@@ -188,24 +195,21 @@ class ChatTemplate:
 
         written = _Written(self, messages, tools, marks)
         spans = []
-        for turn in learned:
-            span = self._turn(written, turn, text, loss_on)
+        for index in learned:
+            span = self._turn(written, index, text, loss_on)
             spans.append(span)
             if plain:
                 # An answer may begin as the generation prompt ends: there a control token is the
                 # prompt's.
-                prompt = len(written(turn))
-                plain = [
-                    (first, last)
-                    for first, last in plain
-                    if not (prompt <= first and last <= span[0])
-                ]
+                prompt: Span = (len(written(index)), span[0])
+                plain = [spelled for spelled in plain if not _lies_in(spelled, prompt)]
         return Conversation(text, spans, plain)
 
     def _turn(self, written: "_Written", turn: int, text: str, loss_on: LossOn) -> Span:
         """The span of a turn of the assistant: from behind the generation prompt to the end of the
         turn."""
-        before, through = written(turn, prompt=True), written(turn + 1)
+        before = written(turn, prompt=True)
+        through = written(turn + 1)
         if not text.startswith(through):
             remedy = (
                 "data.loss_on: last learns the last answer only, and `train: false` leaves a "
@@ -215,8 +219,7 @@ class ChatTemplate:
                 remedy = "end the conversation with its last answer"
             raise InputError(
                 f"the template of {self.origin} writes message {turn} in another way when others "
-                "follow "
-                f"({_difference(through, text, 'them')}): {remedy}"
+                f"follow ({_difference(through, text, 'them')}): {remedy}"
             )
         if through.startswith(before):
             return len(before), len(through)
@@ -226,20 +229,20 @@ class ChatTemplate:
         if begin < len(history):
             raise InputError(
                 f"the template of {self.origin} writes what is before message {turn} in another "
-                "way when it follows "
-                f"({_difference(before, through, 'it')}), so that what this answers is undefined"
+                f"way when it follows ({_difference(before, through, 'it')}), so that what this "
+                "answers is undefined"
             )
         if loss_on == "last":
             # As DeepSeek-R1's, whose prompt ends with <think>: the answer begins where the two
             # part. By another answer as well, since this one may begin with the same characters as
             # the rest of the prompt.
-            return min(begin, _common(before, written.with_content(turn, "0"))), len(through)
+            of_another = _common(before, written.with_content(turn, "0"))
+            return min(begin, of_another), len(through)
         raise InputError(
             f"the generation prompt of the template of {self.origin} ends with "
-            f"{before[begin:]!r:.60}, and message "
-            f"{turn} has {through[begin : begin + 40]!r} there: data.loss_on: last begins the loss "
-            "where the two part; "
-            f"or give a {JINJA} whose generation prompt is as its answers begin"
+            f"{before[begin:]!r:.60}, and message {turn} has {through[begin : begin + 40]!r} "
+            "there: data.loss_on: last begins the loss where the two part; or give a "
+            f"{JINJA} whose generation prompt is as its answers begin"
         )
 
     def _marked(self, messages: list[Any], tools: Any) -> tuple[list[Any], Any, "_Marks"]:
@@ -253,19 +256,21 @@ class ChatTemplate:
 
         def is_same(marked: list[Any]) -> bool:
             try:
-                return marks.resolve(self.render(marked[:-1], marked[-1]))[0] == expected
+                text, _ = marks.resolve(self.render(marked[:-1], marked[-1]))
+                return text == expected
             except InputError:
                 return False
 
         marked = [marks.put(part, tokens) for part, tokens in zip(parts, spelled, strict=True)]
         if not is_same(marked):
             # The template looks for one of them in a message, as for </think>: there it is a word
-            # of its format.
+            # of its format. Marks that change nothing are put one by one.
             marked = parts
             for i, tokens in enumerate(spelled):
                 for token in sorted(tokens):
                     trial = [*marked[:i], marks.put(marked[i], {token}), *marked[i + 1 :]]
-                    marked = trial if is_same(trial) else marked
+                    if is_same(trial):
+                        marked = trial
         return marked[:-1], marked[-1], marks
 
 
@@ -279,16 +284,16 @@ class _Written:
     marks: "_Marks"
 
     def __call__(self, count: int, *, prompt: bool = False) -> str:
-        return self.marks.resolve(
-            self.template.render(self.messages[:count], self.tools, prompt=prompt)
-        )[0]
+        return self._text(self.messages[:count], prompt=prompt)
 
     def with_content(self, turn: int, content: str) -> str:
         """The first messages through `turn`, which says something else."""
         other = {**self.messages[turn], "content": content}
-        return self.marks.resolve(self.template.render([*self.messages[:turn], other], self.tools))[
-            0
-        ]
+        return self._text([*self.messages[:turn], other])
+
+    def _text(self, messages: list[Any], *, prompt: bool = False) -> str:
+        text, _ = self.marks.resolve(self.template.render(messages, self.tools, prompt=prompt))
+        return text
 
 
 class Spelling:
@@ -304,16 +309,18 @@ def _any_of(tokens: Sequence[str], depth: int) -> str:
     """A regular expression for any of these tokens, of which a longer one is before a shorter one.
     Their first `depth` characters are looked at one by one: some tokenizers have thousands of
     tokens, most of which begin alike."""
-    rests: dict[str, list[str]] = {}
-    for token in tokens:
-        rests.setdefault(token[:1], []).append(token[1:])
     if depth == 0 or len(tokens) == 1:
         return "|".join(map(re.escape, tokens))
-    is_token = rests.pop("", None) is not None  # the shortest, and so the last choice
-    choices = [
-        f"{re.escape(first)}(?:{_any_of(behind, depth - 1)})" for first, behind in rests.items()
-    ]
-    return "|".join([*choices, ""] if is_token else choices)
+    rests: dict[str, list[str]] = {}  # first character -> what follows it
+    for token in tokens:
+        rests.setdefault(token[:1], []).append(token[1:])
+    ends_here = rests.pop("", None) is not None
+    choices = []
+    for first, behind in rests.items():
+        choices.append(f"{re.escape(first)}(?:{_any_of(behind, depth - 1)})")
+    if ends_here:
+        choices.append("")  # the shortest, and so the last choice
+    return "|".join(choices)
 
 
 class _Marks:
@@ -323,7 +330,8 @@ class _Marks:
     """
 
     def __init__(self, spelling: Spelling, parts: Sequence[Any]) -> None:
-        self._control, self._spelling = spelling.control, spelling.pattern
+        self._control = spelling.control
+        self._spelling = spelling.pattern
         digest = hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()
         self._prefix = f"{int(digest, 16) % 10**24:024d}"  # occurs in no text
         self._mark = re.compile(self._prefix + "([0-9]{6})")
@@ -334,43 +342,55 @@ class _Marks:
             return set(self._spelling.findall(value))
         if isinstance(value, dict):
             value = [*value.keys(), *value.values()]
-        return set().union(*map(self.spelled, value)) if isinstance(value, list) else set()
+        found: set[str] = set()
+        if isinstance(value, list):
+            for inner in value:
+                found |= self.spelled(inner)
+        return found
 
     def put(self, value: Any, tokens: Collection[str]) -> Any:
         """The value with a mark in place of each of these tokens that it spells."""
 
         def mark(match: re.Match[str]) -> str:
             token = match[0]
-            return f"{self._prefix}{self._control.index(token):06d}" if token in tokens else token
+            if token not in tokens:
+                return token
+            return f"{self._prefix}{self._control.index(token):06d}"
 
         if isinstance(value, str):
             return self._spelling.sub(mark, value)
         if isinstance(value, dict):
             return {self.put(key, tokens): self.put(inner, tokens) for key, inner in value.items()}
-        return [self.put(inner, tokens) for inner in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self.put(inner, tokens) for inner in value]
+        return value
 
     def resolve(self, text: str) -> tuple[str, list[Span]]:
         """The text with the tokens in place of their marks, and where they are."""
-        parts, spans, size, place = [], [], 0, 0
+        parts = []
+        spans = []
+        size = 0  # of the parts
+        place = 0  # behind the last mark
         for match in self._mark.finditer(text):
             token = self._control[int(match[1])]
             parts += [text[place : match.start()], token]
             first = size + match.start() - place
-            size, place = first + len(token), match.end()
+            size = first + len(token)
+            place = match.end()
             spans.append((first, size))
-        return "".join([*parts, text[place:]]), spans
+        parts.append(text[place:])
+        return "".join(parts), spans
 
 
 def _learned_turns(messages: Any, loss_on: LossOn) -> list[int]:
     """The assistant's turns that carry a loss. Raises InputError: malformed messages, or none is
     the assistant's."""
-    if not isinstance(messages, list) or not all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in messages
-    ):
+    if not isinstance(messages, list) or not all(map(_is_turn, messages)):
         raise InputError("`messages` is no list of objects with `role` and `content`")
     answers = []
     for i, turn in enumerate(messages):
-        train, is_answer = turn.get("train"), turn["role"] == "assistant"
+        train = turn.get("train")
+        is_answer = turn["role"] == "assistant"
         if train is not None and not isinstance(train, bool):
             raise InputError(f"`train` of message {i} is {train!r:.40}: expected true or false")
         if train and not is_answer:
@@ -378,11 +398,20 @@ def _learned_turns(messages: Any, loss_on: LossOn) -> list[int]:
                 f"message {i} has `train: true` and the role {turn['role']!r:.40}: only the "
                 "assistant's are learned"
             )
-        answers += [i] if is_answer else []
+        if is_answer:
+            answers.append(i)
     if not answers:
         raise InputError("no message has the role `assistant`, whose turns are what is learned")
     chosen = answers[-1:] if loss_on == "last" else answers
     return [i for i in chosen if messages[i].get("train") is not False]
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
+
+
+def _lies_in(inner: Span, outer: Span) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def _common(*texts: str) -> int:

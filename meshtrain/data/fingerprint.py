@@ -14,7 +14,8 @@ from meshtrain.errors import InputError
 if TYPE_CHECKING:
     from meshtrain.config import Data
 
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+SAMPLES = 64  # of the bytes of a data set
+SAMPLE_BYTES = 1 << 16  # of one sample
 
 
 class Files(NamedTuple):
@@ -50,8 +51,12 @@ def files_below(folder: Path) -> Iterator[Path]:
                 continue
             visited.add((status.st_dev, status.st_ino))
             folders.sort()
-            starts += [link for link in (Path(path, name) for name in folders) if link.is_symlink()]
-            yield from (Path(path, name) for name in names)
+            for name in folders:
+                link = Path(path, name)
+                if link.is_symlink():
+                    starts.append(link)
+            for name in names:
+                yield Path(path, name)
 
 
 def sampled_digest(files: Files, seed: str = "") -> str:
@@ -65,7 +70,8 @@ def sampled_digest(files: Files, seed: str = "") -> str:
     """
     ends = list(accumulate(files.sizes))
     digest = hashlib.sha256(repr(list(files.sizes)).encode())
-    for offset in _offsets(ends[-1] if ends else 0, seed):
+    total = ends[-1] if ends else 0
+    for offset in _offsets(total, seed):
         for data in _read(files, ends, offset):
             digest.update(data)
     return digest.hexdigest()[:16]
@@ -78,17 +84,23 @@ def _offsets(total: int, seed: str) -> Iterator[int]:
     draw = random.Random(seed)  # a string seed is hashed with SHA-512, the same everywhere
     yield 0
     for part in range(1, SAMPLES - 1):
-        yield draw.randint(part * total // SAMPLES, (part + 1) * total // SAMPLES - SAMPLE_BYTES)
+        first = part * total // SAMPLES
+        last = (part + 1) * total // SAMPLES - SAMPLE_BYTES
+        yield draw.randint(first, last)
     yield total - SAMPLE_BYTES
 
 
 def _read(files: Files, ends: Sequence[int], offset: int) -> Iterator[bytes]:
+    """One sample of the concatenated files, from `offset` on; it may lie in several of them."""
     remaining = min(SAMPLE_BYTES, ends[-1] - offset)
     index = bisect_right(ends, offset)
     while remaining:
         count = min(remaining, ends[index] - offset)
         if count:
+            begin = ends[index] - files.sizes[index]  # of the file
             with open(files.root / files.names[index], "rb") as file:
-                file.seek(offset - (ends[index] - files.sizes[index]))
+                file.seek(offset - begin)
                 yield file.read(count)
-        offset, remaining, index = offset + count, remaining - count, index + 1
+        offset += count
+        remaining -= count
+        index += 1

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 )
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def _generator(seed: int, epoch: int, sample: int) -> random.Random:
@@ -66,11 +67,11 @@ class ArrayImages(Samples):
         if self.augment_seed is not None:
             for row, (epoch, index) in enumerate(items):
                 pixels[row] = _shift(pixels[row], _generator(self.augment_seed, epoch, index))
-        images = torch.from_numpy(pixels).to(torch.float32).unsqueeze(1).div_(self.white)
-        if images.shape[2:] != (self.image_size, self.image_size):
-            images = F.interpolate(
-                images, size=(self.image_size, self.image_size), mode="bilinear", antialias=True
-            )
+        images = torch.from_numpy(pixels).to(torch.float32)
+        images = images.unsqueeze(1).div_(self.white)  # (b, 1, height, width), 0 to 1
+        size = (self.image_size, self.image_size)
+        if images.shape[2:] != size:
+            images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
         targets = torch.from_numpy(self.labels[indices])
         targets[valid:] = IGNORE
         return Batch({"images": (images - self.mean) / self.std}, targets)
@@ -78,7 +79,8 @@ class ArrayImages(Samples):
 
 def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:
     reach = max(1, len(image) // 8)
-    down, right = draw.randint(0, 2 * reach), draw.randint(0, 2 * reach)
+    down = draw.randint(0, 2 * reach)
+    right = draw.randint(0, 2 * reach)
     padded = np.pad(image, reach)
     return padded[down : down + image.shape[0], right : right + image.shape[1]]
 
@@ -105,22 +107,24 @@ class FolderImages(Samples):
         from PIL import Image
 
         path = self.root / self.files[index]
-        draw = (
-            _generator(self.augment_seed, epoch, index) if self.augment_seed is not None else None
-        )
+        draw = None
+        if self.augment_seed is not None:
+            draw = _generator(self.augment_seed, epoch, index)
+        size = (self.image_size, self.image_size)
         try:
             with Image.open(path) as file:
-                box, mirrored = _square(*file.size, draw)
-                size = (self.image_size, self.image_size)
-                image = np.asarray(file.convert("RGB").resize(size, Image.Resampling.BILINEAR, box))
+                width, height = file.size
+                box, mirrored = _square(width, height, draw)
+                resized = file.convert("RGB").resize(size, Image.Resampling.BILINEAR, box)
+                image = np.asarray(resized)  # (height, width, 3) uint8
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise InputError(
                 f"{path} cannot be read as an image ({error}): mend or remove it"
             ) from error
-        scaled = (
-            np.asarray(image[:, ::-1] if mirrored else image, np.float32) / 255 - _IMAGENET_MEAN
-        ) / _IMAGENET_STD
-        pixels = np.ascontiguousarray(scaled.transpose(2, 0, 1), np.float32)
+        if mirrored:
+            image = image[:, ::-1]
+        normalised = (np.asarray(image, np.float32) / 255 - _IMAGENET_MEAN) / _IMAGENET_STD
+        pixels = np.ascontiguousarray(normalised.transpose(2, 0, 1), np.float32)
         return (torch.from_numpy(pixels),), torch.tensor(self.labels[index])
 
 
@@ -130,11 +134,15 @@ def _square(
     """The crop box of an image, (left, top, right, bottom), and whether to mirror it."""
     side = float(min(width, height))
     if draw is None:
-        left, top = (width - side) / 2, (height - side) / 2
+        left = (width - side) / 2
+        top = (height - side) / 2
         return (left, top, left + side, top + side), False
     side *= draw.uniform(0.7, 1)
-    left, top = draw.uniform(0, width - side), draw.uniform(0, height - side)
-    return (left, top, min(left + side, width), min(top + side, height)), draw.random() < 0.5
+    left = draw.uniform(0, width - side)
+    top = draw.uniform(0, height - side)
+    # Rounding may bring the sums above the size.
+    box = (left, top, min(left + side, width), min(top + side, height))
+    return box, draw.random() < 0.5
 
 
 class ImageSource(NamedTuple):
@@ -162,8 +170,15 @@ def _open_digits(config: "Data") -> ImageSource:
             "share, such as 0.2"
         )
     digits = load_digits()
-    pixels, labels = digits.images.astype(np.uint8), digits.target.astype(np.int64)
-    images = ArrayImages("digits", pixels, labels, 16, 0.305, 0.376, config.image_size or 8)
+    images = ArrayImages(
+        "digits",
+        pixels=digits.images.astype(np.uint8),
+        labels=digits.target.astype(np.int64),
+        white=16,
+        mean=0.305,
+        std=0.376,
+        image_size=config.image_size or 8,
+    )
     return _array_source(images, images)
 
 
@@ -174,9 +189,8 @@ def _open_mnist(config: "Data") -> ImageSource:
     train = _read_mnist(folder.expanduser(), "train", config.image_size)
     if not isinstance(config.validation, str):
         return _array_source(train, train)
-    return _array_source(
-        train, _read_mnist(Path(config.validation).expanduser(), "t10k", config.image_size)
-    )
+    test = _read_mnist(Path(config.validation).expanduser(), "t10k", config.image_size)
+    return _array_source(train, test)
 
 
 def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
@@ -192,56 +206,64 @@ def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
             f"{folder}: the images of {stem} are {pixels.shape[1]} x {pixels.shape[2]}: expected "
             "squares"
         )
-    size = image_size or pixels.shape[1]
     return ArrayImages(
-        f"{folder} {stem}", pixels, labels.astype(np.int64), 255, 0.1307, 0.3081, size
+        f"{folder} {stem}",
+        pixels=pixels,
+        labels=labels.astype(np.int64),
+        white=255,
+        mean=0.1307,
+        std=0.3081,
+        image_size=image_size or pixels.shape[1],
     )
 
 
 def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
     """Reads an idx file of bytes: two zero bytes, type (8), number of dims, each dim as big-endian
     int32, data."""
-    plain, packed = folder / name, folder / f"{name}.gz"
+    plain = folder / name
+    packed = folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
     if not path.is_file():
         raise InputError(
             f"there is neither {plain} nor {packed}: put MNIST's files into that folder (data.path)"
         )
     try:
-        raw = path.read_bytes() if path is plain else gzip.decompress(path.read_bytes())
+        raw = path.read_bytes()
+        if path is packed:
+            raw = gzip.decompress(raw)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} is truncated or damaged ({error}); fetch it again") from error
-    if len(raw) < 4 + 4 * dims or raw[:4] != bytes([0, 0, 8, dims]):
+    header = 4 + 4 * dims  # bytes
+    if len(raw) < header or raw[:4] != bytes([0, 0, 8, dims]):
         raise InputError(
             f"{path} is not an idx file of bytes in {dims} dims: it begins with {raw[:4].hex(' ')}"
         )
-    shape = struct.unpack(f">{dims}i", raw[4 : 4 + 4 * dims])
-    expected = 4 + 4 * dims + int(np.prod(shape, dtype=np.int64))
+    shape = struct.unpack(f">{dims}i", raw[4:header])
+    expected = header + int(np.prod(shape, dtype=np.int64))
     if len(raw) != expected:
         raise InputError(
             f"{path} is truncated or damaged: it has {len(raw):,} bytes of data, expected "
             f"{expected:,}"
         )
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
 
 def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
     sets = [train] if other is train else [train, other]
-    fingerprint = " ".join(
-        hashlib.sha256(x.pixels.tobytes() + x.labels.tobytes()).hexdigest() for x in sets
-    )
-    return ImageSource(
-        train, other, max(int(x.labels.max(initial=-1)) for x in sets) + 1, fingerprint
-    )
+    digests = []
+    largest = -1
+    for images in sets:
+        content = images.pixels.tobytes() + images.labels.tobytes()
+        digests.append(hashlib.sha256(content).hexdigest())
+        largest = max(largest, int(images.labels.max(initial=-1)))
+    return ImageSource(train, other, classes=largest + 1, fingerprint=" ".join(digests))
 
 
 def _open_folder(config: "Data") -> ImageSource:
     """Images as folder/class/file, classes sorted by name; a validation path is a folder of the
     same form."""
-    path, validation = (
-        data_path(config, "a folder with one folder of images per class"),
-        config.validation,
-    )
+    path = data_path(config, "a folder with one folder of images per class")
+    validation = config.validation
     try:
         import PIL  # noqa: F401
     except ImportError as error:
@@ -254,7 +276,8 @@ def _open_folder(config: "Data") -> ImageSource:
             "squared"
         )
     train, classes = _list_images(path.expanduser(), config.image_size)
-    other, files = train, {"images": _with_sizes(train)}
+    other = train
+    files = {"images": _with_sizes(train)}
     if isinstance(validation, str):
         other, its_classes = _list_images(Path(validation).expanduser(), config.image_size)
         if its_classes != classes:
@@ -263,19 +286,20 @@ def _open_folder(config: "Data") -> ImageSource:
                 f"{', '.join(classes)}"
             )
         files["images (validation)"] = _with_sizes(other)
-    listings = (list(zip(listing.names, listing.sizes, strict=True)) for listing in files.values())
-    fingerprint = " ".join(
-        hashlib.sha256(repr(listing).encode()).hexdigest() for listing in listings
-    )
-    return ImageSource(train, other, len(classes), fingerprint, files)
+    digests = []
+    for listing in files.values():
+        names_and_sizes = list(zip(listing.names, listing.sizes, strict=True))
+        digests.append(hashlib.sha256(repr(names_and_sizes).encode()).hexdigest())
+    return ImageSource(train, other, len(classes), " ".join(digests), files)
 
 
 SOURCES = {"digits": _open_digits, "mnist": _open_mnist, "images": _open_folder}
 
 
 def _with_sizes(images: FolderImages) -> Files:
-    # there may be millions
-    sizes = array("q", ((images.root / file).stat().st_size for file in images.files))
+    sizes = array("q")  # there may be millions
+    for file in images.files:
+        sizes.append((images.root / file).stat().st_size)
     return Files(images.root, images.files, sizes)
 
 
@@ -284,22 +308,18 @@ def _list_images(root: Path, image_size: int) -> tuple[FolderImages, list[str]]:
         raise InputError(
             f"there is no folder {root}: data.source images expects folder/class/file (data.path)"
         )
-    classes = sorted(
-        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    folders = [entry.name for entry in root.iterdir() if entry.is_dir()]
+    classes = sorted(name for name in folders if not name.startswith("."))
     if not classes:
         raise InputError(
             f"{root} has no folders in it: data.source images expects folder/class/file (data.path)"
         )
-    files, labels = [], []
+    files: list[str] = []
+    labels: list[int] = []
     for label, name in enumerate(classes):
-        images = sorted(
-            str(file.relative_to(root))
-            for file in files_below(root / name)
-            if file.suffix.lower() in _SUFFIXES
-        )
+        images = [file for file in files_below(root / name) if file.suffix.lower() in _SUFFIXES]
         if not images:
             raise InputError(f"{root / name} has no images in it ({' '.join(sorted(_SUFFIXES))})")
-        files.extend(images)
-        labels.extend([label] * len(images))
+        files += sorted(str(file.relative_to(root)) for file in images)
+        labels += [label] * len(images)
     return FolderImages(str(root), root, files, labels, image_size), classes

@@ -9,14 +9,14 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch.utils.data import DataLoader
 
 from meshtrain.data.batch import Batch, Packed, Samples
 from meshtrain.data.order import BatchSizes, Mixture, microbatches, share
-from meshtrain.data.order_numpy import SampleOrder
+from meshtrain.data.order_numpy import run_order
 from meshtrain.errors import InputError
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.signals import end_with_parent
@@ -26,13 +26,13 @@ class Reading(TypedDict, total=False):
     """How batches are read; no option but `prepare` changes their contents."""
 
     workers: int  # worker processes that read ahead; 0, the default, reads in this process
-    # microbatches that each worker reads ahead (2); raised until all workers together hold a step
-    prefetch: int
-    pin_memory: bool  # return tensors in pinned memory, if there is a GPU
     # Turns a batch into the model's input: `Batch.with_context`, or the rank's part by
     # `ContextParallel.shard`.
     prepare: Callable[[Batch], Batch]
 
+
+# Microbatches that each worker reads ahead; more where all workers together do not hold a step.
+PREFETCH = 2
 
 # The samples of one microbatch, each (epoch, sample), and how many of them are real: the rest are
 # copies as padding.
@@ -72,26 +72,32 @@ def train_batches(
             process that read it.
     """
     sizes = BatchSizes.of(global_size)
-    order = SampleOrder(seed, sizes, len(dataset), mixture)
+    order = run_order(seed, sizes, len(dataset), mixture)
 
     def slots() -> Iterator[Slots]:
         for step in range(first_step, steps):
             positions = sizes.positions(step)
             own_share = share(len(positions), ranks, rank)
             own = order.items(positions[own_share.start : own_share.stop])
+            # A rank may have no sample of a small batch; it computes a copy of another's.
             filler = own[0] if own else order.items(positions[:1])[0]
-            yield from _fill(
-                own, filler, microbatches(len(positions), micro_size, ranks), micro_size
-            )
+            count = microbatches(len(positions), micro_size, ranks)
+            yield from _fill(own, filler, count, micro_size)
 
-    prepare = reading.pop("prepare", Batch.batch)
-    # `length`: see below
-    reading["prepare"] = lambda batch: prepare(batch.shortened(length) if lengths else batch)
     together = microbatches(sizes.largest, micro_size, ranks)
+    prepare = reading.pop("prepare", Batch.batch)
+    length = 0  # of the step's samples; the workers read whole ones, which may be of a later step
+
+    def prepare_step(batch: Batch) -> Batch:
+        return prepare(batch.shortened(length) if lengths else batch)
+
+    reading["prepare"] = prepare_step
     batches = iter(_Loader(dataset, slots(), persistent=False, together=together, **reading))
     for step in range(first_step, steps):
-        length = BatchSizes.of(lengths or 1).size(step)
-        yield [next(batches) for _ in range(microbatches(sizes.size(step), micro_size, ranks))]
+        if lengths:
+            length = BatchSizes.of(lengths).size(step)
+        count = microbatches(sizes.size(step), micro_size, ranks)
+        yield [next(batches) for _ in range(count)]
 
 
 class EvalBatches:
@@ -113,8 +119,9 @@ class EvalBatches:
         **reading: Unpack[Reading],
     ) -> None:
         self.samples = len(dataset)  # over all ranks
-        own, count = share(self.samples, ranks, rank), microbatches(self.samples, micro_size, ranks)
-        self._slots = list(_fill([(0, sample) for sample in own], (0, 0), count, micro_size))
+        own = [(0, sample) for sample in share(self.samples, ranks, rank)]
+        count = microbatches(self.samples, micro_size, ranks)
+        self._slots = list(_fill(own, (0, 0), count, micro_size))
         self._loader = _Loader(dataset, self._slots, persistent=True, **reading)
 
     def __len__(self) -> int:
@@ -129,7 +136,8 @@ def _fill(
 ) -> Iterator[Slots]:
     for start in range(0, count * micro_size, micro_size):
         items = list(own[start : start + micro_size])
-        yield items + [filler] * (micro_size - len(items)), len(items)
+        padding = [filler] * (micro_size - len(items))
+        yield items + padding, len(items)
 
 
 class _Failure(NamedTuple):
@@ -171,32 +179,34 @@ class _Loader:
         persistent: bool,
         together: int = 1,
         workers: int = 0,
-        prefetch: int = 2,
-        pin_memory: bool = False,
         prepare: Callable[[Batch], Batch] = Batch.batch,
     ) -> None:
         """`together`: microbatches per step; a step takes all of them before it begins."""
-        self._prepare, self._pins = prepare, pin_memory and torch.cuda.is_available()
-        prefetch = max(prefetch, -(-together // max(workers, 1)))
-        # fork: a user's data set comes from a module loaded by path, which cannot be pickled for
-        # other start methods; and a forked worker starts at once, while a fresh Python would first
-        # import torch for seconds.
-        ahead = {
-            "prefetch_factor": prefetch,
-            "multiprocessing_context": "fork",
-            "worker_init_fn": _start_worker,
-        }
+        self._prepare = prepare
+        # GPUs copy faster from pinned memory, and while they compute.
+        self._pins = torch.cuda.is_available()
+
+        reading_ahead: dict[str, Any] = {}
+        if workers:
+            reading_ahead = {
+                "prefetch_factor": max(PREFETCH, -(-together // workers)),
+                # fork: a user's data set comes from a module loaded by path, which cannot be
+                # pickled for other start methods; and a forked worker starts at once, while a fresh
+                # Python would first import torch for seconds.
+                "multiprocessing_context": "fork",
+                "worker_init_fn": _start_worker,
+                "persistent_workers": persistent,
+            }
         self._loader: DataLoader = DataLoader(
             _Reader(dataset),
             batch_sampler=slots,  # type: ignore[arg-type]  # torch passes its items to __getitems__ unchanged
             collate_fn=lambda batch: batch,
             num_workers=workers,
-            persistent_workers=persistent and workers > 0,
             pin_memory=self._pins,
             # torch draws a seed for its workers; the run's own random numbers must not depend on
             # how data is read.
             generator=torch.Generator().manual_seed(0),
-            **(ahead if workers else {}),  # type: ignore[arg-type]
+            **reading_ahead,
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -210,8 +220,9 @@ class _Loader:
                 if isinstance(read, _Failure):
                     raise read.error()
                 batch = self._prepare(read.batch())
-                # `prepare` may have made new tensors
-                yield (batch.pin_memory() if self._pins else batch)
+                if self._pins:
+                    batch = batch.pin_memory()  # `prepare` may have made new tensors
+                yield batch
         finally:
             del batches  # ends the workers now, not when the traceback is freed
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtrain.data.batch import Item, LossTargets, Samples
-from meshtrain.data.order import BatchSizes, Mixture, changes_of
-from meshtrain.data.order_numpy import SampleOrder
+from meshtrain.data.order import BatchSizes, Mixture, SampleOrder, changes_of
+from meshtrain.data.order_numpy import run_order
 from meshtrain.data.packing import PackedTokens, TokenSamples
 from meshtrain.errors import InputError, plural
 
@@ -24,7 +24,9 @@ class MixedSamples(Samples):
     """The samples of several sources, one source after the other."""
 
     def __init__(self, name: str, names: Sequence[str], parts: Sequence[TokenSamples]) -> None:
-        self.name, self.names, self.parts = name, tuple(names), tuple(parts)
+        self.name = name
+        self.names = tuple(names)
+        self.parts = tuple(parts)
         self.offsets = [0, *accumulate(map(len, parts))]
 
     def __len__(self) -> int:
@@ -42,20 +44,26 @@ class MixedSamples(Samples):
         return self.parts[source].item(own, epoch)
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> PackedTokens:
-        places = [(epoch, *self._place(index)) for epoch, index in items]
-        rows = [self.parts[source].read([(epoch, own)], 1) for epoch, source, own in places]
+        rows = []
+        for epoch, index in items:
+            source, own = self._place(index)
+            rows.append(self.parts[source].read([(epoch, own)], 1))
         return PackedTokens.together(rows, valid)
 
     def loss_targets(self) -> dict[str, LossTargets]:
-        parts = (part.loss_targets().values() for part in self.parts)
-        return {name: of_part for name, (of_part,) in zip(self.names, parts, strict=True)}
+        by_source = {}
+        for name, part in zip(self.names, self.parts, strict=True):
+            (targets,) = part.loss_targets().values()
+            by_source[name] = targets
+        return by_source
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
-        lengths = [
-            self.parts[source].document_lengths([own]) for source, own in map(self._place, indices)
-        ]
-        known = [of_sample for of_sample in lengths if of_sample is not None]
-        # either all sources mask documents, or none does
+        known = []
+        for source, own in map(self._place, indices):
+            lengths = self.parts[source].document_lengths([own])
+            if lengths is not None:
+                known.append(lengths)
+        # Either all sources mask documents, or none does.
         return np.concatenate(known) if known else None
 
 
@@ -69,10 +77,8 @@ def mixture_of(
     """
     if not isinstance(samples, MixedSamples):
         return None
-    changes = [
-        (sizes.before(step), weights)
-        for step, weights in changes_of([own.weight for own in config.sources])
-    ]
+    by_step = changes_of([own.weight for own in config.sources])
+    changes = [(sizes.before(step), weights) for step, weights in by_step]
     mixture = Mixture(samples.names, [len(part) for part in samples.parts], changes)
     taken = mixture.taken(sizes.before(steps or 0))
     for own, size, count in zip(config.sources, mixture.sizes, taken, strict=True):
@@ -92,9 +98,8 @@ def mixture_of(
 def sample_order(config: "Config", train: Samples, steps: int | None = None) -> SampleOrder:
     """Which samples the steps of a run take. Raises InputError: see `mixture_of`."""
     sizes = config.batch.sizes
-    return SampleOrder(
-        config.train.seed, sizes, len(train), mixture_of(config.data, train, sizes, steps)
-    )
+    mixture = mixture_of(config.data, train, sizes, steps)
+    return run_order(config.train.seed, sizes, len(train), mixture)
 
 
 def about_mixture(config: "Config", train: Samples, steps: int) -> list[str]:

@@ -13,14 +13,16 @@ Pure: no torch, no numpy, no I/O, no other module of the project.
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, isqrt, lcm
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
+# A function like `items`: (seed, positions, number of samples) -> pairs (epoch, sample).
+Items = Callable[[int | str, range, int], list[tuple[int, int]]]
 
 # Each round mixes one half into the other. Four rounds make a Feistel network a pseudo-random
 # permutation (Luby and Rackoff, 1988); six leave a margin for the halves of small data sets, which
@@ -29,25 +31,9 @@ _ROUNDS = 6
 _MASK = (1 << 64) - 1
 
 
-def batch_samples(seed: int, step: int, global_batch: int, n_samples: int) -> list[int]:
-    """The samples of the global batch of `step` (counted from 0), in order; O(global_batch)
-    whatever `n_samples` is.
-
-    Each sample comes once per epoch; a batch may span two epochs. Raises ValueError: a size below
-    1, a step below 0.
-    """
-    if global_batch < 1 or step < 0:
-        raise ValueError(
-            f"a global batch of {global_batch} samples in step {step}: expected at least 1, from 0 "
-            "on"
-        )
-    positions = range(step * global_batch, (step + 1) * global_batch)
-    return [sample for _, sample in items(seed, positions, n_samples)]
-
-
 def items(seed: int | str, positions: range, n_samples: int) -> list[tuple[int, int]]:
-    """The pairs (epoch, sample) at these positions of the run, so that a rank computes only its
-    share of a batch."""
+    """The pairs (epoch, sample) at these positions of a run with one source, so that a rank
+    computes only its share of a batch."""
     if n_samples < 1:
         raise ValueError(f"there are {n_samples} samples to take batches from: expected at least 1")
     pairs = []
@@ -123,9 +109,9 @@ class BatchSizes:
     @classmethod
     def of(cls, value: int | Sequence[Sequence[int]]) -> "BatchSizes":
         """From a config's value: a number, or a list of changes."""
-        return cls(
-            ((0, value),) if isinstance(value, int) else tuple((step, size) for step, size in value)
-        )
+        if isinstance(value, int):
+            return cls(((0, value),))
+        return cls(tuple((step, size) for step, size in value))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -142,10 +128,11 @@ class BatchSizes:
     def before(self, step: int) -> int:
         """The samples of all steps before `step`."""
         ends = [first for first, _ in self.changes[1:]] + [step]
-        return sum(
-            max(min(end, step) - first, 0) * size
-            for (first, size), end in zip(self.changes, ends, strict=True)
-        )
+        samples = 0
+        for (first, size), end in zip(self.changes, ends, strict=True):
+            steps = max(min(end, step) - first, 0)
+            samples += steps * size
+        return samples
 
     def positions(self, step: int) -> range:
         """The positions of the run that `step` takes."""
@@ -153,9 +140,11 @@ class BatchSizes:
 
     def steps(self, samples: int) -> int:
         """The smallest number of steps that take at least this many samples."""
-        first, size = next(
-            c for c in reversed(self.changes) if c[0] == 0 or self.before(c[0]) < samples
-        )
+        # The last change that is reached before so many samples are taken.
+        reached = [
+            change for change in self.changes if change[0] == 0 or self.before(change[0]) < samples
+        ]
+        first, size = reached[-1]
         return first + -(-(samples - self.before(first)) // size)
 
 
@@ -168,11 +157,14 @@ def changes_of(values: Sequence[Any]) -> list[tuple[int, tuple[Any, ...]]]:
     """Joins several values, each a number or a list of changes as in `BatchSizes`, into one list of
     changes."""
     lists = [value if isinstance(value, list | tuple) else ((0, value),) for value in values]
-    steps = sorted({step for changes in lists for step, _ in changes})
-    return [(step, tuple(value_at(own, step) for own in lists)) for step in steps]
+    steps = set()
+    for changes in lists:
+        steps |= {step for step, _ in changes}
+    return [(step, tuple(value_at(own, step) for own in lists)) for step in sorted(steps)]
 
 
-MOST_PERIOD, MOST_SOURCES = 100_000, 256
+MOST_PERIOD = 100_000
+MOST_SOURCES = 256
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -186,13 +178,14 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
         raise ValueError(
             f"the weights {', '.join(map(str, weights))}: expected none below 0, and one above"
         )
-    scaled = [int(part * lcm(*(part.denominator for part in parts))) for part in parts]
-    whole = tuple(number // gcd(*scaled) for number in scaled)
+    denominator = lcm(*[part.denominator for part in parts])
+    scaled = [int(part * denominator) for part in parts]
+    divisor = gcd(*scaled)
+    whole = tuple(number // divisor for number in scaled)
     if sum(whole) > MOST_PERIOD:
         raise ValueError(
             f"the weights {', '.join(map(str, weights))} are {':'.join(map(str, whole))}, more "
-            f"than {MOST_PERIOD:,} "
-            "together: give them with fewer digits"
+            f"than {MOST_PERIOD:,} together: give them with fewer digits"
         )
     return whole
 
@@ -206,13 +199,28 @@ def mixture_period(weights: tuple[int, ...]) -> bytes:
     method (M. L. Balinski and H. P. Young, "The Quota Method of Apportionment", American
     Mathematical Monthly 82, 1975).
     """
-    total, taken, period = sum(weights), [0] * len(weights), bytearray()
+    total = sum(weights)
+    taken = [0] * len(weights)
+    period = bytearray()
     for t in range(1, total + 1):
+        # Those that one more sample would not bring above their share of t, rounded up.
         eligible = [i for i, weight in enumerate(weights) if taken[i] * total < t * weight]
         chosen = min(eligible, key=lambda i: (taken[i] + 1) / weights[i])
         taken[chosen] += 1
         period.append(chosen)
     return bytes(period)
+
+
+class _Part(NamedTuple):
+    """A part of the run in which the weights of a mixture stay the same."""
+
+    first: int  # position
+    taken: tuple[int, ...]  # samples of each source before it
+    weights: tuple[int, ...]
+
+    def source(self, position: int) -> int:
+        period = mixture_period(self.weights)
+        return period[(position - self.first) % len(period)]
 
 
 class Mixture:
@@ -231,51 +239,91 @@ class Mixture:
     ) -> None:
         """`sizes`: number of samples of each source. `weights`: (position from which they hold, a
         weight per source), ascending, the first from 0. Raises ValueError: see `whole_weights`."""
-        self.names, self.sizes = tuple(names), tuple(sizes)
+        self.names = tuple(names)
+        self.sizes = tuple(sizes)
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._parts: list[
-            tuple[int, tuple[int, ...], tuple[int, ...]]
-        ] = []  # first position, taken before, weights
+        self._parts: list[_Part] = []
         for first, of_sources in weights:
             taken = self.taken(first) if self._parts else (0,) * len(sizes)
-            self._parts.append((first, taken, whole_weights(of_sources)))
+            self._parts.append(_Part(first, taken, whole_weights(of_sources)))
 
-    def _part(self, position: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        return next(part for part in reversed(self._parts) if position >= part[0])
+    def _part(self, position: int) -> _Part:
+        return next(part for part in reversed(self._parts) if position >= part.first)
 
     def taken(self, position: int) -> tuple[int, ...]:
         """The number of samples of each source before a position."""
-        first, before, weights = self._part(position)
-        periods, rest = divmod(position - first, sum(weights))
-        period = mixture_period(weights)
-        return tuple(
-            count + periods * weight + period.count(i, 0, rest)
-            for i, (count, weight) in enumerate(zip(before, weights, strict=True))
-        )
+        part = self._part(position)
+        period = mixture_period(part.weights)
+        periods, rest = divmod(position - part.first, len(period))
+        counts = []
+        for source, weight in enumerate(part.weights):
+            since = periods * weight + period.count(source, 0, rest)
+            counts.append(part.taken[source] + since)
+        return tuple(counts)
 
     def sources(self, positions: range) -> list[int]:
         """The source at each of these positions."""
-        parts = [(position, *self._part(position)) for position in positions]
-        return [
-            mixture_period(weights)[(position - first) % sum(weights)]
-            for position, first, _, weights in parts
-        ]
+        return [self._part(position).source(position) for position in positions]
 
-    def items(
-        self,
-        seed: int,
-        positions: range,
-        items: Callable[[str, range, int], list[tuple[int, int]]] = items,
-    ) -> list[tuple[int, int]]:
-        """The pairs (epoch of its source, sample) at these positions. `items`: a function like
-        `order.items`."""
-        first, last = self.taken(positions.start), self.taken(positions.stop)
-        own = [
-            iter(items(f"{seed} {name}", range(start, stop), size) if stop > start else [])
-            for name, size, start, stop in zip(self.names, self.sizes, first, last, strict=True)
-        ]
-        pairs = [(source, *next(own[source])) for source in self.sources(positions)]
-        return [(epoch, self.offsets[source] + sample) for source, epoch, sample in pairs]
+    def items(self, seed: int, positions: range, compute: Items = items) -> list[tuple[int, int]]:
+        """The pairs (epoch of its source, sample) at these positions. `compute`: `items`, or a
+        function that gives the same."""
+        # Each source goes through its own samples in its own order: what of them lies here.
+        first = self.taken(positions.start)
+        last = self.taken(positions.stop)
+        of_source: list[Iterator[tuple[int, int]]] = []
+        for source, name in enumerate(self.names):
+            own = range(first[source], last[source])
+            pairs = compute(f"{seed} {name}", own, self.sizes[source]) if own else []
+            of_source.append(iter(pairs))
+
+        mixed = []
+        for source in self.sources(positions):
+            epoch, sample = next(of_source[source])
+            mixed.append((epoch, self.offsets[source] + sample))
+        return mixed
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which samples each step of a run takes. Steps are counted from 0."""
+
+    seed: int
+    sizes: BatchSizes
+    samples: int  # of all sources together
+    mixture: Mixture | None = None
+    # how the pairs of one source are computed: by Python, or by numpy (`order_numpy.run_order`)
+    compute: Items = items
+
+    def items(self, positions: range) -> list[tuple[int, int]]:
+        """The pairs (epoch, sample) at these positions of the run."""
+        if self.mixture is None:
+            return self.compute(self.seed, positions, self.samples)
+        return self.mixture.items(self.seed, positions, self.compute)
+
+    def of_step(self, step: int) -> list[tuple[int, int]]:
+        """The pairs (epoch, sample) of the global batch of a step."""
+        return self.items(self.sizes.positions(step))
+
+    def epoch(self, step: int) -> int:
+        """Full passes taken before this step: samples taken // number of samples."""
+        return self.sizes.before(step) // self.samples
+
+
+def batch_samples(seed: int, step: int, global_batch: int, n_samples: int) -> list[int]:
+    """The samples of the global batch of `step` (counted from 0), in order; O(global_batch)
+    whatever `n_samples` is.
+
+    Each sample comes once per epoch; a batch may span two epochs. Raises ValueError: a size below
+    1, a step below 0.
+    """
+    if global_batch < 1 or step < 0:
+        raise ValueError(
+            f"a global batch of {global_batch} samples in step {step}: expected at least 1, from 0 "
+            "on"
+        )
+    order = SampleOrder(seed, BatchSizes.of(global_batch), n_samples)
+    return [sample for _, sample in order.of_step(step)]
 
 
 def share(count: int, parts: int, part: int) -> range:
@@ -287,8 +335,8 @@ def share(count: int, parts: int, part: int) -> range:
     """
     if not 0 <= part < parts or count < 0:
         raise ValueError(
-            f"part {part} of {count} samples in {parts} parts: expected 0 <= part < {parts}, count "
-            ">= 0"
+            f"part {part} of {count} samples in {parts} parts: expected 0 <= part < {parts}, "
+            "count >= 0"
         )
     return range(part * count // parts, (part + 1) * count // parts)
 
@@ -334,7 +382,8 @@ class BatchSplit:
     def shares(self) -> tuple[int, int]:
         """The smallest and the largest number of samples of any rank."""
         fewest, remainder = divmod(self.global_size, self.data_ranks)
-        return fewest, fewest + (remainder > 0)
+        most = fewest + 1 if remainder else fewest
+        return fewest, most
 
     @property
     def idle(self) -> float:
@@ -345,8 +394,11 @@ class BatchSplit:
 def describe_ramp(sizes: BatchSizes, micro_size: int, data_ranks: int) -> list[str]:
     """`describe_batch` for each batch size, preceded by the step from which it holds if sizes
     change."""
-    lines = [(first, describe_batch(size, micro_size, data_ranks)) for first, size in sizes.changes]
-    return [f"from step {first + 1} on: " * (len(lines) > 1) + line for first, line in lines]
+    lines = []
+    for first, size in sizes.changes:
+        line = describe_batch(size, micro_size, data_ranks)
+        lines.append(line if len(sizes.changes) == 1 else f"from step {first + 1} on: {line}")
+    return lines
 
 
 def describe_batch(global_size: int, micro_size: int, data_ranks: int) -> str:
@@ -357,18 +409,19 @@ def describe_batch(global_size: int, micro_size: int, data_ranks: int) -> str:
     ValueError: a number < 1.
     """
     split = BatchSplit(global_size, micro_size, data_ranks)
-    accumulation, (fewest, most) = split.accumulation, split.shares
-    ranks = f"{data_ranks} data rank{'s' * (data_ranks != 1)}"
+    accumulation = split.accumulation
+    ranks = "1 data rank" if data_ranks == 1 else f"{data_ranks} data ranks"
     if split.idle == 0:
         return (
             f"global batch {global_size} = {micro_size} per rank x {ranks} x {accumulation} "
             "accumulation"
         )
-    samples = (
-        f"{fewest} or {most} samples" if most > fewest else f"{most} sample{'s' * (most != 1)}"
-    )
+    fewest, most = split.shares
+    if most > fewest:
+        samples = f"{fewest} or {most} samples"
+    else:
+        samples = "1 sample" if most == 1 else f"{most} samples"
     return (
         f"global batch {global_size} over {ranks}: {samples} a rank, {accumulation} accumulation "
-        f"of {micro_size}, "
-        f"{100 * split.idle:.2g} % of the slots idle"
+        f"of {micro_size}, {100 * split.idle:.2g} % of the slots idle"
     )

@@ -25,7 +25,8 @@ class Stream:
         `documents`: how many of them begin in the stream."""
         starts, lengths = _merge(starts, lengths)
         ends = np.cumsum(lengths)
-        self.corpus, self.documents = corpus, documents
+        self.corpus = corpus
+        self.documents = documents
         self.size = int(ends[-1]) if len(ends) else 0
         # Run r covers positions [begins[r], begins[r + 1]) of the stream; position p is p +
         # shifts[r] in the file.
@@ -39,7 +40,8 @@ class Stream:
         for piece in corpus.pieces():
             sequences = np.repeat(selected[piece.documents], piece.counts)
             runs.append(_merge(piece.starts[sequences], piece.lengths[sequences]))
-        starts, lengths = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+        starts = np.concatenate([of_piece for of_piece, _ in runs])
+        lengths = np.concatenate([of_piece for _, of_piece in runs])
         return cls(corpus, starts, lengths, int(np.count_nonzero(selected)))
 
     def __len__(self) -> int:
@@ -47,61 +49,73 @@ class Stream:
 
     def slice(self, start: int, stop: int) -> "Stream":
         """The positions [start, stop) of this stream as a stream."""
-        begins, ends = np.clip(self.begins[:-1], start, stop), np.clip(self.begins[1:], start, stop)
-        return Stream(
-            self.corpus,
-            begins + self.shifts,
-            ends - begins,
-            len(self.document_begins(np.array([start]), np.array([stop]))[0]),
-        )
+        begins = np.clip(self.begins[:-1], start, stop)
+        ends = np.clip(self.begins[1:], start, stop)
+        documents, _ = self.document_begins(np.array([start]), np.array([stop]))
+        return Stream(self.corpus, begins + self.shifts, ends - begins, len(documents))
 
     def document_begins(
         self, starts: np.ndarray, stops: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Where documents begin in windows [start, stop) of this stream, ascending per window; and
         their windows."""
-        first, last = (
-            np.searchsorted(self.begins[:-1], starts, "right") - 1,
-            np.searchsorted(self.begins[:-1], stops),
-        )
+        # The runs that each window overlaps: one overlap is a contiguous part of the file.
+        first = np.searchsorted(self.begins[:-1], starts, "right") - 1
+        last = np.searchsorted(self.begins[:-1], stops)
         window, run = _in_ranges(np.maximum(first, 0), last)
-        low, high = starts[window], stops[window]
-        low, high = np.maximum(low, self.begins[run]), np.minimum(high, self.begins[run + 1])
+        low = np.maximum(starts[window], self.begins[run])
+        high = np.minimum(stops[window], self.begins[run + 1])
+
+        # The documents that begin in each overlap, by their numbers in the file.
         shifts = self.shifts[run]
-        part, number = _in_ranges(
-            self.corpus.first_from(low + shifts), self.corpus.first_from(high + shifts)
-        )
-        return self.corpus.begins(number) - shifts[part], window[part]
+        first_number = self.corpus.first_from(low + shifts)
+        last_number = self.corpus.first_from(high + shifts)
+        overlap, number = _in_ranges(first_number, last_number)
+        return self.corpus.begins(number) - shifts[overlap], window[overlap]
 
     def read(self, source: MappedArray, position: int, out: np.ndarray) -> None:
         """Fills `out` from `position` of this stream on, with values of a file that has one value
         per token."""
-        array, filled = source.array, 0
+        array = source.array
         run = int(np.searchsorted(self.begins, position, "right")) - 1
+        filled = 0
         while filled < len(out):
-            take = min(int(self.begins[run + 1]) - position, len(out) - filled)
+            left_in_run = int(self.begins[run + 1]) - position
+            take = min(left_in_run, len(out) - filled)
             offset = position + int(self.shifts[run])
             out[filled : filled + take] = array[offset : offset + take]
-            filled, position, run = filled + take, position + take, run + 1
+            filled += take
+            position += take
+            run += 1
 
     def targets(self) -> int:
         """The number of targets that carry a loss; the first token of the stream is not a
         target."""
         loss = self.corpus.loss
+        if self.size == 0:
+            return 0
         if loss is None:
-            return max(self.size - 1, 0)
-        runs = zip(self.begins[:-1] + self.shifts, self.begins[1:] + self.shifts, strict=True)
-        count = sum(int(np.count_nonzero(loss.array[start:stop])) for start, stop in runs)
-        return count - int(loss.array[self.shifts[0]] != 0) if self.size else 0
+            return self.size - 1
+        starts = self.begins[:-1] + self.shifts
+        stops = self.begins[1:] + self.shifts
+        count = 0
+        for start, stop in zip(starts, stops, strict=True):
+            count += int(np.count_nonzero(loss.array[start:stop]))
+        first_has_loss = loss.array[starts[0]] != 0
+        return count - int(first_has_loss)
 
 
 def _merge(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Starts and lengths of runs, with adjacent runs merged and empty ones removed."""
-    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    firsts = np.flatnonzero(
-        np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: len(starts)]
-    )
-    return starts[firsts], np.add.reduceat(lengths, firsts) if len(firsts) else lengths
+    filled = lengths > 0
+    starts = starts[filled]
+    lengths = lengths[filled]
+    if len(starts) == 0:
+        return starts, lengths
+    # A run that does not begin where the one before it ends begins a merged one.
+    separate = np.append(True, starts[1:] != starts[:-1] + lengths[:-1])
+    firsts = np.flatnonzero(separate)
+    return starts[firsts], np.add.reduceat(lengths, firsts)
 
 
 def _in_ranges(firsts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +123,9 @@ def _in_ranges(firsts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.nd
     the numbers."""
     counts = np.maximum(stops - firsts, 0)
     ranges = np.repeat(np.arange(len(counts)), counts)
-    return ranges, np.arange(len(ranges)) + (firsts - np.cumsum(counts) + counts)[ranges]
+    # Number i of all lies i - (numbers of earlier ranges) behind the first of its own range.
+    earlier = np.cumsum(counts) - counts
+    return ranges, np.arange(len(ranges)) + (firsts - earlier)[ranges]
 
 
 class PackedTokens:
@@ -130,31 +146,37 @@ class PackedTokens:
         """Concatenates microbatches of equal sequence length, in a dtype that holds the ids of all
         of them."""
         rows = np.concatenate([part.rows for part in parts])
-        loss, begins = None, None
+        loss = None
         if any(part.loss is not None for part in parts):
-            all_ones = (np.ones((len(part.rows), rows.shape[1] - 1), np.uint8) for part in parts)
-            loss = np.concatenate(
-                [o if p.loss is None else p.loss for p, o in zip(parts, all_ones, strict=True)]
-            )
+            loss = np.concatenate([part.loss_or_ones() for part in parts])
+        # Either all sources mask documents, or none does.
+        begins = None
         if parts[0].begins is not None:
             begins = np.concatenate([part.begins for part in parts if part.begins is not None])
         return cls(rows, loss, begins, valid)
 
+    def loss_or_ones(self) -> np.ndarray:
+        """(b, s) 0 where the target carries no loss."""
+        if self.loss is not None:
+            return self.loss
+        return np.ones((len(self.rows), self.rows.shape[1] - 1), np.uint8)
+
     def batch(self) -> Batch:
-        shape = (len(self.rows), self.rows.shape[1] - 1)
         tokens = self.rows[:, :-1].astype(np.int64)
         targets = self.rows[:, 1:].astype(np.int64)
         if self.loss is not None:
             targets[self.loss == 0] = IGNORE
         targets[self.valid :] = IGNORE
-        positions = np.broadcast_to(np.arange(shape[1]), shape)
+
+        # Within a document positions count from its beginning.
+        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
         documents = None
         if self.begins is not None:
             documents = torch.from_numpy(np.cumsum(self.begins, axis=1) - 1)
-            positions = positions - np.maximum.accumulate(
-                np.where(self.begins, positions, 0), axis=1
-            )
-        inputs = torch.from_numpy(tokens), torch.from_numpy(np.array(positions)), documents
+            last_begin = np.maximum.accumulate(np.where(self.begins, positions, 0), axis=1)
+            positions = positions - last_begin
+
+        inputs = (torch.from_numpy(tokens), torch.from_numpy(np.array(positions)), documents)
         return Batch(dict(zip(LANGUAGE, inputs, strict=True)), torch.from_numpy(targets))
 
     def pin_memory(self) -> Batch:
@@ -174,12 +196,10 @@ class TokenSamples(Samples):
         mask_documents: bool,
         n_outputs: int | None,
     ) -> None:
-        self.name, self.stream, self.seq_len, self.mask_documents = (
-            name,
-            stream,
-            seq_len,
-            mask_documents,
-        )
+        self.name = name
+        self.stream = stream
+        self.seq_len = seq_len
+        self.mask_documents = mask_documents
         self.n_outputs = n_outputs
         self.limit = stream.corpus.limit(n_outputs)
         values = np.iinfo(stream.corpus.tokens.dtype)
@@ -196,24 +216,28 @@ class TokenSamples(Samples):
         return tuple(None if tensor is None else tensor[0] for tensor in inputs), targets[0]
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> PackedTokens:
-        stream, width = self.stream, self.seq_len
-        rows = np.empty((len(items), width + 1), stream.corpus.tokens.dtype)
-        loss = None if stream.corpus.loss is None else np.empty((len(items), width), np.uint8)
-        begins = np.zeros((len(items), width), bool) if self.mask_documents else None
+        stream = self.stream
+        tokens = stream.corpus.tokens
+        losses = stream.corpus.loss
+        width = self.seq_len
+        rows = np.empty((len(items), width + 1), tokens.dtype)
+        loss = None if losses is None else np.empty((len(items), width), np.uint8)
         for row, (_, index) in enumerate(items):
             if not 0 <= index < len(self):
                 raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
             position = index * width
-            stream.read(stream.corpus.tokens, position, rows[row])
-            if loss is not None:
-                assert stream.corpus.loss is not None
-                stream.read(stream.corpus.loss, position + 1, loss[row])
-        if begins is not None:
+            stream.read(tokens, position, rows[row])
+            if loss is not None and losses is not None:
+                stream.read(losses, position + 1, loss[row])  # of the targets, one token later
+        self._check(rows, items)
+
+        begins = None
+        if self.mask_documents:
+            begins = np.zeros((len(items), width), bool)
             starts = np.array([index * width for _, index in items], np.int64)
             places, rows_of = stream.document_begins(starts, starts + width)
             begins[rows_of, places - starts[rows_of]] = True
-            begins[:, 0] = True
-        self._check(rows, items)
+            begins[:, 0] = True  # a document cut by the beginning of the sample
         return PackedTokens(rows, loss, begins, valid)
 
     def loss_targets(self) -> dict[str, LossTargets]:
@@ -221,27 +245,30 @@ class TokenSamples(Samples):
 
     @cached_property
     def _targets(self) -> LossTargets:
-        of_samples, loss = len(self) * self.seq_len, self.stream.corpus.loss
+        loss = self.stream.corpus.loss
+        of_samples = len(self) * self.seq_len
         if loss is None:
             return LossTargets(of_samples, of_samples)
         # The stream's last tokens, which fill no sample, are targets of none.
         rest = np.empty(max(len(self.stream) - 1 - of_samples, 0), np.uint8)
         self.stream.read(loss, of_samples + 1, rest)
-        return LossTargets(of_samples, self.stream.targets() - int(np.count_nonzero(rest)))
+        with_loss = self.stream.targets() - int(np.count_nonzero(rest))
+        return LossTargets(of_samples, with_loss)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         if not self.mask_documents:
             return None
         starts = np.asarray(indices, np.int64) * self.seq_len
         ends = starts + self.seq_len
-        places, samples = self.stream.document_begins(starts + 1, ends)
+        begins, of_sample = self.stream.document_begins(starts + 1, ends)
+        # Cuts of each sample: its ends, and between them where its documents begin. The distance
+        # between two cuts of one sample is a length.
         numbers = np.arange(len(starts))
-        samples, places = (
-            np.concatenate([numbers, samples, numbers]),
-            np.concatenate([starts, places, ends]),
-        )
-        order = np.lexsort((places, samples))
-        return np.diff(places[order])[np.diff(samples[order]) == 0]
+        cuts = np.concatenate([starts, begins, ends])
+        samples = np.concatenate([numbers, of_sample, numbers])
+        order = np.lexsort((cuts, samples))
+        same_sample = np.diff(samples[order]) == 0
+        return np.diff(cuts[order])[same_sample]
 
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
         """Raises InputError at an invalid id, which would otherwise fail in a device-side
@@ -249,7 +276,7 @@ class TokenSamples(Samples):
         if not self.checked or (int(rows.max()) < self.limit and int(rows.min()) >= 0):
             return
         row, column = np.argwhere((rows >= self.limit) | (rows < 0))[0]
-        source = f"{self.stream.corpus.name}: sample {items[row][1]} ({self.name})"
-        raise outside_vocabulary(
-            source, int(rows[row, column]), self.n_outputs, self.stream.corpus.largest_id
-        )
+        token = int(rows[row, column])
+        corpus = self.stream.corpus
+        source = f"{corpus.name}: sample {items[row][1]} ({self.name})"
+        raise outside_vocabulary(source, token, self.n_outputs, corpus.largest_id)

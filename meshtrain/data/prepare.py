@@ -9,7 +9,6 @@ alone, not on who tokenized what. Imports no torch.
 
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,7 +23,7 @@ from meshtrain.data.cache import Progress, Say, cache_folder, prepare_once
 from meshtrain.data.chat import LossOn
 from meshtrain.data.fingerprint import data_path
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
-from meshtrain.data.tokens import Document, open_tokens, read_documents, temporary_prefix, write
+from meshtrain.data.tokens import Document, open_tokens, read_documents, temporary_folder, write
 from meshtrain.errors import InputError, any_of, plural
 from meshtrain.job.storage import fsync_folder
 
@@ -64,11 +63,12 @@ class Preparation:
 
     def missing(self) -> list[int]:
         """The shards that nobody has finished."""
-        absent = [
-            shard for shard in range(len(self.shards)) if not self._shard_folder(shard).is_dir()
-        ]
-        # check the folder last: shards are removed once it exists
-        return [] if self.folder.is_dir() else absent
+        shards = range(len(self.shards))
+        absent = [shard for shard in shards if not self._shard_folder(shard).is_dir()]
+        # Looked at last: once the folder exists, the shards are removed.
+        if self.folder.is_dir():
+            return []
+        return absent
 
     def run(self, say: Say, host: int = 0, hosts: int = 1) -> bool:
         """Prepares the corpus in this process, or host `host`'s share of it, and waits for this
@@ -84,6 +84,7 @@ class Preparation:
                 f"preparing {self.source.name}: {plural(len(self.source.files), 'file')} into "
                 f"{self.folder}"
             )
+            # First what nobody works on, then what others have not finished, or have died over.
             self.take_shards(say, host, hosts, wait=False)
             self.take_shards(say, host, hosts, wait=True)
             if self.missing():
@@ -115,15 +116,15 @@ class Preparation:
         before = self.tokenizer.spelled
         progress = Progress(self.source.name, say)
         for shard in range(host, len(self.shards), hosts):
-            prepare_once(
-                self._shard_folder(shard), partial(self._tokenize, shard, progress), say, wait=wait
-            )
+            tokenize = partial(self._tokenize, shard, progress)
+            prepare_once(self._shard_folder(shard), tokenize, say, wait=wait)
         spelled = self.tokenizer.spelled
         if spelled is not None and before is None:
-            (note or say)(
+            tell = note or say
+            tell(
                 f"text of {self.source.name} spells control tokens, such as {spelled}: it is "
-                "tokenized as characters; "
-                "a conversation whose turns shall have these tokens is given as `messages`"
+                "tokenized as characters; a conversation whose turns shall have these tokens is "
+                "given as `messages`"
             )
 
     def _shard_folder(self, shard: int) -> Path:
@@ -144,29 +145,28 @@ class Preparation:
         self._write(self.folder, Progress(self.source.name, say).count(documents))
 
     def _write(self, folder: Path, documents: Iterable[Document]) -> None:
-        names = {"tokenizer": self.tokenizer.identity, "source": self.source.name}
         write(
             folder,
             documents,
             vocab_size=self.tokenizer.vocab_size,
-            empty=folder != self.folder,
-            **names,
+            tokenizer=self.tokenizer.identity,
+            source=self.source.name,
+            empty=folder != self.folder,  # a shard may hold no text, the corpus may not
         )
 
 
 def loss_share(folder: Path) -> str | None:
     """Which share of the tokens of a prepared folder has a loss, as a line; None: all of them.
     Raises InputError: it is none, or damaged."""
-    corpus = open_tokens(folder)
+    corpus = open_tokens(folder, cached=True)
     if corpus.loss is None:
         return None
-    of_all, with_loss = corpus.tokens.count, int(np.count_nonzero(corpus.loss.array))
+    of_all = corpus.tokens.count
+    with_loss = int(np.count_nonzero(corpus.loss.array))
     line = f"{with_loss:,} of {of_all:,} tokens have a loss ({100 * with_loss / of_all:.3g} %)"
-    return (
-        line
-        if with_loss
-        else f"{line}: a run refuses such training data, of which nothing would be learned"
-    )
+    if with_loss == 0:
+        return f"{line}: a run refuses such training data, of which nothing would be learned"
+    return line
 
 
 def preparations(config: "Data") -> Iterator[Preparation]:
@@ -183,17 +183,21 @@ def preparations(config: "Data") -> Iterator[Preparation]:
         )
     tokenizer = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
     library = config.source == "python-stdlib"
-    paths = [
-        (config.source, Path() if library else data_path(config, "a file, or a folder of files"))
-    ]
+    path = Path() if library else data_path(config, "a file, or a folder of files")
+    paths = [(config.source, path)]
     if isinstance(config.validation, str):
-        paths.append(("text" if library else config.source, Path(config.validation)))
+        kind = "text" if library else config.source
+        paths.append((kind, Path(config.validation)))
+
+    cache = cache_folder(config.cache)
     for kind, path in paths:
         source = TEXT[kind](path, config.text_field)
-        cache, stem = cache_folder(config.cache), source.name.split()[0].rsplit("/", 1)[-1]
+        stem = source.name.split()[0].rsplit("/", 1)[-1]
         folder = cache / f"{stem}-{source.key(tokenizer, config.loss_on)}"
-        comparable = tokenizer.begin is None and config.loss_on == "all"
-        earlier = cache / f"{stem}-{source.earlier_key(tokenizer)}" if comparable else None
+        earlier = None
+        # Older versions had neither a token that begins documents nor a choice of answers.
+        if tokenizer.begin is None and config.loss_on == "all":
+            earlier = cache / f"{stem}-{source.earlier_key(tokenizer)}"
         yield Preparation(source, tokenizer, folder, config.loss_on, earlier)
 
 
@@ -202,26 +206,24 @@ def _is_of_today(folder: Path, tokenizer: Tokenizer) -> bool:
     one would make: the ends of its documents are today's, and no other control token is in it, as
     its text would have spelled them."""
     try:
-        corpus = open_tokens(folder)
-    except InputError:
+        corpus = open_tokens(folder, cached=True)
+    except (InputError, OSError):
         return False
     if corpus.loss is not None and tokenizer.chat is not None:  # it may hold conversations
         return False
     tokens = corpus.tokens.array
     if (tokens[corpus.offsets.array[1:] - 1] != tokenizer.end).any():
         return False
-    parts = (tokens[first : first + _PART] for first in range(0, len(tokens), _PART))
-    return (
-        sum(int(np.count_nonzero(tokenizer.controls(part))) for part in parts) == corpus.documents
-    )
+    controls = 0
+    for first in range(0, len(tokens), _PART):
+        controls += int(np.count_nonzero(tokenizer.controls(tokens[first : first + _PART])))
+    return controls == corpus.documents
 
 
 def _link(earlier: Path, folder: Path) -> None:
     """Makes `folder` of the files of another one, which keeps them, without taking more of the disk
     where it can."""
-    temporary = (
-        folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
-    )
+    temporary = temporary_folder(folder)
     temporary.mkdir()
     try:
         for file in earlier.iterdir():

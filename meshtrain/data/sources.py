@@ -20,6 +20,7 @@ from meshtrain.data.mixture import MixedSamples
 from meshtrain.data.packing import Stream, TokenSamples
 from meshtrain.data.prepare import TEXT, preparations
 from meshtrain.data.split import (
+    SampleSplit,
     Split,
     all_documents,
     bytes_per_target,
@@ -61,14 +62,15 @@ class OpenData:
     def sampled(self) -> dict[str, str]:
         """Name -> digest of sampled bytes of this host's files; a fingerprint may only be what a
         header claims."""
-        return {name: sampled_digest(files, self.fingerprint) for name, files in self.files.items()}
+        return {name: sampled_digest(file, self.fingerprint) for name, file in self.files.items()}
 
 
 def prepare_data(config: "Data", *, say: Say) -> None:
     """The preparation step of `open_data`: one process per host runs it, while the others wait off
     the file system."""
-    for preparation in preparations(config) if config.sources or config.source in TEXT else ():
-        preparation.run(say)
+    if config.sources or config.source in TEXT:
+        for preparation in preparations(config):
+            preparation.run(say)
 
 
 def open_data(
@@ -112,78 +114,100 @@ def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
             f"data.sources have different tokenizers, {any_of(sorted(tokenizers), 'and')}: prepare "
             "anew"
         )
-    train = {name: part.train for name, part in named if isinstance(part.train, TokenSamples)}
-    held_out = {
-        name: part.validation for name, part in named if isinstance(part.validation, TokenSamples)
-    }
+    train: dict[str, TokenSamples] = {}
+    held_out: dict[str, TokenSamples] = {}
+    about: list[str] = []
+    files: dict[str, Files] = {}
+    for name, part in named:
+        assert isinstance(part.train, TokenSamples)
+        train[name] = part.train
+        if isinstance(part.validation, TokenSamples):
+            held_out[name] = part.validation
+        about += [f"{name}: {line}" for line in part.about]
+        files |= {f"{name}: {file}": found for file, found in part.files.items()}
+
+    validation = None
+    if held_out:
+        validation = MixedSamples("validation", list(held_out), list(held_out.values()))
+    with_tokenizer = [part.tokenizer for part in parts if part.tokenizer is not None]
+    fingerprints = " ".join(part.fingerprint for part in parts)
     return OpenData(
         train=MixedSamples("training", list(train), list(train.values())),
-        validation=MixedSamples("validation", list(held_out), list(held_out.values()))
-        if held_out
-        else None,
+        validation=validation,
         task="language",
-        tokenizer=next((part.tokenizer for part in parts if part.tokenizer is not None), None),
-        bytes_per_target=_bytes_per_target([part for part in parts if part.validation is not None]),
-        about=[f"{name}: {line}" for name, part in named for line in part.about],
-        fingerprint=hashlib.sha256(
-            " ".join(part.fingerprint for part in parts).encode()
-        ).hexdigest(),
-        files={f"{name}: {file}": of for name, part in named for file, of in part.files.items()},
+        tokenizer=with_tokenizer[0] if with_tokenizer else None,
+        bytes_per_target=_bytes_per_target(parts),
+        about=about,
+        fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
+        files=files,
     )
 
 
 def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
     """Bytes of text per target over the validation parts of several sources together."""
-    targets = [
-        p.validation.stream.targets() for p in parts if isinstance(p.validation, TokenSamples)
-    ]
-    known = [part.bytes_per_target for part in parts if part.bytes_per_target is not None]
-    if not targets or len(known) < len(parts) or sum(targets) == 0:
-        return None
-    return sum(n * of for n, of in zip(targets, known, strict=True)) / sum(targets)
+    total_targets = 0
+    total_bytes = 0.0
+    for part in parts:
+        if not isinstance(part.validation, TokenSamples):
+            continue
+        if part.bytes_per_target is None:
+            return None
+        targets = part.validation.stream.targets()
+        total_targets += targets
+        total_bytes += targets * part.bytes_per_target
+    return total_bytes / total_targets if total_targets else None
 
 
 def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
     """The data of one corpus, or of two if `data.validation` is a path."""
     if config.source in TEXT:
-        tokenizer: Tokenizer | None = open_tokenizer(
-            config.tokenizer, config.begin_token, config.end_token
-        )
-        assert tokenizer is not None
-        if (
-            n_outputs is not None
-            and tokenizer.vocab_size > n_outputs
-            and config.tokenizer == "bytes"
-        ):
-            raise InputError(
-                f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256"
-            )
-        corpora = []
-        for preparation in preparations(config):
-            preparation.run(say)
-            corpora.append(open_tokens(preparation.folder))
+        tokenizer, corpora = _open_text(config, n_outputs, say)
     else:
-        megatron = config.source == "megatron"
-        path = data_path(config, "the prefix of .bin and .idx" if megatron else "a prepared folder")
-        paths = [path, Path(config.validation)] if isinstance(config.validation, str) else [path]
-        corpora = [
-            open_megatron(str(path)) if megatron else open_tokens(path.expanduser())
-            for path in paths
-        ]
+        corpora = _open_token_files(config)
         tokenizer = _file_tokenizer(config, corpora)
     for corpus in corpora:
         corpus.check_ids(n_outputs)
-    corpus, other = corpora[0], corpora[-1]
+
+    corpus, other = corpora[0], corpora[-1]  # the same one unless `data.validation` is a path
     if isinstance(config.validation, str):
         held_out = np.ones(other.documents, bool)
-        split = Split(
-            all_documents(corpus), all_documents(other), held_out, f"from {config.validation}"
-        )
+        selection = f"from {config.validation}"
+        split = Split(all_documents(corpus), all_documents(other), held_out, selection)
+    elif config.source in TEXT:
+        split = split_by_hash(corpus, config.validation)
     else:
-        split = (split_by_hash if config.source in TEXT else split_at_end)(
-            corpus, config.validation
-        )
+        split = split_at_end(corpus, config.validation)
     return _language_data(config, corpus, other, split, n_outputs, tokenizer)
+
+
+def _open_text(
+    config: "Data", n_outputs: int | None, say: Say
+) -> tuple[Tokenizer | None, list[Corpus]]:
+    """The corpora of text files, which are prepared first where they have to be."""
+    tokenizer = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
+    if config.tokenizer == "bytes" and n_outputs is not None and n_outputs < tokenizer.vocab_size:
+        raise InputError(
+            f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256"
+        )
+    corpora = []
+    for preparation in preparations(config):
+        preparation.run(say)
+        corpora.append(open_tokens(preparation.folder, cached=True))
+    return tokenizer, corpora
+
+
+def _open_token_files(config: "Data") -> list[Corpus]:
+    """The corpora of files that hold tokens already."""
+    if config.source == "megatron":
+        path = data_path(config, "the prefix of .bin and .idx")
+    else:
+        path = data_path(config, "a prepared folder")
+    paths = [path]
+    if isinstance(config.validation, str):
+        paths.append(Path(config.validation))
+    if config.source == "megatron":
+        return [open_megatron(str(path)) for path in paths]
+    return [open_tokens(path.expanduser()) for path in paths]
 
 
 def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | None:
@@ -194,14 +218,11 @@ def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | No
         if config.tokenizer != "bytes" and corpus.tokenizer not in (None, tokenizer.identity):
             raise InputError(
                 f"{corpus.name} was prepared with the tokenizer {corpus.tokenizer}, and "
-                "data.tokenizer is "
-                f"{tokenizer.identity}"
+                f"data.tokenizer is {tokenizer.identity}"
             )
-    return (
-        tokenizer
-        if config.tokenizer != "bytes" or corpora[0].tokenizer == tokenizer.identity
-        else None
-    )
+    if config.tokenizer == "bytes" and corpora[0].tokenizer != tokenizer.identity:
+        return None
+    return tokenizer
 
 
 def _language_data(
@@ -221,54 +242,51 @@ def _language_data(
             n_outputs=n_outputs,
         )
         if len(packed) == 0:
+            remedy = "another source"
+            if split.validation is not None:
+                remedy = "another data.validation (0: none)"
             raise InputError(
                 f"the {name} split of {stream.corpus.name} is empty: it has {len(stream):,} "
-                "tokens, and one sample of "
-                f"data.seq_len {config.seq_len} takes {config.seq_len + 1:,}; use more text, a "
-                "smaller data.seq_len or "
-                + (
-                    "another data.validation (0: none)"
-                    if split.validation is not None
-                    else "another source"
-                )
+                f"tokens, and one sample of data.seq_len {config.seq_len} takes "
+                f"{config.seq_len + 1:,}; use more text, a smaller data.seq_len or {remedy}"
             )
         return packed
 
     train = samples("training", split.train)
-    validation = samples("validation", split.validation) if split.validation is not None else None
-    held_out = (
-        "no validation"
-        if validation is None
-        else f"{_split_line('validation', validation)}, {split.selection}"
-    )
+    validation = None
+    held_out = "no validation"
+    text_bytes = None
+    if split.validation is not None:
+        validation = samples("validation", split.validation)
+        held_out = f"{_split_line('validation', validation)}, {split.selection}"
+        text_bytes = bytes_per_target(other, split.held_out)
+
+    fingerprint = corpus.fingerprint
+    files = {file.names[0]: file for file in corpus.files}
+    if other is not corpus:
+        fingerprint = f"{corpus.fingerprint} {other.fingerprint}"
+        files |= {f"{file.names[0]} (validation)": file for file in other.files}
     return OpenData(
         train=train,
         validation=validation,
         task="language",
         tokenizer=tokenizer,
-        bytes_per_target=bytes_per_target(other, split.held_out)
-        if validation is not None
-        else None,
+        bytes_per_target=text_bytes,
         about=[
             _corpus_line(config, corpus),
             *_tokenizer_lines(config, tokenizer),
             _split_line("training", train),
             held_out,
         ],
-        fingerprint=corpus.fingerprint
-        if other is corpus
-        else f"{corpus.fingerprint} {other.fingerprint}",
-        files={file.names[0]: file for file in corpus.files}
-        | {f"{file.names[0]} (validation)": file for file in other.files if other is not corpus},
+        fingerprint=fingerprint,
+        files=files,
     )
 
 
 def _corpus_line(config: "Data", corpus: Corpus) -> str:
-    size = (
-        ""
-        if corpus.text_bytes is None
-        else f"{int(corpus.text_bytes.array.sum()):,} bytes of text -> "
-    )
+    size = ""
+    if corpus.text_bytes is not None:
+        size = f"{int(corpus.text_bytes.array.sum()):,} bytes of text -> "
     tokens = sum(int(piece.lengths.sum()) for piece in corpus.pieces())
     masked = ", attention within documents" if config.mask_documents else ""
     source = config.source if config.path is None else f"{config.source} {config.path}"
@@ -283,8 +301,8 @@ def _tokenizer_lines(config: "Data", tokenizer: Tokenizer | None) -> list[str]:
 
 
 def _split_line(name: str, samples: TokenSamples) -> str:
-    documents, size = plural(samples.stream.documents, "document"), plural(len(samples), "sample")
-    return f"{name} {documents}, {size} of {samples.seq_len} tokens"
+    documents = plural(samples.stream.documents, "document")
+    return f"{name} {documents}, {plural(len(samples), 'sample')} of {samples.seq_len} tokens"
 
 
 def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
@@ -292,60 +310,49 @@ def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
     if n_outputs is not None and classes > n_outputs:
         raise InputError(
             f"data.source {config.source} has {classes} classes (labels 0 to {classes - 1}), but "
-            "model.num_classes is "
-            f"{n_outputs}: set it to {classes}"
+            f"model.num_classes is {n_outputs}: set it to {classes}"
         )
     augmented = replace(train, augment_seed=seed if config.augment else None)
-    split: tuple[Samples, Samples | None, str] = augmented, validation, f"from {config.validation}"
-    if not isinstance(config.validation, str):
+    if isinstance(config.validation, str):
+        split = SampleSplit(augmented, validation, f"from {config.validation}")
+    else:
         split = split_samples(augmented, validation, config.validation)
     size = f"{train.channels} x {train.image_size} x {train.image_size}"
     about = f"images of {size}, {classes} classes{', augmented' if config.augment else ''}"
-    return replace(_sample_data(config, "classification", split, about, fingerprint), files=files)
+    data = _sample_data(config, "classification", split, about, fingerprint)
+    return replace(data, files=files)
 
 
 def _open_custom(config: "Data", n_outputs: int | None, vocab_size: int | None) -> OpenData:
     samples, validation = open_custom(config, n_outputs, vocab_size)
-    split: tuple[Samples, Samples | None, str] = samples, validation, f"as {config.source} gives it"
+    split = SampleSplit(samples, validation, f"as {config.source} gives it")
     if validation is None and not isinstance(config.validation, str):
         split = split_samples(samples, samples, config.validation)
-    language = samples.item(0, 0)[1].ndim == 1
     content = f"{Path(config.source).expanduser().read_text('utf-8')} {len(samples)}"
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     about = plural(len(samples), "sample")
-    data = _sample_data(
-        config, "language" if language else "classification", split, about, fingerprint
-    )
-    return replace(
-        data,
-        tokenizer=open_tokenizer(config.tokenizer, end_token=config.end_token)
-        if language
-        else None,
-    )
+
+    _, target = samples.item(0, 0)
+    if target.ndim != 1:
+        return _sample_data(config, "classification", split, about, fingerprint)
+    data = _sample_data(config, "language", split, about, fingerprint)
+    return replace(data, tokenizer=open_tokenizer(config.tokenizer, end_token=config.end_token))
 
 
 def _sample_data(
-    config: "Data",
-    task: Task,
-    split: tuple[Samples, Samples | None, str],
-    about: str,
-    fingerprint: str,
+    config: "Data", task: Task, split: SampleSplit, about: str, fingerprint: str
 ) -> OpenData:
-    """`split`: the training samples, the validation samples, and how those were chosen."""
     train, validation, selection = split
     required = isinstance(config.validation, str) or config.validation > 0
     held_out = 0 if validation is None else len(validation)
     if len(train) == 0 or (required and held_out == 0):
         raise InputError(
             f"data.source {config.source} gives {len(train)} samples to train on and {held_out} "
-            "for validation, with "
-            f"data.validation {config.validation}: both need at least one; use more data, or "
-            "data.validation 0"
+            f"for validation, with data.validation {config.validation}: both need at least one; "
+            "use more data, or data.validation 0"
         )
-    line = (
-        "no validation"
-        if validation is None
-        else f"validation {plural(held_out, 'sample')}, {selection}"
-    )
+    line = "no validation"
+    if validation is not None:
+        line = f"validation {plural(held_out, 'sample')}, {selection}"
     lines = [f"{config.source}: {about}", f"training {plural(len(train), 'sample')}", line]
     return OpenData(train, validation, task, lines, fingerprint)

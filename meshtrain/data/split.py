@@ -20,6 +20,14 @@ class Split(NamedTuple):
     selection: str  # how the validation was chosen
 
 
+class SampleSplit(NamedTuple):
+    """Samples split into training and validation."""
+
+    train: Samples
+    validation: Samples | None
+    selection: str  # how the validation was chosen
+
+
 def held_out_mask(share: float, count: int) -> np.ndarray:
     """Which of `count` documents or samples are held out, (count,) bool: those whose hash falls
     below `share`.
@@ -29,14 +37,18 @@ def held_out_mask(share: float, count: int) -> np.ndarray:
     Raises InputError: not 0 <= `share` < 1.
     """
     _check_share(share)
-    mask, limit = np.empty(count, bool), np.uint64(int(share * 2**53) << 11)
-    lowest, highest = (1 << 64, 0), (-1, 0)  # (hash, position)
+    mask = np.empty(count, bool)
+    limit = np.uint64(int(share * 2**53) << 11)  # the share of 2**64, as far as a float has digits
+    lowest = (1 << 64, 0)  # (hash, position)
+    highest = (-1, 0)
     for first in range(0, count, PIECE):
-        value = mix(np.arange(first, min(first + PIECE, count), dtype=np.uint64), 0x6D657368747261)
-        mask[first : first + len(value)] = value < limit
-        low, high = int(value.argmin()), int(value.argmax())
-        lowest = min(lowest, (int(value[low]), first + low))
-        highest = max(highest, (int(value[high]), first + high))
+        positions = np.arange(first, min(first + PIECE, count), dtype=np.uint64)
+        hashes = mix(positions, 0x6D657368747261)
+        mask[first : first + len(hashes)] = hashes < limit
+        low = int(hashes.argmin())
+        high = int(hashes.argmax())
+        lowest = min(lowest, (int(hashes[low]), first + low))
+        highest = max(highest, (int(hashes[high]), first + high))
     if share > 0 and count > 1:
         mask[lowest[1]] = True
         mask[highest[1]] = False
@@ -61,13 +73,11 @@ def split_by_hash(corpus: Corpus, share: float) -> Split:
 def split_at_end(corpus: Corpus, share: float) -> Split:
     """Holds out the last documents, as is usual for token files made elsewhere."""
     _check_share(share)
-    last = min(max(1, round(share * corpus.documents)), corpus.documents - 1) if share > 0 else 0
-    return _split(
-        corpus,
-        share,
-        np.repeat([False, True], [corpus.documents - last, last]),
-        "the last of the file",
-    )
+    last = 0
+    if share > 0:  # at least one is held out, and at least one kept
+        last = min(max(1, round(share * corpus.documents)), corpus.documents - 1)
+    held_out = np.repeat([False, True], [corpus.documents - last, last])
+    return _split(corpus, share, held_out, "the last of the file")
 
 
 def all_documents(corpus: Corpus) -> Stream:
@@ -78,25 +88,26 @@ def _split(corpus: Corpus, share: float, held_out: np.ndarray, selection: str) -
     if share > 0 and corpus.documents == 1:
         stream = all_documents(corpus)
         end = len(stream) - max(1, round(share * len(stream)))
+        train = stream.slice(0, end)
+        validation = stream.slice(end, len(stream))
         selection = "the end of the only document, as there is no second one to hold out"
-        return Split(
-            stream.slice(0, end), stream.slice(end, len(stream)), np.array([True]), selection
-        )
+        return Split(train, validation, np.array([True]), selection)
     if not held_out.any():
         return Split(all_documents(corpus), None, held_out, "")
-    return Split(Stream.of(corpus, ~held_out), Stream.of(corpus, held_out), held_out, selection)
+    train = Stream.of(corpus, ~held_out)
+    validation = Stream.of(corpus, held_out)
+    return Split(train, validation, held_out, selection)
 
 
-def split_samples(
-    train: Samples, other: Samples, share: float
-) -> tuple[Samples, Samples | None, str]:
-    """The samples of `train` that are not held out, the held-out samples of `other`, and how those
-    were chosen."""
-    mask, selection = held_out_mask(share, len(train)), "chosen by a hash of the sample's number"
+def split_samples(train: Samples, other: Samples, share: float) -> SampleSplit:
+    """The samples of `train` that are not held out, and the held-out samples of `other`."""
+    mask = held_out_mask(share, len(train))
+    selection = "chosen by a hash of the sample's number"
     if not mask.any():
-        return train, None, selection
+        return SampleSplit(train, None, selection)
     training = Subset(f"{train.name} (training)", train, np.flatnonzero(~mask))
-    return training, Subset(f"{other.name} (validation)", other, np.flatnonzero(mask)), selection
+    validation = Subset(f"{other.name} (validation)", other, np.flatnonzero(mask))
+    return SampleSplit(training, validation, selection)
 
 
 def bytes_per_target(corpus: Corpus, selected: np.ndarray) -> float | None:

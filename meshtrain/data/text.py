@@ -36,19 +36,19 @@ _PASSED_OVER = frozenset(
         "tkinter",
         "turtledemo",
         "distutils",
+        "encodings",
+        "pydoc_data",
+        "__phello__",
+        "__pycache__",
     }
-    | {"encodings", "pydoc_data", "__phello__", "__pycache__"}
 )
 # characters tokenized at once: several short texts, or a part of a long one
 _BATCH_CHARACTERS = 1 << 20
 # characters within which a tokenizer must find a cut: it takes some 150 bytes for each
 _MOST_WHOLE = 1 << 26
 _MOST_LINE = 1 << 28  # bytes of a line of JSONL, which is in memory about three times
-# minimum bytes of a shard, and the approximate maximum number of shards
-_LEAST_SHARD, _SHARDS = (
-    1 << 24,
-    2048,
-)
+_LEAST_SHARD = 1 << 24  # bytes of a shard
+_SHARDS = 2048  # about as many at most
 _ROWS = 64  # rows of a Parquet file that are in memory at once
 _PACKED = (".jsonl.gz", ".jsonl.zst")
 
@@ -82,15 +82,28 @@ class Line(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        before, remaining = 0, self.begin
+        lines_before = 0
+        remaining = self.begin
         with open(self.path, "rb") as file:
-            while remaining and (block := file.read(min(remaining, _BATCH_CHARACTERS))):
-                before, remaining = before + block.count(b"\n"), remaining - len(block)
-        return f"{self.path}:{before + self.number}"
+            while remaining:
+                block = file.read(min(remaining, _BATCH_CHARACTERS))
+                if not block:
+                    break
+                lines_before += block.count(b"\n")
+                remaining -= len(block)
+        return f"{self.path}:{lines_before + self.number}"
 
 
-# a string to tokenize at once, the number of characters before it, and its Text
-Part = tuple[str, int, Text]
+class Part(NamedTuple):
+    """A string to tokenize at once."""
+
+    content: str
+    start: int  # characters of the text before it
+    text: Text
+
+    @property
+    def begins_document(self) -> bool:
+        return self.text.begins and self.start == 0
 
 
 class TextSource(NamedTuple):
@@ -115,7 +128,10 @@ class TextSource(NamedTuple):
         return self._key(tokenizer)
 
     def _key(self, tokenizer: Tokenizer, *marks: object) -> str:
-        state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
+        state = []
+        for path in self.files:
+            about = path.stat()
+            state.append((str(path), about.st_size, about.st_mtime_ns))
         chat = () if tokenizer.chat is None else (tokenizer.chat.digest,)
         names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat, *marks)
         return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
@@ -127,13 +143,15 @@ class TextSource(NamedTuple):
         shards: list[list[Piece]] = [[]]
         room = most
         for path, size in zip(self.files, sizes, strict=True):
-            step = most if path.name.lower().endswith(self.cut) else max(size, 1)
+            may_be_cut = path.name.lower().endswith(self.cut)
+            step = most if may_be_cut else max(size, 1)
             for begin in range(0, max(size, 1), step):
                 if room <= 0:
                     shards.append([])
                     room = most
-                shards[-1].append(Piece(path, begin, min(begin + step, size)))
-                room -= shards[-1][-1].end - begin
+                piece = Piece(path, begin, min(begin + step, size))
+                shards[-1].append(piece)
+                room -= piece.end - piece.begin
         return shards
 
 
@@ -152,11 +170,12 @@ def python_stdlib() -> TextSource:
 
 def _modules(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
-        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
+        # Build outputs differ between machines.
+        if path.name in _PASSED_OVER or path.name.startswith(("_sysconfigdata", "config-")):
+            continue
+        if path.suffix == ".py":
             yield path
-        elif (
-            path.is_dir() and path.name not in _PASSED_OVER and not path.name.startswith("config-")
-        ):
+        elif path.is_dir():
             yield from _modules(path)
 
 
@@ -181,18 +200,20 @@ def jsonl_files(path: Path, field: str = "text") -> TextSource:
     or both compressed kinds.
     """
     files = _files(path, (".jsonl", *_PACKED), "jsonl")
-    packed = [[file for file in files if file.name.lower().endswith(ending)] for ending in _PACKED]
-    plain = [file for file in files if file not in chain(*packed)]
-    if not plain and all(packed):
-        same = f"{any_of(_PACKED, 'and')} files, which may be the same lines"
-        raise InputError(
-            f"data.source jsonl: {path} has {same}: leave one kind in the folder (data.path)"
-        )
-    if any(file.suffix.lower() == ".zst" for file in plain or files):
+    plain = [file for file in files if not file.name.lower().endswith(_PACKED)]
+    if plain:
+        files = plain
+    else:
+        kinds = {file.suffix.lower() for file in files}
+        if len(kinds) > 1:
+            same = f"{any_of(_PACKED, 'and')} files, which may be the same lines"
+            raise InputError(
+                f"data.source jsonl: {path} has {same}: leave one kind in the folder (data.path)"
+            )
+    if any(file.suffix.lower() == ".zst" for file in files):
         _require_pyarrow(path)
-    return TextSource(
-        str(path), f"jsonl {field}", plain or files, partial(_read_jsonl, field=field), (".jsonl",)
-    )
+    read = partial(_read_jsonl, field=field)
+    return TextSource(str(path), f"jsonl {field}", files, read, cut=(".jsonl",))
 
 
 def parquet_files(path: Path, field: str = "text") -> TextSource:
@@ -201,9 +222,8 @@ def parquet_files(path: Path, field: str = "text") -> TextSource:
     not installed."""
     _require_pyarrow(path)
     files = _files(path, (".parquet",), "parquet")
-    return TextSource(
-        str(path), f"parquet {field}", files, partial(_read_parquet, field=field), (".parquet",)
-    )
+    read = partial(_read_parquet, field=field)
+    return TextSource(str(path), f"parquet {field}", files, read, cut=(".parquet",))
 
 
 def _require_pyarrow(path: Path) -> None:
@@ -217,40 +237,42 @@ def _files(path: Path, endings: tuple[str, ...], source: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"data.source {source}: there is no file or folder {path} (data.path)")
-    files = sorted(
-        file
-        for file in files_below(path)
-        if file.name[1:].lower().endswith(endings) and file.is_file()
-    )
+    files = []
+    for file in files_below(path):
+        name = file.name[1:].lower()  # a file whose whole name is `.txt` has no ending
+        if name.endswith(endings) and file.is_file():
+            files.append(file)
     if not files:
         raise InputError(
             f"data.source {source}: there are no {any_of(endings)} files in {path} (data.path)"
         )
-    return files
+    return sorted(files)
 
 
 def _read_text(piece: Piece) -> Iterator[Text]:
-    is_empty = piece.end == 0 or (
-        piece.end == len(codecs.BOM_UTF8) and piece.path.read_bytes() == codecs.BOM_UTF8
-    )
-    if not is_empty:
-        yield Text(_decode(piece.path), piece.path)
+    if piece.end == 0:
+        return
+    if piece.end == len(codecs.BOM_UTF8) and piece.path.read_bytes() == codecs.BOM_UTF8:
+        return
+    yield Text(_decode(piece.path), piece.path)
 
 
 def _decode(path: Path) -> Iterator[str]:
-    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    """The text of a file, block by block."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = 0
     with open(path, "rb") as file:
         while True:
             raw = file.read(_BATCH_CHARACTERS)
-            # a character may begin in one block and end in the next
+            # A character may begin in one block and end in the next.
             before = read - len(decoder.getstate()[0])
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 raise InputError(
                     f"{path} is not UTF-8 text: byte {before + error.start:,} is "
-                    f"0x{error.object[error.start]:02x} "
-                    f"({error.reason}); convert the file, for example with iconv"
+                    f"0x{error.object[error.start]:02x} ({error.reason}); convert the file, for "
+                    "example with iconv"
                 ) from None
             if not raw:
                 return
@@ -260,39 +282,46 @@ def _decode(path: Path) -> Iterator[str]:
 
 
 def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
-    path, at, number = piece.path, piece.begin, 0
-    packed = path.suffix.lower() in (".gz", ".zst")  # offsets of lines are not offsets in the file
+    path = piece.path
+    is_packed = path.suffix.lower() in (".gz", ".zst")
+    at = piece.begin
     lines = _lines(path, at)
     if at:  # a line that begins before `at` belongs to the piece before
         at += len(next(lines)) - 1
     begin = at
-    while (packed or at < piece.end) and (line := next(lines)):
-        at, number = at + len(line), number + 1
-        if not line.isspace():
-            source = Line(path, begin, number)
-            form = _form_of_file(line[:64]) if number == 1 and begin == 0 else ""
-            try:
-                text = line.decode("utf-8-sig")
-                del line  # may be long, and so may `text`: hold only one of them
-                record = parse_json(text, most=_MOST_LINE, unique=True)
-            except ValueError as error:
-                raise InputError(
-                    f"{source}: not JSON in UTF-8 ({error}); expected one object a line{form}"
-                ) from None
-            del text
-            if isinstance(record, list) and form:
-                raise InputError(f"{source}: expected one object a line{form}")
-            if _is_sharegpt(record, field):
-                raise InputError(
-                    f"{source}: this is the form of ShareGPT (`from`, `value`): write `messages`, "
-                    "with `role` (user "
-                    "for human, assistant for gpt, or system) in place of `from`, and `content` in "
-                    "place of `value`"
-                )
-            if isinstance(record, dict) and "messages" in record and field not in record:
-                yield Text((), source, record=record)
-            else:
-                yield from _from_object(record, source, field)
+    number = 0
+    # Offsets of decompressed lines are not offsets in the file, which is one piece then.
+    while is_packed or at < piece.end:
+        line = next(lines)
+        if not line:
+            return
+        at += len(line)
+        number += 1
+        if line.isspace():
+            continue
+        source = Line(path, begin, number)
+        form = _form_of_file(line[:64]) if number == 1 and begin == 0 else ""
+        try:
+            text = line.decode("utf-8-sig")
+            del line  # may be long, and so may `text`: hold only one of them
+            record = parse_json(text, most=_MOST_LINE, unique=True)
+        except ValueError as error:
+            raise InputError(
+                f"{source}: not JSON in UTF-8 ({error}); expected one object a line{form}"
+            ) from None
+        del text
+        if isinstance(record, list) and form:
+            raise InputError(f"{source}: expected one object a line{form}")
+        if _is_sharegpt(record, field):
+            raise InputError(
+                f"{source}: this is the form of ShareGPT (`from`, `value`): write `messages`, with "
+                "`role` (user for human, assistant for gpt, or system) in place of `from`, and "
+                "`content` in place of `value`"
+            )
+        if isinstance(record, dict) and "messages" in record and field not in record:
+            yield Text((), source, record=record)
+        else:
+            yield from _from_object(record, source, field)
 
 
 def _form_of_file(beginning: bytes) -> str:
@@ -311,7 +340,9 @@ def _form_of_file(beginning: bytes) -> str:
 def _is_sharegpt(record: Any, field: str) -> bool:
     """Whether it is a conversation of another form than `messages` with `role` and `content`, and
     nothing else."""
-    if not isinstance(record, dict) or {field, "prompt", "completion"} & set(record):
+    if not isinstance(record, dict):
+        return False
+    if {field, "prompt", "completion"} & set(record):
         return False
     turns = record.get("messages", record.get("conversations"))
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
@@ -326,24 +357,23 @@ def _lines(path: Path, begin: int) -> Iterator[bytes]:
     compressed file may hold one that is larger than the memory.
     """
     file: Any
-    if path.suffix.lower() == ".zst":
+    ending = path.suffix.lower()
+    if ending == ".zst":
         import pyarrow
 
         file = io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    elif ending == ".gz":
+        file = gzip.open(path, "rb")  # noqa: SIM115 (closed below)
     else:
-        file = (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115
     with file:
         if begin:
             file.seek(begin - 1)
         for number in count():
             try:
                 line = [file.readline(_MOST_LINE + 1)]
-            except (
-                EOFError,
-                OSError,
-                ValueError,
-                zlib.error,
-            ) as error:  # pyarrow raises OSError and ValueError
+            # pyarrow raises OSError and ValueError
+            except (EOFError, OSError, ValueError, zlib.error) as error:
                 if isinstance(error, OSError) and error.errno:  # a disk error, not damaged content
                     raise
                 damage = f"truncated or damaged after line {number:,} ({error})"
@@ -351,8 +381,7 @@ def _lines(path: Path, begin: int) -> Iterator[bytes]:
             if len(line[0]) > _MOST_LINE:
                 raise InputError(
                     f"{path}: the line after the first {plural(number, 'line')} that were read has "
-                    "more than "
-                    f"{_MOST_LINE:,} bytes: write each document as a line of its own"
+                    f"more than {_MOST_LINE:,} bytes: write each document as a line of its own"
                 )
             yield line.pop()  # may be long: no reference stays here
 
@@ -362,7 +391,7 @@ def _read_parquet(piece: Piece, field: str) -> Iterator[Text]:
     import pyarrow
     from pyarrow import parquet
 
-    path, row = piece.path, 0
+    path = piece.path
     try:
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BATCH_CHARACTERS)
         names = file.schema_arrow.names
@@ -372,20 +401,19 @@ def _read_parquet(piece: Piece, field: str) -> Iterator[Text]:
             raise InputError(
                 f"{path}: expected {expected}; found {', '.join(names)} (data.text_field)"
             )
+        rows_before = 0
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
-            first = about.column(0)
-            offset = min(
-                first.data_page_offset, first.dictionary_page_offset or first.data_page_offset
+            first_row = rows_before
+            rows_before += about.num_rows
+            if not piece.begin <= _offset_of(about) < piece.end:
+                continue
+            batches = file.iter_batches(
+                _ROWS, row_groups=[group], columns=columns, use_threads=False
             )
-            number, row = row, row + about.num_rows
-            if piece.begin <= offset < piece.end:
-                for batch in file.iter_batches(
-                    _ROWS, row_groups=[group], columns=columns, use_threads=False
-                ):
-                    for record in batch.to_pylist():
-                        number += 1
-                        yield from _from_object(record, f"{path}, row {number:,}", field)
+            records = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, record in enumerate(records, first_row + 1):
+                yield from _from_object(record, f"{path}, row {number:,}", field)
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
@@ -394,17 +422,22 @@ def _read_parquet(piece: Piece, field: str) -> Iterator[Text]:
         ) from None
 
 
+def _offset_of(row_group: Any) -> int:
+    """Where a row group of a Parquet file begins, in bytes."""
+    first = row_group.column(0)
+    if first.dictionary_page_offset:
+        return min(first.data_page_offset, first.dictionary_page_offset)
+    return first.data_page_offset
+
+
 def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
-    keys = set(record) & {field, "prompt", "completion"} if isinstance(record, dict) else set()
+    is_object = isinstance(record, dict)
+    keys = set(record) & {field, "prompt", "completion"} if is_object else set()
     if keys not in ({field}, {"prompt", "completion"}):
-        instead = (
-            f"the keys {', '.join(map(repr, record))}"
-            if isinstance(record, dict)
-            else f"{record!r:.40}"
-        )
+        found = f"the keys {', '.join(map(repr, record))}" if is_object else f"{record!r:.40}"
         raise InputError(
             f"{source}: expected an object with the key `{field}`, or with `prompt` and "
-            f"`completion`; found {instead}"
+            f"`completion`; found {found}"
         )
     for key in keys:
         if not isinstance(record[key], str):
@@ -416,7 +449,9 @@ def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
             raise InputError(
                 f"{source}: holds half of a surrogate pair, which is no character ({error})"
             ) from None
-    prompt, text = record.get("prompt", ""), record[field if field in keys else "completion"]
+
+    prompt = record.get("prompt", "")
+    text = record[field if field in keys else "completion"]
     if prompt:
         yield Text(_slices(prompt), source, loss=False, ends=False)
     if prompt or text:
@@ -424,9 +459,8 @@ def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
 
 
 def _slices(text: str) -> Iterator[str]:
-    return (
-        text[start : start + _BATCH_CHARACTERS] for start in range(0, len(text), _BATCH_CHARACTERS)
-    )
+    for start in range(0, len(text), _BATCH_CHARACTERS):
+        yield text[start : start + _BATCH_CHARACTERS]
 
 
 def documents(
@@ -439,22 +473,25 @@ def documents(
     Holds no more of a long document in memory than the tokenizer needs to find a place to cut it.
     Raises InputError: a file is malformed; names the file and the place in it.
     """
-    waiting: list[Part] = []
-    size = 0
+    # Short texts are tokenized together; a conversation is one of its own.
+    pending: list[Part] = []
+    characters = 0
     for piece in shard:
         for text in source.read(piece):
             if text.record is not None:
-                yield from _encode(waiting, tokenizer)
-                waiting, size = [], 0
+                yield from _encode(pending, tokenizer)
+                pending = []
+                characters = 0
                 yield _conversation(text.record, text.source, tokenizer, loss_on)
                 continue
             for part in _parts(text, tokenizer):
-                waiting.append(part)
-                size += len(part[0])
-                if size >= _BATCH_CHARACTERS:
-                    yield from _encode(waiting, tokenizer)
-                    waiting, size = [], 0
-    yield from _encode(waiting, tokenizer)
+                pending.append(part)
+                characters += len(part.content)
+                if characters >= _BATCH_CHARACTERS:
+                    yield from _encode(pending, tokenizer)
+                    pending = []
+                    characters = 0
+    yield from _encode(pending, tokenizer)
 
 
 def _conversation(
@@ -463,67 +500,85 @@ def _conversation(
     if tokenizer.chat is None:
         raise InputError(
             f"{source}: `messages` need a chat template: data.tokenizer has to be a tokenizer.json "
-            "with a "
-            "tokenizer_config.json (`chat_template`) or a chat_template.jinja beside it"
+            "with a tokenizer_config.json (`chat_template`) or a chat_template.jinja beside it"
         )
     try:
         talk = tokenizer.chat.conversation(record["messages"], record.get("tools"), loss_on)
-        ids, loss = tokenizer.encode_spans(*talk)
+        ids, loss = tokenizer.encode_spans(talk.text, talk.learned, talk.plain)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    size = sum(len(talk.text[first:last].encode()) for first, last in talk.learned)
+    learned_bytes = sum(len(talk.text[first:last].encode()) for first, last in talk.learned)
 
     # Templates write some of these tokens themselves: none stands there twice.
     if not _is_ended(ids, tokenizer):
         ids = np.append(ids, ids.dtype.type(tokenizer.end))
-        # as the last token of the text
-        loss = np.append(loss, loss[-1] if len(loss) else np.uint8(0))
+        last_loss = loss[-1] if len(loss) else np.uint8(0)
+        loss = np.append(loss, last_loss)  # as the last token of the text
     if tokenizer.begin is not None:
         if ids[0] != tokenizer.begin:
-            ids, loss = np.insert(ids, 0, tokenizer.begin), np.insert(loss, 0, 0)
+            ids = np.insert(ids, 0, tokenizer.begin)
+            loss = np.insert(loss, 0, 0)
         loss[0] = 0
-    return Document(ids, loss, size)
+    return Document(ids, loss, learned_bytes)
 
 
 def _is_ended(ids: np.ndarray, tokenizer: Tokenizer) -> bool:
     """Whether nothing but blanks follows an end-of-document token at the end of a text."""
     places = np.flatnonzero(ids == tokenizer.end)
-    return len(places) > 0 and not tokenizer.decode(ids[places[-1] + 1 :].tolist()).strip()
+    if len(places) == 0:
+        return False
+    behind = ids[places[-1] + 1 :].tolist()
+    return not tokenizer.decode(behind).strip()
 
 
 def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
-    rest, start = "", 0
+    """A text in parts, cut where that does not change its ids."""
+    rest = ""
+    start = 0
     for chunk in text.chunks:
         rest += chunk
-        if len(rest) >= _BATCH_CHARACTERS:
-            end = tokenizer.cut(rest)
-            if end:
-                yield rest[:end], start, text._replace(ends=False)
-                rest, start = rest[end:], start + end
-            elif len(rest) > _MOST_WHOLE:
-                raise InputError(
-                    f"{text.source} has {len(rest):,} characters and more in which data.tokenizer "
-                    "finds no place to "
-                    "cut them: give shorter documents, for instance as lines of JSONL"
-                )
-    yield rest, start, text
+        if len(rest) < _BATCH_CHARACTERS:
+            continue
+        end = tokenizer.cut(rest)
+        if end:
+            yield Part(rest[:end], start, text._replace(ends=False))
+            rest = rest[end:]
+            start += end
+        elif len(rest) > _MOST_WHOLE:
+            raise InputError(
+                f"{text.source} has {len(rest):,} characters and more in which data.tokenizer "
+                "finds no place to cut them: give shorter documents, for instance as lines of "
+                "JSONL"
+            )
+    yield Part(rest, start, text)
 
 
 def _encode(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
-    for content, start, text in parts:
-        problem = tokenizer.problem(content, start)
+    for part in parts:
+        problem = tokenizer.problem(part.content, part.start)
         if problem:
-            raise InputError(f"{text.source} {problem}")
-    encoded = tokenizer.encode_batch([part[0] for part in parts])
-    for (content, start, text), ids in zip(parts, encoded, strict=True):
-        try:
-            refuse_controls(tokenizer, ids)
-        except InputError as error:
-            raise InputError(f"{text.source} {error}") from None
-        if text.ends:
-            ids = np.append(ids, ids.dtype.type(tokenizer.end))
-        loss = None if text.loss else np.zeros(len(ids), np.uint8)
-        if text.begins and start == 0 and tokenizer.begin is not None:
-            loss = np.ones(len(ids), np.uint8) if loss is None else loss
-            ids, loss = np.insert(ids, 0, tokenizer.begin), np.insert(loss, 0, 0)
-        yield Document(ids, loss, len(content.encode()) if text.loss else 0, text.ends)
+            raise InputError(f"{part.text.source} {problem}")
+    encoded = tokenizer.encode_batch([part.content for part in parts])
+    for part, ids in zip(parts, encoded, strict=True):
+        yield _document(part, ids, tokenizer)
+
+
+def _document(part: Part, ids: np.ndarray, tokenizer: Tokenizer) -> Document:
+    """The tokens of a part of a document, with those that begin and end it."""
+    text = part.text
+    try:
+        refuse_controls(tokenizer, ids)
+    except InputError as error:
+        raise InputError(f"{text.source} {error}") from None
+    if text.ends:
+        ids = np.append(ids, ids.dtype.type(tokenizer.end))
+
+    loss = None if text.loss else np.zeros(len(ids), np.uint8)
+    if tokenizer.begin is not None and part.begins_document:
+        # The token that begins a document is no target.
+        if loss is None:
+            loss = np.ones(len(ids), np.uint8)
+        ids = np.insert(ids, 0, tokenizer.begin)
+        loss = np.insert(loss, 0, 0)
+    text_bytes = len(part.content.encode()) if text.loss else 0
+    return Document(ids, loss, text_bytes, text.ends)

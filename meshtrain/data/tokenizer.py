@@ -12,11 +12,8 @@ from meshtrain.data.chat import CONFIG, ChatTemplate, Span, Spelling, tokenizer_
 from meshtrain.data.tokens import smallest_dtype
 from meshtrain.errors import InputError, join_some
 
-# characters searched for a cut, and characters compared on each side of a candidate
-_LOOK, _AROUND = (
-    4096,
-    256,
-)
+_LOOK = 4096  # characters searched for a cut
+_AROUND = 256  # characters compared on each side of a candidate
 END_NAMES = (  # ends of documents, where neither data.end_token nor tokenizer_config.json names one
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -43,11 +40,8 @@ class Tokenizer(Protocol):
     # how the tokenizer formats conversations; None: it has no chat template
     chat: ChatTemplate | None
     about: str | None  # which tokens begin and end a document, for people; None: always the same
-    spelled: (
-        str | None
-        # a control token that documents so far have spelled, and that is text in them; None: none
-        # has
-    )
+    # a control token that documents so far have spelled, and that is text in them; None: none has
+    spelled: str | None
     # what, besides `identity`, makes other ids than older versions of meshtrain did
     marks: tuple[object, ...]
 
@@ -105,18 +99,21 @@ def end_name(ids: Mapping[str, int], eos: str | None, end_token: str | None = No
     """Which of a tokenizer's tokens ends a document. `eos`: what tokenizer_config.json names;
     `end_token`: the key."""
     candidates = (eos, *END_NAMES) if end_token is None else (end_token,)
-    return next((name for name in candidates if name in ids), None)
+    for name in candidates:
+        if name in ids:
+            return name
+    return None
 
 
 def refuse_controls(tokenizer: Tokenizer, ids: np.ndarray) -> None:
     """Raises InputError, the reason as the end of a sentence: control tokens are among the ids of
     plain text."""
-    if (is_control := tokenizer.controls(ids)).any():
+    is_control = tokenizer.controls(ids)
+    if is_control.any():
         token = tokenizer.decode(ids[is_control][:1].tolist())
         raise InputError(
             f"spells the control token {token}, which this data.tokenizer does not tell from text: "
-            "take it out of the "
-            "text, or use a tokenizer whose `added_tokens` have it as `special`"
+            "take it out of the text, or use a tokenizer whose `added_tokens` have it as `special`"
         )
 
 
@@ -139,8 +136,8 @@ class ByteTokenizer:
             return None
         return (
             f"holds the character U+0000 at {start + index:,}, and the byte 0 ends a document with "
-            "the tokenizer "
-            "`bytes`: is it text at all? Otherwise remove the character, or use a tokenizer.json"
+            "the tokenizer `bytes`: is it text at all? Otherwise remove the character, or use a "
+            "tokenizer.json"
         )
 
     def cut(self, text: str) -> int:
@@ -163,11 +160,15 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Ends of documents become blank lines; ids above 255 and bytes that are not valid UTF-8
         become U+FFFD."""
-        parts = (
-            b"\n\n" if token == self.end else bytes([token]) if token < 256 else b"\xff"
-            for token in ids
-        )
-        return b"".join(parts).decode("utf-8", "replace")
+        text = bytearray()
+        for token in ids:
+            if token == self.end:
+                text += b"\n\n"
+            elif token < self.vocab_size:
+                text.append(token)
+            else:
+                text += b"\xff"  # no UTF-8
+        return text.decode("utf-8", "replace")
 
 
 class FileTokenizer:
@@ -176,39 +177,15 @@ class FileTokenizer:
     def __init__(
         self, path: Path, begin_token: str | None = None, end_token: str | None = None
     ) -> None:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise InputError(
-                f"the tokenizer {path} cannot be read ({error.strerror}): data.tokenizer is "
-                "`bytes`, or the path of a "
-                "Hugging Face tokenizer.json"
-            ) from error
-        try:
-            from tokenizers import Tokenizer as Implementation
-            from tokenizers.processors import TemplateProcessing
-        except ImportError as error:
-            raise InputError(
-                f"reading {path} needs the package tokenizers: pip install 'meshtrain[tokenizers]'"
-            ) from error
-        try:
-            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8-sig"))
-        except Exception as error:  # the library raises Exception itself
-            raise InputError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # Nothing is added to a text here; all that the file's own would do is to leave blanks out
-        # of the offsets.
-        self._tokenizer.post_processor = TemplateProcessing(
-            single="$A", pair="$A $B", special_tokens=[]
-        )
         self._path = path
-
+        content = self._read()
+        self._tokenizer = self._open(content)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values(), default=-1) + 1
         self._dtype = smallest_dtype(self.vocab_size)
         self.identity = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
 
+        # The tokens between documents.
         _, named = tokenizer_config(path)
         begin = self._begin_name(ids, named, begin_token)
         end = self._end_name(ids, named, end_token)
@@ -219,20 +196,19 @@ class FileTokenizer:
         starts = "" if begin is None else f"begin with {begin} (id {self.begin}) and "
         self.about: str | None = f"documents {starts}end with {end} (id {self.end})"
 
+        # The control tokens, which text may spell, but does not have.
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
-        control = special | {name: ids[name] for name in (begin, end) if name is not None}
+        control = dict(special)
+        for name in (begin, end):
+            if name is not None:
+                control[name] = ids[name]
         self.chat: ChatTemplate | None = ChatTemplate.beside(path, tuple(control))
         self._control_ids = frozenset(control.values())
         self._spelling = Spelling(tuple(control)).pattern
         self.spelled: str | None = None
-        # Text may have the token of what is unknown, but not, as GPT-2's is the same, the one that
-        # ends a document.
-        unknown = {
-            ids[name] for name in (named.get("unk_token", ""), "<unk>", "[UNK]") if name in ids
-        }
         self._controls = np.zeros(self.vocab_size, bool)
-        self._controls[sorted(self._control_ids - (unknown - {self.begin, self.end}))] = True
+        self._controls[sorted(self._control_ids - self._unknown_ids(ids, named))] = True
 
         marks: list[object] = []
         if begin is not None:
@@ -243,18 +219,55 @@ class FileTokenizer:
             marks.append("control tokens in text are text")
         self.marks = tuple(marks)
 
+    def _read(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except OSError as error:
+            raise InputError(
+                f"the tokenizer {self._path} cannot be read ({error.strerror}): data.tokenizer is "
+                "`bytes`, or the path of a Hugging Face tokenizer.json"
+            ) from error
+
+    def _open(self, content: bytes) -> Any:
+        """The library's tokenizer, which adds nothing to a text."""
+        try:
+            from tokenizers import Tokenizer as Implementation
+            from tokenizers.processors import TemplateProcessing
+        except ImportError as error:
+            raise InputError(
+                f"reading {self._path} needs the package tokenizers: pip install "
+                "'meshtrain[tokenizers]'"
+            ) from error
+        try:
+            tokenizer = Implementation.from_str(content.decode("utf-8-sig"))
+        except Exception as error:  # the library raises Exception itself
+            raise InputError(
+                f"{self._path} is not a Hugging Face tokenizer.json ({error})"
+            ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        # All that the file's own would still do is to leave blanks out of the offsets.
+        tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        return tokenizer
+
+    def _unknown_ids(self, ids: Mapping[str, int], named: Mapping[str, str]) -> set[int]:
+        """The tokens of what is unknown, which text may have; but not, as GPT-2's is the same, one
+        that begins or ends a document."""
+        names = (named.get("unk_token", ""), "<unk>", "[UNK]")
+        unknown = {ids[name] for name in names if name in ids}
+        return unknown - {self.begin, self.end}
+
     def _begin_name(
         self, ids: Mapping[str, int], named: Mapping[str, str], begin_token: str | None
     ) -> str | None:
+        if begin_token is None:
+            return None
         if begin_token != "auto":
-            return (
-                None if begin_token is None else self._known("data.begin_token", begin_token, ids)
-            )
+            return self._known("data.begin_token", begin_token, ids)
         if "bos_token" not in named:
             raise InputError(
                 f"data.begin_token is auto, and no {CONFIG} beside {self._path} names a "
-                "`bos_token`: name the token "
-                "that begins a document, or leave the key out"
+                "`bos_token`: name the token that begins a document, or leave the key out"
             )
         return self._known(f"the `bos_token` of {CONFIG}", named["bos_token"], ids)
 
@@ -267,21 +280,17 @@ class FileTokenizer:
         if end is None:
             raise InputError(
                 f"{self._path} has no token to end a document with: no {CONFIG} beside it names an "
-                "`eos_token` that it "
-                f"has, and {', '.join(END_NAMES)} are not among its {len(ids):,} tokens; name one "
-                "of them in "
-                "data.end_token"
+                f"`eos_token` that it has, and {', '.join(END_NAMES)} are not among its "
+                f"{len(ids):,} tokens; name one of them in data.end_token"
             )
         return end
 
     def _known(self, key: str, name: str, ids: Mapping[str, int]) -> str:
         if name not in ids:
             added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-            tokens = (
-                f"whose added tokens are {join_some(added)}"
-                if added
-                else f"which has {len(ids):,} tokens"
-            )
+            tokens = f"which has {len(ids):,} tokens"
+            if added:
+                tokens = f"whose added tokens are {join_some(added)}"
             raise InputError(f"{key} is {name!r}, which is no token of {self._path}, {tokens}")
         return name
 
@@ -298,17 +307,15 @@ class FileTokenizer:
         base = max(0, len(text) - _LOOK)
         (tail,) = self._encode([text[base:]], plain=True)
         for i in range(len(tail.ids) - 1, 0, -1):
-            end = base + tail.offsets[i - 1][1]
-            if (
-                tail.word_ids[i] == tail.word_ids[i - 1]
-                or not _AROUND <= end <= len(text) - _AROUND
-            ):
+            if tail.word_ids[i] == tail.word_ids[i - 1]:
                 continue
-            sides = text[end - _AROUND : end], text[end : end + _AROUND]
-            whole, left, right = (
-                encoding.ids for encoding in self._encode(["".join(sides), *sides], plain=True)
-            )
-            if whole == left + right:
+            end = base + tail.offsets[i - 1][1]
+            if not _AROUND <= end <= len(text) - _AROUND:
+                continue
+            before = text[end - _AROUND : end]
+            behind = text[end : end + _AROUND]
+            whole, left, right = self._encode([before + behind, before, behind], plain=True)
+            if whole.ids == left.ids + right.ids:
                 return end
         return 0
 
@@ -317,9 +324,16 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         if self.spelled is None:
-            found = next(filter(None, map(self._spelling.search, texts)), None)
-            self.spelled = None if found is None else found[0]
-        return (np.array(encoding.ids, self._dtype) for encoding in self._encode(texts, plain=True))
+            self.spelled = self._first_spelled(texts)
+        encoded = self._encode(texts, plain=True)
+        return (np.array(encoding.ids, self._dtype) for encoding in encoded)
+
+    def _first_spelled(self, texts: Sequence[str]) -> str | None:
+        for text in texts:
+            found = self._spelling.search(text)
+            if found is not None:
+                return found[0]
+        return None
 
     def encode_spans(
         self, text: str, spans: Sequence[Span], plain: Sequence[Span] = ()
@@ -345,10 +359,11 @@ class FileTokenizer:
         offsets: list[Span] = []
         place = 0
         for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token not in self._control_ids or any(
-                first < end and begin < last for begin, end in plain
-            ):
+            if token not in self._control_ids:
                 continue
+            if any(first < end and begin < last for begin, end in plain):
+                continue
+            # What lies between two control tokens is encoded as plain text.
             self._add_plain(text, place, first, ids, offsets)
             ids.append(token)
             offsets.append((first, last))
@@ -367,13 +382,13 @@ class FileTokenizer:
         try:
             encoding = self._cutting.encode(lead + text[first:last], add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
-            raise InputError(
-                f"the tokenizer {self._path} cannot encode the text: {error}"
-            ) from error
-        skip, shift = bool(lead), first - len(lead)
-        refuse_controls(self, np.array(encoding.ids[skip:], np.int64))
-        ids += encoding.ids[skip:]
-        offsets += [(begin + shift, end + shift) for begin, end in encoding.offsets[skip:]]
+            raise self._cannot_encode(error) from error
+        of_lead = 1 if lead else 0
+        plain_ids = encoding.ids[of_lead:]
+        refuse_controls(self, np.array(plain_ids, np.int64))
+        ids += plain_ids
+        shift = first - len(lead)
+        offsets += [(begin + shift, end + shift) for begin, end in encoding.offsets[of_lead:]]
 
     @cached_property
     def _cutting(self) -> Any:
@@ -392,9 +407,10 @@ class FileTokenizer:
             self._tokenizer.encode_special_tokens = plain
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
-            raise InputError(
-                f"the tokenizer {self._path} cannot encode the text: {error}"
-            ) from error
+            raise self._cannot_encode(error) from error
+
+    def _cannot_encode(self, error: Exception) -> InputError:
+        return InputError(f"the tokenizer {self._path} cannot encode the text: {error}")
 
     def controls(self, ids: np.ndarray) -> np.ndarray:
         return self._controls[ids]

@@ -1,13 +1,17 @@
 """Token files: the prepared form of a corpus, a folder of flat files that are memory-mapped and
 read in place.
 
-    tokens.bin      every token of every document, one after the other (uint8, uint16 or uint32,
-    little-endian) documents.bin   int64, number of documents + 1: document d is tokens documents[d]
-    to documents[d + 1] bytes.bin       int64 per document: bytes of the text behind its predicted
-    tokens (absent where that is unknown) loss.bin        uint8 per token: 0 where the token, as a
-    target, carries no loss (absent if all tokens carry one) checksums.json  the CRC-32 of every 4
-    MiB of each file above (older versions of meshtrain wrote none) header.json     describes the
-    other files; written last
+    tokens.bin      every token of every document, one after the other
+                    (uint8, uint16 or uint32, little-endian)
+    documents.bin   int64, number of documents + 1:
+                    document d is tokens documents[d] to documents[d + 1]
+    bytes.bin       int64 per document: bytes of the text behind its predicted tokens
+                    (absent where that is unknown)
+    loss.bin        uint8 per token: 0 where the token, as a target, carries no loss
+                    (absent if all tokens carry one)
+    checksums.json  the CRC-32 of every 4 MiB of each file above
+                    (older versions of meshtrain wrote none)
+    header.json     describes the other files; written last
 
 A folder appears whole or not at all: it is written under a temporary name, synced to disk, and
 renamed.
@@ -26,18 +30,20 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from meshtrain.data.fingerprint import Files
 from meshtrain.errors import InputError
-from meshtrain.job.parsing import parse_json
-from meshtrain.job.storage import fsync_folder, write_whole
+from meshtrain.job.parsing import parse_json, read_limited
+from meshtrain.job.storage import SIDE_FILE_BYTES, fsync_folder, read_guarded, write_whole
 
 FORMAT = 1
 BLOCK = 4 << 20  # bytes under one checksum
+HEADER = "header.json"
 CHECKSUMS = "checksums.json"
+_CHECKSUM_BYTES = 1 << 30  # the most that are read of it
 _DTYPES = ("uint8", "uint16", "uint32")
 # bytes of the token file in which `Corpus.check_ids` looks for wrong ids
 _FIRST_LOOK_BYTES = 4 << 20
@@ -80,22 +86,20 @@ class MappedArray:
     without its data."""
 
     def __init__(self, path: Path, dtype: str, count: int, offset: int = 0) -> None:
-        self.path, self.dtype, self.count, self.offset = (
-            path,
-            np.dtype(dtype).newbyteorder("<"),
-            count,
-            offset,
-        )
+        self.path = path
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.count = count  # of values
+        self.offset = offset  # in bytes, of the first value
         self._array: np.ndarray | None = None
 
     @property
     def array(self) -> np.ndarray:
         if self._array is None:
-            self._array = np.empty(0, self.dtype)  # an empty file cannot be mapped
-            if self.count:  # a plain array: slicing a np.memmap costs more
-                self._array = np.asarray(
-                    np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
-                )
+            if self.count == 0:  # an empty file cannot be mapped
+                self._array = np.empty(0, self.dtype)
+            else:
+                mapped = np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
+                self._array = np.asarray(mapped)  # a plain array: slicing a np.memmap costs more
         return self._array
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,9 +139,8 @@ class Corpus:
     def piece(self, first: int, stop: int) -> Piece:
         """The documents [first, stop)."""
         offsets = self.offsets.array[first : stop + 1]
-        return Piece(
-            slice(first, stop), offsets[:-1], np.diff(offsets), np.ones(stop - first, np.int64)
-        )
+        one_each = np.ones(stop - first, np.int64)
+        return Piece(slice(first, stop), offsets[:-1], np.diff(offsets), one_each)
 
     def begins(self, documents: np.ndarray) -> np.ndarray:
         """Where documents begin in the file, in tokens; `documents` are numbers in file order."""
@@ -171,8 +174,7 @@ def outside_vocabulary(
     if largest_id is not None and token > largest_id:
         return InputError(
             f"{source} holds the token id {token}, and its header says that {largest_id} is the "
-            "largest: the file is "
-            "damaged; copy or prepare it anew"
+            "largest: the file is damaged; copy or prepare it anew"
         )
     if token < 0:
         return InputError(
@@ -181,8 +183,7 @@ def outside_vocabulary(
         )
     return InputError(
         f"{source} holds the token id {token}, but model.vocab_size is {n_outputs}: set it to at "
-        f"least {token + 1}, or "
-        "use the tokenizer that the model was made for"
+        f"least {token + 1}, or use the tokenizer that the model was made for"
     )
 
 
@@ -213,13 +214,16 @@ def write(
         ValueError: the last document is not ended.
         OSError: the folder exists, or the write failed. Nothing is left behind.
     """
-    temporary = (
-        folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
-    )
+    temporary = temporary_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir()
     try:
-        header = _write_files(temporary, documents, vocab_size, tokenizer, source)
+        with ExitStack() as stack:
+            writer = _Writer(temporary, vocab_size, tokenizer, source, stack)
+            for document in documents:
+                writer.add(document)
+            writer.sync()
+        header = writer.finish()
         if not empty and header.tokens == 0:
             raise InputError(f"{source} holds no text: there is nothing to train on")
         fsync_folder(temporary)
@@ -237,23 +241,34 @@ def temporary_prefix(folder: Path) -> str:
     return f".{folder.name}."
 
 
+def temporary_folder(folder: Path) -> Path:
+    """The temporary folder in which this process makes `folder`."""
+    name = f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
+    return folder.parent / name
+
+
 class _BlockFile:
     """A file written sequentially, with the CRC-32 of each of its blocks."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
         self.crc32: list[int] = []
-        self._file, self._size = stack.enter_context(open(path, "wb")), 0  # noqa: SIM115
+        self._file = stack.enter_context(open(path, "wb"))  # noqa: SIM115
+        self._size = 0
 
     def write(self, data: memoryview | bytes) -> memoryview | bytes:
+        """Adds bytes; returns them."""
         self._file.write(data)
-        # each block that overlaps the data
-        for start in range(-(self._size % BLOCK), len(data), BLOCK):
-            part = data[max(start, 0) : start + BLOCK]
-            self.crc32[len(self.crc32) - (start < 0) :] = [
-                zlib.crc32(part, self.crc32[-1] if start < 0 else 0)
-            ]
-        self._size += len(data)
+        rest = data
+        while len(rest):
+            filled = self._size % BLOCK
+            part = rest[: BLOCK - filled]
+            if filled == 0:
+                self.crc32.append(zlib.crc32(part))
+            else:
+                self.crc32[-1] = zlib.crc32(part, self.crc32[-1])
+            self._size += len(part)
+            rest = rest[len(part) :]
         return data
 
     def sync(self) -> None:
@@ -261,75 +276,121 @@ class _BlockFile:
         os.fsync(self._file.fileno())
 
 
-def _write_files(
-    folder: Path, documents: Iterable[Document], vocab_size: int, tokenizer: str, source: str
-) -> Header:
-    dtype = np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
-    number = written = tokens_seen = size_seen = all_bytes = 0
-    largest, masked, sized = -1, False, True
-    losses_so_far: list[np.ndarray] = []  # loss masks of the current document's parts
-    digest = hashlib.sha256(dtype.name.encode())
-    with ExitStack() as stack:
-        names = ("tokens.bin", "loss.bin", "documents.bin", "bytes.bin")
-        tokens, losses, offsets, sizes = files = [
-            _BlockFile(folder / name, stack) for name in names
-        ]
-        offsets.write(_INT64.pack(0))
-        for ids, loss, size, ends in documents:
-            if len(ids):
-                low, high = int(ids.min()), int(ids.max())
-                if low < 0 or high >= vocab_size:
-                    raise InputError(
-                        f"document {number} of {source} holds the token id "
-                        f"{high if low >= 0 else low}; "
-                        f"expected 0 to {vocab_size - 1}, as {tokenizer} has {vocab_size} ids"
-                    )
-                losses_so_far.append(
-                    np.broadcast_to(_ONE, len(ids)) if loss is None else np.asarray(loss, np.uint8)
-                )
-                masked |= loss is not None and not losses_so_far[-1].all()
-                largest = max(largest, high)
-                digest.update(tokens.write(np.ascontiguousarray(ids, dtype).data.cast("B")))
-                tokens_seen += len(ids)
-                size_seen += size or 0
-                sized &= size is not None
-            if ends and losses_so_far:
-                for part in losses_so_far:
-                    for start in range(0, len(part), _PART):
-                        digest.update(
-                            losses.write(np.ascontiguousarray(part[start : start + _PART]).data)
-                        )
-                offsets.write(_INT64.pack(tokens_seen))
-                sizes.write(_INT64.pack(size_seen))
-                written, all_bytes = written + 1, all_bytes + size_seen
-                losses_so_far, size_seen = [], 0
-            number += ends
-        if losses_so_far:
-            raise ValueError(f"the last document of {source} does not end")
-        for file in files:
+class _Writer:
+    """Writes documents into the files of a folder, part by part."""
+
+    def __init__(
+        self, folder: Path, vocab_size: int, tokenizer: str, source: str, stack: ExitStack
+    ) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._source = source
+        self._dtype = np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
+        self._tokens = _BlockFile(folder / "tokens.bin", stack)
+        self._losses = _BlockFile(folder / "loss.bin", stack)
+        self._offsets = _BlockFile(folder / "documents.bin", stack)
+        self._sizes = _BlockFile(folder / "bytes.bin", stack)
+        self._digest = hashlib.sha256(self._dtype.name.encode())
+
+        self._number = 0  # of the current document, empty ones counted
+        self._documents = 0  # written
+        self._token_count = 0
+        self._text_bytes = 0
+        self._largest_id = -1
+        self._any_masked = False  # whether a token carries no loss
+        self._all_sized = True  # whether the bytes of each text are known
+        # Of the current document: the losses of its parts, which are written at its end, and the
+        # bytes of its text so far.
+        self._pending_losses: list[np.ndarray] = []
+        self._pending_bytes = 0
+
+        self._offsets.write(_INT64.pack(0))
+
+    def add(self, document: Document) -> None:
+        if len(document.ids):
+            self._add_part(document)
+        if document.ends:
+            if self._pending_losses:
+                self._end_document()
+            self._number += 1
+
+    def _add_part(self, document: Document) -> None:
+        ids = document.ids
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InputError(
+                f"document {self._number} of {self._source} holds the token id {wrong}; expected 0 "
+                f"to {self._vocab_size - 1}, as {self._tokenizer} has {self._vocab_size} ids"
+            )
+        self._largest_id = max(self._largest_id, high)
+        self._token_count += len(ids)
+        self._digest.update(
+            self._tokens.write(np.ascontiguousarray(ids, self._dtype).data.cast("B"))
+        )
+
+        if document.loss is None:
+            losses = np.broadcast_to(_ONE, len(ids))
+        else:
+            losses = np.asarray(document.loss, np.uint8)
+            self._any_masked |= not losses.all()
+        self._pending_losses.append(losses)
+
+        if document.text_bytes is None:
+            self._all_sized = False
+        else:
+            self._pending_bytes += document.text_bytes
+
+    def _end_document(self) -> None:
+        for losses in self._pending_losses:
+            for start in range(0, len(losses), _PART):
+                part = np.ascontiguousarray(losses[start : start + _PART])
+                self._digest.update(self._losses.write(part.data))
+        self._offsets.write(_INT64.pack(self._token_count))
+        self._sizes.write(_INT64.pack(self._pending_bytes))
+        self._documents += 1
+        self._text_bytes += self._pending_bytes
+        self._pending_losses = []
+        self._pending_bytes = 0
+
+    def sync(self) -> None:
+        """All documents are there: brings the files to disk. Raises ValueError: the last document
+        is not ended."""
+        if self._pending_losses:
+            raise ValueError(f"the last document of {self._source} does not end")
+        for file in (self._tokens, self._losses, self._offsets, self._sizes):
             file.sync()
-    for block in read_blocks(offsets.path):
-        digest.update(block)
-    for file, is_kept in ((losses, masked), (sizes, sized)):
-        if not is_kept:
-            file.path.unlink()
-            files.remove(file)
-    crc32 = {file.path.name: [f"{crc:08x}" for crc in file.crc32] for file in files}
-    write_whole(folder / CHECKSUMS, json.dumps({"block": BLOCK, "crc32": crc32}) + "\n")
-    bytes_known = all_bytes if sized else None
-    fields = (
-        tokens_seen,
-        written,
-        largest,
-        bytes_known,
-        masked,
-        digest.hexdigest(),
-        tokenizer,
-        source,
-    )
-    header = Header(FORMAT, dtype.name, *fields)
-    write_whole(folder / "header.json", json.dumps(asdict(header), indent=1) + "\n")
-    return header
+
+    def finish(self) -> Header:
+        """Removes the files that say nothing, and writes checksums and header."""
+        for block in read_blocks(self._offsets.path):
+            self._digest.update(block)
+
+        files = [self._tokens, self._offsets]
+        for file, is_kept in ((self._losses, self._any_masked), (self._sizes, self._all_sized)):
+            if is_kept:
+                files.append(file)
+            else:
+                file.path.unlink()
+        crc32 = {file.path.name: [f"{crc:08x}" for crc in file.crc32] for file in files}
+        checksums = {"block": BLOCK, "crc32": crc32}
+        write_whole(self._folder / CHECKSUMS, json.dumps(checksums) + "\n")
+
+        header = Header(
+            format=FORMAT,
+            dtype=self._dtype.name,
+            tokens=self._token_count,
+            documents=self._documents,
+            largest_id=self._largest_id,
+            text_bytes=self._text_bytes if self._all_sized else None,
+            loss_mask=self._any_masked,
+            fingerprint=self._digest.hexdigest(),
+            tokenizer=self._tokenizer,
+            source=self._source,
+        )
+        write_whole(self._folder / HEADER, json.dumps(asdict(header), indent=1) + "\n")
+        return header
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
@@ -341,51 +402,57 @@ def read_documents(folder: Path) -> Iterator[Document]:
     """The documents of a folder in parts, as `write` takes them. Files are read, not mapped, since
     they may be larger than the process's memory. Raises InputError: not a prepared folder, or a
     damaged one."""
-    header = _read_header(folder)
-    dtype, start = np.dtype(header.dtype).newbyteorder("<"), 0
+    header = _read_header(folder, cached=True)
+    dtype = np.dtype(header.dtype).newbyteorder("<")
     with ExitStack() as stack:
-        tokens, offsets = (
-            stack.enter_context(open(folder / name, "rb"))
-            for name in ("tokens.bin", "documents.bin")
-        )
-        losses = stack.enter_context(open(folder / "loss.bin", "rb")) if header.loss_mask else None
-        sizes = (
-            stack.enter_context(open(folder / "bytes.bin", "rb"))
-            if header.text_bytes is not None
-            else None
-        )
+
+        def opened(name: str) -> BinaryIO:
+            return stack.enter_context(open(folder / name, "rb"))
+
+        tokens = opened("tokens.bin")
+        offsets = opened("documents.bin")
+        losses = opened("loss.bin") if header.loss_mask else None
+        sizes = opened("bytes.bin") if header.text_bytes is not None else None
         offsets.seek(_INT64.size)
+        start = 0
         for _ in range(header.documents):
             (end,) = _INT64.unpack(offsets.read(_INT64.size))
-            (size,) = _INT64.unpack(sizes.read(_INT64.size)) if sizes else (None,)
+            size = None
+            if sizes is not None:
+                (size,) = _INT64.unpack(sizes.read(_INT64.size))
             while start < end:
-                n = min(end - start, _PART)
-                start += n
-                ids = np.frombuffer(tokens.read(n * dtype.itemsize), dtype, n)
-                loss = np.frombuffer(losses.read(n), np.uint8, n) if losses else None
-                yield Document(ids, loss, size if start == end else size and 0, start == end)
+                count = min(end - start, _PART)
+                start += count
+                is_last = start == end
+                ids = np.frombuffer(tokens.read(count * dtype.itemsize), dtype, count)
+                loss = None if losses is None else np.frombuffer(losses.read(count), np.uint8)
+                # The bytes of the text count once, with the last part.
+                text_bytes = size if is_last or size is None else 0
+                yield Document(ids, loss, text_bytes, is_last)
 
 
 def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]:
     """Reads a whole prepared folder. Returns its problems and whether it has checksums; without
     them only sizes, offsets and the range of ids are checked. Raises InputError: it is not a
     prepared folder."""
-    if not (folder / "header.json").is_file():
+    if not (folder / HEADER).is_file():
         _read_header(folder)
-    sums = folder / CHECKSUMS
     try:
         corpus = open_tokens(folder)
     except InputError as error:
         return [str(error)], True
+    paths = [part.root / name for part in corpus.files for name in part.names]
+    sums = folder / CHECKSUMS
     try:
-        crc32 = parse_json(sums.read_bytes(), most=1 << 30)["crc32"] if sums.is_file() else None
-        blocks = {
-            part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names
-        }
+        crc32 = None
+        if sums.is_file():
+            crc32 = parse_json(read_limited(sums, _CHECKSUM_BYTES), most=_CHECKSUM_BYTES)["crc32"]
+        checksums = {path: None if crc32 is None else crc32[path.name] for path in paths}
     except (ValueError, KeyError, TypeError) as error:
         return [f"{sums} is damaged ({error!r})"], True
+
     problems = []
-    for path, expected in blocks.items():
+    for path, expected in checksums.items():
         for index, block in enumerate(read_blocks(path)):
             place = f"{path}: bytes {index * BLOCK:,} to {index * BLOCK + len(block):,}"
             if expected and [f"{zlib.crc32(block):08x}"] != expected[index : index + 1]:
@@ -393,45 +460,57 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
             elif path == corpus.tokens.path:
                 largest = int(np.frombuffer(block, corpus.tokens.dtype).max())
                 if largest >= corpus.limit(n_outputs):
-                    problems.append(
-                        f"{place}: "
-                        f"{outside_vocabulary('it', largest, n_outputs, corpus.largest_id)}"
-                    )
+                    wrong = outside_vocabulary("it", largest, n_outputs, corpus.largest_id)
+                    problems.append(f"{place}: {wrong}")
     return problems, crc32 is not None
 
 
-def open_tokens(folder: Path) -> Corpus:
-    """Opens a prepared folder; reads the header and offsets only. Raises InputError: not one, too
-    new, or damaged."""
-    header = _read_header(folder)
+def open_tokens(folder: Path, *, cached: bool = False) -> Corpus:
+    """Opens a prepared folder; reads the header and offsets only.
+
+    Args:
+        cached: whether it lies in a cache, where others may be able to write, rather than being
+            named by the user.
+
+    Raises:
+        InputError: it is not one, too new, or damaged.
+        OSError: its header cannot be read, or is a link or another user's in a cache.
+    """
+    header = _read_header(folder, cached=cached)
     if header.tokens < 1:
         raise InputError(
             f"{folder} is damaged: by its header it holds no tokens; prepare the folder again"
         )
     tokens = MappedArray(folder / "tokens.bin", header.dtype, header.tokens)
     offsets = MappedArray(folder / "documents.bin", "int64", header.documents + 1)
-    sizes = (
-        MappedArray(folder / "bytes.bin", "int64", header.documents)
-        if header.text_bytes is not None
-        else None
+    sizes = loss = None
+    if header.text_bytes is not None:
+        sizes = MappedArray(folder / "bytes.bin", "int64", header.documents)
+    if header.loss_mask:
+        loss = MappedArray(folder / "loss.bin", "uint8", header.tokens)
+
+    files = []
+    for part in (tokens, offsets, sizes, loss):
+        if part is not None:
+            size = part.count * part.dtype.itemsize
+            check_size(part.path, size, "prepare the folder again")
+            files.append(Files.of(part.path, size))
+
+    corpus = Corpus(
+        name=str(folder),
+        tokens=tokens,
+        loss=loss,
+        documents=header.documents,
+        offsets=offsets,
+        text_bytes=sizes,
+        largest_id=header.largest_id,
+        tokenizer=header.tokenizer,
+        fingerprint=header.fingerprint,
+        files=tuple(files),
     )
-    loss = MappedArray(folder / "loss.bin", "uint8", header.tokens) if header.loss_mask else None
-    parts = [part for part in (tokens, offsets, sizes, loss) if part is not None]
-    files = tuple(Files.of(part.path, part.count * part.dtype.itemsize) for part in parts)
-    for part, (_, _, (size,)) in zip(parts, files, strict=True):
-        check_size(part.path, size, "prepare the folder again")
-    about = {
-        name: getattr(header, name)
-        for name in ("documents", "largest_id", "tokenizer", "fingerprint")
-    }
-    about |= {"name": str(folder), "files": files}
-    corpus = Corpus(tokens=tokens, offsets=offsets, text_bytes=sizes, loss=loss, **about)
     first, last = offsets.array[[0, -1]]
-    if (
-        first != 0
-        or last != header.tokens
-        or any((piece.lengths < 0).any() for piece in corpus.pieces())
-    ):
+    falls = any((piece.lengths < 0).any() for piece in corpus.pieces())
+    if first != 0 or last != header.tokens or falls:
         raise InputError(
             f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; "
             "prepare the folder again"
@@ -454,24 +533,28 @@ def check_size(path: Path, expected: int, remedy: str) -> None:
         )
 
 
-def _read_header(folder: Path) -> Header:
-    path = folder / "header.json"
+def _read_header(folder: Path, *, cached: bool = False) -> Header:
+    path = folder / HEADER
     try:
-        header = parse_json(path.read_bytes())
+        text = read_guarded(path) if cached else read_limited(path, SIDE_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
             f"{folder} is not a folder of prepared tokens: there is no {path}"
         ) from None
     except InputError as error:
+        raise InputError(f"{path} is not a header of prepared tokens: {error}") from None
+    try:
+        header = parse_json(text)
+    except InputError as error:
         raise InputError(f"{path} is not JSON ({error}); prepare the folder again") from None
+
     version = header.get("format") if isinstance(header, dict) else None
     if not isinstance(version, int):
         raise InputError(f"{path} is not a header of prepared tokens: it has no `format`")
     if version > FORMAT:
         raise InputError(
             f"{path} has format {version}, and this meshtrain reads up to {FORMAT}: use a newer "
-            "meshtrain, or prepare "
-            "the folder again"
+            "meshtrain, or prepare the folder again"
         )
     wrong = [
         field.name for field in fields(Header) if not _fits(field.type, header.get(field.name))
@@ -484,4 +567,7 @@ def _read_header(folder: Path) -> Header:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    """Whether a value of JSON is of the type of a field; true and false are no integers here."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, kind)

@@ -29,6 +29,7 @@ BEFORE = ("starting", "meeting")  # activities of a worker until all have met
 MOST_PRINTED = 2**22
 SHARE = 0.6  # of the time after that, in which measurements may begin; later ones are left out
 PATIENCE_S = 3.0  # after a worker of this node has failed, for the others to notice it themselves
+MOST_WAYS = 16  # of data, from one rank's log
 MOST_ROUNDS = 7  # of pairs of hosts: all pairs of up to eight hosts
 
 
@@ -46,6 +47,30 @@ class Spec:
         return Layout(self.sizes).on_hosts([1] * len(self.hosts), list(self.hosts))
 
 
+@dataclass(frozen=True)
+class WorkerTiming:
+    """One collective, as one rank has timed it on its group. Seconds and bytes."""
+
+    axes: str
+    what: str
+    latency: float
+    size: int
+    seconds: float
+    spread: float  # ratio of the slowest repetition to the median one
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """All that one rank has measured."""
+
+    backend: str
+    compute: float  # seconds of a computation of its own
+    links: tuple[Link, ...]
+    timings: tuple[WorkerTiming, ...]
+    left_out: tuple[str, ...]  # collectives for which there was no time
+    transport: tuple[str, ...]  # from NCCL's log
+
+
 def axes_to_time(layout: Layout) -> list[str]:
     """The axes with groups of several ranks, and the world if it is not one of these groups."""
     large = [axis for axis in layout.axes if layout.size(axis) > 1]
@@ -55,12 +80,18 @@ def axes_to_time(layout: Layout) -> list[str]:
 def pairs_in_rounds(count: int, most: int = MOST_ROUNDS) -> list[list[tuple[int, int]]]:
     """Rounds in which each has one partner (the circle method of a round-robin tournament); all
     pairs if few."""
-    even = count + count % 2
-    circle, rounds = list(range(even)), []
+    even = count + count % 2  # an odd one out meets a partner that is not there
+    circle = list(range(even))
+    rounds = []
     for _ in range(min(max(even - 1, 0), most)):
-        pairs = [(circle[i], circle[even - 1 - i]) for i in range(even // 2)]
-        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
+        pairs = []
+        for left, right in zip(circle[: even // 2], reversed(circle), strict=False):
+            if max(left, right) < count:
+                pairs.append((min(left, right), max(left, right)))
+        rounds.append(pairs)
+        # The first one stays where it is, and all others move on by a place.
+        first, *others, last = circle
+        circle = [first, last, *others]
     return rounds
 
 
@@ -74,65 +105,73 @@ def choose_size(seconds: float, sizes: Sequence[int]) -> int:
 def wire_bytes(collective: str, ranks: int, size: int) -> float:
     """The least bytes that a rank sends, as nccl-tests counts ("bus bandwidth"); `size`: bytes of
     the whole tensor."""
-    return size * {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(
-        collective, (ranks - 1) / ranks
-    )
+    if collective == "broadcast":
+        return size
+    part = size * (ranks - 1) / ranks
+    # An all-reduce is a reduce-scatter and an all-gather.
+    return 2 * part if collective == "all-reduce" else part
 
 
 def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
     """Merges all ranks' numbers: for each collective, the slowest rank's. Invalid or missing
     results count as stuck."""
-    stuck = {
-        str(rank): "nothing came of it" for rank in range(layout.world_size) if rank not in results
-    }
-    by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    links: list[Link] = []
-    compute: dict[str, float] = {}
-    left_out: tuple[str, ...] = ()
-    backends, transport = set(), set()
+    reports: dict[int, WorkerReport] = {}
+    stuck: dict[str, str] = {}
+    for rank in range(layout.world_size):
+        if rank not in results:
+            stuck[str(rank)] = "nothing came of it"
     for rank, result in sorted(results.items()):
         if "stuck" in result:
             stuck[str(rank)] = str(result["stuck"])
             continue
         try:
-            links += [from_json(Link, link) for link in result["links"]]
-            compute[str(rank)] = float(result["compute"])
-            backends.add(str(result["backend"]))
-            transport |= set(map(str, result["transport"][:16]))
-            left_out = tuple(map(str, result["left_out"]))  # the same on all ranks
-            for timing in result["timings"]:
-                row = {
-                    name: float(timing[name]) for name in ("latency", "size", "seconds", "spread")
-                }
-                by_name.setdefault((str(timing["axes"]), str(timing["what"])), []).append(row)
-        except (KeyError, TypeError, ValueError, RecordError) as error:
+            reports[rank] = from_json(WorkerReport, result)
+        except RecordError as error:
             stuck[str(rank)] = f"its numbers make no sense ({error!r})"
-    timings = tuple(
-        _slowest(layout, axes, collective, rows) for (axes, collective), rows in by_name.items()
+
+    by_collective: dict[tuple[str, str], list[WorkerTiming]] = {}
+    for report in reports.values():
+        for row in report.timings:
+            by_collective.setdefault((row.axes, row.what), []).append(row)
+    links = [link for report in reports.values() for link in report.links]
+    ways = {way for report in reports.values() for way in report.transport[:MOST_WAYS]}
+    left_out: tuple[str, ...] = ()
+    if reports:
+        *_, last = reports.values()
+        left_out = last.left_out  # the same on all ranks
+    return Timings(
+        backend=" ".join(sorted({report.backend for report in reports.values()})),
+        timings=tuple(_slowest(layout, rows) for rows in by_collective.values()),
+        links=tuple(links),
+        compute={str(rank): report.compute for rank, report in reports.items()},
+        stuck=stuck,
+        left_out=left_out,
+        transport=tuple(sorted(ways)),
     )
-    backend, ways = " ".join(sorted(backends)), tuple(sorted(transport))
-    return Timings(backend, timings, tuple(links), compute, stuck, "", left_out, ways)
 
 
-def _slowest(
-    layout: Layout, axes: str, collective: str, rows: Sequence[Mapping[str, float]]
-) -> Timing:
-    names = layout.axes if axes == WORLD else (axes,)
-    ranks = layout.size(*names)
-    slowest = max(rows, key=lambda row: row["seconds"] / row["size"])
-    size = int(slowest["size"])
-    crosses = any(layout.crosses_hosts(group) for group in layout.groups(*names))
-    latency, spread = (
-        max(row["latency"] for row in rows),
-        statistics.median(row["spread"] for row in rows),
-    )
-    bandwidth = wire_bytes(collective, ranks, size) / max(slowest["seconds"], 1e-9)
+def _slowest(layout: Layout, rows: Sequence[WorkerTiming]) -> Timing:
+    """The timing of a collective that all ranks have timed, each on its own group."""
+    slowest = max(rows, key=lambda row: row.seconds / row.size)
+    axes = layout.axes if slowest.axes == WORLD else (slowest.axes,)
+    ranks = layout.size(*axes)
+    sent = wire_bytes(slowest.what, ranks, slowest.size)
     return Timing(
-        axes, collective, ranks, crosses, latency, size, slowest["seconds"], spread, bandwidth
+        axes=slowest.axes,
+        what=slowest.what,
+        ranks=ranks,
+        crosses=any(layout.crosses_hosts(group) for group in layout.groups(*axes)),
+        latency=max(row.latency for row in rows),
+        size=slowest.size,
+        seconds=slowest.seconds,
+        spread=statistics.median(row.spread for row in rows),
+        bandwidth=sent / max(slowest.seconds, 1e-9),
     )
 
 
 class _Worker:
+    """The process of one rank."""
+
     def __init__(self, spec: Spec, rank: int, local_rank: int, address: str, serves: bool) -> None:
         self.rank = rank
         self._started = time.monotonic()
@@ -144,12 +183,14 @@ class _Worker:
             "local_rank": local_rank,
             "address": address,
             "serves": serves,
+            "parent": os.getpid(),
         }
-        task["parent"] = os.getpid()
-        command = [sys.executable, "-m", "meshtrain.doctor.bandwidth_worker", json.dumps(task)]
-        files: Any = {"stdin": subprocess.DEVNULL, "stdout": self._out, "stderr": self._err}
         self.process = subprocess.Popen(
-            command, env={"OMP_NUM_THREADS": "1", **os.environ}, **files
+            [sys.executable, "-m", "meshtrain.doctor.bandwidth_worker", json.dumps(task)],
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
         )
 
     def _messages(self) -> dict[str, Any]:
@@ -162,14 +203,19 @@ class _Worker:
         return messages
 
     def running(self, seconds: float) -> bool:
+        """Whether it is at work, and has not been for longer than it may: `seconds` from the moment
+        when all had met."""
         if self.process.poll() is not None:
             return False
+        now = time.monotonic()
         if self._connected is None and self._messages()["at"] not in BEFORE:
-            self._connected = time.monotonic()
-        limit = START_S if self._connected is None else self._connected + seconds - self._started
-        return time.monotonic() - self._started < limit
+            self._connected = now
+        if self._connected is None:
+            return now - self._started < START_S
+        return now - self._connected < seconds
 
     def end(self) -> dict[str, Any]:
+        """What it has measured, or why it has not: `stuck`."""
         late = self.process.poll() is None
         messages = self._messages()
         if "result" not in messages:
@@ -180,17 +226,18 @@ class _Worker:
         if "result" in messages:
             return dict(messages["result"])
         if late:
-            return {
-                "stuck": (
-                    f"not done with {messages['at']} after {time.monotonic() - self._started:.0f} s"
-                )
-            }
+            seconds = time.monotonic() - self._started
+            return {"stuck": f"not done with {messages['at']} after {seconds:.0f} s"}
+        return {"stuck": f"failed at {messages['at']}: {self._error()[:300]}"}
+
+    def _error(self) -> str:
         lines = [line for line in _lines(self._err) if line and not line.startswith(" ")]
-        if not lines:  # of several ranks that are refused one says why
+        if not lines:
+            # Of several ranks that are refused one says why.
             refused = self.process.returncode == INPUT_STATUS
-            lines = ["another rank was refused"] if refused else ["it printed nothing"]
+            return "another rank was refused" if refused else "it printed nothing"
         errors = [line for line in lines if "Error" in line]  # notes may follow the error
-        return {"stuck": f"failed at {messages['at']}: {(errors or lines)[-1][:300]}"}
+        return (errors or lines)[-1]
 
 
 def _lines(file: IO[bytes]) -> list[str]:
@@ -202,19 +249,20 @@ def run_workers(spec: Spec, ranks: Sequence[int], address: str, serves: bool) ->
     """Runs this node's workers to their end, or up to the spec's time limit; rank -> its
     measurements, or "stuck". `address` is the leader's, as this node reaches it; if `serves`, the
     first worker serves the store there."""
-    workers = [
-        _Worker(spec, rank, local, address, serves and local == 0)
-        for local, rank in enumerate(ranks)
-    ]
-    deadline = never = math.inf
+    workers = []
+    for local_rank, rank in enumerate(ranks):
+        serves_store = serves and local_rank == 0
+        workers.append(_Worker(spec, rank, local_rank, address, serves_store))
+
+    deadline = math.inf
     try:
-        while (
-            any(worker.running(spec.seconds) for worker in workers) and time.monotonic() < deadline
-        ):
-            if deadline == never and any(
-                worker.process.poll() not in (None, 0) for worker in workers
-            ):
-                deadline = time.monotonic() + PATIENCE_S
+        while any(worker.running(spec.seconds) for worker in workers):
+            now = time.monotonic()
+            if now > deadline:
+                break
+            failed = any(worker.process.poll() not in (None, 0) for worker in workers)
+            if failed:
+                deadline = min(deadline, now + PATIENCE_S)
             time.sleep(0.05)
     finally:
         results = {worker.rank: worker.end() for worker in workers}

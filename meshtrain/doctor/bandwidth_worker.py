@@ -13,15 +13,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshtrain.doctor import bandwidth
-from meshtrain.doctor.bandwidth import LARGER, REPETITIONS, SMALL, START_S, WORLD, Spec
+from meshtrain.doctor.bandwidth import (
+    LARGER,
+    REPETITIONS,
+    SMALL,
+    START_S,
+    WORLD,
+    Spec,
+    WorkerReport,
+    WorkerTiming,
+)
 from meshtrain.doctor.nccl import transports
-from meshtrain.doctor.records import from_json
+from meshtrain.doctor.records import Link, from_json, to_json
 from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
@@ -38,28 +48,32 @@ def main(task: dict[str, Any]) -> None:
     log = tempfile.TemporaryFile()  # noqa: SIM115  # an unnamed file for NCCL's log
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{log.fileno()}"}
     at("meeting")
-    numbers, endpoint = (
-        (task["rank"], len(spec.hosts), task["local_rank"]),
-        (task["address"], spec.port),
+    environment = Environment(
+        launcher="torchrun",
+        rank=task["rank"],
+        world_size=len(spec.hosts),
+        local_rank=task["local_rank"],
+        host=socket.gethostname(),
+        master=(task["address"], spec.port),
+        hosts_store=task["serves"],
     )
-    job = join(
-        Environment("torchrun", *numbers, socket.gethostname(), endpoint, task["serves"]), START_S
-    )
+    job = join(environment, START_S)
     with job_exit(job):
         at("connecting")
         until = time.monotonic() + bandwidth.SHARE * spec.seconds
         job.connect(spec.seconds)
         mesh = build_mesh(spec.layout, job.device.type)
-        result = measure(job, mesh, until)
-        result["transport"] = transports(log.read().decode(errors="replace"))
-        print(json.dumps({"result": result}), flush=True)
+        report = measure(job, mesh, until)
+        ways = transports(log.read().decode(errors="replace"))
+        report = replace(report, transport=tuple(ways))
+        print(json.dumps({"result": to_json(report)}), flush=True)
 
 
 def at(activity: str) -> None:
     print(json.dumps({"at": activity}), flush=True)
 
 
-def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
+def measure(job: Job, mesh: Mesh, until: float) -> WorkerReport:
     """Times all collectives, in the same order on all ranks; none begins after `until` (of
     `time.monotonic`)."""
     at("a computation of its own")
@@ -67,8 +81,9 @@ def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
     matrix = torch.ones(n, n, device=job.device)
     # The best of several, so that a busy neighbour does not look like a slow rank.
     compute = min(_clocked(job, lambda: matrix @ matrix) for _ in range(12))
+
     backend = "nccl" if job.device.type == "cuda" else "gloo"
-    links = _links(job, mesh, backend)
+    links = _links(job, mesh, LINK_BYTES[backend])
     timings, left_out = [], []
     for axis in bandwidth.axes_to_time(mesh.layout):
         for collective in bandwidth.COLLECTIVES:
@@ -77,13 +92,14 @@ def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
                 left_out.append(f"{collective} over {axis}")
             else:
                 timings.append(_time(job, mesh, axis, collective, LARGER[backend]))
-    return {
-        "backend": backend,
-        "compute": compute,
-        "links": links,
-        "timings": timings,
-        "left_out": left_out,
-    }
+    return WorkerReport(
+        backend=backend,
+        compute=compute,
+        links=tuple(links),
+        timings=tuple(timings),
+        left_out=tuple(left_out),
+        transport=(),
+    )
 
 
 def _clocked(job: Job, do: Callable[[], object]) -> float:
@@ -95,67 +111,79 @@ def _clocked(job: Job, do: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _links(job: Job, mesh: Mesh, backend: str) -> list[dict[str, Any]]:
+def _links(job: Job, mesh: Mesh, size: int) -> list[Link]:
     """Bandwidth between the first ranks of pairs of hosts; the lower rank of each pair reports
     it."""
     layout = mesh.layout
-    firsts = [
-        next(r for r in range(layout.world_size) if layout.host(r) == host) for host in layout.hosts
-    ]
+    first_ranks: dict[str, int] = {}
+    for rank in range(layout.world_size):
+        first_ranks.setdefault(layout.host(rank), rank)
+    firsts = [first_ranks[host] for host in layout.hosts]
+
     links = []
     for pairs in bandwidth.pairs_in_rounds(len(firsts)):
         at(f"sending between hosts, {len(pairs)} pairs at a time")
         for a, b in pairs:
-            if job.rank in (firsts[a], firsts[b]):
-                links += _link(job, firsts[a], firsts[b], LINK_BYTES[backend])
+            source, target = firsts[a], firsts[b]
+            if job.rank in (source, target):
+                speed = _bandwidth(job, source, target, size)
+                if job.rank == source:
+                    links.append(Link(source, target, speed))
         mesh.sum(torch.zeros(1, device=job.device))  # no pair sends while others still measure
     return links
 
 
-def _link(job: Job, source: int, target: int, size: int) -> list[dict[str, Any]]:
-    data, byte = (torch.zeros(n, dtype=torch.uint8, device=job.device) for n in (size, 1))
-    first = job.rank == source
+def _bandwidth(job: Job, source: int, target: int, size: int) -> float:
+    """Bytes per second between two ranks, each of which calls it."""
+    data = torch.zeros(size, dtype=torch.uint8, device=job.device)
+    byte = torch.zeros(1, dtype=torch.uint8, device=job.device)
 
     def there_and_back(message: torch.Tensor) -> None:
-        for operation in (dist.send, dist.recv) if first else (dist.recv, dist.send):
-            operation(message, target if first else source)
+        if job.rank == source:
+            dist.send(message, target)
+            dist.recv(message, target)
+        else:
+            dist.recv(message, source)
+            dist.send(message, source)
 
     there_and_back(byte)  # now both are ready and connected
     seconds = min(_clocked(job, lambda: there_and_back(data)) for _ in range(3)) / 2
-    return [{"source": source, "target": target, "bandwidth": size / seconds}] if first else []
+    return size / seconds
 
 
-def _time(
-    job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ...]
-) -> dict[str, Any]:
+def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ...]) -> WorkerTiming:
     """Times a collective on this rank's group: latency with a few bytes, bandwidth with the largest
     size that fits."""
     at(f"{collective} over {axis}")
     group = mesh.world if axis == WORLD else mesh.group(axis)
-    ranks = dist.get_world_size(group)
-    latency = statistics.median(_repeat(job, group, collective, ranks, 4 * ranks))
-    small = torch.tensor(
-        [statistics.median(_repeat(job, group, collective, ranks, SMALL, 2))], device=job.device
-    )
+
+    def seconds(size: int, times: int = REPETITIONS) -> list[float]:
+        return _repeat(job, group, collective, size, times)
+
+    latency = statistics.median(seconds(4 * dist.get_world_size(group)))
+    small = torch.tensor([statistics.median(seconds(SMALL, 2))], device=job.device)
     dist.all_reduce(small, dist.ReduceOp.MAX, group=group)  # all ranks choose the same size
     size = bandwidth.choose_size(small.item(), sizes)
-    times = _repeat(job, group, collective, ranks, size)
-    seconds = statistics.median(times)
-    numbers = {"latency": latency, "size": size, "seconds": seconds, "spread": max(times) / seconds}
-    return {"axes": axis, "what": collective, **numbers}
+    measured = seconds(size)
+    middle = statistics.median(measured)
+    return WorkerTiming(
+        axes=axis,
+        what=collective,
+        latency=latency,
+        size=size,
+        seconds=middle,
+        spread=max(measured) / middle,
+    )
 
 
 def _repeat(
-    job: Job,
-    group: dist.ProcessGroup | None,
-    collective: str,
-    ranks: int,
-    size: int,
-    times: int = REPETITIONS,
+    job: Job, group: dist.ProcessGroup | None, collective: str, size: int, times: int
 ) -> list[float]:
     """Seconds of each of several calls, without the first; `size`: bytes of the whole tensor."""
-    part = max(size // 4 // ranks, 1)
-    whole, own = torch.zeros(part * ranks, device=job.device), torch.zeros(part, device=job.device)
+    ranks = dist.get_world_size(group)
+    part = max(size // 4 // ranks, 1)  # numbers of four bytes
+    whole = torch.zeros(part * ranks, device=job.device)
+    own = torch.zeros(part, device=job.device)
     calls: dict[str, Callable[[], object]] = {
         "all-reduce": lambda: dist.all_reduce(whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, group_src=0, group=group),

@@ -1,9 +1,10 @@
 """The doctor, from facts to report. It runs in place of torchrun, which starts no worker while a
 node is missing.
 
-meshtrain doctor --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 CONFIG     (on every
-node) srun meshtrain doctor CONFIG torchrun ... -m meshtrain.doctor CONFIG meshtrain doctor --local
-CONFIG
+    meshtrain doctor --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 CONFIG
+    srun meshtrain doctor CONFIG
+    torchrun ... -m meshtrain.doctor CONFIG
+    meshtrain doctor --local CONFIG
 """
 
 import argparse
@@ -16,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from meshtrain.doctor import records
 from meshtrain.doctor.bandwidth import Spec, merge, run_workers
 from meshtrain.doctor.facts import collect, look_up
 from meshtrain.doctor.files import tidy, visible
@@ -26,13 +26,17 @@ from meshtrain.doctor.ports import PortProbe, check_ports, clock_offset, peers_t
 from meshtrain.doctor.records import (
     ClusterFacts,
     Host,
+    JoinFailure,
     PeerChecks,
     PeerEntry,
+    Place,
     RecordError,
+    Timings,
     from_json,
     to_json,
 )
 from meshtrain.doctor.rendezvous import (
+    OTHER_VERSION,
     JoinError,
     Leader,
     Member,
@@ -54,11 +58,12 @@ WORKERS_S = 20.0
 SLACK_S = 5.0  # beyond the limits above, for the leader to announce the results
 # for a node that was told to serve another host's address to look who serves it
 OTHER_SERVER_S = 5.0
+MOST_ADDRESSES = 4  # of a host that the others try, beside that of its route
 
 
 @dataclass(frozen=True)
 class DoctorRun:
-    place: records.Place
+    place: Place
     variables: Mapping[str, str]
     config: str | None
     overrides: tuple[str, ...]
@@ -89,212 +94,271 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status: 0 if all is well, 1 if something is wrong."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it cleans up
-    words = [word for word in (arguments.config, *arguments.overrides) if word is not None]
-    # torchrun's `-m meshtrain.train` in front of the config
-    words = words[1:] if arguments.module else words
-    config, overrides = (
-        (None, words) if words and "=" in words[0] else (words[0] if words else None, words[1:])
-    )
-    if config is None and overrides:
-        raise InputError(
-            f"overrides {' '.join(overrides)} without a config: name the YAML file first"
-        )
+    config, overrides = _config_and_overrides(arguments)
     place = read_place(arguments, os.environ)
     if not speaks_for_node(os.environ, place):
         return 0
     outcome = examine(DoctorRun(place, os.environ, config, tuple(overrides), arguments.wait))
+    findings = outcome.findings
     if outcome.cluster is not None:
-        print_report(outcome.cluster, outcome.findings, arguments.json)
+        print_report(outcome.cluster, findings, arguments.json)
     elif not arguments.json:
-        print_summary(
-            outcome.findings, socket.gethostname(), outcome.leader, quiet=bool(place.ranks)
-        )
-    if status(outcome.findings):
-        errors = [found.what for found in outcome.findings if found.severity == "error"]
-        more = f" (and {len(errors) - 1} more, printed above)" if len(errors) > 1 else ""
-        tell_launcher(f"meshtrain doctor: {errors[0]}{more}")
-    return status(outcome.findings)
+        host = socket.gethostname()
+        print_summary(findings, host, outcome.leader, quiet=bool(place.ranks))
+
+    if status(findings):
+        errors = [found.what for found in findings if found.severity == "error"]
+        text = f"meshtrain doctor: {errors[0]}"
+        if len(errors) > 1:
+            text += f" (and {len(errors) - 1} more, printed above)"
+        tell_launcher(text)
+    return status(findings)
+
+
+def _config_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
+    words = [word for word in (arguments.config, *arguments.overrides) if word is not None]
+    if arguments.module:  # torchrun's `-m meshtrain.train` in front of the config
+        words = words[1:]
+    if not words:
+        return None, []
+    if "=" in words[0]:
+        raise InputError(f"overrides {' '.join(words)} without a config: name the YAML file first")
+    return words[0], words[1:]
 
 
 def examine(run: DoctorRun) -> Outcome:
     host = collect(run.place, run.config, run.overrides, run.variables)
     probe = PortProbe(f"{host.host} {host.machine}", run.clock)
     try:
-        return _examine_alone(host) if run.place.launcher == "local" else _meet(run, host, probe)
-    except (JoinError, RecordError) as error:
-        other = records.JoinFailure(
-            "stranger", f"a doctor of another version of meshtrain ({error})"
-        )
-        cluster = ClusterFacts((host,), error.failure if isinstance(error, JoinError) else other)
-        return Outcome(judge(cluster), cluster)
+        if run.place.launcher == "local":
+            return _examine_alone(host)
+        return _meet(run, replace(host, port=probe.port), probe)
+    except JoinError as error:
+        return _failed(host, error.failure)
+    except RecordError as error:
+        return _failed(host, JoinFailure("stranger", f"{OTHER_VERSION} ({error})"))
     finally:
         probe.close()
         tidy(host.paths)
 
 
+def _failed(host: Host, failure: JoinFailure) -> Outcome:
+    cluster = ClusterFacts((host,), attempt=failure)
+    return Outcome(judge(cluster), cluster)
+
+
+def _examine_alone(host: Host) -> Outcome:
+    host = replace(host, ranks=tuple(range(host.processes)), route=_any_address(host))
+    cluster = ClusterFacts((host,), visits=(PeerChecks(),), clocks=((0.0, 0.0),))
+    cluster = _time_collectives(cluster)
+    return Outcome(judge(cluster), cluster)
+
+
+def _any_address(host: Host) -> str:
+    return next(iter(addresses_of(host.interfaces)), "")
+
+
 def _meet(run: DoctorRun, host: Host, probe: PortProbe) -> Outcome:
-    place, addresses = run.place, host.addresses
-    host = replace(host, port=probe.port)
-    if not serves(place, host.host, addresses):
-        return _follow(join_rendezvous(host, run.wait_s), run, host, probe)
-    told_elsewhere = place.serves and not serves(replace(place, serves=None), host.host, addresses)
-    member = None
-    with suppress(JoinError):
-        # is_host=1 for another's address: its owner may serve, too
-        if told_elsewhere and place.backend == "c10d":
-            member = join_rendezvous(host, min(run.wait_s / 2, OTHER_SERVER_S))
-    try:
-        leader = None if member else open_rendezvous(host)
-    except JoinError as taken:
-        if place.backend == "static" or place.serves is not None:
-            raise
-        # two agents on one host: as under torchrun, the second one at the port joins the first
-        try:
-            leader, member = None, join_rendezvous(host, min(run.wait_s, 2.0))
-        except JoinError:
-            raise taken from None
-    if leader is None:
-        assert member is not None
+    leader, member = _lead_or_join(run, host)
+    if member is not None:
         return _follow(member, run, host, probe)
+    assert leader is not None
     try:
         return _lead(leader, run, probe)
     finally:
         leader.close()
 
 
-def _examine_alone(host: Host) -> Outcome:
-    host = replace(
-        host,
-        ranks=tuple(range(host.processes)),
-        route=next(iter(addresses_of(host.interfaces)), ""),
-    )
-    cluster = _time_collectives(ClusterFacts((host,), visits=(PeerChecks(),), clocks=((0.0, 0.0),)))
-    return Outcome(judge(cluster), cluster)
+def _lead_or_join(run: DoctorRun, host: Host) -> tuple[Leader | None, Member | None]:
+    """One of them: this node serves the endpoint, or has joined the one that does. Raises
+    JoinError."""
+    place = run.place
+    if not serves(place, host.host, host.addresses):
+        return None, join_rendezvous(host, run.wait_s)
+
+    # is_host=1 for another's address: its owner may serve, too.
+    untold = replace(place, serves=None)
+    if place.serves and place.backend == "c10d" and not serves(untold, host.host, host.addresses):
+        with suppress(JoinError):
+            return None, join_rendezvous(host, min(run.wait_s / 2, OTHER_SERVER_S))
+    try:
+        return open_rendezvous(host), None
+    except JoinError as taken:
+        if place.backend == "static" or place.serves is not None:
+            raise
+        # Two agents on one host: as under torchrun, the second one at the port joins the first.
+        try:
+            return None, join_rendezvous(host, min(run.wait_s, 2.0))
+        except JoinError:
+            raise taken from None
+
+
+# The node that serves the endpoint ----------------------------------------------------------------
 
 
 def _lead(leader: Leader, run: DoctorRun, probe: PortProbe) -> Outcome:
+    # Who is there.
     cluster = leader.wait(run.wait_s)
     host, *others = cluster.hosts
-    routes = [plain_address(address_towards(other.route)) for other in others]
-    host = replace(
-        host, route=next(filter(None, routes), next(iter(addresses_of(host.interfaces)), ""))
-    )
+    host = replace(host, route=_route_towards(others) or _any_address(host))
     cluster = replace(cluster, hosts=(host, *others))
-    entries = tuple(
-        _entry(number, host) for number, host in zip(leader.numbers, cluster.hosts, strict=True)
-    )
+    entries = []
+    for number, member in zip(leader.numbers, cluster.hosts, strict=True):
+        entries.append(_entry(number, member))
     leader.board.set("directory", [to_json(entry) for entry in entries])
+
+    # Every node tries to reach the others.
     own = replace(_check_peers(0, entries, host, run), clock=(0.0, 0.0))
     checks = leader.gather("checks", PeerChecks, own, CHECKS_S)
     probe.close()
-    clocks = tuple(None if check is None else check.clock for check in checks)
-    silent = tuple(
-        host.host for host, check in zip(cluster.hosts, checks, strict=True) if check is None
+    cluster = replace(
+        cluster,
+        visits=tuple(checks),
+        clocks=tuple(None if check is None else check.clock for check in checks),
+        silent=_silent(cluster, checks),
     )
-    cluster = _time_collectives(
-        replace(cluster, visits=tuple(checks), clocks=clocks, silent=silent), leader
-    )
+
+    cluster = _time_collectives(cluster, leader)
     findings = judge(cluster)
     leader.board.set("findings", [to_json(finding) for finding in findings])
     leader.close(SLACK_S)
     return Outcome(findings, cluster, cluster.hosts[0].host)
 
 
+def _route_towards(others: Sequence[Host]) -> str:
+    """This node's own address on the way to the first of the others that is reached at all."""
+    for other in others:
+        address = plain_address(address_towards(other.route))
+        if address:
+            return address
+    return ""
+
+
+def _silent(cluster: ClusterFacts, answers: Sequence[object]) -> tuple[str, ...]:
+    """The hosts that have not answered."""
+    rows = zip(cluster.hosts, answers, strict=True)
+    return tuple(host.host for host, answer in rows if answer is None)
+
+
 def _entry(number: int, host: Host) -> PeerEntry:
     """The addresses to try are that of the route, and those that NCCL or gloo would announce to the
     others."""
-    chosen = [address for address in addresses_of(communicates_by(host)[2]) if ":" not in address]
-    addresses = tuple(filter(None, dict.fromkeys([host.route, *chosen[:4]])))
-    tokens = tuple(path.token for path in host.paths if path.token)
+    announced = addresses_of(communicates_by(host).interfaces)
+    ipv4 = [address for address in announced if ":" not in address]
+    addresses = dict.fromkeys([host.route, *ipv4[:MOST_ADDRESSES]])
     return PeerEntry(
-        number, host.host, host.ranks, f"{host.host} {host.machine}", host.port, addresses, tokens
+        number=number,
+        host=host.host,
+        ranks=host.ranks,
+        probe=f"{host.host} {host.machine}",
+        port=host.port,
+        addresses=tuple(filter(None, addresses)),
+        tokens=tuple(path.token for path in host.paths if path.token),
     )
+
+
+# Every node ---------------------------------------------------------------------------------------
 
 
 def _check_peers(node: int, entries: Sequence[PeerEntry], host: Host, run: DoctorRun) -> PeerChecks:
-    peers = [(other, entries[other]) for other in peers_to_check(node, len(entries))]
-    targets = [
-        (other, address, entry.port, entry.probe)
-        for other, entry in peers
-        for address in entry.addresses
-    ]
-    names, _ = look_up({entry.host for _, entry in peers})
+    targets = []
+    names = set()
+    for other in peers_to_check(node, len(entries)):
+        entry = entries[other]
+        names.add(entry.host)
+        targets += [(other, address, entry.port, entry.probe) for address in entry.addresses]
+    resolved, _ = look_up(names)
+
     tokens = [token for i, entry in enumerate(entries) if i != node for token in entry.tokens]
     present, blind = visible(host.paths, tokens)
+
     leader = entries[0]
-    clock = (
-        clock_offset(leader.addresses[0], leader.port, run.clock)
-        if node and leader.addresses
-        else None
-    )
-    return PeerChecks(check_ports(node, targets), names, present, blind, clock)
+    clock = None
+    if node != 0 and leader.addresses:
+        clock = clock_offset(leader.addresses[0], leader.port, run.clock)
+    return PeerChecks(check_ports(node, targets), resolved, present, blind, clock)
 
 
 def _time_collectives(cluster: ClusterFacts, leader: Leader | None = None) -> ClusterFacts:
     """Has the workers of all nodes time the collectives of the layout, unless that is certain to
     fail."""
-    spec, reason = _spec(cluster)
+    reason = _reason_not_to_time(cluster)
+    spec = None if reason else _spec(cluster)
     if leader is not None:
         leader.board.set("spec", None if spec is None else to_json(spec))
     if spec is None:
-        return replace(cluster, timings=records.Timings(skipped=reason))
-    # All nodes' workers end together, or are given up at about the same time, so the wait for
-    # answers is short.
-    results = run_workers(spec, cluster.hosts[0].ranks, "127.0.0.1", True)
-    answers = (
-        [{}]
-        if leader is None
-        else leader.gather("timings", dict[str, dict[str, object]], {}, 2 * SLACK_S)
-    )
-    for rank, result in (row for answer in answers for row in (answer or {}).items()):
-        if rank.isdecimal() and len(rank) < 10:
-            results[int(rank)] = result
-    silent = [
-        host.host for host, answer in zip(cluster.hosts, answers, strict=True) if answer is None
-    ]
-    return replace(cluster, timings=merge(spec.layout, results), silent=(*cluster.silent, *silent))
+        return replace(cluster, timings=Timings(skipped=reason))
+
+    results = run_workers(spec, cluster.hosts[0].ranks, "127.0.0.1", serves=True)
+    answers: Sequence[dict[str, dict[str, object]] | None] = [{}]
+    if leader is not None:
+        # All nodes' workers end together, or are given up at about the same time, so the wait for
+        # answers is short.
+        answers = leader.gather("timings", dict[str, dict[str, object]], {}, 2 * SLACK_S)
+    for answer in answers:
+        for rank, result in (answer or {}).items():
+            if rank.isdecimal() and len(rank) < 10:
+                results[int(rank)] = result
+    silent = (*cluster.silent, *_silent(cluster, answers))
+    return replace(cluster, timings=merge(spec.layout, results), silent=silent)
 
 
-def _spec(cluster: ClusterFacts) -> tuple[Spec | None, str]:
-    by_rank = {rank: i for i, host in enumerate(cluster.hosts) for rank in host.ranks}
-    if first := blocking(judge(cluster)):
-        return None, f"first mend {', '.join(dict.fromkeys(finding.id for finding in first))}"
-    if len(by_rank) < 2:
-        return None, "the job has one process"
+def _reason_not_to_time(cluster: ClusterFacts) -> str:
+    first = blocking(judge(cluster))
+    if first:
+        return f"first mend {', '.join(dict.fromkeys(finding.id for finding in first))}"
+    ranks = [rank for host in cluster.hosts for rank in host.ranks]
+    if len(set(ranks)) < 2:
+        return "the job has one process"
     if any(0 < host.gpus_seen < host.processes for host in cluster.hosts):  # srun --gpus-per-task
         return (
-            None,
             "a task sees only some of its node's GPUs: run one task per node (srun "
-            "--ntasks-per-node=1)",
+            "--ntasks-per-node=1)"
         )
-    if sorted(by_rank) != list(range(len(by_rank))):
-        return None, "not every process of the job has come"
-    sizes = next(
-        (host.layout for host in cluster.hosts if host.layout is not None), {"dp_shard": -1}
-    )
+    if sorted(set(ranks)) != list(range(len(set(ranks)))):
+        return "not every process of the job has come"
+    return ""
+
+
+def _spec(cluster: ClusterFacts) -> Spec:
+    sizes = cluster.layout
+    if sizes is None:
+        sizes = {"dp_shard": -1}
+    hosts = {}  # rank -> its host, with a number: several nodes may be one host
+    for i, host in enumerate(cluster.hosts):
+        for rank in host.ranks:
+            hosts[rank] = f"{i} {host.host}"
     with listen(0) as listener:
         port = listener.getsockname()[1]
-    names = tuple(
-        f"{by_rank[rank]} {cluster.hosts[by_rank[rank]].host}" for rank in sorted(by_rank)
+    return Spec(
+        sizes=Layout.resolve(sizes, len(hosts)).sizes,
+        hosts=tuple(hosts[rank] for rank in sorted(hosts)),
+        port=port,
+        seconds=WORKERS_S,
     )
-    return Spec(Layout.resolve(sizes, len(by_rank)).sizes, names, port, WORKERS_S), ""
+
+
+# A node that has joined ---------------------------------------------------------------------------
 
 
 def _follow(member: Member, run: DoctorRun, host: Host, probe: PortProbe) -> Outcome:
-    entries = from_json(
-        tuple[PeerEntry, ...], member.hear("directory", run.wait_s + SLACK_S), "directory"
-    )
-    node = next((i for i, entry in enumerate(entries) if entry.number == member.number), 0)
-    if not node:
+    directory = member.hear("directory", run.wait_s + SLACK_S)
+    entries = from_json(tuple[PeerEntry, ...], directory, "directory")
+    numbers = [entry.number for entry in entries]
+    if member.number not in numbers[1:]:
         raise JoinError("left", "it began without this node")
-    ranks = entries[node].ranks
+    node = numbers.index(member.number)
     member.give("checks", to_json(_check_peers(node, entries, host, run)))
-    spec = member.hear("spec", CHECKS_S + SLACK_S)
+
+    task = member.hear("spec", CHECKS_S + SLACK_S)
     probe.close()
-    if spec is not None:
-        results = run_workers(from_json(Spec, spec), ranks, member.leader_address, False)
+    wait_s = SLACK_S
+    if task is not None:
+        spec = from_json(Spec, task)
+        results = run_workers(spec, entries[node].ranks, member.leader_address, serves=False)
         member.give("timings", {str(rank): result for rank, result in results.items()})
-    seconds = 4 * SLACK_S if spec is not None else SLACK_S
-    findings = from_json(tuple[Finding, ...], member.hear("findings", seconds), "findings")
+        wait_s = 4 * SLACK_S
+
+    findings = from_json(tuple[Finding, ...], member.hear("findings", wait_s), "findings")
     member.give("done", True)
     return Outcome(list(findings), None, entries[0].host)

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from meshtrain.config import Config, locate
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.doctor.records import PathFacts
@@ -24,33 +26,32 @@ TOKEN = ".meshtrain-doctor-"
 
 def named_paths(config: Config) -> list[PathFacts]:
     """The paths that a job of this config reads and writes, absolute, with their config keys."""
-    data, schedule, model, train = config.data, config.pipeline.schedule, config.model, config.train
-    keys = [f"data.sources, {own.name}" for own in data.sources] or ["data.path"]
-    paths = [
-        (key, file, False)
-        for name, own in zip(keys, data.each_source(), strict=True)
-        for key, path in ((name, own.path), ("data.validation", own.validation))
-        if path and isinstance(path, str)
-        for file in locate.data_files(own.source, path)
+    data, model, train = config.data, config.model, config.train
+    paths: list[tuple[str, str | None, bool]] = []  # key, path, whether it is written to
+    keys = [f"data.sources, {source.name}" for source in data.sources] or ["data.path"]
+    for key, source in zip(keys, data.each_source(), strict=True):
+        for name, path in ((key, source.path), ("data.validation", source.validation)):
+            if path and isinstance(path, str):
+                files = locate.data_files(source.source, path)
+                paths += [(name, file, False) for file in files]
+
+    schedule = config.pipeline.schedule
+    paths += [
+        # Their other values are names of what meshtrain has built in.
+        ("data.source", data.source if data.source.endswith(".py") else None, False),
+        ("data.tokenizer", data.tokenizer if data.tokenizer != "bytes" else None, False),
+        ("model.name", model.name if model.name.endswith(".py") else None, False),
+        ("model.weights", model.weights, False),
+        ("pipeline.schedule", schedule if schedule.endswith(".csv") else None, False),
+        ("train.output", train.output, True),
+        ("checkpoint.path", config.checkpoint.path, True),
+        ("train.export", train.export, True),
     ]
-    reads = {
-        "data.source": data.source if data.source.endswith(".py") else None,
-        "data.tokenizer": None if data.tokenizer == "bytes" else data.tokenizer,
-        "model.name": model.name if model.name.endswith(".py") else None,
-        "model.weights": model.weights,
-        "pipeline.schedule": schedule if schedule.endswith(".csv") else None,
-    }
-    writes = {
-        "train.output": train.output,
-        "checkpoint.path": config.checkpoint.path,
-        "train.export": train.export,
-    }
-    paths += [(key, path, False) for key, path in reads.items() if path]
-    paths += [(key, path, True) for key, path in writes.items() if path]
-    return [
-        PathFacts(key, str(Path(path).expanduser().absolute()), written)
-        for key, path, written in paths
-    ]
+    facts = []
+    for key, path, writes in paths:
+        if path:
+            facts.append(PathFacts(key, str(Path(path).expanduser().absolute()), writes))
+    return facts
 
 
 def probe(facts: PathFacts) -> PathFacts:
@@ -70,23 +71,30 @@ def _probe_reading(facts: PathFacts) -> PathFacts:
     if not path.exists():
         above = str(next(parent for parent in path.parents if parent.is_dir()))
         return replace(facts, seen=above, problem="is not there", filesystem=filesystem(above))
-    size, largest = path.stat().st_size, path
     if path.is_dir():
-        files = sorted(
-            (file.name, file.stat().st_size) for file in os.scandir(path) if file.is_file()
-        )[:MOST_NAMES]
-        size, digest = (
-            sum(size for _, size in files),
-            hashlib.sha256(repr(files).encode()).hexdigest()[:16],
-        )
-        largest = path / max(files, key=lambda file: file[1], default=("", 0))[0]
+        size, digest, largest = _folder_contents(path)
     else:
+        size = path.stat().st_size
         digest = sampled_digest(Files.of(path, size))
-    speed = _speed(largest) if largest.is_file() else None
-    kind = filesystem(facts.path)
+        largest = path
     return replace(
-        facts, seen=facts.path, size=size, digest=digest, mib_per_s=speed, filesystem=kind
+        facts,
+        seen=facts.path,
+        size=size,
+        digest=digest,
+        mib_per_s=_speed(largest) if largest.is_file() else None,
+        filesystem=filesystem(facts.path),
     )
+
+
+def _folder_contents(folder: Path) -> tuple[int, str, Path]:
+    """The size of the files in a folder, a digest of their names and sizes, and the largest one, or
+    the folder if there is none. Of a folder with very many files it is that of the first ones."""
+    files = [(file.name, file.stat().st_size) for file in os.scandir(folder) if file.is_file()]
+    files = sorted(files)[:MOST_NAMES]
+    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+    largest, _ = max(files, key=lambda file: file[1], default=("", 0))
+    return sum(size for _, size in files), digest, folder / largest
 
 
 def _speed(path: Path) -> float | None:
@@ -94,7 +102,8 @@ def _speed(path: Path) -> float | None:
     small to tell."""
     if path.stat().st_size < CHUNK:
         return None
-    read, start = 0, time.monotonic()
+    read = 0
+    start = time.monotonic()
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while (data := file.read(CHUNK)) and time.monotonic() - start < READ_S:
@@ -118,9 +127,13 @@ def _probe_writing(facts: PathFacts) -> PathFacts:
         file.unlink(missing_ok=True)  # `tidy` does not know of this file
         raise
     file.write_text("meshtrain doctor was here, and removes this when it is done\n")
-    free, kind = free_gib(str(folder)), filesystem(str(folder))
     return replace(
-        facts, seen=str(folder), mib_per_s=speed, token=file.name, filesystem=kind, free_gib=free
+        facts,
+        seen=str(folder),
+        mib_per_s=speed,
+        token=file.name,
+        filesystem=filesystem(str(folder)),
+        free_gib=free_gib(str(folder)),
     )
 
 
@@ -161,10 +174,10 @@ def free_gib(path: str) -> float:
 
 def filesystem(path: str) -> str:
     """The type of a path's file system: ext4, nfs4, lustre."""
-    best, kind = "", ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, type_, *_ = line.split()
-        mount = mount.encode().decode("unicode_escape")  # a space is written as \040
-        if len(mount) >= len(best) and (path == mount or path.startswith(mount.rstrip("/") + "/")):
-            best, kind = mount, type_
+    innermost, kind = "", ""
+    for mount in psutil.disk_partitions(all=True):
+        above = Path(path).is_relative_to(mount.mountpoint)
+        # Of two file systems that are mounted at one place, the later one hides the other.
+        if above and len(mount.mountpoint) >= len(innermost):
+            innermost, kind = mount.mountpoint, mount.fstype
     return kind

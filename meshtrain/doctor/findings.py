@@ -23,9 +23,8 @@ class Finding:
     severity: str
     id: str  # one per kind of problem
     what: str
-    where: tuple[
-        str, ...
-    ] = ()  # hosts (or ranks, or links) that it concerns; empty for the job as a whole
+    # hosts (or ranks, or links) that it concerns; empty for the job as a whole
+    where: tuple[str, ...] = ()
     fix: str = ""
 
 
@@ -34,10 +33,16 @@ def finding(
 ) -> Finding:
     """The finding for a sentence (its id, or id/case), filled in with `words`, and with `name`,
     `names` of `places`."""
-    row, places = SENTENCES[sentence], (places,) if isinstance(places, str) else tuple(places)
-    words = {"name": places[0] if places else "", "names": names_text(places)} | words
-    text, fix = (row.get(part, "").format(**words) for part in ("what", "fix"))
-    return Finding(severity or row["severity"], sentence.partition("/")[0], text, places, fix)
+    row = SENTENCES[sentence]
+    where = (places,) if isinstance(places, str) else tuple(places)
+    words = {"name": where[0] if where else "", "names": names_text(where), **words}
+    return Finding(
+        severity=severity or row["severity"],
+        id=sentence.partition("/")[0],
+        what=row["what"].format(**words),
+        where=where,
+        fix=row.get("fix", "").format(**words),
+    )
 
 
 def status(findings: Iterable[Finding]) -> int:
@@ -49,10 +54,11 @@ def names_text(names: Sequence[str]) -> str:
     return join_some(names, MOST_NAMES)
 
 
-def group_by_value(names: Sequence[str], values: Sequence[str]) -> dict[str, list[str]]:
-    """Value -> the names that have it, most frequent value first; ties in the order of `names`."""
-    groups = group_values(zip(values, names, strict=True))
-    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+def group_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """From the value of each name: value -> the names that have it, most frequent value first; ties
+    in the order of the names."""
+    groups = group_values((value, name) for name, value in values.items())
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
 def groups_text(groups: Mapping[str, Sequence[str]]) -> str:
@@ -63,7 +69,9 @@ def groups_text(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def minority(groups: Mapping[str, Sequence[str]]) -> list[str]:
-    return [name for names in list(groups.values())[1:] for name in names]
+    """The names in all groups but the first."""
+    _, *others = groups.values()
+    return [name for names in others for name in names]
 
 
 def median_of(values: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.doctor.records import Host, Interface
@@ -28,12 +29,12 @@ ROW = re.compile(
     re.MULTILINE,
 )
 
-# Setting, pattern of the values that slow a job down, what the host must have for that to matter,
-# the effect.
 NUMBER_ONE, ANY_NUMBER, NEVER = r"\s*\+?0*1(?!\d)", r"\s*[+-]?0*[1-9]", r"LOC$|0+(?!\d)"
 NO_SHARED_MEMORY = (
     "processes of a host do not share memory: GPUs that cannot copy directly talk by the network"
 )
+# Setting, pattern of the values that slow a job down, what the host must have for that to matter,
+# the effect.
 SLOW_SETTINGS = (
     ("NCCL_P2P_DISABLE", NUMBER_ONE, "", "GPUs of a host do not copy to each other directly"),
     ("NCCL_P2P_LEVEL", NEVER, "", "GPUs of a host do not copy to each other directly"),
@@ -44,17 +45,28 @@ SLOW_SETTINGS = (
     ("CUDA_LAUNCH_BLOCKING", ANY_NUMBER, "", "every kernel is waited for"),
 )  # fmt: skip
 
-# NCCL's order without a setting: InfiniBand's interfaces first, then any other real ones (None),
-# then the rest.
-_LAST = ("docker", "lo", "virbr")
-_ORDER: tuple[tuple[str, ...] | None, ...] = (("ib",), None, *((name,) for name in _LAST))
+# Interfaces that NCCL takes without a setting only if there are no others, in this order.
+LAST_CHOICES = ("docker", "lo", "virbr")
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """The interfaces over which a host's library for communication opens sockets."""
+
+    variable: str  # which selects them
+    setting: str | None  # its value
+    interfaces: Sequence[Interface]  # in the library's order
 
 
 def slow_settings(host: Host) -> dict[str, str]:
     """`NAME=value` of each setting that makes a job slower on this host -> its effect."""
     if not host.gpus_seen:
         return {}
-    has = {"": "yes", "rdma": host.rdma_name, "network": host.rdma_name or host.net_plugin}
+    has = {
+        "": True,
+        "rdma": bool(host.rdma_name),
+        "network": bool(host.rdma_name or host.net_plugin),
+    }
     slow = {}
     for name, values, needs, effect in SLOW_SETTINGS:
         value = host.settings.get(name, "")
@@ -66,12 +78,14 @@ def slow_settings(host: Host) -> dict[str, str]:
 def transports(log: str) -> list[str]:
     """The transports in NCCL's log, each once: `NET/IB : Using [0]mlx5_0:1/IB`, `via
     NET/IB/GDRDMA`."""
-    rows = ROW.findall(log)
-    networks = {re.sub(r":[.:%\w]*<\d+>", "", network) for network, _ in rows if network}
-    return [
-        *sorted(networks),
-        *sorted({"via " + re.sub(r"/\d+", "", way) for _, way in rows if way}),
-    ]
+    networks = set()
+    ways = set()
+    for network, way in ROW.findall(log):
+        if network:
+            networks.add(re.sub(r":[.:%\w]*<\d+>", "", network))  # without the host's address
+        if way:
+            ways.add("via " + re.sub(r"/\d+", "", way))  # without the channel's number
+    return sorted(networks) + sorted(ways)
 
 
 def plugins_asked(settings: Mapping[str, str]) -> list[str]:
@@ -90,9 +104,11 @@ def network_of_plugin(settings: Mapping[str, str]) -> str:
 def settings_of_files(variables: Mapping[str, str], host_file: Path = CONF) -> dict[str, str]:
     """Settings that NCCL reads from files for variables that are not set: the user's file first,
     then the host's."""
-    user_file = variables.get("NCCL_CONF_FILE")
+    user_file = _home() / ".nccl.conf"
+    if variables.get("NCCL_CONF_FILE"):
+        user_file = Path(variables["NCCL_CONF_FILE"])
     settings: dict[str, str] = {}
-    for file in (Path(user_file) if user_file else _home() / ".nccl.conf", host_file):
+    for file in (user_file, host_file):
         try:
             lines = file.read_text(errors="replace").splitlines()
         except OSError:
@@ -115,68 +131,75 @@ def _home() -> Path:
 def net_plugin(variables: Mapping[str, str], cached: Mapping[str, str]) -> str:
     """The file of the network plugin that NCCL will load, or ""; `cached`: the `library_cache`.
     NCCL_NET_PLUGIN is a list of files, or of the suffixes after libnccl-net- in their names."""
-    names = [
-        name for plugin in plugins_asked(variables) for name in (plugin, f"libnccl-net-{plugin}.so")
-    ]
+    names = []
+    for plugin in plugins_asked(variables):
+        names += [plugin, f"libnccl-net-{plugin}.so"]
     if "NCCL_NET_PLUGIN" not in variables:
         names = ["libnccl-net.so"]
+
+    # The dynamic loader's order: LD_LIBRARY_PATH, then its cache.
     folders = [folder for folder in variables.get("LD_LIBRARY_PATH", "").split(":") if folder]
     for name in names:
-        files = (
-            [name]
-            if "/" in name
-            else [*(os.path.join(folder, name) for folder in folders), cached.get(name, "")]
-        )
-        if file := next(
-            (file for file in files if os.path.exists(file) or file in cached.values()), ""
-        ):
-            return file
+        files = [name]
+        if "/" not in name:
+            files = [os.path.join(folder, name) for folder in folders]
+            files.append(cached.get(name, ""))
+        for file in files:
+            if os.path.exists(file) or file in cached.values():
+                return file
     return ""
 
 
 def library_cache() -> dict[str, str]:
     """The libraries that the dynamic loader knows: name -> file. Empty if `ldconfig` does not
     tell."""
-    path = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
-    with suppress(OSError, subprocess.SubprocessError):
-        quiet = subprocess.DEVNULL
+    # ldconfig is not on everybody's PATH.
+    variables = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    try:
         text = subprocess.check_output(
-            ["ldconfig", "-p"], env=path, text=True, timeout=LDCONFIG_S, stderr=quiet
+            ["ldconfig", "-p"],
+            env=variables,
+            text=True,
+            timeout=LDCONFIG_S,
+            stderr=subprocess.DEVNULL,
         )
-        # of several files with one name, the first counts
-        return dict(reversed(CACHED.findall(text)))
-    return {}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    # Of several files with one name, the first counts.
+    return dict(reversed(CACHED.findall(text)))
 
 
 def nccl_interfaces(interfaces: Sequence[Interface], setting: str | None) -> list[Interface]:
     """The interfaces that NCCL's sockets use, in order; empty if NCCL_SOCKET_IFNAME matches
     none."""
-
-    def fits(interface: Interface, names: Sequence[str], whole: bool = False) -> bool:
-        return any(
-            interface.name == name or (not whole and interface.name.startswith(name))
-            for name in names
-        )
-
     usable = [interface for interface in interfaces if interface.addresses]
     if setting:
-        others = setting.startswith("^")
-        rest = setting.removeprefix("^")
-        names = [part.partition(":")[0] for part in rest.removeprefix("=").split(",") if part]
-        return [
-            interface
-            for interface in usable
-            if fits(interface, names, rest.startswith("=")) != others
-        ]
-    for prefixes in _ORDER:
-        chosen = [
-            interface
-            for interface in usable
-            if fits(interface, prefixes or _LAST) != (prefixes is None)
-        ]
+        return _named_interfaces(usable, setting)
+    # Without a setting: InfiniBand's, or else any other real ones, or else the rest.
+    infiniband = [each for each in usable if each.name.startswith("ib")]
+    real = [each for each in usable if not each.name.startswith(LAST_CHOICES)]
+    if infiniband or real:
+        return infiniband or real
+    for prefix in LAST_CHOICES:
+        chosen = [each for each in usable if each.name.startswith(prefix)]
         if chosen:
             return chosen
     return []
+
+
+def _named_interfaces(usable: Sequence[Interface], setting: str) -> list[Interface]:
+    """Those that a value of NCCL_SOCKET_IFNAME names: `eth,ib` by prefixes, `=eth0` by whole names,
+    `^docker` all others."""
+    excludes = setting.startswith("^")
+    names = setting.removeprefix("^")
+    whole = names.startswith("=")
+    words = [part.partition(":")[0] for part in names.removeprefix("=").split(",") if part]
+    chosen = []
+    for interface in usable:
+        fits = interface.name in words if whole else interface.name.startswith(tuple(words))
+        if fits != excludes:
+            chosen.append(interface)
+    return chosen
 
 
 def gloo_interfaces(
@@ -185,13 +208,11 @@ def gloo_interfaces(
     """The interfaces that gloo uses; `own`: the addresses of the host's own name. Empty if none
     fits."""
     if setting:
-        return [
-            interface
-            for interface in interfaces
-            if interface.name in setting.split(",") and interface.addresses
-        ]
+        names = setting.split(",")
+        return [each for each in interfaces if each.name in names and each.addresses]
     for address in own:  # gloo takes the first one to which it can bind
-        if interface := interface_of(interfaces, address):
+        interface = interface_of(interfaces, address)
+        if interface is not None:
             return [interface]
     # with a warning that few people read
     return [interface for interface in interfaces if interface.name == "lo"]
@@ -199,32 +220,31 @@ def gloo_interfaces(
 
 def interface_of(interfaces: Sequence[Interface], address: str) -> Interface | None:
     """The interface that has this address; all of 127.0.0.0/8 belongs to the loopback interface."""
-    with_address = (interface for interface in interfaces if address in interface.addresses)
-    loopback = (
-        interface for interface in interfaces if interface.name == "lo" and is_loopback(address)
-    )
-    return next(with_address, None) or next(loopback, None)
+    for interface in interfaces:
+        if address in interface.addresses:
+            return interface
+    for interface in interfaces:
+        if interface.name == "lo" and is_loopback(address):
+            return interface
+    return None
 
 
 def addresses_of(interfaces: Sequence[Interface]) -> list[str]:
     """Addresses that other hosts can try: no loopback or link-local ones, IPv4 first."""
-    addresses = [
-        ipaddress.ip_address(address) for interface in interfaces for address in interface.addresses
-    ]
-    wide = [
-        str(address)
-        for address in addresses
-        if not address.is_loopback and not address.is_link_local
-    ]
+    wide = []
+    for interface in interfaces:
+        for text in interface.addresses:
+            address = ipaddress.ip_address(text)
+            if not address.is_loopback and not address.is_link_local:
+                wide.append(str(address))
     return sorted(wide, key=lambda address: ":" in address)
 
 
-def communicates_by(host: Host) -> tuple[str, str | None, list[Interface]]:
-    """For the host's communication library: the variable that selects its interfaces, its value,
-    the interfaces."""
+def communicates_by(host: Host) -> Sockets:
+    """The interfaces of the library that the host would use: NCCL with GPUs, otherwise gloo."""
     if host.gpus_seen:
         setting = host.settings.get("NCCL_SOCKET_IFNAME")
-        return "NCCL_SOCKET_IFNAME", setting, nccl_interfaces(host.interfaces, setting)
+        return Sockets("NCCL_SOCKET_IFNAME", setting, nccl_interfaces(host.interfaces, setting))
     setting = host.settings.get("GLOO_SOCKET_IFNAME")
     own = (host.resolves or {}).get(host.host, ())
-    return "GLOO_SOCKET_IFNAME", setting, gloo_interfaces(host.interfaces, setting, own)
+    return Sockets("GLOO_SOCKET_IFNAME", setting, gloo_interfaces(host.interfaces, setting, own))

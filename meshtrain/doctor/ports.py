@@ -1,26 +1,25 @@
 """Ports: whether random ports are open between the hosts, as torchrun, gloo and NCCL need for their
-connections, and which process listens on a port of this host, or is connected to it."""
+connections, and which process listens on a port of this host."""
 
 import contextlib
 import json
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from meshtrain.doctor.records import PortCheck
 from meshtrain.job.parsing import parse_json
-from meshtrain.job.sockets import call_with_timeout, connect, connect_failure, listen, plain_address
+from meshtrain.job.sockets import call_with_timeout, connect, connect_failure, listen
 
 TRY_S = 3.0
 AT_ONCE = 64
 ALL_PAIRS = 64  # hosts up to which each tries every other one
 MOST_BYTES = 4096
-LISTENING = "0A"  # a state in /proc/net/tcp
 
 
 class PortProbe:
@@ -41,9 +40,8 @@ class PortProbe:
             except OSError:  # closed
                 return
             with connection, contextlib.suppress(OSError):
-                connection.sendall(
-                    json.dumps({"node": self._name, "time": self._clock()}).encode() + b"\n"
-                )
+                answer = json.dumps({"node": self._name, "time": self._clock()}) + "\n"
+                connection.sendall(answer.encode())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closed already
@@ -82,17 +80,22 @@ def clock_offset(address: str, port: int, clock: Callable[[], float]) -> tuple[f
     NTP, RFC 5905)."""
     best: tuple[float, float] | None = None
     for _ in range(4):
-        before, started = clock(), time.monotonic()
+        before = clock()
+        started = time.monotonic()
         _, message = _ask(address, port)
         half = (time.monotonic() - started) / 2
-        if not isinstance(message.get("time"), float):
+        there = message.get("time")
+        if not isinstance(there, float):
             return best
+        # Somewhere on the way the other clock said `there`: at the middle, give or take a half. The
+        # quickest answer knows it best.
         if best is None or half < best[1]:
-            best = (before + half - message["time"], half)
+            best = (before + half - there, half)
     return best
 
 
 def _ask(address: str, port: int) -> tuple[str, dict[str, Any]]:
+    """What a probe answers, and why there is no answer, which is empty if there is one."""
     try:
         connection = connect([address], port, TRY_S)
     except OSError as error:
@@ -107,43 +110,18 @@ def _ask(address: str, port: int) -> tuple[str, dict[str, Any]]:
     except TimeoutError:
         return "mute", {}
     except (OSError, ValueError):
-        message = None
-    return ("", message) if isinstance(message, dict) else ("another", {})
+        return "another", {}
+    if not isinstance(message, dict):
+        return "another", {}
+    return "", message
 
 
 def owner_of_port(port: int) -> str:
     """The process of this host that listens on a port, in words."""
-    for inode in [row[9] for row in _tcp_rows(port) if row[3] == LISTENING]:
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            with contextlib.suppress(OSError):  # another user's, or gone
-                if os.readlink(link) == f"socket:[{inode}]":
-                    words = (link.parents[1] / "cmdline").read_bytes().split(b"\0")
-                    return (
-                        f"process {link.parts[2]} "
-                        f"({b' '.join(words).decode(errors='replace').strip()[:80]})"
-                    )
+    for connection in psutil.net_connections("tcp"):
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if listens and connection.pid is not None:
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f"process {connection.pid} ({command[:80]})"
     return "another process, of another user"
-
-
-def peers_of_port(port: int) -> set[tuple[str, str]]:
-    """The peers of connections to a port of this host, including those closed a moment ago."""
-    peers = set()
-    for address, _, number in (
-        row[2].partition(":") for row in _tcp_rows(port) if row[3] != LISTENING
-    ):
-        words = bytes.fromhex(address)  # of four bytes each, in little-endian order
-        data = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-        family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
-        peers.add((plain_address(socket.inet_ntop(family, data)), number))
-    return peers
-
-
-def _tcp_rows(port: int) -> list[list[str]]:
-    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    rows = [
-        line.split()
-        for table in tables
-        if table.exists()
-        for line in table.read_text().splitlines()[1:]
-    ]
-    return [row for row in rows if int(row[1].rpartition(":")[2], 16) == port]

@@ -3,9 +3,11 @@ from a network."""
 
 import types
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from meshtrain.metrics.nvml import Gpu
 
 T = TypeVar("T")
 
@@ -30,15 +32,25 @@ class Place:
     processes: str = "1"  # of this node: a number, "gpu", "cpu" or "auto"
     # whether this node serves the endpoint; None: decided as torchrun does
     serves: bool | None = None
-    ranks: tuple[
-        int, ...
-    ] = ()  # of this node's processes, if the launcher has already assigned them
+    # of this node's processes, if the launcher has already assigned them
+    ranks: tuple[int, ...] = ()
     expected: tuple[str, ...] = ()  # names of the nodes, if the launcher knows them
 
     @classmethod
     def alone(cls, processes: str, backend: str = "c10d") -> "Place":
         """Of a node that meets no other."""
-        return cls("local", backend, "localhost", 0, "none", 1, 1, 0, processes, serves=True)
+        return cls(
+            launcher="local",
+            backend=backend,
+            address="localhost",
+            port=0,
+            id="none",
+            fewest=1,
+            most=1,
+            node_rank=0,
+            processes=processes,
+            serves=True,
+        )
 
     @property
     def by_options(self) -> bool:
@@ -46,11 +58,8 @@ class Place:
 
     @property
     def endpoint(self) -> str:
-        return (
-            f"[{self.address}]:{self.port}"
-            if ":" in self.address
-            else f"{self.address}:{self.port}"
-        )
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{address}:{self.port}"
 
     @property
     def nodes(self) -> str:
@@ -61,20 +70,6 @@ class Place:
 class Interface:
     name: str
     addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as reported by nvidia-smi; `throttled`: why its clocks are throttled, empty if they are
-    not."""
-
-    index: int
-    name: str
-    uuid: str
-    memory_gib: float
-    used_gib: float
-    driver: str
-    throttled: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,9 +156,8 @@ class Host:
     def rdma_name(self) -> str:
         """`InfiniBand`, `RoCE`, or both; empty if it has neither."""
         names = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}
-        return " and ".join(
-            name for layer, name in names.items() if any(port.layer == layer for port in self.rdma)
-        )
+        layers = {port.layer for port in self.rdma}
+        return " and ".join(name for layer, name in names.items() if layer in layers)
 
     @property
     def efa(self) -> bool:
@@ -215,14 +209,6 @@ class PeerChecks:
 
 
 @dataclass(frozen=True)
-class UnknownPeer:
-    """A peer at the endpoint that is not a doctor."""
-
-    address: str
-    what: str
-
-
-@dataclass(frozen=True)
 class JoinFailure:
     how: str  # "unresolved", "refused", "silent", "unreachable", "stranger", "taken" or "left"
     detail: str = ""  # the error's text, who is there, or which process has the port
@@ -267,9 +253,8 @@ class Timings:
     stuck: dict[str, str] | None = None
     skipped: str = ""  # why nothing was measured
     left_out: tuple[str, ...] = ()  # collectives for which there was no time
-    transport: tuple[
-        str, ...
-    ] = ()  # from NCCL's log: "NET/IB : Using ..." and "via P2P/CUMEM", each once
+    # from NCCL's log: "NET/IB : Using ..." and "via P2P/CUMEM", each once
+    transport: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,27 +264,36 @@ class ClusterFacts:
     hosts: tuple[Host, ...]
     # how this node failed to join; `hosts` is then this node alone
     attempt: JoinFailure | None = None
-    strangers: tuple[UnknownPeer, ...] = ()
+    strangers: tuple[str, ...] = ()  # who else uses the endpoint's store
     waited: float = 0.0  # seconds until the last node came, or until the wait was given up
-    clocks: tuple[
-        tuple[float, float] | None, ...
-    ] = ()  # seconds ahead of the first host's, and the error
-    visits: tuple[
-        PeerChecks | None, ...
-    ] = ()  # in the order of `hosts`; None if a node fell silent
+    # seconds ahead of the first host's, and the error
+    clocks: tuple[tuple[float, float] | None, ...] = ()
+    # in the order of `hosts`; None if a node fell silent
+    visits: tuple[PeerChecks | None, ...] = ()
     silent: tuple[str, ...] = ()  # hosts that came and then reported nothing
     timings: Timings | None = None
 
     @property
     def labels(self) -> list[str]:
         """The hosts' names; equal names are told apart by the node's number."""
-        counts = Counter(host.host for host in self.hosts)
-        names = enumerate(host.host for host in self.hosts)
-        return [name if counts[name] == 1 else f"{name} (node {i})" for i, name in names]
+        names = [host.host for host in self.hosts]
+        counts = Counter(names)
+        labels = []
+        for i, name in enumerate(names):
+            labels.append(name if counts[name] == 1 else f"{name} (node {i})")
+        return labels
 
     @property
     def labelled(self) -> list[tuple[str, Host]]:
         return list(zip(self.labels, self.hosts, strict=True))
+
+    @property
+    def layout(self) -> dict[str, int] | None:
+        """The sizes of the config's axes; None without a config that could be read."""
+        for host in self.hosts:
+            if host.layout is not None:
+                return host.layout
+        return None
 
     @property
     def several_machines(self) -> bool:
@@ -319,29 +313,49 @@ def from_json(cls: type[T], value: Any, path: str = "") -> T:
 
 
 def _read(kind: Any, value: Any, path: str) -> Any:
+    """A value of a type: a plain one, a record, or a tuple or dict of such, or one of them and
+    None."""
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # always of a type and None
+    if origin in (Union, types.UnionType):
         return None if value is None else _read(inner[0], value, path)
     if origin is tuple and isinstance(value, list | tuple):
-        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        if len(kinds) == len(value):
-            return tuple(
-                _read(*item, f"{path}[{i}]")
-                for i, item in enumerate(zip(kinds, value, strict=True))
-            )
-    elif origin is dict and isinstance(value, Mapping):
+        return _read_tuple(kind, value, path)
+    if origin is dict and isinstance(value, Mapping):
         return {str(name): _read(inner[1], item, f"{path}.{name}") for name, item in value.items()}
-    elif hasattr(kind, "__dataclass_fields__") and isinstance(value, Mapping):
-        hints = get_type_hints(kind)
-        if wrong := set(hints) ^ set(map(str, value)):
-            raise RecordError(
-                f"{path}: has not the fields of {kind.__name__}: {', '.join(sorted(wrong))}"[:400]
-            )
-        return kind(**{name: _read(hints[name], value[name], f"{path}.{name}") for name in hints})
-    elif origin is None and isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
-        return value
-    elif kind is float and type(value) is int:
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return _read_record(kind, value, path)
+    if kind is float and type(value) is int:
         return float(value)
-    raise RecordError(
-        f"{path}: expected {getattr(kind, '__name__', kind)}, found {repr(value)[:40]}"
+    # For Python, True is an int.
+    mistaken = isinstance(value, bool) and kind is not bool
+    if origin is None and isinstance(value, kind) and not mistaken:
+        return value
+    raise _wrong(kind, value, path)
+
+
+def _read_tuple(kind: Any, values: Sequence[Any], path: str) -> tuple[Any, ...]:
+    kinds = get_args(kind)
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(values)
+    if len(kinds) != len(values):
+        raise _wrong(kind, values, path)
+    items = []
+    for i, (item_kind, value) in enumerate(zip(kinds, values, strict=True)):
+        items.append(_read(item_kind, value, f"{path}[{i}]"))
+    return tuple(items)
+
+
+def _read_record(kind: Any, values: Mapping[Any, Any], path: str) -> Any:
+    hints = get_type_hints(kind)
+    wrong = set(hints) ^ set(map(str, values))
+    if wrong:
+        names = ", ".join(sorted(wrong))
+        raise RecordError(f"{path}: has not the fields of {kind.__name__}: {names}"[:400])
+    return kind(
+        **{name: _read(hint, values[name], f"{path}.{name}") for name, hint in hints.items()}
     )
+
+
+def _wrong(kind: Any, value: Any, path: str) -> RecordError:
+    name = getattr(kind, "__name__", kind)
+    return RecordError(f"{path}: expected {name}, found {repr(value)[:40]}")

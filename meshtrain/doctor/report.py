@@ -9,7 +9,7 @@ from typing import Any
 
 from meshtrain.doctor.findings import Finding, status
 from meshtrain.doctor.nccl import interface_of
-from meshtrain.doctor.records import ClusterFacts, Timing
+from meshtrain.doctor.records import ClusterFacts, Host, Timing
 from meshtrain.errors import plural, printable, ranges
 
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
@@ -37,27 +37,23 @@ def print_summary(findings: Sequence[Finding], host: str, leader: str, quiet: bo
     """Prints what concerns this host, as another host prints it all; nothing if `quiet` and all is
     well here."""
     own = [finding for finding in findings if host in finding.where]
-    wrong = status(own)
-    if quiet and not wrong:
-        return
-    if not wrong:
-        print(
-            f"{host}: nothing is wrong with this "
-            f"host{', but the job has errors' if status(findings) else ''}"
-        )
+    if not status(own):
+        if quiet:
+            return
+        but = ", but the job has errors" if status(findings) else ""
+        print(f"{host}: nothing is wrong with this host{but}")
     print("\n".join([*map(block, own), f"(the whole report is on {leader})"]), flush=True)
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
-    counts = [
-        sum(finding.severity == kind for finding in findings) for kind in ("error", "warning")
-    ]
-    errors, warnings = map(plural, counts, ("error", "warning"))
-    summary = (
-        f"{errors}, {warnings}"
-        if counts[0]
-        else "all is well" + f", with {warnings}" * bool(counts[1])
-    )
+    severities = [finding.severity for finding in findings]
+    errors, warnings = severities.count("error"), severities.count("warning")
+    if errors:
+        summary = f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
+    elif warnings:
+        summary = f"all is well, with {plural(warnings, 'warning')}"
+    else:
+        summary = "all is well"
     return "\n".join([*map(block, findings), summary])
 
 
@@ -128,35 +124,21 @@ def _hosts_table(cluster: ClusterFacts) -> Any:
         "disk free",
     )
     left_aligned = [name for name in columns if name not in ("node", "processes")]
-    table = _table(
-        f"{len(cluster.hosts)} of {cluster.hosts[0].place.nodes} nodes", columns, left_aligned
-    )
+    title = f"{len(cluster.hosts)} of {cluster.hosts[0].place.nodes} nodes"
+    table = _table(title, columns, left_aligned)
     for i, (name, host) in enumerate(cluster.labelled[:MOST_HOSTS]):
-        interface = interface_of(host.interfaces, host.route)
+        # The first host's clock is what the others are compared with.
         clock = cluster.clocks[i] if 0 < i < len(cluster.clocks) else None
-        disk = next((path.free_gib for path in host.paths if path.free_gib is not None), None)
-        ranks = ", ".join(ranges(host.ranks))
-        gpus = (
-            f"{host.gpus_seen} {host.gpus[0].name}"
-            if host.gpus and host.gpus_seen
-            else str(host.gpus_seen)
-        )
-        route = f"{interface.name} {host.route}" if interface is not None else host.route
-        memory = f"{host.memory_free_gib:.0f} of {host.memory_gib:.0f} GiB"
-        clock_text, disk_text = (
-            f"{clock[0]:+.3f} s" if clock else "",
-            "" if disk is None else f"{disk:.0f} GiB",
-        )
         cells = (
             str(i),
             name,
             str(host.processes),
-            ranks,
-            gpus,
-            route,
-            clock_text,
-            memory,
-            disk_text,
+            ", ".join(ranges(host.ranks)),
+            _gpus_text(host),
+            _route_text(host),
+            "" if clock is None else f"{clock[0]:+.3f} s",
+            f"{host.memory_free_gib:.0f} of {host.memory_gib:.0f} GiB",
+            _disk_text(host),
         )
         table.add_row(*map(printable, cells))
     if len(cluster.hosts) > MOST_HOSTS:
@@ -164,16 +146,39 @@ def _hosts_table(cluster: ClusterFacts) -> Any:
     return table
 
 
+def _gpus_text(host: Host) -> str:
+    if host.gpus and host.gpus_seen:
+        return f"{host.gpus_seen} {host.gpus[0].name}"
+    return str(host.gpus_seen)
+
+
+def _route_text(host: Host) -> str:
+    interface = interface_of(host.interfaces, host.route)
+    return host.route if interface is None else f"{interface.name} {host.route}"
+
+
+def _disk_text(host: Host) -> str:
+    """The free space where the job writes first."""
+    for path in host.paths:
+        if path.free_gib is not None:
+            return f"{path.free_gib:.0f} GiB"
+    return ""
+
+
 def _timings_table(timings: Sequence[Timing], backend: str) -> Any:
     columns = ("axis", "ranks", "", "collective", "latency", "size", "time", "bandwidth", "spread")
     title = f"collectives over {backend}, the slowest group of each"
     table = _table(title, columns, ("axis", "", "collective"))
     for row in timings:
-        group = (row.axes, str(row.ranks), "between hosts" if row.crosses else "inside", row.what)
-        times = (
+        table.add_row(
+            row.axes,
+            str(row.ranks),
+            "between hosts" if row.crosses else "inside",
+            row.what,
             f"{1e6 * row.latency:.0f} us",
             f"{row.size / 2**20:.2f} MiB",
             f"{1e3 * row.seconds:.2f} ms",
+            f"{row.bandwidth / 1e9:.3f} GB/s",
+            f"{row.spread:.1f} x",
         )
-        table.add_row(*group, *times, f"{row.bandwidth / 1e9:.3f} GB/s", f"{row.spread:.1f} x")
     return table

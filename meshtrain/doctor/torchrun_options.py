@@ -84,9 +84,12 @@ def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> P
     variables in the environment. Raises InputError: torchrun would not understand an option's
     value."""
     options: dict[str, str | None] = {}
-    for name in (option[2:].replace("-", "_") for option in OPTIONS if option != "--local-addr"):
+    for option in OPTIONS:
+        name = option.removeprefix("--").replace("-", "_")
         value = getattr(arguments, name)
         options[name] = variables.get(f"PET_{name.upper()}") if value is None else value
+    del options["local_addr"]  # it does not say where the nodes meet
+
     if arguments.local or arguments.standalone:
         return Place.alone(options["nproc_per_node"] or "auto")
     if not any(options.values()):
@@ -95,6 +98,10 @@ def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> P
             return _of_torchrun(environment, variables)
         if environment.launcher == "srun":
             return _of_srun(environment, variables)
+    return _of_options(options)
+
+
+def _of_options(options: Mapping[str, str | None]) -> Place:
     fewest, most = read_nodes(options["nnodes"] or "1")
     processes = options["nproc_per_node"] or "1"
     if not re.fullmatch(r"[1-9]\d*|gpu|cpu|auto", processes):
@@ -104,71 +111,84 @@ def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> P
     backend = options["rdzv_backend"] or "static"
     if most == 1 and not options["rdzv_endpoint"] and backend == "static":
         return Place.alone(processes, backend)
-    if backend not in ("c10d", "static"):
-        raise InputError(
-            f"--rdzv-backend {backend}: the doctor meets by c10d or static; run it with "
-            "--rdzv-backend c10d and an "
-            "endpoint on one of the nodes to check everything else"
-        )
-    return _of_options(options, backend, fewest, most, processes)
 
-
-def _of_options(
-    options: Mapping[str, str | None], backend: str, fewest: int, most: int, processes: str
-) -> Place:
-    conf = dict(
-        part.partition("=")[::2] for part in (options["rdzv_conf"] or "").split(",") if part
-    )
-    id_ = options["rdzv_id"] or "none"
+    conf: dict[str, str] = {}
+    for part in (options["rdzv_conf"] or "").split(","):
+        name, _, value = part.partition("=")
+        conf[name] = value
+    node_rank, serves = None, None
     if backend == "static":
-        node = _count(options["node_rank"] or conf.get("rank", "0"), "--node-rank")
-        if not 0 <= node < most:
-            raise InputError(
-                f"--node-rank {node} with --nnodes {most}: node ranks go from 0 to {most - 1}"
-            )
+        fewest = most
+        node_rank = _node_rank(options["node_rank"] or conf.get("rank", "0"), most)
+        serves = node_rank == 0
         master = f"{options['master_addr'] or '127.0.0.1'}:{options['master_port'] or STATIC_PORT}"
         address, port = read_endpoint(options["rdzv_endpoint"] or master, STATIC_PORT)
-        return Place(
-            "torchrun's options",
-            backend,
-            address,
-            port,
-            id_,
-            most,
-            most,
-            node,
-            processes,
-            node == 0,
-        )
-    if not options["rdzv_endpoint"]:
+    elif backend == "c10d":
+        if not options["rdzv_endpoint"]:
+            raise InputError(
+                "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on all nodes"
+            )
+        address, port = read_endpoint(options["rdzv_endpoint"], C10D_PORT)
+        serves = _is_host(conf.get("is_host"))
+    else:
         raise InputError(
-            "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on all nodes"
+            f"--rdzv-backend {backend}: the doctor meets by c10d or static; run it with "
+            "--rdzv-backend c10d and an endpoint on one of the nodes to check everything else"
         )
-    address, port = read_endpoint(options["rdzv_endpoint"], C10D_PORT)
-    is_host = conf.get("is_host")
-    if is_host is not None and is_host.lower() not in (*YES, *NO):
-        raise InputError(f"--rdzv-conf is_host={is_host}: expected 1 or 0")
-    serves = None if is_host is None else is_host.lower() in YES
     return Place(
-        "torchrun's options", backend, address, port, id_, fewest, most, None, processes, serves
+        launcher="torchrun's options",
+        backend=backend,
+        address=address,
+        port=port,
+        id=options["rdzv_id"] or "none",
+        fewest=fewest,
+        most=most,
+        node_rank=node_rank,
+        processes=processes,
+        serves=serves,
     )
+
+
+def _node_rank(text: str, nodes: int) -> int:
+    node = _count(text, "--node-rank")
+    if not 0 <= node < nodes:
+        raise InputError(
+            f"--node-rank {node} with --nnodes {nodes}: node ranks go from 0 to {nodes - 1}"
+        )
+    return node
+
+
+def _is_host(text: str | None) -> bool | None:
+    if text is None:
+        return None
+    if text.lower() not in (*YES, *NO):
+        raise InputError(f"--rdzv-conf is_host={text}: expected 1 or 0")
+    return text.lower() in YES
 
 
 def _of_torchrun(environment: Environment, variables: Mapping[str, str]) -> Place:
     """The place of a torchrun worker: all nodes have met, and the doctors use torchrun's own
     store."""
-    defaults = {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    nodes, node, processes = (
-        _count(variables.get(name, default), name) for name, default in defaults.items()
-    )
+
+    def count(name: str, default: str) -> int:
+        return _count(variables.get(name, default), name)
+
+    nodes = count("GROUP_WORLD_SIZE", "1")
+    processes = count("LOCAL_WORLD_SIZE", "1")
+    first = environment.rank - environment.local_rank
     address, port = environment.master or ("localhost", 0)
-    first, id_ = (
-        environment.rank - environment.local_rank,
-        variables.get("TORCHELASTIC_RUN_ID", "none"),
-    )
-    serves, ranks = environment.rank == 0, tuple(range(first, first + processes))
     return Place(
-        "torchrun", "c10d", address, port, id_, nodes, nodes, node, str(processes), serves, ranks
+        launcher="torchrun",
+        backend="c10d",
+        address=address,
+        port=port,
+        id=variables.get("TORCHELASTIC_RUN_ID", "none"),
+        fewest=nodes,
+        most=nodes,
+        node_rank=count("GROUP_RANK", "0"),
+        processes=str(processes),
+        serves=environment.rank == 0,
+        ranks=tuple(range(first, first + processes)),
     )
 
 
@@ -178,22 +198,29 @@ def _of_srun(environment: Environment, variables: Mapping[str, str]) -> Place:
     names = slurm_nodes(variables)
     name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in variables else "SLURM_NNODES"
     nodes = _count(variables.get(name, str(len(names) or 1)), name)
-    per_node = _tasks(
-        variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "1"))
-    )
     node = _count(variables.get("SLURM_NODEID", "0"), "SLURM_NODEID")
+    job_tasks = variables.get("SLURM_TASKS_PER_NODE", "1")
+    per_node = _tasks(variables.get("SLURM_STEP_TASKS_PER_NODE", job_tasks))
     tasks = per_node[min(node, len(per_node) - 1)]
+
     first = environment.rank - environment.local_rank
-    # this node's ranks, which --distribution=cyclic interleaves
-    task_ids = variables.get("SLURM_GTIDS", "")
-    ranks = tuple(map(int, task_ids.split(","))) if task_ids else tuple(range(first, first + tasks))
+    ranks = tuple(range(first, first + tasks))
+    if variables.get("SLURM_GTIDS"):  # --distribution=cyclic interleaves the nodes' ranks
+        ranks = tuple(map(int, variables["SLURM_GTIDS"].split(",")))
     address, port = environment.master or ("localhost", 0)
-    id_, serves = (
-        variables.get("SLURM_JOB_ID", "none"),
-        environment.hosts_store or environment.master is None,
-    )
     return Place(
-        "srun", "static", address, port, id_, nodes, nodes, node, str(tasks), serves, ranks, names
+        launcher="srun",
+        backend="static",
+        address=address,
+        port=port,
+        id=variables.get("SLURM_JOB_ID", "none"),
+        fewest=nodes,
+        most=nodes,
+        node_rank=node,
+        processes=str(tasks),
+        serves=environment.hosts_store or environment.master is None,
+        ranks=ranks,
+        expected=names,
     )
 
 
@@ -206,9 +233,11 @@ def speaks_for_node(variables: Mapping[str, str], place: Place) -> bool:
 def read_nodes(text: str) -> tuple[int, int]:
     """`2` or `2:4` -> (2, 2) or (2, 4). Raises InputError."""
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
-    if match is None or (match[2] and int(match[2]) < int(match[1])):
-        raise InputError(f"--nnodes {text}: expected a number of nodes, or MIN:MAX such as 2:4")
-    return int(match[1]), int(match[2] or match[1])
+    if match is not None:
+        fewest, most = int(match[1]), int(match[2] or match[1])
+        if fewest <= most:
+            return fewest, most
+    raise InputError(f"--nnodes {text}: expected a number of nodes, or MIN:MAX such as 2:4")
 
 
 def read_endpoint(text: str, port: int) -> tuple[str, int]:
@@ -222,12 +251,15 @@ def read_endpoint(text: str, port: int) -> tuple[str, int]:
 
 
 def _tasks(text: str) -> Sequence[int]:
+    """`4(x2),2` -> 4, 4, 2."""
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
         raise InputError(
             f"SLURM_TASKS_PER_NODE={text} is not of SLURM's form, for instance 4(x2),2"
         )
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]
+    tasks: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(times or 1)
+    return tasks
 
 
 def _count(text: str, name: str) -> int:

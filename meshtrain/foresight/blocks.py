@@ -6,11 +6,11 @@ uncompiled.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -20,35 +20,30 @@ from meshtrain.errors import InputError
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.model import alike, repeated, untraced_errors
-from meshtrain.foresight.trace import META, TracedStep, fake_world, prepared_batch
-from meshtrain.foresight.work import Pass, Product, Send, Work
+from meshtrain.foresight.trace import (
+    META,
+    TracedStep,
+    fake_world,
+    prepared_batch,
+    routed_rows,
+)
+from meshtrain.foresight.work import Parameter, Pass, Product, Send, Work
 from meshtrain.layout import Layout
-from meshtrain.mesh import Mesh
+from meshtrain.mesh import CommBytes, Mesh
 from meshtrain.parallel.collectives import implementations
 from meshtrain.parallel.linear import use_products
-from meshtrain.parallel.linear import weight_grad as weight_grads
-from meshtrain.parallel.linear.weight_grad import WeightGradQueue, add_or_compute
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
 
 # axes over which blocks send; FSDP and DDP are counted apart
-SENT_OVER = (
-    "tp",
-    "cp",
-    "cp_heads",
-    "cp_ring",
-    "ep",
-)
+SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")
 # operators that launch no kernel
-FREE = (
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "detach",
-)
-# phase that zero-bubble schedules defer; see parallel/linear/weight_grad.py
-WEIGHT_GRAD = "weight gradient"
+FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")
+# Passes through a block, as phases of the step. Zero-bubble schedules defer the last one; see
+# parallel/linear/weight_grad.py.
+FORWARD, BACKWARD, WEIGHT_GRAD = "forward", "backward", "weight gradient"
+
 Pairs = dict[int, tuple[Work, Work]]  # block -> its work for one sample and for two
 # Cache: `_key` -> the pairs or the error that tracing raised, and samples - 1 -> works of all
 # blocks.
@@ -64,115 +59,165 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     pairs, known = _known[key]
     if isinstance(pairs, InputError):
         raise pairs
-    more = config.batch.micro_size - 1
-    if more not in known:
-        works = {i: _extended(*pair, more) for i, pair in pairs.items()}
-        known[more] = tuple(works[i] for i in alike(config))
-    return known[more]
+    more_samples = config.batch.micro_size - 1
+    if more_samples not in known:
+        works = {
+            i: _extrapolated(of_one, of_two, more_samples) for i, (of_one, of_two) in pairs.items()
+        }
+        known[more_samples] = tuple(works[i] for i in alike(config))
+    return known[more_samples]
 
 
 def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
     """Fills the cache of `works_of` for many configs, in the processes of a pool."""
-    placed = [(config, config.resolved) for config in configs if config.resolved is not None]
-    unknown = [
-        (key, case)
-        for key, case in {_key(*case): case for case in placed}.items()
-        if key not in _known
-    ]
-    for key, case in unknown[:1]:  # in this process, so that forked ones have its imports
-        _known[key] = _counted(*case), {}
-    if pool is not None and unknown[1:]:
-        counted = pool.map(_counted, *zip(*(case for _, case in unknown[1:]), strict=True))
-        _known.update(
-            {key: (pairs, {}) for (key, _), pairs in zip(unknown[1:], counted, strict=True)}
-        )
+    unknown: dict[tuple[Any, ...], tuple[Config, Layout]] = {}
+    for config in configs:
+        if config.resolved is not None:
+            key = _key(config, config.resolved)
+            if key not in _known:
+                unknown[key] = config, config.resolved
+    if not unknown:
+        return
+    # The first one in this process, so that forked ones have its imports.
+    first, *others = unknown
+    _known[first] = _counted(*unknown[first]), {}
+    if pool is not None and others:
+        counted = pool.map(_counted, *zip(*(unknown[key] for key in others), strict=True))
+        for key, pairs in zip(others, counted, strict=True):
+            _known[key] = pairs, {}
 
 
-def _splits(config: Config, layout: Layout) -> bool:
+def _splits_backward(config: Config, layout: Layout) -> bool:
     """Whether the schedule computes weight gradients apart from input gradients."""
-    section, ranks = config.pipeline, layout.size("pp")
-    return (
-        ranks > 1
-        and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
-    )
+    ranks = layout.size("pp")
+    if ranks == 1:
+        return False
+    section = config.pipeline
+    return short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
 
 
 def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
     """All that the works depend on, except for the number of samples."""
-    parallel, train = config.parallel, config.train
-    key: tuple[Any, ...] = (
-        config.model.name,
-        repr(config.model.keys),
-        config.data.seq_len,
-        config.data.mask_documents,
-    )
-    key += (layout.size("cp"), layout.size("tp"), layout.experts, layout.context_heads)
-    key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
-    key += (train.precision, train.linear_precision, train.freeze, train.lora)
+    model, data, parallel, train = config.model, config.data, config.parallel, config.train
     # A queue of weight gradients needs our linear layers, where torch's may do otherwise.
-    return *key, _splits(config, layout) and (layout.experts > 1 or parallel.recompute == "full")
+    has_queue = _splits_backward(config, layout)
+    has_own_layers = layout.experts > 1 or parallel.recompute == "full"
+    return (
+        model.name,
+        repr(model.keys),
+        data.seq_len,
+        data.mask_documents,
+        layout.size("cp"),
+        layout.size("tp"),
+        layout.experts,
+        layout.context_heads,
+        parallel.context,
+        parallel.recompute,
+        parallel.regather,
+        parallel.sequence_parallel,
+        train.precision,
+        train.linear_precision,
+        train.freeze,
+        train.lora,
+        has_queue and has_own_layers,
+    )
 
 
 def _counted(config: Config, layout: Layout) -> Pairs | InputError:
     """Work of each block that is not like an earlier one, traced on as few ranks as possible."""
-    skipped, splits, cp, tp = (
-        repeated(alike(config)),
-        _splits(config, layout),
-        layout.size("cp"),
-        layout.size("tp"),
+    skipped = repeated(alike(config))
+    splits_backward = _splits_backward(config, layout)
+    cp, tp = layout.size("cp"), layout.size("tp")
+    for_experts = max(1, layout.experts // (cp * tp))
+    few = layout.resized({"dp_shard": for_experts, "cp": cp, "tp": tp})
+    config = replace(
+        config,
+        layout=few.sizes,
+        resolved=few,
+        parallel=replace(config.parallel, compile=False),
     )
-    layout = layout.resized({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
-    config = replace(config, layout=layout.sizes, resolved=layout)
-    config = replace(config, parallel=replace(config.parallel, compile=False))
     of_samples = [
-        replace(
-            config,
-            batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")),
-        )
+        replace(config, batch=replace(config.batch, micro_size=n, global_size=n * for_experts))
         for n in (1, 2)
     ]
     try:
-        # Without FSDP, whose gathers and copies are no work of the blocks.
-        with (
-            untraced_errors(),
-            fake_world(layout, 0, "cuda") as mesh,
-            patch.object(Mesh, "uses_fsdp", False),
-        ):
-            step = CountedStep(of_samples[0], mesh, META, skipped)
-            if splits:
+        with untraced_errors(), fake_world(few, 0, "cuda") as mesh:
+            step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
+            if splits_backward:
                 use_products(step.model, queue=WeightGradQueue())  # as the pipeline does
-            pairs = zip(*step.works(of_samples), strict=True)
-            return {i: pair for i, pair in enumerate(pairs) if i not in skipped}
+            of_one, of_two = step.works(of_samples)
     except InputError as error:
         return error
+    pairs = enumerate(zip(of_one, of_two, strict=True))
+    return {i: pair for i, pair in pairs if i not in skipped}
+
+
+class _SentBytes(CommBytes):
+    """Bytes that this rank sent, whose listener hears of every message."""
+
+    listener: Callable[[str, str, float], None] | None = None
+
+    def add(self, axis: str, kind: str, sent: float) -> None:
+        super().add(axis, kind, sent)
+        if self.listener is not None:
+            self.listener(axis, kind, sent)
+
+
+class _UnshardedMesh(Mesh):
+    """A mesh without FSDP, whose gathers and copies are no work of the blocks."""
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "_UnshardedMesh":
+        own = {one.name: getattr(mesh, one.name) for one in fields(mesh)}
+        return cls(**(own | {"comm_bytes": _SentBytes()}))
+
+    @property
+    def uses_fsdp(self) -> bool:
+        return False
+
+
+# From one sample and two to any number ------------------------------------------------------------
+
+
+def _extrapolated(of_one: Any, of_two: Any, more: int) -> Any:
+    """The value for `1 + more` samples, from the same value for one sample and for two."""
+    if isinstance(of_one, Work | Pass | Product | Send):
+        changed = {
+            name: _extrapolated(value, getattr(of_two, name), more)
+            for name, value in vars(of_one).items()
+        }
+        return type(of_one)(**changed)
+    if isinstance(of_one, tuple) and len(of_one) != len(of_two):
+        # The loss has one product per chunk of tokens: their sizes stay, their numbers change.
+        return _extrapolated_products(of_one, of_two, more)
+    if isinstance(of_one, tuple):
+        pairs = zip(of_one, of_two, strict=True)
+        return tuple(_extrapolated(first, second, more) for first, second in pairs)
+    if isinstance(of_one, str | Parameter) or of_one == of_two:
+        return of_one
+    return of_one + more * (of_two - of_one)
+
+
+def _extrapolated_products(
+    of_one: Sequence[Product], of_two: Sequence[Product], more: int
+) -> tuple[Product, ...]:
+    once, twice = _times(of_one), _times(of_two)
+    products = []
+    for product in once | twice:
+        times = _extrapolated(once.get(product, 0), twice.get(product, 0), more)
+        products.append(replace(product, times=times))
+    return tuple(products)
 
 
 def _times(products: Sequence[Product]) -> dict[Product, float]:
+    """A product of each size -> how many there are."""
     times: dict[Product, float] = defaultdict(float)
     for product in products:
         times[replace(product, times=1)] += product.times
     return times
 
 
-def _extended(first: Any, two: Any, samples: int) -> Any:
-    """Extrapolates from the values for one sample and for two to `1 + samples` samples."""
-    if isinstance(first, Work | Pass | Product | Send):
-        fields = {
-            name: _extended(value, getattr(two, name), samples)
-            for name, value in vars(first).items()
-        }
-        return type(first)(**fields)
-    # the loss has one product per chunk of tokens
-    if isinstance(first, tuple) and len(first) != len(two):
-        first, second = (_times(products) for products in (first, two))
-        times = {
-            product: _extended(first.get(product, 0), second.get(product, 0), samples)
-            for product in first | second
-        }
-        return tuple(replace(product, times=n) for product, n in times.items())
-    if isinstance(first, tuple):
-        return tuple(_extended(*pair, samples) for pair in zip(first, two, strict=True))
-    return first if isinstance(first, str) or first == two else first + samples * (two - first)
+# Counting -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -190,6 +235,33 @@ class Tally:
         return Pass(tuple(self.products), self.attention_flops, self.moved, self.operators, sends)
 
 
+@dataclass
+class LiveSizes:
+    """Live bytes around one block."""
+
+    before: float = 0  # its forward
+    input: float = 0
+    peak: float = 0  # of its forward
+    after: float = 0  # its forward
+    output: float = 0
+    backward_start: float | None = None
+    backward_peak: float = 0  # beyond `backward_start`
+
+    @property
+    def saved(self) -> float:
+        """What its forward leaves for its backward, its input included."""
+        return self.after - self.before - self.output + self.input
+
+    def look(self, total: float, in_forward: bool) -> None:
+        """Takes the live bytes after an operator of the block."""
+        if in_forward:
+            self.peak = max(self.peak, total)
+            return
+        if self.backward_start is None:
+            self.backward_start = total
+        self.backward_peak = max(self.backward_peak, total - self.backward_start)
+
+
 class CountedStep(TracedStep):
     """A step whose operators are counted by block and by pass."""
 
@@ -200,77 +272,84 @@ class CountedStep(TracedStep):
         names = {block: name for name, block in self.model.named_modules() if block in set(blocks)}
         self.last = names[blocks[-1]]
         for block in blocks:
-            block.forward = self._weighed(names[block], block.forward)
-        add, comm_bytes = self.mesh.comm_bytes.add, self.mesh.comm_bytes
+            block.forward = self._sized(names[block], block.forward)
+        assert isinstance(self.mesh.comm_bytes, _SentBytes)
+        self.mesh.comm_bytes.listener = self._send
 
-        def send(axis: str, kind: str, sent: float) -> None:
-            add(axis, kind, sent)
-            if axis in SENT_OVER:
-                self._tally().sends[axis, kind] += sent
-
-        comm_bytes.add = send  # type: ignore[method-assign]
         works = []
-        with watched(self.live), patch.object(weight_grads, "add_or_compute", self._add_or_compute):
+        with watched(self.live), around_weight_grads(self._in_weight_grad):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            # the first step creates lasting state and is not counted
-            for config in (
-                configs[0],
-                *configs,
-            ):
+            # The first step creates lasting state and is not counted.
+            for config in (configs[0], *configs):
                 batch = prepared_batch(config, self.mesh)
-                routed = batch.targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
-                self.live.rows = routed // self.mesh.size("tp")
+                self.live.rows = routed_rows(config, batch, self.mesh)
                 self.tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
-                self.bytes: dict[str, dict[str, float]] = defaultdict(dict)
-                self.live.watch, self.live.block = self._count, ""
+                self.sizes: dict[str, LiveSizes] = defaultdict(LiveSizes)
+                self.live.watch = self._count
+                self.live.block = ""
                 self.trainer.forward_backward(1, [batch])
                 works.append(tuple(self._work(block, names[block]) for block in blocks))
         return works[1:]
 
-    def _add_or_compute(self, *layer: Any) -> Any:
-        before, self.live.phase = self.live.phase, WEIGHT_GRAD
-        try:
-            return add_or_compute(*layer)
-        finally:
-            self.live.phase = before
-
     def _work(self, block: nn.Module, name: str) -> Work:
-        rows = tuple(map(_before_fsdp, block.parameters()))
-        parameters = sum(n * width for _, n, width, _ in rows)
-        forward, input_grad, weight_grad = (
-            self.tallies[name, phase].as_pass() for phase in ("forward", "backward", WEIGHT_GRAD)
+        sizes = self.sizes[name]
+        named = block.named_parameters(prefix=name)
+        return Work(
+            name,
+            parameters=tuple(_before_fsdp(own, parameter) for own, parameter in named),
+            forward=self.tallies[name, FORWARD].as_pass(),
+            input_grad=self.tallies[name, BACKWARD].as_pass(),
+            weight_grad=self.tallies[name, WEIGHT_GRAD].as_pass(),
+            saved=sizes.saved,
+            peak_forward=sizes.peak - sizes.before,
+            peak_backward=sizes.backward_peak,
         )
-        sizes = self.bytes[name]
-        saved = sizes["after"] - sizes["before"] - sizes["output"] + sizes["input"]
-        peaks = sizes["peak"] - sizes["before"], sizes.get("backward", 0.0)
-        return Work(name, parameters, forward, input_grad, weight_grad, saved, *peaks, rows)
 
-    def _weighed(self, name: str, forward: Any) -> Any:
+    def _sized(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward that notes the live bytes around it."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            sizes, live = self.bytes[name], self.live
-            sizes |= {"before": live.total, "input": _nbytes((args, kwargs)), "peak": live.total}
+            sizes, live = self.sizes[name], self.live
+            sizes.before = sizes.peak = live.total
+            sizes.input = _nbytes((args, kwargs))
             output = forward(*args, **kwargs)
-            sizes |= {"after": live.total, "output": _nbytes(output)}
+            sizes.after = live.total
+            sizes.output = _nbytes(output)
             # A view is a tensor of its own: the next block hooks its input's gradient.
             return output if name == self.last else output.view_as(output)
 
         return run
 
+    @contextmanager
+    def _in_weight_grad(self) -> Iterator[None]:
+        before = self.live.phase
+        self.live.phase = WEIGHT_GRAD
+        try:
+            yield
+        finally:
+            self.live.phase = before
+
+    def _send(self, axis: str, kind: str, sent: float) -> None:
+        if axis in SENT_OVER:
+            self._tally().sends[axis, kind] += sent
+
     def _tally(self) -> Tally:
         return self.tallies[self.live.block or self.last, self._pass()]
 
     def _pass(self) -> str:
-        return self.live.phase if self.live.phase in ("backward", WEIGHT_GRAD) else "forward"
+        return self.live.phase if self.live.phase in (BACKWARD, WEIGHT_GRAD) else FORWARD
 
     def _count(self, func: Any, args: Any, out: Any) -> None:
-        name, block = func.name().split(".")[0], self.live.block
+        """Called with every operator."""
+        name = func.name().split(".")[0]
         if name in implementations and name not in WITHOUT_SHAPES:
             return  # its inner operators were counted
         on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
         if is_view(func) or not on_device or name.partition("::")[2] in FREE:
             return
-        product, tally = _product(name, args, out), self._tally()
+        product = _product(name, args, out)
+        tally = self._tally()
         tally.operators += 1
         if product is not None:
             tally.products.append(product)
@@ -278,26 +357,23 @@ class CountedStep(TracedStep):
             tally.attention_flops += _attention_flops(name, args)
         else:
             tally.moved += _nbytes(args) + _nbytes(out)
-        if block:
-            sizes, total = self.bytes[block], self.live.total
-            if self._pass() != "forward":
-                sizes["backward"] = max(
-                    sizes.get("backward", 0.0), total - sizes.setdefault("start", total)
-                )
-            else:
-                sizes["peak"] = max(sizes["peak"], total)
+        if self.live.block:
+            sizes = self.sizes[self.live.block]
+            sizes.look(self.live.total, in_forward=self._pass() == FORWARD)
 
 
-def _before_fsdp(parameter: nn.Parameter) -> tuple[str, int, int, bool]:
-    """A row of `Work.rows` for a parameter."""
-    local, mesh = to_local(parameter.detach()), getattr(parameter, "device_mesh", None)
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {}
-    # experts: sharded along the dim that divides best, so not padded
-    if "ep" in sizes or "efsdp" in sizes:
-        return "efsdp", local.numel() * sizes.get("efsdp", 1), 1, parameter.requires_grad
-    rows = len(local) if local.ndim else 1
-    shards = sizes.get("dp_shard", 1) * sizes.get("fsdp", 1)
-    return "fsdp", rows * shards, local.numel() // max(rows, 1), parameter.requires_grad
+def _before_fsdp(name: str, parameter: nn.Parameter) -> Parameter:
+    """A parameter as tp and ep have left it."""
+    local = to_local(parameter.detach())
+    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+    axes = () if mesh is None else mesh.mesh_dim_names
+    return Parameter(
+        name,
+        tuple(local.shape),
+        trained=parameter.requires_grad,
+        axis="efsdp" if "ep" in axes else "fsdp",
+        whole=tuple(parameter.shape),
+    )
 
 
 def _nbytes(tree: Any) -> float:
@@ -305,38 +381,58 @@ def _nbytes(tree: Any) -> float:
 
 
 def _attention_flops(name: str, args: Any) -> float:
-    """FLOPs over all pairs of tokens, without causality, by convention; a backward has five
-    products for the forward's two, as it computes the scores again."""
-    backward = "backward" in name
-    q, k, v = args[backward : 3 + backward]
+    """FLOPs over all pairs of tokens, without causality, by convention."""
+    is_backward = "backward" in name
+    q, k, v = args[1:4] if is_backward else args[:3]  # first the gradient of the output
     keys = k.shape[2 if "dot_product" in name else 1]
-    return (
-        2 * q.numel() // q.shape[-1] * keys * (q.shape[-1] + v.shape[-1]) * (2.5 if backward else 1)
-    )
+    queries = q.numel() // q.shape[-1]
+    forward = 2 * queries * keys * (q.shape[-1] + v.shape[-1])
+    # The backward has five products for the forward's two, as it computes the scores again.
+    return 2.5 * forward if is_backward else forward
 
 
 def _product(name: str, args: Any, out: Any) -> Product | None:
-    """The matrix product that an operator computes, if any; a convolution multiplies a vector at
-    each position."""
+    """The matrix product that an operator computes, if any."""
     name = name.removesuffix("_")
     if name in ("aten::convolution", "aten::convolution_backward"):
-        backward = name.endswith("backward")
-        x, weight, transposed = args[backward], args[1 + backward], args[6 + backward]
-        places = x if transposed else args[0] if backward else out
-        # for the gradients of the input and of the weight
-        times = sum(args[-1][:2]) if backward else 1
-        return Product(places.numel() // places.shape[1], weight.shape[0], weight[0].numel(), times)
-    a, b = args[1:3] if name in ("aten::addmm", "aten::baddbmm") else (*args, None, None)[:2]
+        return _convolution(args, out, is_backward=name.endswith("backward"))
+    if name in ("aten::addmm", "aten::baddbmm"):
+        args = args[1:]  # without the sum that the product is added to
+    if len(args) < 2:
+        return None
+    a, b = args[0], args[1]
     if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
         return Product(a.shape[0], b.shape[1], a.shape[1])
     if name in ("aten::bmm", "aten::baddbmm"):
-        return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0])
+        return Product(a.shape[1], b.shape[2], a.shape[2], times=a.shape[0])
     if name in ("aten::linear", "aten::matmul"):
         return Product(a.numel() // a.shape[-1], b.numel() // a.shape[-1], a.shape[-1])
-    # weight gradient: each expert sums over its rows
-    if name.startswith("meshtrain::grouped") and b.dim() == 2:
-        return Product(a.shape[1], b.shape[1], a.shape[0])
     if name.startswith("meshtrain::grouped"):
-        width = b.shape[-1] if b.shape[-2] == a.shape[1] else b.shape[-2]
-        return Product(max(1, a.shape[0] // b.shape[0]), width, a.shape[1], b.shape[0])
+        return _grouped(a, b)
     return None
+
+
+def _convolution(args: Any, out: Any, is_backward: bool) -> Product:
+    """A convolution multiplies a vector at each position."""
+    if is_backward:
+        output, x, weight = args[:3]
+        transposed = args[7]
+        with_input, with_weight, _ = args[-1]  # which gradients it computes
+        times = with_input + with_weight
+    else:
+        output, x, weight = out, args[0], args[1]
+        transposed = args[6]
+        times = 1
+    positions = x if transposed else output
+    return Product(
+        positions.numel() // positions.shape[1], weight.shape[0], weight[0].numel(), times
+    )
+
+
+def _grouped(a: Tensor, b: Tensor) -> Product:
+    """The products of experts with their rows, taken to be equally many."""
+    if b.dim() == 2:  # weight gradient: each expert sums over its rows
+        return Product(a.shape[1], b.shape[1], a.shape[0])
+    experts = b.shape[0]
+    width = b.shape[-1] if b.shape[-2] == a.shape[1] else b.shape[-2]
+    return Product(max(1, a.shape[0] // experts), width, a.shape[1], times=experts)

@@ -32,7 +32,7 @@ class Group:
         """The group of rank 0 over an axis, found in time O(log size). A layout without hosts has
         all ranks on one."""
         # The host with the fewest ranks would limit a ring; hosts are mostly alike.
-        first = layout.runs[0].count if layout.runs else layout.world_size
+        first = layout.host_spans[0].count if layout.host_spans else layout.world_size
         key = layout.axes, layout.shape, layout.experts, layout.context_heads, first, axis
         if key not in _groups:
             ranks = layout.size(axis)

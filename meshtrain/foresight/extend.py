@@ -2,51 +2,38 @@
 blocks, microbatches and pipeline ranks.
 
 At each moment of a step, live bytes are affine in the number of alike blocks of a stage and in the
-number of forwards that wait for their backward. So two traces, plus one for each further kind of
-blocks, at each of two numbers of waiting forwards, determine the bytes for any number. Moments are
-identified by the phase of the step and the place in the stage. Each is extrapolated by itself and
-the largest is the peak, which need not be the peak of the small traces.
+number of forwards in flight, which wait for their backward. So two traces, plus one for each
+further kind of blocks, at each of two numbers of forwards in flight, determine the bytes for any
+number. Moments are identified by the phase of the step and the place in the stage. Each is
+extrapolated by itself and the largest is the peak, which need not be the peak of the small traces.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from meshtrain.config import Config
+from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import microbatches
 from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.memory import RankMemory, held_forwards, schedule_of, short_schedule
 from meshtrain.foresight.model import alike
-from meshtrain.foresight.trace import trace_rank
+from meshtrain.foresight.trace import RankTrace, trace_rank
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.modeling.build import spec_of, stages_of
+from meshtrain.modeling.build import stages_of
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from meshtrain.pipeline.stage import blocks_of
 
 WHOLE = 32  # up to so many (microbatch, block) pairs a step is traced whole
 # pipeline ranks in the place of more: a first, a last, and one or two in the middle
-FEW_RANKS = (
-    3,
-    4,
-)
+FEW_RANKS = (3, 4)
 FEW_BLOCKS = 3  # alike blocks that a stage keeps: a first, a last, and one in the middle
 
-
-@dataclass(frozen=True)
-class Case:
-    """A small config of which one rank is traced without the `skipped` blocks; the number of
-    forwards that wait there at most; and the weight of the trace among those with the same
-    number."""
-
-    config: Config
-    layout: Layout
-    rank: int
-    skipped: tuple[int, ...]
-    waiting: float
-    weight: float
+Bounds = Sequence[tuple[int, int]]  # of each stage of a rank, the range of its blocks [first, end)
 
 
 def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> RankMemory:
@@ -54,33 +41,38 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     `whole`: number of (microbatch, block) pairs up to which its step is traced whole. Raises
     UntracedError."""
     config, layout = _with_few_copies(config, layout)
-    if layout.size("pp") > 1:
-        schedule, split = stages_of(config, layout)
-        bounds = [split.bounds[stage] for stage in schedule.stages_of(pp)]
-    else:
-        bounds = [(0, len(blocks_of(spec_of(config).meta)))]
-    count = microbatches(
-        config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES)
-    )
-    passes = count * sum(end - first for first, end in bounds)
-    cases = [] if passes <= whole else _smaller(config, layout, pp, bounds, count)
+    bounds = _bounds_of(config, layout, pp)
+    count = _microbatches(config, layout)
+    blocks = sum(end - first for first, end in bounds)
+    cases = _small_cases(config, layout, pp, bounds, count) if count * blocks > whole else []
     if not cases:
         trace = trace_rank(config, layout, layout.group(0, "pp")[pp])
         return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp, trace.compiled)
-    waitings, target = [case.waiting for case in cases], held_of(config, layout, pp, count)
-    weights = [case.weight * _weight(case.waiting, waitings, target) for case in cases]
     with shared_graphs():
         traces = [trace_rank(case.config, case.layout, case.rank, case.skipped) for case in cases]
-    shared = set.intersection(*(set(trace.moments) for trace in traces))
-    moments = {
-        moment: _combined([trace.moments[moment] for trace in traces], weights) for moment in shared
-    }
-    peak = max(moments, key=lambda moment: sum(moments[moment].values()))
-    words = next(
-        (trace.moment for trace in traces if trace.parts == trace.moments[peak]), peak.strip()
-    )
-    resident = _combined([trace.resident for trace in traces], weights)
-    return RankMemory(resident, moments[peak], words, pp, traces[0].compiled, "extended")
+    memory = _extrapolated(traces, _weights(cases, held_of(config, layout, pp, count)))
+    return replace(memory, pp=pp)
+
+
+def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
+    """Largest number of forwards in flight on a pipeline rank, with `count` microbatches."""
+    ranks = layout.size("pp")
+    if ranks == 1:
+        return 1
+    section = config.pipeline
+    return held_forwards(schedule_of(section.schedule, ranks, count, section.stages_per_rank))[pp]
+
+
+def _microbatches(config: Config, layout: Layout) -> int:
+    batch = config.batch
+    return microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES))
+
+
+def _bounds_of(config: Config, layout: Layout, pp: int) -> Bounds:
+    if layout.size("pp") == 1:
+        return [(0, len(blocks_of(spec_of(config).meta)))]
+    schedule, split = stages_of(config, layout)
+    return [split.bounds[stage] for stage in schedule.stages_of(pp)]
 
 
 def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
@@ -89,106 +81,187 @@ def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
     if layout.size("dp_replicate") < 3 or config.parallel.shard_optimizer:
         return config, layout
     few = layout.resized({**layout.sizes, "dp_replicate": 2})
-    size = config.batch.micro_size
-    count = microbatches(config.batch.sizes.largest, size, layout.size(*DATA_AXES))
-    batch = replace(config.batch, global_size=count * size * few.size(*DATA_AXES))
-    return replace(config, batch=batch, layout=few.sizes, resolved=few), few
+    global_size = _microbatches(config, layout) * config.batch.micro_size * few.size(*DATA_AXES)
+    return _resized(config, few, global_size), few
 
 
-def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
-    """Largest number of forwards on a pipeline rank whose backward is still to come."""
-    ranks, section = layout.size("pp"), config.pipeline
-    if ranks == 1:
-        return 1
-    return held_forwards(schedule_of(section.schedule, ranks, count, section.stages_per_rank))[pp]
+def _resized(config: Config, layout: Layout, global_size: int) -> Config:
+    batch = replace(config.batch, global_size=global_size)
+    return replace(config, batch=batch, layout=layout.sizes, resolved=layout)
 
 
-def _weight(value: float, values: Sequence[float], target: float) -> float:
-    """Weight of the point at `value`, one of two `values`, in linear interpolation at `target`."""
-    others = set(values) - {value}
-    return (target - min(others)) / (value - min(others)) if others else 1.0
+# Extrapolation ------------------------------------------------------------------------------------
 
 
-def _combined(parts: Sequence[dict[str, int]], weights: Sequence[float]) -> dict[str, float]:
-    total: Counter[str] = Counter()
+@dataclass(frozen=True)
+class Case:
+    """A small config of which one rank is traced."""
+
+    config: Config
+    layout: Layout
+    rank: int
+    skipped: tuple[int, ...]  # blocks
+    in_flight: float  # largest number of forwards in flight
+    weight: float  # of the trace among those with as many forwards in flight
+
+
+def _weights(cases: Sequence[Case], target: float) -> list[float]:
+    """The weight of each trace in the extrapolation to `target` forwards in flight: a line through
+    the two numbers that the cases have."""
+    few, *more = sorted({case.in_flight for case in cases})
+    if not more:
+        return [case.weight for case in cases]
+    [many] = more
+    along_line = {
+        few: (target - many) / (few - many),
+        many: (target - few) / (many - few),
+    }
+    return [case.weight * along_line[case.in_flight] for case in cases]
+
+
+def _extrapolated(traces: Sequence[RankTrace], weights: Sequence[float]) -> RankMemory:
+    # A moment that not all traces have, has no line.
+    shared = set.intersection(*(set(trace.moments) for trace in traces))
+    moments = {
+        moment: _weighed([trace.moments[moment] for trace in traces], weights) for moment in shared
+    }
+    peak = max(moments, key=lambda moment: sum(moments[moment].values()))
+    words = peak.strip()
+    for trace in traces:
+        if trace.parts == trace.moments[peak]:  # it is this trace's peak, too
+            words = trace.moment
+            break
+    return RankMemory(
+        resident=_weighed([trace.resident for trace in traces], weights),
+        parts=moments[peak],
+        moment=words,
+        compiled=traces[0].compiled,
+        source="extended",
+    )
+
+
+def _weighed(parts: Sequence[dict[str, int]], weights: Sequence[float]) -> dict[str, float]:
+    """The weighted sum of the parts of several traces."""
+    total: dict[str, float] = defaultdict(float)
     for sizes, weight in zip(parts, weights, strict=True):
         for part, size in sizes.items():
-            total[part] += weight * size  # type: ignore[assignment]
+            total[part] += weight * size
     return {part: round(size) for part, size in total.items() if round(size)}
 
 
-def _smaller(
-    config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int, int]], count: int
-) -> list[Case]:
+# Small cases --------------------------------------------------------------------------------------
+
+
+class _World(NamedTuple):
+    """A small pipeline with a rank like the one in question."""
+
+    ranks: int
+    pp: int  # index of that rank
+    microbatches: int
+
+
+def _small_cases(config: Config, layout: Layout, pp: int, bounds: Bounds, count: int) -> list[Case]:
     """Small cases from which a rank's memory can be extrapolated; none if no case is smaller, or if
     a file gives the schedule."""
-    ranks, section, data = layout.size("pp"), config.pipeline, layout.size(*DATA_AXES)
-    if ranks > 1 and section.schedule.endswith(".csv"):
+    if layout.size("pp") > 1 and config.pipeline.schedule.endswith(".csv"):
         return []
-    blocks, parts = len(alike(config)), _without_some(config, layout, bounds)
-    if ranks == 1:
-        worlds = [(1, 0, min(count, 3))]  # a first microbatch, a last, and one between
-    elif ranks <= FEW_RANKS[-1]:
-        worlds = [(ranks, pp, min(count, n * ranks)) for n in (2, 3)]
-    else:
-        at = [pp if pp == 0 else few - 1 if pp == ranks - 1 else 1 for few in FEW_RANKS]
-        worlds = [(few, index, 2 * few) for few, index in zip(FEW_RANKS, at, strict=True)]
-    cases, target = [], held_of(config, layout, pp, count)
-    for few, index, many in worlds:
-        small = layout.resized({**layout.sizes, "pp": few})
-        batch = replace(config.batch, global_size=many * config.batch.micro_size * data)
-        of_case = replace(config, batch=batch, layout=small.sizes, resolved=small)
-        if ranks > 1:
-            placement = short_schedule(section.schedule, few, section.stages_per_rank).placement
-            own = [stage for stage, rank in enumerate(placement) if rank == index]
-            split = _split(dict(zip(own, bounds, strict=True)), len(placement), blocks)
+    without_blocks = _without_some_blocks(config, layout, bounds)
+    cases = []
+    for world in _small_worlds(layout.size("pp"), pp, count):
+        small = layout.resized({**layout.sizes, "pp": world.ranks})
+        samples = world.microbatches * config.batch.micro_size * small.size(*DATA_AXES)
+        small_config = _resized(config, small, samples)
+        if layout.size("pp") > 1:
+            split = _split_like(config, world, bounds)
             if min(split) < 1:
                 return []
-            of_case = replace(of_case, pipeline=replace(section, split=split))
-        waiting, rank = held_of(of_case, small, index, many), small.group(0, "pp")[index]
-        cases += [
-            Case(of_case, small, rank, skipped, waiting, weight)
-            for skipped, weight in parts.items()
-        ]
-    waitings = {case.waiting for case in cases}
-    if target in waitings:
-        return [case for case in cases if case.waiting == target][: len(parts)]
-    return cases if len(waitings) == 2 else []
+            small_config = replace(small_config, pipeline=replace(config.pipeline, split=split))
+        in_flight = held_of(small_config, small, world.pp, world.microbatches)
+        rank = small.group(0, "pp")[world.pp]
+        for skipped, weight in without_blocks.items():
+            cases.append(Case(small_config, small, rank, skipped, in_flight, weight))
+
+    target = held_of(config, layout, pp, count)
+    numbers = {case.in_flight for case in cases}
+    if target in numbers:
+        # No line along the forwards in flight is needed.
+        return [case for case in cases if case.in_flight == target][: len(without_blocks)]
+    return cases if len(numbers) == 2 else []
 
 
-def _without_some(
-    config: Config, layout: Layout, bounds: Sequence[tuple[int, int]]
-) -> dict[tuple[int, ...], float]:
-    """Blocks to skip -> weight of the trace without them: one in which each stage has few blocks of
-    each kind, and for each kind one in which each stage has one block more."""
-    first, blocks = alike(config), blocks_of(spec_of(config).meta)
-    rows: dict[int, list[list[int]]] = {}  # kind -> its blocks in each stage
-    more: dict[int, int] = {}  # kind -> how many blocks every stage has beyond FEW_BLOCKS
-    for kind in set(first):
-        rows[kind] = [[i for i in range(*stage) if first[i] == kind] for stage in bounds]
-        elements = sum(parameter.numel() for parameter in blocks[kind].parameters()) / layout.size(
-            "tp"
-        )
-        # FSDP gathers several blocks as one unit
-        in_units = layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE
-        if (many := min(map(len, rows[kind]))) > FEW_BLOCKS + 1 and not in_units:
-            more[kind] = many - FEW_BLOCKS
-    parts: dict[tuple[int, ...], float] = {}
-    for other in (None, *more):
-        less = {kind: n - (kind == other) for kind, n in more.items()}
-        skipped = tuple(
-            sorted(i for kind, n in less.items() for row in rows[kind] for i in row[1 : 1 + n])
-        )
-        parts[skipped] = 1 - sum(more.values()) if other is None else more[other]
-    return parts
+def _small_worlds(ranks: int, pp: int, count: int) -> list[_World]:
+    if ranks == 1:
+        # A first microbatch, a last, and one between.
+        return [_World(1, 0, min(count, 3))]
+    if ranks <= FEW_RANKS[-1]:
+        return [_World(ranks, pp, min(count, n * ranks)) for n in (2, 3)]
+    worlds = []
+    for few in FEW_RANKS:
+        if pp == 0:
+            pp_of_few = 0
+        elif pp == ranks - 1:
+            pp_of_few = few - 1
+        else:
+            pp_of_few = 1
+        worlds.append(_World(few, pp_of_few, 2 * few))
+    return worlds
+
+
+def _split_like(config: Config, world: _World, bounds: Bounds) -> tuple[int, ...]:
+    """Number of blocks of each stage of a small pipeline whose rank has the same blocks."""
+    section = config.pipeline
+    placement = short_schedule(section.schedule, world.ranks, section.stages_per_rank).placement
+    own_stages = [stage for stage, rank in enumerate(placement) if rank == world.pp]
+    own = dict(zip(own_stages, bounds, strict=True))
+    return _split(own, len(placement), len(alike(config)))
 
 
 def _split(own: dict[int, tuple[int, int]], stages: int, blocks: int) -> tuple[int, ...]:
     """Number of blocks of each stage: stages in `own` have the ranges given there, the others share
     those between."""
-    edges = {0: 0, stages: blocks}
+    begins = {0: 0, stages: blocks}  # stage -> its first block
     for stage, (first, end) in own.items():
-        edges |= {stage: first, stage + 1: end}
-    known = sorted(edges)
-    ends = np.interp(range(stages + 1), known, [edges[stage] for stage in known]).astype(int)
-    return tuple(int(end - first) for first, end in pairwise(ends))
+        begins[stage] = first
+        begins[stage + 1] = end
+    known = sorted(begins)
+    all_begins = np.interp(range(stages + 1), known, [begins[stage] for stage in known])
+    return tuple(int(end - first) for first, end in pairwise(all_begins.astype(int)))
+
+
+def _without_some_blocks(
+    config: Config, layout: Layout, bounds: Bounds
+) -> dict[tuple[int, ...], float]:
+    """Blocks to skip -> weight of the trace without them: one in which each stage has few blocks of
+    each kind, and for each kind one in which each stage has one block more.
+
+    With n_k blocks of kind k left out of each stage, the bytes are those of the first trace, plus
+    n_k times what one more block of kind k takes, for each k.
+    """
+    kinds = alike(config)
+    blocks_of_kind: dict[int, list[list[int]]] = {}  # kind -> its blocks in each stage
+    left_out: dict[int, int] = {}  # kind -> how many blocks of it each stage does without
+    for kind in set(kinds):
+        in_stages = [[i for i in range(*stage) if kinds[i] == kind] for stage in bounds]
+        blocks_of_kind[kind] = in_stages
+        many = min(len(blocks) for blocks in in_stages)
+        if many > FEW_BLOCKS + 1 and not _shares_unit(config, layout, kind):
+            left_out[kind] = many - FEW_BLOCKS
+
+    def skipped(counts: dict[int, int]) -> tuple[int, ...]:
+        blocks: list[int] = []
+        for kind, count in counts.items():
+            for in_stage in blocks_of_kind[kind]:
+                blocks += in_stage[1 : 1 + count]
+        return tuple(sorted(blocks))
+
+    traces: dict[tuple[int, ...], float] = {skipped(left_out): 1 - sum(left_out.values())}
+    for kind, count in left_out.items():
+        traces[skipped({**left_out, kind: count - 1})] = count
+    return traces
+
+
+def _shares_unit(config: Config, layout: Layout, block: int) -> bool:
+    """Whether FSDP gathers several blocks like this one as one unit, so that bytes are no line."""
+    parameters = blocks_of(spec_of(config).meta)[block].parameters()
+    elements = sum(parameter.numel() for parameter in parameters) / layout.size("tp")
+    return layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE

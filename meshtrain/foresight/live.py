@@ -3,16 +3,17 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
-from unittest.mock import patch
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshtrain.foresight.torch_patches import resizes_seen
 from meshtrain.parallel.collectives import implementations
+from meshtrain.parallel.torch_private import nothing_hidden
 
 # Operators whose implementation reads values: on the meta device only their shape functions can
 # run.
@@ -22,26 +23,45 @@ WITHOUT_SHAPES = {
 }
 
 
+class Peak(NamedTuple):
+    """The most live bytes in one moment of a step: a phase of it at a place in the model."""
+
+    nbytes: int
+    operators: int  # how many have run until then
+    words: str  # for people
+
+
+class _Storage(NamedTuple):
+    """A storage that is alive."""
+
+    reference: Any  # weak; its callback takes the storage off the count
+    nbytes: int
+    part: str  # of memory, for which it was made
+
+
 class LiveBytes(TorchDispatchMode):
     """Adds up the storages alive on a device after every operator, each at its current size (FSDP
-    resizes them)."""
+    resizes them).
+
+    Whoever runs the step sets where it is: `part`, `phase`, `block` and `place`.
+    """
 
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
         self.device_type = device_type
-        self.total = self.count = 0
+        self.total = 0
+        self.count = 0  # of operators
         self.rows = 0  # token rows that this rank sends to experts
         self.part = "other"  # the part of memory to which new storages are attributed
-        # of the step, the model, and the block's position in its stage
-        self.phase = self.block = self.place = ""
-        self.peaks: dict[
-            str, tuple[int, int, str]
-        ] = {}  # moment -> peak bytes, operator count then, description
-        self.watch: Callable[[Any, Any, Any], None] | None = None  # called with every operator
-        self.actions: dict[
-            int, Callable[[], None]
-        ] = {}  # operator count -> what is called after that operator
-        self._alive: dict[int, tuple[Any, int, str]] = {}
+        self.phase = ""  # of the step
+        self.block = ""  # name of the block
+        self.place = ""  # of the block in its stage
+        self.peaks: dict[str, Peak] = {}  # moment -> its peak
+        # called with every operator: its function, arguments and results
+        self.watch: Callable[[Any, Any, Any], None] | None = None
+        # operator count -> what is called after that operator
+        self.actions: dict[int, Callable[[], None]] = {}
+        self._alive: dict[int, _Storage] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -68,14 +88,14 @@ class LiveBytes(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.name().split(".")[0]
-        if args and name == "meshtrain::message_sizes" and args[0].is_meta:
-            # no values: assume balanced experts
-            sizes = [max(1, self.rows // len(args[1]))] * len(args[1])
+        if name == "meshtrain::message_sizes" and args and args[0].is_meta:
+            # There are no values: assume balanced experts.
+            experts = len(args[1])
+            sizes = [max(1, self.rows // experts)] * experts
             return torch.tensor([sizes, sizes])
-        # torch 2.11 has no meta kernel for it
         if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:
-            return kwargs["out"]
-        run = implementations.get(name) if name not in WITHOUT_SHAPES else None
+            return kwargs["out"]  # torch 2.11 has no meta kernel for it
+        run = None if name in WITHOUT_SHAPES else implementations.get(name)
         if run is None:
             return func(*args, **kwargs)
         with self:  # count the operators inside of it, too
@@ -88,46 +108,49 @@ class LiveBytes(TorchDispatchMode):
             for part in value:
                 self._see_all(part)
         elif isinstance(value, dict):
-            self._see_all(tuple(value.values()))
+            for part in value.values():
+                self._see_all(part)
 
     def see(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage, unless it is known."""
         if tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
-            size = storage.nbytes()
-            self._alive[key] = weakref.ref(storage, lambda _: self._freed(key)), size, self.part
-            self.total += size
+            reference = weakref.ref(storage, lambda _: self._freed(key))
+            self._alive[key] = _Storage(reference, storage.nbytes(), self.part)
+            self.total += storage.nbytes()
 
     def _freed(self, key: int) -> None:
-        self.total -= self._alive.pop(key)[1]
+        self.total -= self._alive.pop(key).nbytes
 
     def look(self, operator: str) -> None:
         """Updates the peak of the current moment, and calls this operator's action."""
         self.count += 1
-        key = f"{self.phase} {self.place}"
-        if key not in self.peaks or self.total > self.peaks[key][0]:
-            words = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(
-                self.block
-            )
-            self.peaks[key] = self.total, self.count, words
+        moment = f"{self.phase} {self.place}"
+        if moment not in self.peaks or self.total > self.peaks[moment].nbytes:
+            words = f"{self.phase}, {operator.split('.')[0]}"
+            if self.block:
+                words += f" of {self.block}"
+            self.peaks[moment] = Peak(self.total, self.count, words)
         if self.count in self.actions:
             self.actions[self.count]()
 
     def resized(self, storage: Any) -> None:
         """Counts a storage's new size: FSDP frees and refills gathered parameters by resizing."""
-        if (known := self._alive.get(storage._cdata)) is not None:
-            self.total += storage.nbytes() - known[1]
-            self._alive[storage._cdata] = known[0], storage.nbytes(), known[2]
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            self.total += storage.nbytes() - known.nbytes
+            self._alive[storage._cdata] = known._replace(nbytes=storage.nbytes())
             self.look("gather")
 
     def parts(self, owners: Mapping[int, str]) -> dict[str, int]:
         """part -> live bytes. `owners`: storage -> its part now, in place of the one that it was
         made for."""
         sums: Counter[str] = Counter()
-        for key, (_, size, part) in self._alive.items():
-            sums[owners.get(key, part)] += size
+        for key, storage in self._alive.items():
+            sums[owners.get(key, storage.part)] += storage.nbytes
         return {part: size for part, size in sums.items() if size}
 
 
@@ -135,20 +158,7 @@ class LiveBytes(TorchDispatchMode):
 def watched(live: LiveBytes) -> Iterator[None]:
     """Context in which `live` sees every operator and storage resize, also in code that disables
     dispatch modes."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_(storage: Any, size: int) -> Any:
-        result = resize(storage, size)
-        live.resized(storage)
-        return result
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
-        for module in ("tp_linear", "grad_sync"):
-            stack.enter_context(
-                patch(f"meshtrain.parallel.{module}.without_dispatch_modes", nullcontext)
-            )
-        stack.enter_context(live)
+    with resizes_seen(live.resized), nothing_hidden(), live:
         yield
 
 

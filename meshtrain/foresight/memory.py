@@ -1,23 +1,25 @@
-"""Estimated memory of the fullest rank, by arithmetic over the work of its blocks: as precise as a
-search needs it."""
+"""Memory of a rank: a record of it by part, and an estimate by arithmetic over the work of its
+blocks, as precise as a search needs it."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshtrain.config import Config
+from meshtrain.foresight.parameters import HeldBytes, compute_size, held_bytes, master_size
 from meshtrain.foresight.work import Work, over_shards
 from meshtrain.layout import Layout
-from meshtrain.optim.groups import state_specs
-from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
 from meshtrain.pipeline.simulate import simulate
 
-# optimizer, size -> block -> bytes
-_state_bytes_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
 TIGHT = 0.92  # share of a device's memory above which the verdict is "tight"
+
+# Names of parts, here and in traces.
+WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer state"
+COPIES = "16-bit copies"  # of the weights, on ranks whose weights FSDP does not gather
+GATHERED = "gathered weights"
+ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,14 @@ class RankMemory:
 
     def verdict(self, room: float) -> str:
         """Whether the peak fits into `room` bytes."""
-        return (
-            "does not fit"
-            if self.total > room
-            else "tight"
-            if self.total > TIGHT * room
-            else "fits"
-        )
+        if self.total > room:
+            return "does not fit"
+        if self.total > TIGHT * room:
+            return "tight"
+        return "fits"
 
 
-def of(
+def estimate(
     config: Config,
     layout: Layout,
     works: Sequence[Work],
@@ -58,67 +58,87 @@ def of(
     """Memory of the fullest rank of the pipeline. `bounds`: the range of blocks [first, end) of
     each stage."""
     if schedule is None:
-        return _of_rank(config, layout, works, 1)
+        return _estimate_rank(config, layout, works, in_flight=1)
     ranks = []
-    for rank, count in enumerate(held_forwards(schedule)):
+    for rank, held in enumerate(held_forwards(schedule)):
         stages = schedule.stages_of(rank)
         own = [work for stage in stages for work in works[slice(*bounds[stage])]]
-        ranks.append(replace(_of_rank(config, layout, own, count / len(stages)), pp=rank))
+        memory = _estimate_rank(config, layout, own, in_flight=held / len(stages))
+        ranks.append(replace(memory, pp=rank))
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: float) -> RankMemory:
-    """`waiting`: largest number of forwards of all these blocks whose backward is still to come."""
-    train, shards = config.train, layout.size("fsdp")
-    size, compute = (
-        (8 if train.precision == "float64" else 4),
-        (2 if "16" in train.precision else 4),
-    )
-    (own, gathered), (trained, summed) = (
-        over_shards(works, layout),
-        over_shards(works, layout, trained=True),
-    )
-    resident: dict[str, float] = {"weights": sum(own) * size, "gradients": sum(trained) * size}
-    copies = layout.size("dp_replicate") if config.parallel.shard_optimizer else 1
-    key = repr(config.optimizer), size
-    for name in {work.name for work in works} - _state_bytes_of[key].keys():
-        _state_bytes_of[key][name] = _state_bytes(config, name, size)
-    states = (n * _state_bytes_of[key][work.name] for work, n in zip(works, trained, strict=True))
-    resident["optimizer"] = sum(states) / copies
+def _estimate_rank(
+    config: Config, layout: Layout, works: Sequence[Work], in_flight: float
+) -> RankMemory:
+    """`in_flight`: largest number of forwards of all these blocks whose backward is still to
+    come."""
+    held = _held(config, layout, works)
+    resident: dict[str, float] = {
+        WEIGHTS: held.weights,
+        GRADIENTS: held.gradients,
+        STATES: held.states,
+    }
+    master = master_size(config.train.precision)
+    compute = compute_size(config.train.precision)
+    if layout.size("fsdp") == 1 and compute < master:
+        resident[COPIES] = held.weights // master * compute
+
     parts = dict(resident)
-    reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
-    if shards > 1 and reshards:
-        largest = sorted(gathered, reverse=True)[:2]
-        parts["gathered weights"] = sum(largest) * compute
-        parts["gathered gradients"] = max(summed) * size
-    elif shards > 1:
-        parts["gathered weights"] = sum(gathered) * compute
-        parts["gathered gradients"] = sum(summed) * size
-    elif compute < size:
-        resident["16-bit copies"] = parts["16-bit copies"] = sum(own) * compute
-    before, peak, moment = 0.0, 0.0, ""
-    for work in works:
-        for name, most in (
-            ("forward", work.peak_forward),
-            ("backward", work.saved + work.peak_backward),
-        ):
-            if before + most >= peak:
-                peak, moment = before + most, f"{name} of {work.name}"
-        before += work.saved
-    parts["activations"] = max(waiting - 1, 0) * before + peak
+    if layout.size("fsdp") > 1:
+        gathered = [shards.all for shards in over_shards(works, layout)]
+        summed = [shards.all for shards in over_shards(works, layout, trained=True)]
+        if config.parallel.reshard_after_forward and layout.size("pp") == 1:
+            # While a block computes, the next one is gathered.
+            gathered = sorted(gathered, reverse=True)[:2]
+            summed = [max(summed)]
+        parts[GATHERED] = sum(gathered) * compute
+        parts["gathered gradients"] = sum(summed) * master
+
+    saved, peak, moment = _peak_of_microbatch(works)
+    # Each forward in flight has what its blocks save; one more is at its peak.
+    parts[ACTIVATIONS] = max(in_flight - 1, 0) * saved + peak
     return RankMemory(resident, parts, moment, source="estimated")
 
 
-def _state_bytes(config: Config, block: str, size: int) -> float:
-    """Bytes of optimizer state per element of a block's weights."""
-    specs = state_specs(config.optimizer, ParameterSpec(f"{block}.weight", (64, 64), ())).values()
-    return (
-        sum(
-            (size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1]
-            for spec in specs
-        )
-        / 4096
-    )
+def _held(config: Config, layout: Layout, works: Sequence[Work]) -> HeldBytes:
+    """What the rank keeps of these blocks between steps."""
+    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
+    of_kind: dict[int, HeldBytes] = {}  # blocks of a kind share one Work
+    total = HeldBytes()
+    for work in works:
+        if id(work) not in of_kind:
+            own = HeldBytes()
+            for parameter in work.parameters:
+                own += held_bytes(
+                    parameter.over(shards[parameter.axis]),
+                    layout,
+                    config.train.precision,
+                    config.optimizer,
+                    config.parallel.shard_optimizer,
+                )
+            of_kind[id(work)] = own
+        total += of_kind[id(work)]
+    return total
+
+
+def _peak_of_microbatch(works: Sequence[Work]) -> tuple[float, float, str]:
+    """Of one microbatch that runs through these blocks and back: bytes that all of them save, the
+    most bytes alive at once, and that moment."""
+    saved, peak, moment = 0.0, 0.0, ""
+    for work in works:
+        in_forward = saved + work.peak_forward
+        if in_forward >= peak:
+            peak, moment = in_forward, f"forward of {work.name}"
+        # In its backward the blocks behind it have freed what they saved.
+        saved += work.saved
+        in_backward = saved + work.peak_backward
+        if in_backward >= peak:
+            peak, moment = in_backward, f"backward of {work.name}"
+    return saved, peak, moment
+
+
+# Forwards in flight -------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
@@ -143,16 +163,19 @@ def held_forwards(schedule: Schedule) -> tuple[float, ...]:
     microbatches extrapolated from two simulations with fewer."""
     if schedule.name not in NAMES:
         return simulate(schedule).peak_activations
-    about, many = (schedule.name, schedule.ranks, schedule.stages_per_rank), schedule.microbatches
-    few = 3 * schedule.ranks
-    if many <= 2 * few:
-        return _simulated(*about, many)
-    first, two = (_simulated(*about, n * few) for n in (1, 2))
-    return tuple(b + (b - a) * (many - 2 * few) / few for a, b in zip(first, two, strict=True))
+    name, ranks, per_rank = schedule.name, schedule.ranks, schedule.stages_per_rank
+    few = 3 * ranks
+    if schedule.microbatches <= 2 * few:
+        return _simulated_forwards(name, ranks, per_rank, schedule.microbatches)
+    with_few = _simulated_forwards(name, ranks, per_rank, few)
+    with_twice = _simulated_forwards(name, ranks, per_rank, 2 * few)
+    more = (schedule.microbatches - 2 * few) / few
+    return tuple(
+        twice + more * (twice - once) for once, twice in zip(with_few, with_twice, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _simulated(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:
-    return simulate(
-        build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
-    ).peak_activations
+def _simulated_forwards(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:
+    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+    return simulate(schedule).peak_activations

@@ -2,16 +2,21 @@
 its schedule."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
+from meshtrain.config import Optimizer as OptimizerConfig
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.parameters import compute_size, first_part, master_size
 from meshtrain.foresight.work import Pass, Work, over_shards
 from meshtrain.layout import Layout
+from meshtrain.optim.groups import update_bytes, update_flops
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
+from meshtrain.parallel.sharding import ParameterSpec, optimizer_shard
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES as SCHEDULES
 from meshtrain.pipeline.schedule import build
@@ -21,13 +26,37 @@ from meshtrain.pipeline.simulate import simulate
 MOST_ACTIONS = 4_000
 # stage -> seconds of its forward, input gradient and weight gradient
 StageCosts = tuple[tuple[float, ...], ...]
-PASSES = ("forward", "input_grad", "weight_grad")
+# seconds of all microbatches of a pipeline, from its stages' costs and the seconds of a message
+Clock = Callable[[Schedule, StageCosts, float], float]
 NAMES = {  # resource that computing may wait for -> its name for people
     "products": "products of matrices",
     "attention": "attention",
     "traffic": "memory traffic",
     "launch": "kernel launches",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """How the ranks of a layout, placed on hosts, run a step."""
+
+    layout: Layout
+    schedule: Schedule | None = None  # of a pipeline
+    bounds: Sequence[tuple[int, int]] = ()  # the range of blocks [first, end) of each stage
+    microbatches: int = 1  # per rank, without a schedule
+    handed_on: float = 0.0  # bytes that a stage sends to the next one per microbatch
+    precision: str = "bfloat16"
+    product_precision: str | None = None  # of matrix products, if it is another one
+    # FSDP gathers and reduces for every forward and backward, instead of once per step
+    gathers_again: bool = False
+    message_size: int = 4  # bytes per gradient element when gradients are summed over data ranks
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # each copy over `dp_replicate` updates a part and gathers the others' (ZeRO-1)
+    shards_optimizer: bool = False
+    # how files divide the model's tensors, for an optimizer that updates matrix by matrix
+    stored_as: Mapping[str, Any] = field(default_factory=dict)
+    tokens: float = 0.0  # of the whole step on all ranks, for the throughput
+    flops: float = 0.0  # ... for MFU; 0: not known
 
 
 @dataclass(frozen=True)
@@ -52,19 +81,21 @@ class StepTime:
     @property
     def limit(self) -> str:
         """`products of matrices; next: tp (0.381 s without it)`."""
+        resource = max(self.spent, key=self.spent.__getitem__)
+        # Computing counts by its resources, all other parts as a whole.
         others = {
             name: part for name, part in self.parts.items() if name not in ("forward", "backward")
         }
-        first = max(self.spent, key=self.spent.__getitem__)
-        name = max(others, key=others.__getitem__)
-        if others[name] > self.spent[first]:
-            return f"{name} ({self.seconds - others[name]:.3g} s without it)"
-        more = (
-            f"; next: {name} ({self.seconds - others[name]:.3g} s without it)"
-            if others[name]
-            else ""
-        )
-        return NAMES[first] + more
+        part = max(others, key=others.__getitem__)
+        without = f"{part} ({self.seconds - others[part]:.3g} s without it)"
+        if others[part] > self.spent[resource]:
+            return without
+        if others[part] == 0:
+            return NAMES[resource]
+        return f"{NAMES[resource]}; next: {without}"
+
+
+# Computing ----------------------------------------------------------------------------------------
 
 
 class Cost(dict[str, float]):
@@ -83,7 +114,8 @@ class Cost(dict[str, float]):
 
 @dataclass(frozen=True, eq=False)
 class BlockCost:
-    """Costs of a block's three passes for one microbatch, in the order of `PASSES`."""
+    """Costs of a block's three passes for one microbatch: forward, input gradient, weight
+    gradient."""
 
     costs: tuple[Cost, ...]
 
@@ -92,26 +124,50 @@ class BlockCost:
         """Seconds of each pass."""
         return tuple(cost.total() for cost in self.costs)
 
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward."""
+        return self.passes[0]
+
+    @property
+    def backward(self) -> float:
+        """Seconds of both gradients."""
+        return self.passes[1] + self.passes[2]
+
 
 def cost(
     work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None
 ) -> Cost:
     """Cost of a pass in `precision`, with its matrix products in `product` if that is given.
     `launch` is the time by which the CPU takes longer to launch the kernels than they run."""
-    compute, spent = hardware.compute, Cost()
+    compute = hardware.compute
+    spent = Cost()
     if work.products:
-        rate = hardware.flops(product or precision) * compute.matmul
-        spent["products"] = (
-            sum(p.flops * (1 + compute.edge / min(p.m, p.n, p.k)) for p in work.products) / rate
+        # A product whose smallest side is `edge` reaches half of the rate of large ones.
+        flops = sum(
+            product.flops * (1 + compute.edge / min(product.m, product.n, product.k))
+            for product in work.products
         )
+        spent["products"] = flops / _product_rate(hardware, product or precision)
     spent["attention"] = work.attention_flops / (hardware.flops(precision) * compute.attention)
-    spent["traffic"] = work.moved / (compute.hbm * 1e9 * compute.stream)
-    spent["launch"] = max(
-        0.0, work.operators * compute.launch - spent.total() * compute.asynchronous
-    )
+    spent["traffic"] = work.moved / _memory_rate(hardware)
+    # Kernels that were launched run while the CPU launches the next ones.
+    launching = work.operators * compute.launch
+    running = spent.total() if compute.asynchronous else 0.0
+    spent["launch"] = max(0.0, launching - running)
     for send in work.sends:
         spent[send.axis] += seconds(send.kind, send.nbytes, Group.of(layout, send.axis), hardware)
     return spent
+
+
+def _product_rate(hardware: Hardware, precision: str) -> float:
+    """FLOP/s of large matrix products."""
+    return hardware.flops(precision) * hardware.compute.matmul
+
+
+def _memory_rate(hardware: Hardware) -> float:
+    """Bytes/s of operators that read and write memory."""
+    return hardware.compute.hbm * 1e9 * hardware.compute.stream
 
 
 def block_costs(
@@ -122,31 +178,40 @@ def block_costs(
     product: str | None = None,
 ) -> list[BlockCost]:
     """Costs of each block for one microbatch. `precision`, `product`: see `cost`."""
-    costs = {  # blocks of a kind share one Work
-        id(work): BlockCost(
-            tuple(cost(getattr(work, n), layout, hardware, precision, product) for n in PASSES)
-        )
-        for work in {id(work): work for work in works}.values()
-    }
-    return [costs[id(work)] for work in works]
+    of_kind: dict[int, BlockCost] = {}  # blocks of a kind share one Work
+    for work in works:
+        if id(work) not in of_kind:
+            costs = [cost(one, layout, hardware, precision, product) for one in work.passes]
+            of_kind[id(work)] = BlockCost(tuple(costs))
+    return [of_kind[id(work)] for work in works]
+
+
+# Pipelines ----------------------------------------------------------------------------------------
 
 
 def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> StageCosts:
-    """Costs of each stage. `bounds`: see `of`."""
-    stages = [[cost.passes for cost in costs[first:end]] for first, end in bounds]
-    return tuple(tuple(map(sum, zip(*passes, strict=True))) for passes in stages)
+    """Costs of each stage. `bounds`: see `StepPlan`."""
+    stages = []
+    for first, end in bounds:
+        passes_of_blocks = [cost.passes for cost in costs[first:end]]
+        stages.append(tuple(map(sum, zip(*passes_of_blocks, strict=True))))
+    return tuple(stages)
 
 
 def makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
     """Simulated seconds of all microbatches. `transfer`: seconds of a message to a stage on another
     rank. A named schedule is built anew for its number of microbatches; the actions that it carries
     are not used."""
-    if schedule.name in SCHEDULES:
-        many = schedule.microbatches
-        return _named_makespan(
-            schedule.name, schedule.ranks, many, schedule.stages_per_rank, costs, transfer
-        )
-    return _simulated(schedule, costs, transfer)
+    if schedule.name not in SCHEDULES:
+        return _simulated(schedule, costs, transfer)
+    return _named_makespan(
+        schedule.name,
+        schedule.ranks,
+        schedule.microbatches,
+        schedule.stages_per_rank,
+        costs,
+        transfer,
+    )
 
 
 def _simulated(schedule: Schedule, costs: StageCosts, transfer: float) -> float:
@@ -156,194 +221,263 @@ def _simulated(schedule: Schedule, costs: StageCosts, transfer: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _named_makespan(
-    name: str, ranks: int, many: int, per_rank: int, costs: StageCosts, transfer: float
+    name: str,
+    ranks: int,
+    microbatches: int,
+    per_rank: int,
+    costs: StageCosts,
+    transfer: float,
 ) -> float:
-    # extrapolate the steady state
-    if 4 * ranks <= many and many * ranks * per_rank * 2 > MOST_ACTIONS:
-        few = many % ranks + 2 * ranks
-        two, three = (
-            _named_makespan(name, ranks, n, per_rank, costs, transfer) for n in (few, few + ranks)
-        )
-        return two + (three - two) * (many - few) / ranks
-    return _simulated(
-        build(name, ranks=ranks, microbatches=many, stages_per_rank=per_rank), costs, transfer
-    )
+    actions = 2 * microbatches * ranks * per_rank
+    if microbatches < 4 * ranks or actions <= MOST_ACTIONS:
+        schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+        return _simulated(schedule, costs, transfer)
+    # In its steady state a schedule repeats itself every `ranks` microbatches: extrapolate from two
+    # short ones with the same remainder.
+    few = microbatches % ranks + 2 * ranks
+    shorter = _named_makespan(name, ranks, few, per_rank, costs, transfer)
+    longer = _named_makespan(name, ranks, few + ranks, per_rank, costs, transfer)
+    return shorter + (longer - shorter) * (microbatches - few) / ranks
 
 
 def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
     """A lower bound of `makespan` for any order of actions with this schedule's placement and kinds
     of actions: each rank's own work, the time to fill the pipeline before it, and to drain it
     afterwards."""
-    own = [[0.0, 0.0, 0.0] for _ in range(schedule.ranks)]
-    ahead: dict[
-        int, tuple[float, ...]
-    ] = {}  # rank -> seconds of the stages before its first one, and of messages
-    before, sent, last = (0.0, 0.0, 0.0), 0.0, schedule.placement[0]
-    for rank, passes in zip(schedule.placement, costs, strict=True):
-        sent += transfer * (rank != last)
-        ahead.setdefault(rank, (*before, sent))
-        own[rank] = [a + b for a, b in zip(own[rank], passes, strict=True)]
-        before, last = (before[0] + passes[0], before[1] + passes[1], before[2] + passes[2]), rank
+    work = _work_of_ranks(schedule, costs)
+    microbatches = schedule.microbatches
     bounds = []
-    for rank, (filling, input_grads, weight_grads, way) in ahead.items():
-        work, emptying = schedule.microbatches * sum(own[rank]), input_grads + weight_grads
-        # weight gradients may be computed while the ranks before it drain
+    for rank, ahead in _ahead_of_ranks(schedule, costs, transfer).items():
+        forward, input_grad, weight_grad = work[rank]
+        own = microbatches * (forward + input_grad + weight_grad)
+        filling = ahead.forward + ahead.messages
         if schedule.splits_backward:
-            shortest = schedule.microbatches * sum(own[rank][:2]) + input_grads + costs[0][2] + way
-            bounds.append(filling + way + max(work, shortest))
+            # The last input gradient still travels to the first stage, which then computes its
+            # weight gradient. This rank's own weight gradients may be computed meanwhile.
+            chain = microbatches * (forward + input_grad) + ahead.input_grad + ahead.messages
+            bounds.append(filling + max(own, chain + costs[0][2]))
         else:
-            bounds.append(filling + way + work + emptying + way)
+            draining = ahead.input_grad + ahead.weight_grad + ahead.messages
+            bounds.append(filling + own + draining)
     return max(bounds)
 
 
-def _busiest(schedule: Schedule, costs: StageCosts) -> tuple[int, float]:
-    """The rank with most work, and its seconds per microbatch."""
-    work = [0.0] * schedule.ranks
+@dataclass(frozen=True)
+class _Ahead:
+    """Seconds of the stages before a rank's first one, for one microbatch, and of the messages from
+    the first stage to it."""
+
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+    messages: float = 0.0
+
+
+def _ahead_of_ranks(schedule: Schedule, costs: StageCosts, transfer: float) -> dict[int, _Ahead]:
+    """Rank -> what is ahead of it."""
+    of_ranks: dict[int, _Ahead] = {}
+    ahead = _Ahead()
+    before = schedule.placement[0]
+    for rank, (forward, input_grad, weight_grad) in zip(schedule.placement, costs, strict=True):
+        if rank != before:
+            ahead = replace(ahead, messages=ahead.messages + transfer)
+        of_ranks.setdefault(rank, ahead)
+        ahead = _Ahead(
+            ahead.forward + forward,
+            ahead.input_grad + input_grad,
+            ahead.weight_grad + weight_grad,
+            ahead.messages,
+        )
+        before = rank
+    return of_ranks
+
+
+def _work_of_ranks(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
+    """Seconds of the three passes of all stages of each rank, for one microbatch."""
+    work = [[0.0] * 3 for _ in range(schedule.ranks)]
     for rank, passes in zip(schedule.placement, costs, strict=True):
-        work[rank] += sum(passes)
-    most = max(work)
-    return work.index(most), most
+        for i, took in enumerate(passes):
+            work[rank][i] += took
+    return work
 
 
-def of(
-    works: Sequence[Work],
-    layout: Layout,
-    schedule: Schedule | None,
-    hardware: Hardware,
-    *,
-    precision: str = "bfloat16",
-    product: str | None = None,
-    microbatches: int = 1,
-    bounds: Sequence[tuple[int, int]] = (),
-    handed_on: float = 0.0,
-    gathers_again: bool = False,
-    shards_optimizer: bool = False,
-    message_size: int = 4,
-    update_bytes: float = 28.0,
-    tokens: float = 0.0,
-    flops: float = 0.0,
-    clock: Callable[[Schedule, StageCosts, float], float] = makespan,
+# A step -------------------------------------------------------------------------------------------
+
+
+def step_time(
+    works: Sequence[Work], plan: StepPlan, hardware: Hardware, clock: Clock = makespan
 ) -> StepTime:
-    """Time of a step in which each rank does `works` on a layout with hosts.
+    """Time of a step in which each rank does `works`, or its stages' part of them. `clock`:
+    `least_makespan` makes the result a lower bound."""
+    layout, schedule = plan.layout, plan.schedule
+    costs = block_costs(works, layout, hardware, plan.precision, plan.product_precision)
 
-    Args:
-        schedule, bounds: of a pipeline; the range of blocks [first, end) of each stage.
-        microbatches: per rank, without a schedule.
-        handed_on: bytes that a stage sends to the next one per microbatch.
-        gathers_again: FSDP gathers and reduces for every forward and backward, instead of once per
-            step.
-        shards_optimizer: each copy over `dp_replicate` updates a part and gathers the others'
-            (ZeRO-1).
-        message_size: bytes per gradient element when gradients are reduced over data ranks.
-        update_bytes: bytes that the optimizer reads and writes per float32 element.
-        tokens, flops: of the whole step on all ranks, for `tokens_per_s` and `mfu`.
-        clock: seconds of a pipeline's microbatches; `least_makespan` makes the result a lower
-            bound.
-    """
-    costs = block_costs(works, layout, hardware, precision, product)
-    many, idle, blocks = microbatches, 0.0, list(range(len(works)))
-    if schedule is not None:
-        many, stages = schedule.microbatches, stage_costs(costs, bounds)
-        rank, work = _busiest(schedule, stages)
-        idle = (
-            clock(schedule, stages, seconds("p2p", handed_on, Group.of(layout, "pp"), hardware))
-            - work * many
-        )
-        blocks = [block for stage in schedule.stages_of(rank) for block in range(*bounds[stage])]
-    own, own_works = [costs[i] for i in blocks], [works[i] for i in blocks]
+    # The blocks of the rank with most work, and how long it idles.
+    if schedule is None:
+        blocks = list(range(len(works)))
+        microbatches = plan.microbatches
+        idle = 0.0
+    else:
+        microbatches = schedule.microbatches
+        stages = stage_costs(costs, plan.bounds)
+        seconds_of_ranks = [sum(passes) for passes in _work_of_ranks(schedule, stages)]
+        busiest = max(range(schedule.ranks), key=seconds_of_ranks.__getitem__)
+        message = seconds("p2p", plan.handed_on, Group.of(layout, "pp"), hardware)
+        idle = clock(schedule, stages, message) - microbatches * seconds_of_ranks[busiest]
+        blocks = []
+        for stage in schedule.stages_of(busiest):
+            blocks += range(*plan.bounds[stage])
+    own_costs = [costs[i] for i in blocks]
+    own_works = [works[i] for i in blocks]
+
     forward, backward = Cost(), Cost()
-    for block, n in Counter(own).items():
-        for total, block_pass in zip((forward, backward, backward), block.costs, strict=True):
-            total.add(block_pass, many * n)
-    size, copies = (
-        8 if precision == "float64" else 4,
-        layout.size("dp_replicate") if shards_optimizer else 1,
-    )
-    sizes = (
-        size if precision in ("float32", "float64") else 2,
-        message_size,
-        size if shards_optimizer else 0,
-    )
-    summed, hidden, sent = _data_parallel(
-        own, own_works, many, layout, hardware, gathers_again, sizes
-    )
-    update = sum(over_shards(own_works, layout, trained=True)[0]) / copies
+    for block, count in Counter(own_costs).items():
+        of_forward, of_input_grad, of_weight_grad = block.costs
+        forward.add(of_forward, microbatches * count)
+        backward.add(of_input_grad, microbatches * count)
+        backward.add(of_weight_grad, microbatches * count)
+    messages = _Messages(layout, hardware)
+    if layout.size("fsdp") > 1:
+        messages.of_fsdp(own_works, own_costs, plan, microbatches)
+    if layout.size("dp_replicate") > 1:
+        messages.of_copies(own_works, own_costs, plan)
+
     parts = {
-        "forward": sum(map(forward.__getitem__, NAMES)),
-        "backward": sum(map(backward.__getitem__, NAMES)),
-        **{
-            axis: forward[axis] + backward[axis]
-            for axis in (*forward, *backward)
-            if axis not in NAMES
-        },
-        "idle of pp": idle,
-        **summed,
-        "update": update
-        * update_bytes
-        * size
-        / 4
-        / (hardware.compute.hbm * 1e9 * hardware.compute.stream),
+        "forward": sum(forward[name] for name in NAMES),
+        "backward": sum(backward[name] for name in NAMES),
     }
+    for axis in (*forward, *backward):
+        if axis not in NAMES:
+            parts[axis] = forward[axis] + backward[axis]
+    parts["idle of pp"] = idle
+    parts |= messages.added
+    parts["update"] = _update_seconds(own_works, plan, hardware)
     parts = {name: part for name, part in parts.items() if part}
-    in_all, spent = sum(parts.values()), {name: forward[name] + backward[name] for name in NAMES}
-    mfu = flops / (in_all * layout.world_size * hardware.flops(precision)) if flops else None
-    return StepTime(in_all, parts, hidden, spent, sent, tokens / in_all, mfu)
 
-
-def _data_parallel(
-    own: Sequence[BlockCost],
-    works: Sequence[Work],
-    many: int,
-    layout: Layout,
-    hardware: Hardware,
-    frees: bool,
-    sizes: tuple[int, int, int],
-) -> tuple[Cost, Cost, Cost]:
-    """Gathers and reductions over data ranks, by axis: seconds added to the step, seconds hidden,
-    and bytes sent. `sizes`: bytes per element of gathered parameters, of reduced gradients, and
-    with ZeRO-1 of updated parameters."""
-    shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
-    (parts, gathered), (own_trained, trained) = (
-        over_shards(works, layout),
-        over_shards(works, layout, trained=True),
+    total = sum(parts.values())
+    peak = layout.world_size * hardware.flops(plan.precision)
+    return StepTime(
+        total,
+        parts,
+        messages.hidden,
+        spent={name: forward[name] + backward[name] for name in NAMES},
+        sent=messages.sent,
+        tokens_per_s=plan.tokens / total,
+        mfu=plan.flops / (total * peak) if plan.flops else None,
     )
-    bare, hidden, sent = Cost(), Cost(), Cost()
-    forward, backward = [c.passes[0] for c in own], [sum(c.passes[1:]) for c in reversed(own)]
 
-    def count(
-        axis: str, kind: str, nbytes: Sequence[float], computing: Sequence[float], times: int
+
+def _update_seconds(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> float:
+    """Seconds of the optimizer's update: its traffic, and its products of matrices."""
+    layout = plan.layout
+    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
+    stage_ranks = layout.world_size // layout.size("pp")
+    of_kind: dict[int, tuple[float, float]] = {}  # blocks of a kind share one Work
+    nbytes = flops = 0.0
+    for work in works:
+        if id(work) not in of_kind:
+            moved = multiplied = 0.0
+            for parameter in work.parameters:
+                if not parameter.trained:
+                    continue
+                # A rank moves the bytes of the elements that it updates.
+                updated = parameter.over(shards[parameter.axis])
+                if plan.shards_optimizer:
+                    updated = optimizer_shard(updated, layout)
+                part = ParameterSpec(parameter.name, parameter.shape)
+                share = first_part(updated) / first_part(part)
+                moved += share * update_bytes(plan.optimizer, part, master_size(plan.precision))
+                # The ranks of a stage share the products, which take whole matrices.
+                whole = ParameterSpec(parameter.name, parameter.whole or parameter.shape)
+                multiplied += update_flops(plan.optimizer, whole, plan.stored_as) / stage_ranks
+            of_kind[id(work)] = moved, multiplied
+        moved, multiplied = of_kind[id(work)]
+        nbytes += moved
+        flops += multiplied
+
+    took = nbytes / _memory_rate(hardware)
+    if flops:
+        # Matrices are multiplied in bfloat16, whatever blocks compute with, or in float64.
+        precision = "float64" if plan.precision == "float64" else "bfloat16"
+        took += flops / _product_rate(hardware, precision)
+    return took
+
+
+class _Messages:
+    """Gathers and reductions over data ranks, by axis: seconds added to the step, seconds hidden
+    beside computing, and bytes sent."""
+
+    def __init__(self, layout: Layout, hardware: Hardware) -> None:
+        self.layout = layout
+        self.hardware = hardware
+        self.added = Cost()
+        self.hidden = Cost()
+        self.sent = Cost()
+
+    def of_fsdp(
+        self,
+        works: Sequence[Work],
+        costs: Sequence[BlockCost],
+        plan: StepPlan,
+        microbatches: int,
     ) -> None:
-        group = Group.of(layout, "fsdp" if axis == "dp_shard" else axis)
-        messages = [seconds(kind, n, group, hardware) if n else 0.0 for n in nbytes]
-        waits = (messages, computing) if kind == "all_gather" else (computing, messages)
-        waited = one_behind_the_other(*waits) - sum(computing)
-        bare[axis] += times * waited
-        hidden[axis] += times * max(0.0, sum(messages) - waited)
-        sent[axis] += times * sum(nbytes)
+        """FSDP gathers parameters before each block and reduces their gradients after it."""
+        axis = "dp_shard" if self.layout.size("cp") == 1 else "fsdp"
+        times = microbatches if plan.gathers_again else 1
+        forward = [cost.forward for cost in costs]
+        backward = [cost.backward for cost in reversed(costs)]
+        elements = [work.elements for work in works]
 
-    if shards > 1:
-        axis, times = "dp_shard" if layout.size("cp") == 1 else "fsdp", many if frees else 1
-        others = [whole - part for whole, part in zip(gathered, parts, strict=True)]
-        ahead, again = gathers_of_units([work.parameters for work in works], others)
-        count(axis, "all_gather", [sizes[0] * n for n in ahead], forward, times)
-        if frees:
-            count(axis, "all_gather", [sizes[0] * n for n in reversed(again)], backward, times)
-        summed = [whole - part for whole, part in zip(trained, own_trained, strict=True)]
-        ahead, _ = gathers_of_units([work.parameters for work in works], summed)
-        count(axis, "reduce_scatter", [sizes[1] * n for n in reversed(ahead)], backward, times)
-    if copies > 1:
-        part, updated = (copies - 1) / copies, sizes[2]
-        kind, times = ("reduce_scatter", 1) if updated else ("all_reduce", 2)
-        count(
-            "dp_replicate",
-            kind,
-            [times * part * sizes[1] * n for n in reversed(own_trained)],
-            backward,
-            1,
-        )
-        if updated:  # after the update: nothing overlaps with it
-            count("dp_replicate", "all_gather", [part * updated * sum(own_trained)], [0.0], 1)
-    return bare, hidden, sent
+        gathered = [shards.others for shards in over_shards(works, self.layout)]
+        ahead, again = gathers_of_units(elements, gathered)
+        size = compute_size(plan.precision)
+        self._add(axis, "all_gather", [size * n for n in ahead], forward, times)
+        if plan.gathers_again:
+            self._add(axis, "all_gather", [size * n for n in reversed(again)], backward, times)
+
+        summed = [shards.others for shards in over_shards(works, self.layout, trained=True)]
+        after, _ = gathers_of_units(elements, summed)
+        size = plan.message_size
+        self._add(axis, "reduce_scatter", [size * n for n in reversed(after)], backward, times)
+
+    def of_copies(self, works: Sequence[Work], costs: Sequence[BlockCost], plan: StepPlan) -> None:
+        """DDP sums gradients over copies; with ZeRO-1 each copy gets a part of the sum, and its
+        part of the updated parameters is gathered."""
+        copies = self.layout.size("dp_replicate")
+        sent = (copies - 1) / copies  # bytes of a scatter or a gather per byte
+        backward = [cost.backward for cost in reversed(costs)]
+        summed = [shards.own for shards in over_shards(works, self.layout, trained=True)]
+        scattered = [sent * plan.message_size * n for n in reversed(summed)]
+        if not plan.shards_optimizer:
+            # An all-reduce is a scatter and a gather.
+            both = [2 * nbytes for nbytes in scattered]
+            self._add("dp_replicate", "all_reduce", both, backward)
+            return
+        self._add("dp_replicate", "reduce_scatter", scattered, backward)
+        # After the update nothing overlaps with the gather.
+        updated = sent * master_size(plan.precision) * sum(summed)
+        self._add("dp_replicate", "all_gather", [updated], [0.0])
+
+    def _add(
+        self,
+        axis: str,
+        kind: str,
+        nbytes: Sequence[float],
+        computing: Sequence[float],
+        times: int = 1,
+    ) -> None:
+        """Adds the messages of all blocks, which overlap with their computing. `nbytes`,
+        `computing`: bytes and seconds of each block, in the order in which blocks compute."""
+        group = Group.of(self.layout, "fsdp" if axis == "dp_shard" else axis)
+        messages = [seconds(kind, n, group, self.hardware) if n else 0.0 for n in nbytes]
+        if kind == "all_gather":  # a block waits for its parameters
+            end = one_behind_the_other(messages, computing)
+        else:  # a sum waits for its block
+            end = one_behind_the_other(computing, messages)
+        added = end - sum(computing)
+        self.added[axis] += times * added
+        self.hidden[axis] += times * max(0.0, sum(messages) - added)
+        self.sent[axis] += times * sum(nbytes)
 
 
 def gathers_of_units(
@@ -355,18 +489,21 @@ def gathers_of_units(
     `parameters`: elements of each block; `others`: those that come from other ranks. Small blocks
     are gathered with the next ones; small ones at the end belong to the model's own unit, which is
     gathered first and kept, as is the last unit."""
-    ahead, again = [0] * len(parameters), [0] * len(parameters)
-    first = size = sent = 0
-    ends: list[int] = []
-    for i, (n, other) in enumerate(zip(parameters, others, strict=True)):
-        size, sent = size + n, sent + other
+    ahead = [0] * len(parameters)
+    again = [0] * len(parameters)
+    first = size = sent = 0  # of the unit so far: its first block, its elements, those to gather
+    last = None  # block of the last unit
+    for i, (own, from_others) in enumerate(zip(parameters, others, strict=True)):
+        size += own
+        sent += from_others
         if size >= MIN_UNIT_SIZE:
-            ahead[first], again[i] = sent, sent
-            ends.append(i)
+            ahead[first] = sent
+            again[i] = sent
+            last = i
             first, size, sent = i + 1, 0, 0
     ahead[0] += sent
-    if ends:
-        again[ends[-1]] = 0
+    if last is not None:
+        again[last] = 0
     return ahead, again
 
 

@@ -1,10 +1,13 @@
 """The work of one block of a model on one rank, as plain values: matrix products, bytes moved, sent
 and saved."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshtrain.foresight.parameters import first_part
 from meshtrain.layout import Layout
+from meshtrain.parallel.sharding import Cut, ParameterSpec, expert_shard_dim
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,29 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A parameter of a block on one rank, after tp and ep, before FSDP."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool = True
+    axis: str = "fsdp"  # that shards it: `efsdp` for experts
+    whole: tuple[int, ...] = ()  # its shape before tp and ep; (): the same
+
+    def over(self, shards: int) -> ParameterSpec:
+        """How FSDP shards it over so many ranks."""
+        dim = expert_shard_dim(self.shape, 1, shards) if self.axis == "efsdp" else 0
+        cuts = (Cut(self.axis, dim, shards),) if shards > 1 else ()
+        return ParameterSpec(self.name, self.shape, cuts, trainable=self.trained)
+
+
+@dataclass(frozen=True)
 class Work:
     """One block on one rank for one microbatch, without what FSDP and DDP add. Bytes are those of
     live tensors."""
 
     name: str
-    parameters: int  # elements on this rank: after tp and ep, before FSDP
+    parameters: tuple[Parameter, ...]
     forward: Pass
     input_grad: Pass  # recomputation is in here
     weight_grad: Pass
@@ -57,28 +77,45 @@ class Work:
     peak_forward: float  # most bytes alive during its forward, beyond its input and its weights
     # most bytes alive during its backward, beyond `saved`, its weights and their gradients
     peak_backward: float
-    # For each parameter: the axis that shards it, its rows, elements per row, and whether it is
-    # trained.
-    rows: tuple[tuple[str, int, int, bool], ...] = ()
+
+    @property
+    def passes(self) -> tuple[Pass, Pass, Pass]:
+        return self.forward, self.input_grad, self.weight_grad
+
+    @property
+    def elements(self) -> int:
+        """Elements of its parameters before FSDP."""
+        return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
 
-def over_shards(
-    works: Sequence[Work], layout: Layout, trained: bool = False
-) -> tuple[list[int], list[int]]:
-    """For each block the elements of its largest shard and of all its shards together, of all
-    parameters or of trained ones alone. FSDP shards rows and pads them: with 8 rows over 64 ranks
-    each rank allocates one."""
-    sizes: dict[int, tuple[int, int]] = {}  # blocks of a kind share one Work
+@dataclass(frozen=True)
+class Shards:
+    """Elements of a block's parameters: of the first rank's shards, and of all shards together with
+    their padding."""
+
+    own: int
+    all: int
+
+    @property
+    def others(self) -> int:
+        """Elements on other ranks."""
+        return self.all - self.own
+
+
+def over_shards(works: Sequence[Work], layout: Layout, trained: bool = False) -> list[Shards]:
+    """For each block its parameters over the shards of a layout, all or the trained ones alone.
+    FSDP pads shards: of 8 rows over 64 ranks each rank allocates one."""
+    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
+    of_kind: dict[int, Shards] = {}  # blocks of a kind share one Work
     for work in works:
-        if id(work) not in sizes:
-            rows = [
-                row
-                for row in work.rows or (("fsdp", work.parameters, 1, True),)
-                if row[3] or not trained
-            ]
-            shards = [
-                (layout.size(axis), -(-n // layout.size(axis)) * width)
-                for axis, n, width, _ in rows
-            ]
-            sizes[id(work)] = sum(size for _, size in shards), sum(n * size for n, size in shards)
-    return [sizes[id(work)][0] for work in works], [sizes[id(work)][1] for work in works]
+        if id(work) in of_kind:
+            continue
+        own = total = 0
+        for parameter in work.parameters:
+            if parameter.trained or not trained:
+                ranks = shards[parameter.axis]
+                part = first_part(parameter.over(ranks))
+                own += part
+                total += part * ranks
+        of_kind[id(work)] = Shards(own, total)
+    return [of_kind[id(work)] for work in works]

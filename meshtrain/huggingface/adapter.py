@@ -11,7 +11,6 @@ from torch import Tensor
 
 from meshtrain.errors import InputError
 from meshtrain.huggingface.load import WeightSource
-from meshtrain.huggingface.safetensors import Entry
 from meshtrain.parallel.linear.lora import is_adapter, merged
 from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
@@ -32,15 +31,16 @@ def merged_source(source: WeightSource, lora: Any) -> WeightSource:
 
     def read(name: str, part: Part) -> Tensor:
         values = source.read(name, part)
-        lora_a, lora_b = (f"{name.removesuffix('weight')}{own}.weight" for own in (LORA_A, LORA_B))
+        layer = name.removesuffix("weight")
+        lora_a, lora_b = f"{layer}{LORA_A}.weight", f"{layer}{LORA_B}.weight"
         if lora_a not in source.entries:
             return values
-        every = slice(0, source.entries[lora_a].shape[0])
-        of_columns, of_rows = (
-            source.read(lora_a, (every, part[1])),
-            source.read(lora_b, (part[0], every)),
-        )
-        return merged(values, of_columns, of_rows, alpha / rank)
+        # W + alpha / rank * B A, of which a part needs the rows of B and the columns of A.
+        rows, columns = part
+        whole_rank = slice(0, source.entries[lora_a].shape[0])
+        a = source.read(lora_a, (whole_rank, columns))
+        b = source.read(lora_b, (rows, whole_rank))
+        return merged(values, a, b, alpha / rank)
 
     return replace(source, entries=entries, read=read)
 
@@ -48,11 +48,10 @@ def merged_source(source: WeightSource, lora: Any) -> WeightSource:
 def adapter_source(source: WeightSource) -> WeightSource:
     """The adapters alone, by their names in peft's files. Raises InputError: the source has no
     adapters."""
-    entries = {
-        PREFIX + name: Entry(PREFIX + name, entry.dtype, entry.shape)
-        for name, entry in source.entries.items()
-        if is_adapter(name)
-    }
+    entries = {}
+    for name, entry in source.entries.items():
+        if is_adapter(name):
+            entries[PREFIX + name] = replace(entry, name=PREFIX + name)
     if not entries:
         raise InputError(
             f"{source.path} has no adapter, as its run had no train.lora: export it without "
@@ -95,22 +94,23 @@ def check_scale(source: WeightSource, lora: "Lora | None") -> None:
     if lora is None or not any(map(is_adapter, source.entries)):
         return
     rank, alpha = rank_and_alpha(source.lora)
-    if alpha / rank != (lora.alpha or lora.rank) / lora.rank:
+    own_alpha = lora.alpha or lora.rank
+    if alpha / rank != own_alpha / lora.rank:
         raise InputError(
             f"the adapters in {source.path} were trained with train.lora.alpha {alpha:g} and rank "
-            f"{rank}, and here "
-            f"alpha is {lora.alpha or lora.rank:g}: give alpha: {alpha:g}, or start from an export "
-            "of them"
+            f"{rank}, and here alpha is {own_alpha:g}: give alpha: {alpha:g}, or start from an "
+            "export of them"
         )
 
 
 def rank_and_alpha(lora: Any) -> tuple[int, float]:
     """The rank and alpha of a checkpoint's `train.lora`. Raises InputError: it is not a valid
     one."""
-    rank, alpha = (
-        (lora.get("rank"), lora.get("alpha")) if isinstance(lora, Mapping) else (None, None)
-    )
-    alpha = rank if alpha is None else alpha
+    rank = alpha = None
+    if isinstance(lora, Mapping):
+        rank, alpha = lora.get("rank"), lora.get("alpha")
+    if alpha is None:
+        alpha = rank
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise InputError(
             f"the checkpoint has adapters, and its config no train.lora that they are of ({lora!r})"

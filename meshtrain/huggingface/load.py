@@ -5,11 +5,12 @@ parts that it holds.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -59,31 +60,49 @@ def open_folder(folder: str | Path) -> Iterator[WeightSource]:
     """The weights of a Hugging Face directory. Raises InputError: it is not one, or its files are
     damaged."""
     folder = Path(folder).expanduser()
-    files = stored(folder)
-    entries = {
-        name: (path, entry) for path, of_file in files.items() for name, entry in of_file.items()
-    }
-    opened: dict[Path, Any] = {}  # one at a time: entries are ordered by file
-    for path in files:  # fail now, and not when weights are read
-        with _open(path):
+    entries: dict[str, Entry] = {}
+    files: dict[str, Path] = {}  # name of a tensor -> its file
+    for path, entries_of_file in stored(folder).items():
+        with _open(path):  # fail now, and not when weights are read
             pass
+        entries |= entries_of_file
+        files |= dict.fromkeys(entries_of_file, path)
 
     def keys() -> Mapping[str, Any]:
-        return parse_json(read_config(folder)) if (folder / CONFIG).is_file() else {}
+        if not (folder / CONFIG).is_file():
+            return {}
+        return parse_json(read_config(folder))
 
-    def read(name: str, part: Part) -> Tensor:
-        advance()
-        path, entry = entries[name]
-        if path not in opened:
-            stack.close()
-            opened.clear()
-            opened[path] = stack.enter_context(_open(path))
-        return opened[path].get_slice(name)[part] if entry.shape else opened[path].get_tensor(name)
+    with _OneFile() as open_file:
 
-    with ExitStack() as stack:
-        yield WeightSource(
-            folder, {name: entry for name, (_, entry) in entries.items()}, keys, read
-        )
+        def read(name: str, part: Part) -> Tensor:
+            advance()
+            file = open_file(files[name])
+            if not entries[name].shape:  # the library has no slices of scalars
+                return file.get_tensor(name)
+            return file.get_slice(name)[part]
+
+        yield WeightSource(folder, entries, keys, read)
+
+
+class _OneFile(AbstractContextManager["_OneFile"]):
+    """Keeps the file open that was read last: entries are ordered by file."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: Any = None
+        self._stack = ExitStack()
+
+    def __call__(self, path: Path) -> Any:
+        if path != self._path:
+            self._path = None
+            self._stack.close()
+            self._file = self._stack.enter_context(_open(path))
+            self._path = path
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def _open(path: Path) -> Any:
@@ -97,16 +116,19 @@ def _open(path: Path) -> Any:
 def named_tensors(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
     """A model's parameters and persistent buffers, keyed by all their names: tied ones have
     several."""
-    names: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}  # identity of a tensor -> its names
     tensors = model.state_dict(keep_vars=True)  # under FSDP, this also frees gathered weights
     for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return {tuple(several): tensors[several[0]] for several in names.values()}
+        names_of.setdefault(id(tensor), []).append(name)
+    return {tuple(names): tensors[names[0]] for names in names_of.values()}
 
 
-# Where a stored tensor goes: all names of the model's tensor, the tensor, and the part of it that
-# is stored.
-_Destination = tuple[tuple[str, ...], Tensor, StoredTensor]
+class _Destination(NamedTuple):
+    """Where a stored tensor goes."""
+
+    names: tuple[str, ...]  # of the model's tensor
+    tensor: Tensor
+    piece: StoredTensor  # the part of it that is stored
 
 
 def _destinations(
@@ -118,22 +140,18 @@ def _destinations(
     destinations: dict[str, _Destination] = {}
     missing: list[str] = []
     for names, tensor in named_tensors(model).items():
-        # Checkpoints, and some newer files, store the tensor as the model has it.
-        forms = [
-            stored_tensors(name, tuple(tensor.shape), {} if name in entries else table)
-            for name in names
-        ]
+        forms = []  # of each name: the stored tensors that make it up
+        for name in names:
+            # Checkpoints, and some newer files, store the tensor as the model has it.
+            rules = {} if name in entries else table
+            forms.append(stored_tensors(name, tuple(tensor.shape), rules))
         present = [form for form in forms if any(piece.name in entries for piece in form)]
-        missing += [
-            piece.name
-            for form in present or forms[:1]
-            for piece in form
-            if piece.name not in entries
-        ]
-        for piece in (piece for form in present for piece in form):
+        wanted = chain.from_iterable(present or forms[:1])
+        missing += [piece.name for piece in wanted if piece.name not in entries]
+        for piece in chain.from_iterable(present):
             if piece.name in destinations:
                 raise ValueError(f"stored_as: two tensors of the model are stored as {piece.name}")
-            destinations[piece.name] = names, tensor, piece
+            destinations[piece.name] = _Destination(names, tensor, piece)
     return destinations, missing
 
 
@@ -153,20 +171,22 @@ def check_weights(
             (patterns).
     """
     destinations, missing = _destinations(model, source.entries)
-    unknown = [
-        name for name in source.entries if name not in destinations and not _matches(name, HARMLESS)
-    ]
     patterns = plan_of(type(model), "ignored") or ()
-    ignored = [name for name in unknown if _matches(name, patterns)]
-    unknown = [name for name in unknown if not _matches(name, patterns)]
+    ignored = []
+    unknown = []
+    for name in source.entries:
+        if name in destinations or _matches(name, HARMLESS):
+            continue
+        if _matches(name, patterns):
+            ignored.append(name)
+        else:
+            unknown.append(name)
     problems = _problems(destinations, missing, unknown, source.entries)
     if problems:
-        differ = _differing(keys, source.keys()) if keys else ""
-        hint = (
-            f"; its config and the run's keys differ: {differ}: take those keys away"
-            if differ
-            else ""
-        )
+        differing = _differing(keys, source.keys()) if keys else ""
+        hint = ""
+        if differing:
+            hint = f"; its config and the run's keys differ: {differing}: take those keys away"
         raise InputError(
             f"the weights in {source.path} do not fit the model: {'; '.join(problems)}{hint}"
         )
@@ -190,47 +210,52 @@ def _problems(
     unknown: Sequence[str],
     entries: Mapping[str, Entry],
 ) -> list[str]:
-    both = [
-        (entries[name], tensor, piece)
-        for name, (_, tensor, piece) in destinations.items()
-        if name in entries
-    ]
-    tied = " (do they tie it? then give model.tie_word_embeddings: true)" * (
-        missing == ["lm_head.weight"]
-    )
-    shapes = [
-        (entry.name, f" (there {list(entry.shape)}, the model's {list(piece.shape)})")
-        for entry, _, piece in both
-        if entry.shape != piece.shape
-    ]
-    kinds = [
-        (entry.name, f" ({entry.dtype})")
-        for entry, tensor, _ in both
-        if entry.dtype not in (FLOATS if tensor.is_floating_point() else (KINDS[tensor.dtype],))
-    ]
-    lists = (
-        ("missing", [(name, "") for name in missing], tied),
-        ("the model has no", [(name, "") for name in unknown], ""),
-        ("other shapes:", shapes, ""),
-        ("types that cannot be read:", kinds, f": expected {', '.join(FLOATS)}"),
-    )
-    folded = (
-        (problem, [name + text for name, _, text in fold_names(items)], remedy)
-        for problem, items, remedy in lists
-    )
-    return [
-        f"{problem} {join_some(names, NAMED)}{remedy}" for problem, names, remedy in folded if names
-    ]
+    """What is wrong with stored tensors, a line for each kind of problem."""
+    shapes = []
+    dtypes = []
+    for name, (_, tensor, piece) in destinations.items():
+        if name not in entries:
+            continue
+        entry = entries[name]
+        if entry.shape != piece.shape:
+            sizes = f" (there {list(entry.shape)}, the model's {list(piece.shape)})"
+            shapes.append((name, sizes))
+        readable = FLOATS if tensor.is_floating_point() else (KINDS[tensor.dtype],)
+        if entry.dtype not in readable:
+            dtypes.append((name, f" ({entry.dtype})"))
+
+    remedy = ""
+    if missing == ["lm_head.weight"]:
+        remedy = " (do they tie it? then give model.tie_word_embeddings: true)"
+    problems = []
+    if missing:
+        problems.append(f"missing {_listed((name, '') for name in missing)}{remedy}")
+    if unknown:
+        problems.append(f"the model has no {_listed((name, '') for name in unknown)}")
+    if shapes:
+        problems.append(f"other shapes: {_listed(shapes)}")
+    if dtypes:
+        expected = ", ".join(FLOATS)
+        problems.append(f"types that cannot be read: {_listed(dtypes)}: expected {expected}")
+    return problems
+
+
+def _listed(items: Iterable[tuple[str, str]]) -> str:
+    """Names of tensors, each with a text, for people: those of many experts are one."""
+    return join_some([name + text for name, _, text in fold_names(items)], NAMED)
 
 
 def _differing(keys: Mapping[str, Any], stored_keys: Mapping[str, Any]) -> str:
     """The sizes that differ from those stored with the weights: `vocab_size (there 256, here
     300)`."""
-    sizes = {name: value for name, value in keys.items() if isinstance(value, int)}
-    differ = {name: n for name, n in sizes.items() if stored_keys.get(name, n) not in (n, None)}
-    return join_some(
-        [f"{name} (there {stored_keys[name]}, here {n})" for name, n in differ.items()]
-    )
+    differing = []
+    for name, value in keys.items():
+        if not isinstance(value, int):
+            continue
+        there = stored_keys.get(name)
+        if there is not None and there != value:
+            differing.append(f"{name} (there {there}, here {value})")
+    return join_some(differing)
 
 
 def load_weights(
@@ -263,22 +288,19 @@ def load_weights(
                 continue  # a HARMLESS tensor, or one of another stage
             names, tensor, piece = destinations[name]
             local, own = local_part(tensor)
+            if local.dim() == 0:
+                local = local.view(1)
             common = overlap(piece.part, own)
             start = (names, *(span.start for span in piece.part))
             if not is_empty(common):
                 values = source.read(name, piece.slices(common)).reshape(shape_of(common))
-                target = (
-                    local.view(1)[within(common, own)]
-                    if local.dim() == 0
-                    else local[within(common, own)]
-                )
+                target = local[within(common, own)]
                 if start not in filled:
                     target.copy_(values)
                 elif not torch.equal(target, values.to(target)):
                     raise InputError(
                         f"{name} has values of its own in the files, and the model ties it to "
-                        "another tensor: "
-                        "give model.tie_word_embeddings: false"
+                        "another tensor: give model.tie_word_embeddings: false"
                     )
             filled.add(start)
     complete = {names for names, *_ in filled}

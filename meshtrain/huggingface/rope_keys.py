@@ -30,12 +30,16 @@ def split_rope(
     `first`: which of `rope_parameters` and `rope_scaling` counts where both are given.
     """
     split = dict(keys)
-    parameters, scaling = split.pop("rope_parameters", None), split.get("rope_scaling")
-    rope = (
-        (scaling or parameters or {}) if first == "rope_scaling" else (parameters or scaling or {})
-    )
-    split |= {key: rope[key] for key in model_keys & rope.keys()}
-    scaling = {key: value for key, value in rope.items() if key not in model_keys}
+    given = split.pop("rope_parameters", None), split.get("rope_scaling")
+    if first == "rope_scaling":
+        given = given[::-1]
+    rope = given[0] or given[1] or {}
+    scaling = {}
+    for key, value in rope.items():
+        if key in model_keys:
+            split[key] = value
+        else:
+            scaling[key] = value
     says_nothing = rope_type(scaling) == "default" and scaling.keys() <= {"rope_type", "type"}
     split["rope_scaling"] = None if says_nothing else scaling
     return split
@@ -48,12 +52,14 @@ def one_form(keys: Mapping[str, Any]) -> dict[str, Any]:
     So a resolved config says each thing once: a default of `rope_theta` beside `rope_parameters`,
     which counts, would contradict it.
     """
-    rope = (keys.get("rope_parameters"), keys.get("rope_scaling"))
-    is_damaged = not all(value is None or isinstance(value, Mapping) for value in rope)
-    if is_damaged or not keys.keys() >= BOTH_FORMS:
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(keys.get(name), Mapping | None):
+            return dict(keys)
+    if not keys.keys() >= BOTH_FORMS:
         return dict(keys)
-    split = split_rope(keys, MODEL_KEYS & keys.keys())
-    for name in MODEL_KEYS & keys.keys():
+    model_keys = MODEL_KEYS & keys.keys()
+    split = split_rope(keys, model_keys)
+    for name in model_keys:
         if type(split[name]) is int:
             split[name] = float(split[name])
     return {name: split.get(name) for name in keys}
@@ -66,17 +72,18 @@ def rope_contradictions(given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, .
     `given`: the keys of one source, such as a YAML file; what another source has given is
     overridden instead.
     """
-    parameters, scaling = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
+    parameters = given.get("rope_parameters") or {}
+    scaling = given.get("rope_scaling") or {}
     for name in sorted(MODEL_KEYS):
-        places = {
-            (name,): given.get(name),
-            ("rope_scaling", name): scaling.get(name),
-            ("rope_parameters", name): parameters.get(name),
-        }
-        values = {place: value for place, value in places.items() if value is not None}
-        if any(value != other for value in values.values() for other in values.values()):
-            written = " and ".join(f"{'.'.join(place)} {value}" for place, value in values.items())
-            keys = tuple(place[0] for place in values)
+        places = (
+            (name, name, given.get(name)),
+            ("rope_scaling", f"rope_scaling.{name}", scaling.get(name)),
+            ("rope_parameters", f"rope_parameters.{name}", parameters.get(name)),
+        )
+        said = [(key, place, value) for key, place, value in places if value is not None]
+        if any(value != said[0][2] for _, _, value in said):
+            written = " and ".join(f"{place} {value}" for _, place, value in said)
+            keys = tuple(key for key, _, _ in said)
             yield keys, f"{written} contradict each other: take all but one of them away"
     if parameters and scaling and _kind_of_scaling(parameters) != _kind_of_scaling(scaling):
         written = f"rope_scaling {_text(scaling)} and rope_parameters {_text(parameters)}"

@@ -17,18 +17,14 @@ from typing import Any
 from meshtrain.errors import InputError, join_some
 from meshtrain.job.parsing import parse_json
 
-CONFIG, SINGLE, INDEX, TOKENIZER = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-)
+# Names of files in a folder.
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
-# beside a tokenizer.json
-TOKENIZER_CONFIG, CHAT_TEMPLATE = (
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # beside a tokenizer.json
+CHAT_TEMPLATE = "chat_template.jinja"  # the same
 SENTENCEPIECE = "tokenizer.model"  # the one file of a tokenizer that is no text
 # What a folder has of its tokenizer. The last five are of older transformers, for which a
 # tokenizer.json need not be.
@@ -110,15 +106,17 @@ def parse_entry(name: str, about: Any) -> tuple[Entry, int, int] | None:
     try:
         entry = Entry(name, about["dtype"], tuple(about["shape"]))
         begin, end = about["data_offsets"]
-        good = len(entry.shape) <= MAX_DIMS and begin <= end
-        good = good and all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *entry.shape))
-        return (
-            (entry, begin, end)
-            if good and (entry.dtype not in SIZES or end - begin == entry.nbytes)
-            else None
-        )
+        numbers = (begin, end, *entry.shape)
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            return None
+        if begin > end or len(entry.shape) > MAX_DIMS:
+            return None
+        # Of other dtypes nobody here knows the size.
+        if entry.dtype in SIZES and end - begin != entry.nbytes:
+            return None
     except (KeyError, TypeError, ValueError):
         return None
+    return entry, begin, end
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -133,24 +131,32 @@ def read_header(path: Path) -> dict[str, Entry]:
         if parsed is None or parsed[2] > data_bytes:
             raise InputError(
                 f"{path} is no whole safetensors file: what its header says of {name} does not fit "
-                "its "
-                f"{data_bytes:,} bytes of data: copy it anew"
+                f"its {data_bytes:,} bytes of data: copy it anew"
             )
-        entries[name] = parsed[0]
-        spans.append(parsed[1:])
-    end = 0
-    for begin, stop in sorted(spans):
-        end = stop if begin == end else -1
-    if end != data_bytes:
+        entry, begin, end = parsed
+        entries[name] = entry
+        spans.append((begin, end))
+    if not _are_contiguous(spans, data_bytes):
         raise InputError(
             f"{path} is no whole safetensors file: its tensors do not lie one behind the other in "
-            f"its {data_bytes:,} "
-            "bytes of data: copy it anew"
+            f"its {data_bytes:,} bytes of data: copy it anew"
         )
     return entries
 
 
+def _are_contiguous(spans: Sequence[tuple[int, int]], size: int) -> bool:
+    """Whether spans of bytes, (begin, end) each, cover just so many bytes, one behind the
+    other."""
+    covered = 0
+    for begin, end in sorted(spans):
+        if begin != covered:
+            return False
+        covered = end
+    return covered == size
+
+
 def _read_json(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file, and the number of bytes behind it."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -191,15 +197,12 @@ def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: read_header(folder / SINGLE)}
     if not (folder / INDEX).is_file():
-        pickled = sorted(
-            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
-        )
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
         if pickled:
             raise InputError(
-                f"{folder} holds its weights as {pickled[0]}, a pickle, which can run code when it "
-                "is read: convert it "
-                "(in transformers: from_pretrained, then save_pretrained), or get the model's "
-                "safetensors files"
+                f"{folder} holds its weights as {min(pickled).name}, a pickle, which can run code "
+                "when it is read: convert it (in transformers: from_pretrained, then "
+                "save_pretrained), or get the model's safetensors files"
             )
         raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: {_expected_files(folder)}")
     names_by_file: dict[Path, list[str]] = {}
@@ -219,16 +222,13 @@ def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
 
 
 def _expected_files(folder: Path) -> str:
-    text = (
+    expected = (
         f"a Hugging Face directory has {CONFIG} and {SINGLE}, or {INDEX} and the files that it "
-        "names (and a run's "
+        "names (and a run's folder has checkpoints)"
     )
-    text += "folder has checkpoints)"
-    return (
-        text
-        if folder.is_dir()
-        else f"{folder} is no folder; {text} (`hf download NAME --local-dir DIR` makes one)"
-    )
+    if folder.is_dir():
+        return expected
+    return f"{folder} is no folder; {expected} (`hf download NAME --local-dir DIR` makes one)"
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -240,12 +240,7 @@ def _read_index(path: Path) -> dict[str, str]:
             f"{path} is no index of weights ({error!r}): copy the file anew"
         ) from error
     for name, file in files.items():
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or "\\" in file
-            or not file.endswith(".safetensors")
-        ):
+        if not _is_name_of_weights(file):
             raise InputError(
                 f"{path} says that {name} is in {file!r}: expected the name of a .safetensors file "
                 "in the same folder"
@@ -253,36 +248,51 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
+def _is_name_of_weights(file: object) -> bool:
+    """Whether this names a file of weights in the same folder."""
+    if not isinstance(file, str) or not file.endswith(".safetensors"):
+        return False
+    return Path(file).name == file and "\\" not in file
+
+
 def planned_files(entries: Sequence[Entry], most: int = FILE_BYTES) -> dict[str, list[Entry]]:
     """Spreads tensors, in their order, over files of at most `most` bytes: name of the file -> its
     tensors."""
     files: list[list[Entry]] = [[]]
+    nbytes = 0  # of the last file
     for entry in entries:
-        if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > most:
+        if files[-1] and nbytes + entry.nbytes > most:
             files.append([])
+            nbytes = 0
         files[-1].append(entry)
+        nbytes += entry.nbytes
     if len(files) == 1:
         return {SINGLE: files[0]}
+    last = len(files)
     return {
-        f"model-{n:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files, 1)
+        f"model-{number:05d}-of-{last:05d}.safetensors": file
+        for number, file in enumerate(files, start=1)
     }
 
 
 def index(files: Mapping[str, Sequence[Entry]]) -> str:
     """The text of `model.safetensors.index.json`."""
-    total = sum(entry.nbytes for entries in files.values() for entry in entries)
-    weight_map = {entry.name: file for file, entries in files.items() for entry in entries}
-    return (
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-    )
+    total = 0
+    weight_map = {}
+    for file, entries in files.items():
+        for entry in entries:
+            total += entry.nbytes
+            weight_map[entry.name] = file
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def export_problem(folder: Path) -> str | None:
     """Why an export cannot be written to `folder`; None if it can: it is new, empty, or an earlier
     export."""
     folder = folder.absolute()
-    above = next(parent for parent in folder.parents if parent.exists())
     if not folder.exists() and not folder.is_symlink():
+        above = next(parent for parent in folder.parents if parent.exists())
         if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
             return None
         return (
@@ -294,10 +304,14 @@ def export_problem(folder: Path) -> str | None:
     if not os.access(folder.parent, os.W_OK | os.X_OK):  # the new folder is made beside the old one
         return f"{folder.parent} may not be written to: name a folder somewhere else"
     files = sorted(folder.iterdir())
-    foreign = [path.name for path in files if not _of_export(path)]
-    if not files or (not foreign and any(path.suffix == ".safetensors" for path in files)):
+    if not files:
         return None
-    foreign = foreign or [path.name for path in files]
+    foreign = [path.name for path in files if not _of_export(path)]
+    if not foreign:
+        if any(path.suffix == ".safetensors" for path in files):
+            return None
+        # Files such as a config.json alone may be anybody's.
+        foreign = [path.name for path in files]
     return (
         f"{folder} holds {join_some(foreign)}, which no export has written: empty it, or name "
         "another folder"
@@ -305,6 +319,7 @@ def export_problem(folder: Path) -> str | None:
 
 
 def _of_export(path: Path) -> bool:
+    """Whether an export may have written a file."""
     if path.suffix != ".safetensors":
         return path.name in (CONFIG, GENERATION_CONFIG, INDEX, ADAPTER_CONFIG, *TOKENIZER_FILES)
     try:

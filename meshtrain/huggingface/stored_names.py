@@ -17,7 +17,6 @@ the tensor is not stored.
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from meshtrain.parallel.sharding import Part, Shape, local_slice, shape_of, within
@@ -25,11 +24,6 @@ from meshtrain.parallel.tp_plan import LORA_A, LORA_B, plan_of
 
 # LoRA's adapters
 ADAPTERS: Mapping[str, Sequence[str]] = {f"*.{own}.weight": () for own in (LORA_A, LORA_B)}
-# formats in which transformers writes experts (`save_original_format`)
-FORMATS = (
-    "original",
-    "fused",
-)
 Table = Mapping[str, Sequence[str]]
 
 
@@ -54,51 +48,76 @@ def stored_tensors(name: str, shape: Shape, table: Table) -> list[StoredTensor]:
     rule = _rule(name, table)
     if rule is None:
         return [StoredTensor(name, shape, local_slice(shape or (1,), []))]
-    pattern, names, texts = rule
-    if any(stored.count("*") != pattern.count("*") for stored in names):
+    if not rule.names:
+        return []
+    _check_rule(rule)
+    dims = shape or (1,)
+    rows = 1 if rule.counts else 0  # the dim that several names divide
+    if len(dims) <= rows or dims[rows] % len(rule.names):
         raise ValueError(
-            f"stored_as: {pattern!r} and its names {list(names)} differ in the number of '*'"
+            f"stored_as: {rule.pattern!r} does not divide a tensor of the shape {list(shape)}"
         )
-    if {stored.count("{}") for stored in names} not in (set(), {0}, {1}):
-        raise ValueError(f"stored_as: all of {list(names)} have to count with one '{{}}', or none")
-    counted = any("{}" in stored for stored in names)
-    dims, rows = shape or (1,), int(counted)  # rows: the dim that several names divide
-    if len(dims) <= rows or (names and dims[rows] % len(names)):
-        raise ValueError(
-            f"stored_as: {pattern!r} does not divide a tensor of the shape {list(shape)}"
-        )
-    words = ["".join(chain(*zip(stored.split("*"), (*texts, ""), strict=True))) for stored in names]
+    names = [_fill_in(stored, rule.texts) for stored in rule.names]
     tensors = []
-    for index in range(dims[0] if counted else 1):
-        for place, word in enumerate(words):
-            part = local_slice(dims, [(0, dims[0], index)] * counted + [(rows, len(words), place)])
-            tensors.append(
-                StoredTensor(
-                    word.replace("{}", str(index)), shape_of(part)[rows:] if shape else (), part
-                )
-            )
+    for index in range(dims[0] if rule.counts else 1):
+        for place, stored in enumerate(names):
+            cuts = [(rows, len(names), place)]
+            if rule.counts:
+                cuts.insert(0, (0, dims[0], index))
+            part = local_slice(dims, cuts)
+            stored_shape = shape_of(part)[rows:] if shape else ()
+            tensors.append(StoredTensor(stored.replace("{}", str(index)), stored_shape, part))
     return tensors
+
+
+def _check_rule(rule: "_Rule") -> None:
+    names = list(rule.names)
+    if any(stored.count("*") != rule.pattern.count("*") for stored in names):
+        raise ValueError(
+            f"stored_as: {rule.pattern!r} and its names {names} differ in the number of '*'"
+        )
+    if {stored.count("{}") for stored in names} not in ({0}, {1}):
+        raise ValueError(f"stored_as: all of {names} have to count with one '{{}}', or none")
 
 
 def is_weight(name: str, table: Table) -> bool:
     """Whether files store a tensor of the model; one that is not stored does not count as a
     parameter either."""
     rule = _rule(name, table)
-    return rule is None or bool(rule[1])
+    return rule is None or len(rule.names) > 0
 
 
-def _rule(name: str, table: Table) -> tuple[str, Sequence[str], Sequence[str]] | None:
-    """The first pattern that matches, its stored names, and the texts that its '*' stand for."""
+class _Rule(NamedTuple):
+    """The row of a table that applies to a tensor."""
+
+    pattern: str
+    names: Sequence[str]  # under which it is stored
+    texts: Sequence[str]  # for which the '*' of the pattern stand
+
+    @property
+    def counts(self) -> bool:
+        """Whether the stored tensors are numbered along dim 0."""
+        return any("{}" in stored for stored in self.names)
+
+
+def _rule(name: str, table: Table) -> _Rule | None:
+    """The first row whose pattern matches."""
     for pattern, names in table.items():
-        if match := re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name):
-            return pattern, names, match.groups()
+        match = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name)
+        if match is not None:
+            return _Rule(pattern, names, match.groups())
     return None
 
 
-def table_of(model: type, file_format: str = "original") -> Table:
-    """The table of a model's class: `original`, as in the model's published files, or `fused`,
-    tensors as in memory, except those that are not stored. transformers reads both."""
-    table: Table = {**ADAPTERS, **(plan_of(model, "stored_as") or {})}
-    if file_format == "original":
-        return table
-    return {pattern: (pattern,) if names else () for pattern, names in table.items()}
+def _fill_in(stored: str, texts: Sequence[str]) -> str:
+    """A stored name with these texts in the places of its '*'."""
+    first, *others = stored.split("*")
+    filled = first
+    for text, following in zip(texts, others, strict=True):
+        filled += text + following
+    return filled
+
+
+def table_of(model: type) -> Table:
+    """The table of a model's class."""
+    return {**ADAPTERS, **(plan_of(model, "stored_as") or {})}

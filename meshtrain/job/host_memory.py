@@ -5,39 +5,48 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+# The files of a cgroup's memory controller: its limit, its use, and the row of memory.stat with
+# the page cache that the kernel takes back before anything else.
+V1 = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+V2 = ("max", "current", "inactive_file")
+
 
 def memory_gib(
-    host: Path = Path("/proc/meminfo"),
-    own: Path = Path("/proc/self/cgroup"),
-    root: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float, float]:
     """Total and available (free or reclaimable) memory of this process: the least of the host's and
     its cgroups'."""
-    rows = dict(line.split(":") for line in host.read_text().splitlines())
-    most, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    host = psutil.virtual_memory()
+    most, free = host.total, host.available
     for limit, available in _cgroups(own, root):
-        most, free = min(most, limit), min(free, available)
+        most = min(most, limit)
+        free = min(free, available)
     return most / 2**30, free / 2**30
 
 
 def _cgroups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
     """The limit of each cgroup of this process, from its own up, and the bytes left of it (cgroup
     v2 and v1)."""
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, kinds, path = line.split(":", 2)
-        if kinds not in ("", "memory"):
+    lines = own.read_text().splitlines() if own.exists() else []
+    for line in lines:
+        # 0::/user.slice for v2; 9:memory:/user.slice for v1
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
             continue
-        v1 = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
-        maximum, usage, inactive = v1 if kinds else ("max", "current", "inactive_file")
-        group = root / kinds / path.lstrip("/")
+        top = root / controllers
+        group = top / path.lstrip("/")
         for folder in (group, *group.parents):
-            if not folder.is_relative_to(root / kinds):
+            if not folder.is_relative_to(top):
                 break
             with suppress(OSError, ValueError):  # the file is not there, or says "max"
-                limit, used = (
-                    int((folder / f"memory.{name}").read_text()) for name in (maximum, usage)
-                )
-                rows = dict(
-                    row.split() for row in (folder / "memory.stat").read_text().splitlines()
-                )
-                yield limit, limit - used + int(rows.get(inactive, 0))
+                yield _limit_and_rest(folder, V1 if controllers else V2)
+
+
+def _limit_and_rest(folder: Path, names: tuple[str, str, str]) -> tuple[int, int]:
+    maximum, usage, inactive = names
+    limit = int((folder / f"memory.{maximum}").read_text())
+    used = int((folder / f"memory.{usage}").read_text())
+    rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+    return limit, limit - used + int(rows.get(inactive, 0))

@@ -8,6 +8,7 @@ without a handler ends a process.
 
 import atexit
 import ctypes
+import math
 import os
 import select
 import signal
@@ -24,6 +25,7 @@ from typing import Any
 from weakref import ref
 
 from meshtrain.job.storage import optional
+from meshtrain.job.threads import NoThreadError, start_thread
 
 FILE = "STOP"
 LOOK_EVERY_S = 1.0  # for the STOP file; a look is cheap, but not on every file system
@@ -83,11 +85,8 @@ class Signals:
         self._remembered: tuple[int, float] | None = None
         self._numbers: tuple[signal.Signals, ...] = SIGNALS  # those with a handler of ours
         self._ignored: tuple[signal.Signals, ...] = ()  # signals ignored until the alarm
-        # the program's own: handler, and seconds left
-        self._alarm: tuple[Handler, float] = (
-            signal.SIG_DFL,
-            0.0,
-        )
+        # the program's own alarm: its handler, and seconds left
+        self._alarm: tuple[Handler, float] = (signal.SIG_DFL, 0.0)
 
     @classmethod
     def install(cls, *, importing: bool = False) -> "Signals":
@@ -96,7 +95,7 @@ class Signals:
         signals = cls()
         signals._importing = importing
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            signals._numbers = tuple(number for number in SIGNALS if number != signal.SIGHUP)
+            signals._numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         install_handlers(dict.fromkeys(signals._numbers, signals._handle))
         atexit.register(signals.restore)  # an alarm after Python's end would kill the process
         return signals
@@ -111,19 +110,24 @@ class Signals:
         now = time.monotonic()
         if number == signal.SIGHUP:
             mute_closed_outputs()
+
         if self._importing:
             if self._remembered is None:
-                self._remembered = number, now
+                self._remembered = (number, now)
                 return
-            if number == signal.SIGUSR1 or now - self._remembered[1] < ONE_REQUEST_S:
+            _, remembered_at = self._remembered
+            if number == signal.SIGUSR1 or now - remembered_at < ONE_REQUEST_S:
                 return
+
         if self.training or number == signal.SIGUSR1:
             if self.request is None:
-                self.request, self._asked_at = StopKind(signal.Signals(number).name), now
+                self.request = StopKind(signal.Signals(number).name)
+                self._asked_at = now
                 self._ignore_until_alarm(self._numbers if self.training else (signal.SIGUSR1,))
                 return
             if now - self._asked_at < ONE_REQUEST_S:
                 return
+
         self.restore()
         ignore_signals()  # nothing may interrupt what runs while the stack unwinds
         raise SystemExit(128 + number)
@@ -132,7 +136,8 @@ class Signals:
         self._ignored = numbers
         ignore_signals(numbers)
         before = install_handlers({signal.SIGALRM: lambda *_: self.restore()})
-        self._alarm = before[signal.SIGALRM], signal.setitimer(signal.ITIMER_REAL, ONE_REQUEST_S)[0]
+        seconds_left, _ = signal.setitimer(signal.ITIMER_REAL, ONE_REQUEST_S)
+        self._alarm = (before[signal.SIGALRM], seconds_left)
 
     def restore(self) -> None:
         """Handles the ignored signals again and restores the program's own alarm. For the main
@@ -141,22 +146,21 @@ class Signals:
             return
         install_handlers(dict.fromkeys(self._ignored, self._handle))
         self._ignored = ()
-        handler, seconds = self._alarm
+        handler, seconds_left = self._alarm
         install_handlers({signal.SIGALRM: handler})
-        signal.setitimer(signal.ITIMER_REAL, max(seconds - ONE_REQUEST_S, 0.001) if seconds else 0)
+        if seconds_left:
+            seconds_left = max(seconds_left - ONE_REQUEST_S, 0.001)
+        signal.setitimer(signal.ITIMER_REAL, seconds_left)
 
 
 def mute_closed_outputs() -> None:
     """Sends stdout and stderr to /dev/null where their terminal is gone: a line printed there would
     be an error, and would end the run before it has saved."""
+    is_gone = select.POLLHUP | select.POLLERR | select.POLLNVAL
     for stream in (1, 2):
         poll = select.poll()
         poll.register(stream, 0)
-        gone = any(
-            events & (select.POLLHUP | select.POLLERR | select.POLLNVAL)
-            for _, events in poll.poll(0)
-        )
-        if gone:
+        if any(events & is_gone for _, events in poll.poll(0)):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream)
             os.close(nowhere)
@@ -228,7 +232,8 @@ class SignalWakeup:
 def _uninstall_in_children(wakeup: SignalWakeup) -> None:
     """A signal to a forked child (a data reader) must not wake this process; neither must one that
     comes during the fork, so signals are blocked until the child has uninstalled the pipe."""
-    weak, before = ref(wakeup), threading.local()
+    weak = ref(wakeup)  # hooks of forks stay for the life of the process
+    before = threading.local()
 
     def block() -> None:
         if weak() is not None:
@@ -274,21 +279,21 @@ def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str
     limits: list[Limit] = []
     if time_limit_s is not None:
         end = since + time_limit_s
-        limits.append(
-            (StopReason(StopKind.TIME_LIMIT, "train.time_limit"), lambda: end - time.monotonic())
-        )
-    at = variables.get("SLURM_JOB_END_TIME", "")
-    if at.isdecimal() and int(at) > time.time():  # a time in the past was exported by an older job
-        text = f"the end of SLURM job {variables.get('SLURM_JOB_ID', '')}"
+        reason = StopReason(StopKind.TIME_LIMIT, "train.time_limit")
+        limits.append((reason, lambda: end - time.monotonic()))
+
+    slurm_end = variables.get("SLURM_JOB_END_TIME", "")
+    # A time in the past was exported by an older job.
+    if slurm_end.isdecimal() and int(slurm_end) > time.time():
         begun = variables.get("SLURM_JOB_START_TIME", "")
-        # this host's clock may be slow
-        whole = int(at) - int(begun) if begun.isdecimal() else float("inf")
-        limits.append(
-            (
-                StopReason(StopKind.SLURM_END, text),
-                lambda: min(int(at) - time.time(), whole - time.monotonic() + since),
-            )
-        )
+        # This host's clock may be slow: no more is left than the whole time less what has passed.
+        whole = int(slurm_end) - int(begun) if begun.isdecimal() else math.inf
+
+        def left_of_slurm() -> float:
+            return min(int(slurm_end) - time.time(), whole - (time.monotonic() - since))
+
+        text = f"the end of SLURM job {variables.get('SLURM_JOB_ID', '')}"
+        limits.append((StopReason(StopKind.SLURM_END, text), left_of_slurm))
     return limits
 
 
@@ -353,12 +358,21 @@ class StopRequest:
         """Why this rank should stop; once set it stays. A step takes `step_s` at most, a save
         `save_s`."""
         if self.reason_given is None:
-            number = self.signals.request
-            by_signal = None if number is None else StopReason(number, str(number))
             needed_s = STEPS_TO_STOP * step_s + 1.2 * save_s + SPARE_S
-            by_time = (reason for reason, seconds_left in self._limits if seconds_left() < needed_s)
-            self.reason_given = by_signal or self._look_at_folder() or next(by_time, None)
+            self.reason_given = (
+                self._by_signal() or self._look_at_folder() or self._by_time(needed_s)
+            )
         return self.reason_given
+
+    def _by_signal(self) -> StopReason | None:
+        kind = self.signals.request
+        return None if kind is None else StopReason(kind, str(kind))
+
+    def _by_time(self, needed_s: float) -> StopReason | None:
+        for reason, seconds_left in self._limits:
+            if seconds_left() < needed_s:
+                return reason
+        return None
 
     def _look_at_folder(self) -> StopReason | None:
         """Looks in a thread: a file system that does not answer must not delay the steps of all
@@ -368,15 +382,11 @@ class StopRequest:
         if self._file is None or looking or now - self._looked_at < LOOK_EVERY_S:
             return self._by_folder
         self._looked_at = now
-        self._look = threading.Thread(
-            target=self._look_for, args=[self._file], name="requests", daemon=True
-        )
         try:
-            self._look.start()
-        except RuntimeError:  # no thread can be started now: the next look is a second later
-            self._look = None
-        else:
+            self._look = start_thread(self._look_for, self._file, name="requests")
             self._look.join(ANSWERS_S)
+        except NoThreadError:  # the next look is a second later
+            self._look = None
         return self._by_folder
 
     def _look_for(self, file: Path) -> None:
@@ -415,7 +425,7 @@ def end_with_launcher(variables: Mapping[str, str]) -> None:
     launcher = ""
     with suppress(OSError):  # it has ended
         launcher = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
-    if "TORCHELASTIC_RUN_ID" in variables or (
-        "SLURM_STEP_ID" in variables and launcher == "slurmstepd"
-    ):
+    of_torchrun = "TORCHELASTIC_RUN_ID" in variables
+    of_srun = "SLURM_STEP_ID" in variables and launcher == "slurmstepd"
+    if of_torchrun or of_srun:
         end_with_parent()

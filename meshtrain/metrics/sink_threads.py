@@ -65,10 +65,14 @@ class SinkThreads:
 
 class _SinkThread:
     def __init__(self, name: str, make: Make, run: SinkRun) -> None:
-        self.name, self._make, self._run = name, make, run
+        self.name = name
+        self._make = make
+        self._run = run
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MOST_WAITING)
         self._status: str | None = None  # of the run, once it ends
-        self._warned, self.lost, self.close_s = False, 0, START_S
+        self.close_s = START_S  # until the sink is there, which has a limit of its own
+        self.lost = 0  # calls for which the queue had no room
+        self._warned = False
         self.thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
         self.thread.start()
 
@@ -120,26 +124,33 @@ def find_sinks(config: Metrics) -> dict[str, Make]:
 def _find(name: str, options: Mapping[str, Any]) -> Make:
     kind = _class(name)
     if kind.package is not None and importlib.util.find_spec(kind.package) is None:
+        install = f"meshtrain[{name}]" if name in OWN else kind.package
         raise InputError(
             f"metrics.sinks: {name} needs the package {kind.package}, which is not installed: "
-            f"pip install 'meshtrain[{kind.package}]', or take {name} out of metrics.sinks"
+            f"pip install '{install}', or take {name} out of metrics.sinks"
         )
+    _check_options(name, kind, options)
+    return lambda run: kind(run, **options)
+
+
+def _check_options(name: str, kind: type[Sink], options: Mapping[str, Any]) -> None:
+    signature = inspect.signature(kind)
     try:
-        inspect.signature(kind).bind(None, **options)
+        signature.bind(None, **options)
     except TypeError as error:
-        known = ", ".join(list(inspect.signature(kind).parameters)[1:])
+        known = ", ".join(list(signature.parameters)[1:])
         raise InputError(
             f"metrics.sink_options.{name}: {error}; its options are: {known or 'none'}"
         ) from error
-    if kind in OWN.values():
-        hints = get_type_hints(kind.__init__)
-        for option, value in options.items():
-            if not isinstance(value, hints[option]) or isinstance(value, bool):
-                expected = inspect.formatannotation(hints[option])
-                raise InputError(
-                    f"metrics.sink_options.{name}.{option}: expected {expected}, found {value!r}"
-                )
-    return lambda run: kind(run, **options)
+    if name not in OWN:  # the annotations of a user's class may mean anything
+        return
+    hints = get_type_hints(kind.__init__)
+    for option, value in options.items():
+        if not isinstance(value, hints[option]) or isinstance(value, bool):
+            expected = inspect.formatannotation(hints[option])
+            raise InputError(
+                f"metrics.sink_options.{name}.{option}: expected {expected}, found {value!r}"
+            )
 
 
 def _class(name: str) -> type[Sink]:
@@ -150,7 +161,6 @@ def _class(name: str) -> type[Sink]:
     if not (isinstance(kind, type) and issubclass(kind, Sink)):
         raise InputError(
             f"metrics.sinks: {path} has no class {attribute} that is a "
-            "meshtrain.metrics.sinks.Sink: "
-            "docs/monitoring.md has an example"
+            "meshtrain.metrics.sinks.Sink: docs/monitoring.md has an example"
         )
     return kind

@@ -3,18 +3,19 @@
 docs/monitoring.md shows how to write one. `sink_threads.py` runs them beside training.
 """
 
-import http.server
 import re
-import threading
 import time
 import uuid
+import wsgiref.simple_server
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from meshtrain.job.storage import read_guarded, warn, write_whole
+
+if TYPE_CHECKING:
+    import prometheus_client
 
 STATUSES = ("running", "done", "stopped", "failed")
 
@@ -35,7 +36,7 @@ class Sink:
     thread, also the constructor, which gets the run and the options of the config: `__init__(self,
     run, *, port: int = 9400)`."""
 
-    # the package that it imports, and the extra of meshtrain that installs it
+    # the package that it imports, without which the config is refused
     package: ClassVar[str | None] = None
     close_s: ClassVar[float] = 5.0  # how long the end of the run waits for it
 
@@ -57,24 +58,24 @@ class Sink:
 
 
 class _Curves(Sink):
+    """A sink that draws a curve of each number, under a tag."""
+
     def row(self, values: dict[str, Any]) -> None:
-        self._add_numbers(
-            values["step"], {_tag(name): value for name, value in values.items() if name != "step"}
-        )
+        curves = {_tag(name): value for name, value in values.items() if name != "step"}
+        self.add(values["step"], _numbers(curves))
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        self._add_numbers(
-            step,
-            {f"validation/{name.removeprefix('eval_')}": value for name, value in values.items()},
-        )
-
-    def _add_numbers(self, step: int, values: dict[str, Any]) -> None:
-        self.add(
-            step, {tag: value for tag, value in values.items() if isinstance(value, int | float)}
-        )
+        curves = {
+            f"validation/{name.removeprefix('eval_')}": value for name, value in values.items()
+        }
+        self.add(step, _numbers(curves))
 
     def add(self, step: int, values: dict[str, float]) -> None:
         raise NotImplementedError
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 class TensorBoard(_Curves):
@@ -149,6 +150,8 @@ class Prometheus(Sink):
     """The latest values in Prometheus' text format: in a file for node_exporter's textfile
     collector, and with a `port` also over HTTP at `/metrics` as long as the run lasts."""
 
+    package = "prometheus_client"
+
     def __init__(
         self,
         run: SinkRun,
@@ -160,15 +163,26 @@ class Prometheus(Sink):
     ) -> None:
         """`textfile`: None: `metrics.prom` in the run's folder; written at most every `every_s`
         seconds."""
-        self._file = (
-            run.folder / "metrics.prom" if textfile is None else Path(textfile).expanduser()
-        )
-        self._run, self._every_s, self._written, self._status = run.name, every_s, 0.0, "running"
-        self._values: dict[str, Any] = {"steps": run.steps, "step": run.step}
-        self._server: http.server.ThreadingHTTPServer | None = None
+        import prometheus_client  # only if it is used
+
+        self._client = prometheus_client
+        self.registry = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, prometheus_client.Gauge] = {}
+        self._run = run.name
+        self._file = run.folder / "metrics.prom"
+        if textfile is not None:
+            self._file = Path(textfile).expanduser()
+        self._every_s = every_s
+        self._written = 0.0
+        self._server: wsgiref.simple_server.WSGIServer | None = None
+
+        self._set({"steps": run.steps, "step": run.step})
+        self._set_status("running")
         try:
             if port is not None:
-                self._server = _serve(self, bind, port)
+                self._server, _ = prometheus_client.start_http_server(port, bind, self.registry)
+                # A client that has gone must not leave its traceback on the terminal.
+                self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         except (OSError, OverflowError) as error:  # the file still works
             warn(
                 f"metrics.sinks: prometheus cannot listen on {bind}:{port} ({error}); it writes "
@@ -177,15 +191,15 @@ class Prometheus(Sink):
         self._write()
 
     def row(self, values: dict[str, Any]) -> None:
-        self._values |= values | {"step_timestamp_seconds": time.time()}
-        self._write()
+        self._set({**values, "step_timestamp_seconds": time.time()})
+        self._write_if_due()
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        self._values |= values | {"eval_step": step}
-        self._write()
+        self._set({**values, "eval_step": step})
+        self._write_if_due()
 
     def close(self, status: str) -> None:
-        self._status = status
+        self._set_status(status)
         try:
             self._write()
         finally:
@@ -193,62 +207,37 @@ class Prometheus(Sink):
                 self._server.shutdown()
                 self._server.server_close()
 
-    def text(self) -> str:
-        """The text that Prometheus scrapes."""
-        run = self._run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        lines = []
-        for name, value in list(self._values.items()):
+    def _set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
             if isinstance(value, int | float):
                 metric = "meshtrain_" + re.sub(r"\W", "_", name, flags=re.ASCII)
-                lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {float(value)!r}']
-        lines.append("# TYPE meshtrain_status gauge")
-        for status in STATUSES:
-            lines.append(
-                f'meshtrain_status{{run="{run}",status="{status}"}} {int(status == self._status)}'
-            )
-        return "\n".join(lines) + "\n"
+                about = f"The last {name} of metrics.jsonl"
+                self._gauge(metric, about, "run").labels(self._run).set(value)
+
+    def _set_status(self, status: str) -> None:
+        gauge = self._gauge("meshtrain_status", "How the run goes, or has ended", "run", "status")
+        for each in STATUSES:
+            gauge.labels(self._run, each).set(int(each == status))
+
+    def _gauge(self, metric: str, about: str, *labels: str) -> "prometheus_client.Gauge":
+        if metric not in self._gauges:
+            gauge = self._client.Gauge(metric, about, labels, registry=self.registry)
+            self._gauges[metric] = gauge
+        return self._gauges[metric]
+
+    def _write_if_due(self) -> None:
+        if time.monotonic() - self._written >= self._every_s:
+            self._write()
 
     def _write(self) -> None:
-        if self._status != "running" or time.monotonic() - self._written >= self._every_s:
-            self._written = time.monotonic()
-            write_whole(self._file, self.text())
-
-
-def _serve(sink: Prometheus, bind: str, port: int) -> http.server.ThreadingHTTPServer:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = 10  # seconds for a request
-
-        def handle(self) -> None:
-            with suppress(ConnectionError):  # the client has gone: keep that off the terminal
-                super().handle()
-
-        def do_GET(self) -> None:
-            if self.path.partition("?")[0] != "/metrics":
-                self.send_error(404)
-                return
-            body = sink.text().encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Keeps requests off the terminal, too."""
-
-    server = http.server.ThreadingHTTPServer((bind, port), Handler)
-    threading.Thread(
-        target=server.serve_forever, name="sink prometheus /metrics", daemon=True
-    ).start()
-    return server
+        self._written = time.monotonic()
+        write_whole(self._file, self._client.generate_latest(self.registry))
 
 
 def _tag(name: str) -> str:
-    return (
-        f"time/{name.removeprefix('time_')}"
-        if name.startswith(("time_", "step_time", "wall_"))
-        else f"train/{name}"
-    )
+    if name.startswith(("time_", "step_time", "wall_")):
+        return f"time/{name.removeprefix('time_')}"
+    return f"train/{name}"
 
 
 OWN: dict[str, type[Sink]] = {"prometheus": Prometheus, "tensorboard": TensorBoard, "wandb": Wandb}

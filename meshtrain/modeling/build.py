@@ -80,11 +80,18 @@ def build_model(
     device: torch.device,
     waiting: Waiting = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
+    *,
+    device_type: str | None = None,
 ) -> nn.Module:
     """A config's model, parallelized, on `device`, with initial values that depend on its seed and
-    not on the layout. With `pp`: this rank's stages, as a `Pipeline`. `sample`: see
-    `ParallelOptions`."""
-    options = options_of(config, mesh.layout, device, waiting, sample)
+    not on the layout. With `pp`: this rank's stages, as a `Pipeline`.
+
+    Args:
+        sample: see `ParallelOptions`.
+        device_type: of the device that the meta device stands for, where a step is traced; None:
+            `device` itself.
+    """
+    options = options_of(config, mesh.layout, device, waiting, sample, device_type=device_type)
     if mesh.size("pp") == 1:
         if mesh.uses_fsdp or compute_dtype(options.precision) != master_dtype(options.precision):
             options = replace(options, used_outside=_used_outside(config, sample, mesh.uses_fsdp))
@@ -134,8 +141,11 @@ def options_of(
     device: torch.device,
     waiting: Waiting = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
+    *,
+    device_type: str | None = None,
 ) -> ParallelOptions:
-    """How a config's model is parallelized. `sample`: see `ParallelOptions`."""
+    """How a config's model is parallelized. `sample`: see `ParallelOptions`; `device_type`: see
+    `build_model`."""
     # used by the layout, by the trainer, and decided here
     others = (
         "expert_parallel",
@@ -144,15 +154,21 @@ def options_of(
     )
     keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
     keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
-    compiles = compile_choice(config, layout, device).compiles
-    return ParallelOptions(waiting=waiting, sample=sample, compile=compiles, **keys)
+    compiles = compile_choice(config, layout, device, device_type).compiles
+    traced = device.type == "meta"
+    return ParallelOptions(waiting=waiting, sample=sample, compile=compiles, trace=traced, **keys)
 
 
-def compile_choice(config: "Config", layout: Layout, device: torch.device) -> CompileChoice:
+def compile_choice(
+    config: "Config", layout: Layout, device: torch.device, device_type: str | None = None
+) -> CompileChoice:
     """Whether the blocks of a run are compiled: the same on all ranks if their machines are of one
-    kind."""
+    kind. `device_type`: see `build_model`."""
     splits_backward = layout.size("pp") > 1 and schedule_of(config, layout).splits_backward
-    return choose_compile(config.parallel.compile, device, splits_backward)
+    setting = config.parallel.compile
+    if device_type is None:
+        return choose_compile(setting, device, splits_backward)
+    return choose_compile(setting, torch.device(device_type), splits_backward, has_tools=True)
 
 
 def schedule_of(config: "Config", layout: Layout) -> Schedule:

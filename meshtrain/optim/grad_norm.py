@@ -2,8 +2,6 @@
 it."""
 
 from collections.abc import Sequence
-from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,19 +40,22 @@ class LocalParameter:
         shared: bool = False,
     ) -> None:
         """`shared`: whether each copy of the parameter updates only some of its rows (ZeRO-1)."""
-        self.spec, self.parameter, self.stored_as = spec, parameter, stored_as
-        local = parameter.detach()
-        self.local = local.to_local() if isinstance(local, DTensor) else local
+        self.parameter = parameter
+        self.stored_as = stored_as
+        self.spec = spec
+        self.local = to_local(parameter.detach())
         self._rows: slice | None = None  # the rows of the held part that this rank updates
         if shared:
             self.spec = optimizer_shard(spec, mesh.layout)
             axis = self.spec.cuts[-1].axis
-            rows = self.local if self.local.dim() else self.local.view(1)
-            self._rows = chunk_range(rows.shape[0], mesh.size(axis), mesh.index(axis))
-            self.local = rows[self._rows]
+            held = torch.atleast_1d(self.local)
+            self._rows = chunk_range(held.shape[0], mesh.size(axis), mesh.index(axis))
+            self.local = held[self._rows]
             self._copies = axis_group(mesh, axis)
-        self.part = self.spec.part({cut.axis: mesh.index(cut.axis) for cut in self.spec.cuts})
         self.local.requires_grad_()
+
+        position = {cut.axis: mesh.index(cut.axis) for cut in self.spec.cuts}
+        self.part = self.spec.part(position)
         self.copies = self.spec.copies(mesh.layout)
         self.state: dict[str, Tensor] = {}
         self.state_specs: dict[str, ParameterSpec] = {}
@@ -72,45 +73,52 @@ class LocalParameter:
                 f"the gradient of {self.spec.name} is sparse: leave `sparse` out of the layer that "
                 "makes it"
             )
-        grad = torch.zeros_like(self.local) if grad is None else self._own(to_local(grad))
-        self.local.grad = grad
-        return grad
+        own = torch.zeros_like(self.local) if grad is None else self._own(to_local(grad))
+        self.local.grad = own
+        return own
 
-    def _own(self, rows: Tensor) -> Tensor:
-        return rows if self._rows is None else torch.atleast_1d(rows)[self._rows]
+    def _own(self, held: Tensor) -> Tensor:
+        """Of a tensor like the part that this rank holds, the rows that it updates."""
+        return held if self._rows is None else torch.atleast_1d(held)[self._rows]
 
     def whole(self, local: Tensor) -> Tensor:
         """Gathers a tensor that is sharded like the parameter: a collective of the ranks that share
         it."""
-        local = local.detach()
+        held = local.detach()
         if self._rows is not None:
-            rows = torch.empty_like(to_local(self.parameter.detach()), dtype=local.dtype)
-            self._own(rows).copy_(local)
-            Rows([rows], self._copies).gather()
-            local = rows
-        tensor = from_local(local, self.parameter)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else local
+            held = torch.empty_like(to_local(self.parameter.detach()), dtype=local.dtype)
+            self._own(held).copy_(local.detach())
+            Rows([held], self._copies).gather()
+        tensor = from_local(held, self.parameter)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else held
 
 
 def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
     """The trainable parameters of a model, or of this rank's pipeline stages."""
-    whole: Any = model.stages()[0] if hasattr(model, "parameter_stages") else model  # type: ignore[operator]
-    table = table_of(type(whole))
+    table = table_of(type(_stages(model)[0]))
     shared = {p for sync in optimizer_shards(model) for p in sync.parameters}
-    specs = [(spec, p) for spec, p in parameters_of(model) if spec.trainable]
-    return [LocalParameter(spec, p, mesh, table, shared=p in shared) for spec, p in specs]
+    return [
+        LocalParameter(spec, p, mesh, table, shared=p in shared)
+        for spec, p in parameters_of(model)
+        if spec.trainable
+    ]
 
 
 def optimizer_shards(model: nn.Module) -> list[BucketedReduceScatter]:
     """The reducers that gather the updated rows (ZeRO-1) of a model, or of this rank's pipeline
     stages."""
-    stages: Any = model.stages() if hasattr(model, "parameter_stages") else [model]  # type: ignore[operator]
     return [
         sync
-        for stage in stages
+        for stage in _stages(model)
         for sync in gradient_syncs(stage)
         if isinstance(sync, BucketedReduceScatter)
     ]
+
+
+def _stages(model: nn.Module) -> list[nn.Module]:
+    """This rank's stages of a `Pipeline`; a model itself."""
+    # Known by an attribute: pipeline/ stands above this room.
+    return model.stages() if hasattr(model, "parameter_stages") else [model]  # type: ignore[operator]
 
 
 def device_of(model: nn.Module, mesh: Mesh) -> torch.device:
@@ -127,13 +135,15 @@ def squared_norm(parameters: Sequence[LocalParameter], device: torch.device) -> 
         grad = parameter.take_grad()
         if grad.numel() > 0:
             by_copies.setdefault(parameter.copies, []).append(grad)
+
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
-        dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, sum_dtype(total.device))
-        total = (
-            total
-            + torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum() / copies
-        )
+        dtype = sum_dtype(device)
+        for grad_dtype in {grad.dtype for grad in grads}:
+            dtype = torch.promote_types(dtype, grad_dtype)
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype))
+        # All copies add the same: together they add it once.
+        total = total + norms.double().square().sum() / copies
     return total
 
 

@@ -3,6 +3,7 @@ pieces. Pure."""
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.huggingface.stored_names import Table, stored_tensors
@@ -41,14 +42,17 @@ def matrices_of(spec: ParameterSpec, table: Table) -> list[Part]:
     (`stored_as`), so that each expert's gate and up are two matrices. A 3-D tensor of a file gives
     one matrix per index of dim 0. All have the same shape. A parameter that no file has, such as a
     LoRA adapter, is not divided further."""
-    matrices = []
-    for stored in stored_tensors(spec.name, spec.shape, table) or stored_tensors(
+    # With an empty table there is one tensor, the parameter itself.
+    tensors = stored_tensors(spec.name, spec.shape, table) or stored_tensors(
         spec.name, spec.shape, {}
-    ):
+    )
+    matrices: list[Part] = []
+    for stored in tensors:
         first, *rest = stored.part
-        stacked = len(rest) == 2
-        firsts = [slice(i, i + 1) for i in range(first.start, first.stop)] if stacked else [first]
-        matrices += [(rows, *rest) for rows in firsts]
+        if len(rest) == 2:
+            matrices += [(slice(i, i + 1), *rest) for i in range(first.start, first.stop)]
+        else:
+            matrices.append(stored.part)
     return matrices
 
 
@@ -57,10 +61,12 @@ def deal_out(shapes: Iterable[Shape], ranks: int) -> list[int]:
     Graham, https://doi.org/10.1137/0117039)."""
     # of products m x n by n x m, and m x m by m x n
     costs = [min(shape) ** 2 * max(shape) for shape in shapes]
-    load, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        least, owners[i] = load[0]
-        heapq.heapreplace(load, (least + costs[i], owners[i]))
+    costliest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    owners = [0] * len(costs)
+    loads = [(0, rank) for rank in range(ranks)]  # a heap
+    for i in costliest_first:
+        load, owners[i] = loads[0]
+        heapq.heapreplace(loads, (load + costs[i], owners[i]))
     return owners
 
 
@@ -69,14 +75,16 @@ def holders_of(
 ) -> list[tuple[Part, list[int]]]:
     """Each nonempty part of a parameter that some of the ranks hold, and the indices of these ranks
     in `ranks`."""
-    holders: dict[tuple[tuple[int, int], ...], tuple[Part, list[int]]] = {}
+    parts: dict[tuple[tuple[int, int], ...], Part] = {}
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for place, rank in enumerate(ranks):
         part = spec.part({cut.axis: layout.index(rank, cut.axis) for cut in spec.cuts})
-        if not is_empty(part):
-            holders.setdefault(tuple((rows.start, rows.stop) for rows in part), (part, []))[
-                1
-            ].append(place)
-    return list(holders.values())
+        if is_empty(part):
+            continue
+        key = tuple((rows.start, rows.stop) for rows in part)  # a slice has no hash
+        parts.setdefault(key, part)
+        holders.setdefault(key, []).append(place)
+    return [(part, holders[key]) for key, part in parts.items()]
 
 
 def piece_of(matrix: Matrix, part: Part, holders: Sequence[int], ranks: int) -> Piece | None:
@@ -85,9 +93,81 @@ def piece_of(matrix: Matrix, part: Part, holders: Sequence[int], ranks: int) -> 
     common = overlap(part, matrix.part)
     if is_empty(common):
         return None
-    # The owner itself, or else a holder near it: at the same relative position among holders as the
-    # owner among all.
-    source = (
-        matrix.owner if matrix.owner in holders else holders[matrix.owner * len(holders) // ranks]
-    )
+    source = matrix.owner
+    if matrix.owner not in holders:
+        # One near it: at the same relative position among holders as the owner among all ranks.
+        source = holders[matrix.owner * len(holders) // ranks]
     return Piece(matrix, common, holders, source)
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What a rank of a stage sends and receives, so that one rank has each matrix whole.
+
+    Both ends of a message order its pieces by matrix; a rank holds at most one piece of a matrix.
+
+    Attributes:
+        shapes: the shape of the matrices of each parameter.
+        own: the part of each parameter that this rank holds; (): it holds none.
+        outgoing: the pieces that this rank sends to the owners of their matrices, by owner.
+        arriving: the pieces of the matrices that this rank computes, by source.
+        results: the pieces of the results that it sends back, with their ranks, by rank.
+        returning: the pieces of results that it receives, by owner.
+    """
+
+    shapes: Sequence[Shape]
+    own: Sequence[Part]
+    outgoing: Sequence[Piece]
+    arriving: Sequence[Piece]
+    results: Sequence[tuple[int, Piece]]
+    returning: Sequence[Piece]
+
+
+def plan_exchange(
+    parameters: Sequence[tuple[ParameterSpec, Table]], layout: Layout, ranks: Sequence[int], me: int
+) -> ExchangePlan:
+    """The plan of the rank at the index `me` of the ranks of a stage, all of which have the same
+    parameters, each with its table `stored_as`."""
+    shapes: list[Shape] = []
+    parts: list[tuple[int, Part]] = []  # of all matrices, with the index of the parameter
+    for i, (spec, table) in enumerate(parameters):
+        of_parameter = matrices_of(spec, table)
+        shapes.append(shape_of(of_parameter[0])[-2:])
+        parts += [(i, part) for part in of_parameter]
+    owners = deal_out([shape_of(part)[-2:] for _, part in parts], len(ranks))
+
+    # Layers are alike: there are few kinds of parameters, and many ranks.
+    of_kind: dict[object, list[tuple[Part, list[int]]]] = {}
+    for spec, _ in parameters:
+        if (spec.dims, spec.cuts) not in of_kind:
+            of_kind[spec.dims, spec.cuts] = holders_of(spec, layout, ranks)
+    holders = [of_kind[spec.dims, spec.cuts] for spec, _ in parameters]
+
+    held: list[Piece] = []
+    computed: list[Piece] = []
+    for number, ((i, part), owner) in enumerate(zip(parts, owners, strict=True)):
+        matrix = Matrix(number, i, part, owner)
+        for rows, who in holders[i]:
+            holds = me in who
+            if not holds and owner != me:
+                continue
+            piece = piece_of(matrix, rows, who, len(ranks))
+            if piece is None:
+                continue
+            if holds:
+                held.append(piece)
+            if owner == me:
+                computed.append(piece)
+
+    # Sorting keeps the order of matrices among the pieces of one rank.
+    results = [(rank, piece) for piece in computed for rank in piece.holders]
+    return ExchangePlan(
+        shapes=shapes,
+        own=[next((part for part, who in known if me in who), ()) for known in holders],
+        outgoing=sorted(
+            (piece for piece in held if piece.source == me), key=lambda piece: piece.matrix.owner
+        ),
+        arriving=sorted(computed, key=lambda piece: piece.source),
+        results=sorted(results, key=lambda result: result[0]),
+        returning=sorted(held, key=lambda piece: piece.matrix.owner),
+    )

@@ -4,6 +4,7 @@ differ.
 A new optimizer is one subclass of `UpdateRule`, and a line in `registry.py`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,10 +28,11 @@ from meshtrain.optim.grad_norm import (
 from meshtrain.optim.groups import EMA, GroupOptions, group_options, state_specs
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import update_rule
-from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.parallel.sharding import ParameterSpec, shape_of
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.huggingface.stored_names import Table
 
 
 @dataclass
@@ -46,28 +48,72 @@ class UpdateRule:
     """How one optimizer updates parameters."""
 
     title: ClassVar[str]  # the display name
-    states: ClassVar[
-        tuple[str, ...]
-    ] = ()  # names of the state tensors of a parameter, each of its shape
+    # names of the state tensors of a parameter, each of its shape
+    states: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         """The state of each parameter already exists, as zeros, which the rule may change."""
-        self.groups, self.mesh = groups, mesh
+        self.groups = groups
+        self.mesh = mesh
 
     @classmethod
     def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
         """The state of a parameter: name -> its shape, dtype and sharding. Checkpoints store it."""
         return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in cls.states}
 
+    @classmethod
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+        """Bytes that an update of the whole parameter reads and writes in memory. A rank moves its
+        share: that of the elements that it updates.
+
+        Each operator counts as reading its inputs and writing its results once. Products of
+        matrices do not count: `update_flops` gives their cost. `size`: bytes per element of the
+        parameter and its gradient.
+
+        The default is that of a rule with `update_parameter` only, of which it is assumed that it
+        reads the gradient, and reads and writes the parameter and each state once.
+        """
+        gradient = math.prod(parameter.shape) * size
+        kept = cls._kept_bytes(parameter, size)
+        return gradient + 2 * kept + cls._bytes_around(parameter, config, size)
+
+    @classmethod
+    def _bytes_around(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+        """What `update` reads and writes beside `update_parameter`."""
+        # `unless` clones a tensor (2), chooses between two values (3), and copies the result (2).
+        nbytes = 7 * cls._kept_bytes(parameter, size)
+        if config.clip_norm is not None:
+            nbytes += 2 * math.prod(parameter.shape) * size  # `scale_gradients`
+        return nbytes
+
+    @classmethod
+    def _kept_bytes(cls, parameter: ParameterSpec, size: int) -> int:
+        """The size of a parameter and its state."""
+        nbytes = 0
+        for spec in (parameter, *cls.state_specs(parameter).values()):
+            element = size if spec.dtype is None else spec.dtype.itemsize
+            nbytes += math.prod(spec.shape) * element
+        return nbytes
+
+    @classmethod
+    def update_flops(cls, parameter: ParameterSpec, stored_as: "Table") -> int:
+        """Floating-point operations of the products of matrices in an update of the whole
+        parameter, which all ranks of its stage share, copies included.
+
+        Elementwise arithmetic does not count: it takes less time than its memory traffic.
+        `stored_as`: how files divide the model's tensors (see `LocalParameter`).
+        """
+        return 0
+
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1:
         scalars on the device."""
-        scale_gradients(
-            [parameter for group in self.groups for parameter in group.parameters], factor
-        )
+        # All at once, in one kernel.
+        scale_gradients([p for group in self.groups for p in group.parameters], factor)
         for group in self.groups:
             for parameter in group.parameters:
-                with unless(skip, parameter.local, *parameter.state.values()), torch.no_grad():
+                kept = parameter.local, *parameter.state.values()
+                with unless(skip, *kept), torch.no_grad():
                     self.update_parameter(parameter, group.lr, group.options.weight_decay)
 
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
@@ -85,6 +131,7 @@ class UpdateRule:
 @contextmanager
 def unless(skip: Tensor, *tensors: Tensor) -> Iterator[None]:
     """If the scalar `skip` is 1, restores on exit the values that the tensors had on entry."""
+    # Chosen on the device: the host would have to wait for `skip`.
     old = [tensor.detach().clone() for tensor in tensors]
     yield
     for tensor, value in zip(tensors, old, strict=True):
@@ -104,30 +151,38 @@ class Optimizer:
     ) -> None:
         self.config = config
         self.total_steps = total_steps
-        self._parameters, self._shards = local_parameters(model, mesh), optimizer_shards(model)
+        self._parameters = local_parameters(model, mesh)
+        self._shards = optimizer_shards(model)
         self._by_parameter: dict[Tensor, LocalParameter] = {
             local.parameter: local for local in self._parameters
         }
-        if "muon" in (config.name, *(group.name for group in config.groups)):
-            mesh.make_group(STAGE)  # also on ranks whose stage has no matrix
-        groups: dict[GroupOptions, ParamGroup] = {}
         for local in self._parameters:
-            own = group_options(config, local.spec)
-            # The state exists before the first update, so that a checkpoint can be loaded into it.
-            local.state_specs = state_specs(config, local.spec)
-            local.state = {
-                name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()
-            }
-            if config.ema_decay is not None:
-                local.state[EMA].copy_(local.local.detach())
-            groups.setdefault(own, ParamGroup([], own)).parameters.append(local)
-        self.param_groups = list(groups.values())
-        of_rule = group_values((group.options.name, group) for group in self.param_groups)
+            self._make_state(local, mesh)
+        self.param_groups = self._grouped()
+
+        if "muon" in (config.name, *(group.name for group in config.groups)):
+            mesh.make_group(STAGE)  # a collective: also on ranks whose stage has no matrix
+        groups_of_rule = group_values((group.options.name, group) for group in self.param_groups)
         self.rules = {
-            name: update_rule(name, config.state_precision)(of_rule[name], config, mesh)
-            for name in sorted(of_rule)
+            name: update_rule(name, config.state_precision)(groups_of_rule[name], config, mesh)
+            for name in sorted(groups_of_rule)
         }
         self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
+
+    def _make_state(self, local: LocalParameter, mesh: Mesh) -> None:
+        """The state exists before the first update, so that a checkpoint can be loaded into it."""
+        local.state_specs = state_specs(self.config, local.spec)
+        for name, spec in local.state_specs.items():
+            local.state[name] = _zeros(spec, local, mesh)
+        if EMA in local.state:
+            local.state[EMA].copy_(local.local.detach())
+
+    def _grouped(self) -> list[ParamGroup]:
+        groups: dict[GroupOptions, ParamGroup] = {}
+        for local in self._parameters:
+            options = group_options(self.config, local.spec)
+            groups.setdefault(options, ParamGroup([], options)).parameters.append(local)
+        return list(groups.values())
 
     def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
         """The state of a parameter: name -> its spec, and this rank's part of it, not copied.
@@ -164,14 +219,15 @@ class Optimizer:
         for rule in self.rules.values():
             rule.update(skipped, factor)
         if self.config.ema_decay is not None:
-            for local in self._parameters:
-                weight = ((1 - self.config.ema_decay) * (1 - skipped.double())).to(
-                    local.local.dtype
-                )
-                local.state[EMA].lerp_(local.local.detach(), weight)
+            self._update_averages(self.config.ema_decay, skipped)
         self.updates += 1 - skipped
         self._gather()
         return lr
+
+    def _update_averages(self, decay: float, skipped: Tensor) -> None:
+        weight = (1 - decay) * (1 - skipped.double())  # of the new weights
+        for local in self._parameters:
+            local.state[EMA].lerp_(local.local.detach(), weight.to(local.local.dtype))
 
     def _gather(self) -> None:
         """All-gathers the rows that each copy has updated (ZeRO-1)."""
@@ -197,7 +253,7 @@ class Optimizer:
         self._gather()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # a forward without a backward left parameters gathered from the other weights
+                # A forward without a backward left parameters gathered from the other weights.
                 module.reshard()
 
     def zero_grad(self) -> None:
@@ -211,6 +267,7 @@ def _zeros(spec: ParameterSpec, parameter: LocalParameter, mesh: Mesh) -> Tensor
     dtype = spec.dtype or parameter.local.dtype
     if spec.shape == parameter.spec.shape and spec.cuts == parameter.spec.cuts:
         return torch.zeros_like(parameter.local, dtype=dtype, requires_grad=False)
-    part = spec.part({cut.axis: mesh.index(cut.axis) for cut in spec.cuts})
-    shape = [rows.stop - rows.start for rows in part] if spec.shape else []
+    position = {cut.axis: mesh.index(cut.axis) for cut in spec.cuts}
+    # A scalar has no dim, though it counts as one in its parts.
+    shape = shape_of(spec.part(position)) if spec.shape else ()
     return torch.zeros(shape, dtype=dtype, device=parameter.local.device)

@@ -29,12 +29,13 @@ def blocks(shape: Sequence[int]) -> Iterator[slice]:
 def random_bits(name: str, update: Tensor, whole: Shape, part: Part) -> Tensor:
     """64 random bits per element of a part, as int64 of its shape. `update`: its number, a scalar
     on the device."""
+    # Of each element: its position in the flattened whole.
     numbers = torch.zeros((), dtype=torch.int64, device=update.device)
     for rows, size in zip(part, whole, strict=True):
-        numbers = numbers[..., None] * size + torch.arange(
-            rows.start, rows.stop, device=update.device
-        )
-    return mix(mix(update.long() * GAMMA ^ hash64(f"meshtrain rounding {name}")) + numbers * GAMMA)
+        positions = torch.arange(rows.start, rows.stop, device=update.device)
+        numbers = numbers[..., None] * size + positions
+    seed = mix(update.long() * GAMMA ^ hash64(f"meshtrain rounding {name}"))
+    return mix(seed + numbers * GAMMA)
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
@@ -42,8 +43,6 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     are used."""
     # bfloat16 is the upper half of float32. A carry rounds away from zero, with probability lower
     # half / 2^16.
-    return (
-        ((x.float().view(torch.int32) + (bits & 0xFFFF).int()) & -0x10000)
-        .view(torch.float32)
-        .bfloat16()
-    )
+    carried = x.float().view(torch.int32) + (bits & 0xFFFF).int()
+    upper_half = carried & -0x10000
+    return upper_half.view(torch.float32).bfloat16()

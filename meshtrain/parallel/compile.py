@@ -39,15 +39,27 @@ class CompileChoice(NamedTuple):
 
 
 def choose_compile(
-    setting: bool | str, device: torch.device, splits_backward: bool
+    setting: bool | str,
+    device: torch.device,
+    splits_backward: bool,
+    *,
+    has_tools: bool = False,
 ) -> CompileChoice:
-    """Resolves `auto` for a device; True and False are kept. `splits_backward`: the pipeline's
-    schedule computes weight gradients later, but a compiled block computes all gradients at
-    once."""
+    """Resolves `auto` for a device; True and False are kept.
+
+    Args:
+        splits_backward: the pipeline's schedule computes weight gradients later, but a compiled
+            block computes all gradients at once.
+        has_tools: `device` is taken to have what the compiler needs: this machine only traces.
+    """
     if setting != "auto" or device.type != "cuda":
         return CompileChoice(setting is True)
-    late = "the schedule computes gradients of weights later, a compiled block all at once"
-    obstacle = late if splits_backward else missing_tools(torch.cuda.get_device_capability(device))
+    if splits_backward:
+        late = "the schedule computes gradients of weights later, a compiled block all at once"
+        return CompileChoice(False, late)
+    if has_tools:
+        return CompileChoice(True)
+    obstacle = missing_tools(torch.cuda.get_device_capability(device))
     return CompileChoice(obstacle is None, obstacle)
 
 

@@ -17,7 +17,7 @@ over other axes.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AsyncResult, AxisGroup, Waiting, axis_group
 from meshtrain.parallel.grad_sync import GradientSync, when_backward_begins
+from meshtrain.parallel.linear.weight_grad import set_gradient_place
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import (
     accumulates,
@@ -62,23 +63,28 @@ class BucketedAllReduce(GradientSync):
     ) -> None:
         """`named`: parameters replicated over this axis. `dtype`: that of the messages; None: the
         gradients' own."""
-        self.axis, self.group = axis, mesh.group(axis)
-        self.size, self.comm_bytes = mesh.size(axis), mesh.comm_bytes
+        self.axis = axis
+        self.group = mesh.group(axis)
+        self.size = mesh.size(axis)
+        self.comm_bytes = mesh.comm_bytes
         self.waiting = waiting
         self._named = named
-        self._last = True
-        self._in_backward = False
         self._dtype = dtype
+
+        self._last = True  # whether the next backward is the last of its step
+        self._in_backward = False
         self._started = 0  # number of buckets started in this backward
         self._works: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, gradients, message
-        trained = [p for _, p in self._named() if p.requires_grad][::-1]  # in backward order
+
+        # The backward runs through the model from its end, so its last parameters are ready first.
+        trained = [p for _, p in self._named() if p.requires_grad]
+        trained.reverse()
         self._buckets = [Bucket(parameters) for parameters in _group_into_buckets(trained)]
-        ready = [
-            (p, partial(self._ready, bucket, p)) for bucket in self._buckets for p in bucket.views
-        ]
-        self._accumulators = [
-            when_accumulated(parameter, callback) for parameter, callback in ready
-        ]
+        self._accumulators = []  # kept alive: see `when_accumulated`
+        for bucket in self._buckets:
+            for parameter in bucket.views:
+                ready = partial(self._ready, bucket, parameter)
+                self._accumulators.append(when_accumulated(parameter, ready))
         when_backward_begins(model, self._begin)
 
     def set_is_last_backward(self, last: bool) -> None:
@@ -92,12 +98,14 @@ class BucketedAllReduce(GradientSync):
 
     def finish_reduce(self) -> None:
         self._finish_buckets()
-        self._in_backward, self._started = False, 0
+        self._in_backward = False
+        self._started = 0
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
     def _begin(self) -> None:
         self._abandon()
+        # `torch.autograd.grad` reaches no parameter of ours, and sums nothing.
         if self._last and any(accumulates(p) for bucket in self._buckets for p in bucket.views):
             self._refuse_unknown()
             self._in_backward = True
@@ -118,8 +126,7 @@ class BucketedAllReduce(GradientSync):
         if parameter not in bucket.missing:
             raise RuntimeError(
                 "a parameter's gradient came twice in one backward, the second time when it may "
-                "have been sent: "
-                "torch.utils.checkpoint needs use_reentrant=False"
+                "have been sent: torch.utils.checkpoint needs use_reentrant=False"
             )
         bucket.missing.remove(parameter)
         self._start_full_buckets()
@@ -130,9 +137,8 @@ class BucketedAllReduce(GradientSync):
             if parameter.requires_grad and parameter not in known:
                 raise RuntimeError(
                     f"{name} was unfrozen or replaced after parallelize, so its gradient would not "
-                    "be summed over "
-                    f"{self.axis}: unfreeze before parallelize, and use load_state_dict without "
-                    "assign=True"
+                    f"be summed over {self.axis}: unfreeze before parallelize, and use "
+                    "load_state_dict without assign=True"
                 )
 
     def _start_full_buckets(self, all_of_them: bool = False) -> None:
@@ -148,9 +154,9 @@ class BucketedAllReduce(GradientSync):
             self._started += 1
 
     def _in_message_type(self, flat: Tensor) -> Tensor:
-        return (
-            flat.to(self._dtype) if self._dtype is not None and flat.is_floating_point() else flat
-        )
+        if self._dtype is None or not flat.is_floating_point():
+            return flat
+        return flat.to(self._dtype)
 
     def _start(self, bucket: "Bucket", flat: Tensor) -> None:
         """Starts the reduction of a bucket's gradients `flat`."""
@@ -158,9 +164,8 @@ class BucketedAllReduce(GradientSync):
         work = dist.all_reduce(message, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
         self._works.append((work, flat, message))
-        self.comm_bytes.add(
-            self.axis, "all_reduce", 2 * message.nbytes * (self.size - 1) / self.size
-        )
+        sent = 2 * message.nbytes * (self.size - 1) / self.size
+        self.comm_bytes.add(self.axis, "all_reduce", sent)
 
     def _finish_buckets(self) -> None:
         with self.waiting(), waiting("all_reduce", self.group):
@@ -184,20 +189,24 @@ class BucketedAllReduce(GradientSync):
 
 
 class Bucket:
-    """Some parameters, and one flat tensor with the concatenated gradients of this rank's parts."""
+    """Some parameters, and one flat tensor with the concatenated gradients of this rank's parts.
+
+    flat    [ gradient of p1 | gradient of p2 | ... ]     one all-reduce for all of them
+    views      p1.grad          p2.grad                   the same memory, in the parts' shapes
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.missing: set[Tensor] = set(parameters)  # gradients not yet ready in a last backward
         parts = [to_local(p.detach()) for p in parameters]
-        self.flat = torch.zeros(
-            sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device
-        )
-        slices = zip(parameters, self.flat.split([p.numel() for p in parts]), parts, strict=True)
-        self.views: dict[Tensor, Tensor] = {
-            p: from_local(view.view_as(part), p) for p, view, part in slices
-        }
-        for parameter, view in self.views.items():
-            parameter.gradient_place = view  # type: ignore[attr-defined]  # where products write its first gradient
+        sizes = [part.numel() for part in parts]
+        self.flat = torch.zeros(sum(sizes), dtype=parts[0].dtype, device=parts[0].device)
+        self.views: dict[Tensor, Tensor] = {}
+        for parameter, part, piece in zip(parameters, parts, self.flat.split(sizes), strict=True):
+            view = from_local(piece.view_as(part), like=parameter)
+            self.views[parameter] = view
+            # Products write the first gradient of a step here at once, instead of to new memory
+            # that `adopt` would have to copy (`linear/weight_grad.py`).
+            set_gradient_place(parameter, view)
 
     def adopt(self, parameter: Tensor) -> None:
         """Makes the gradient a view of the flat tensor, if autograd or the user's `zero_grad`
@@ -206,21 +215,28 @@ class Bucket:
         view = self.views[parameter]
         if parameter.grad is view:
             return
+        place = to_local(view)
         if parameter.grad is None:
-            to_local(view).zero_()
-        elif to_local(parameter.grad).data_ptr() != to_local(view).data_ptr():
-            to_local(view).copy_(to_local(parameter.grad))
+            place.zero_()
+        else:
+            grad = to_local(parameter.grad)
+            if grad.data_ptr() != place.data_ptr():
+                place.copy_(grad)
         parameter.grad = view
 
 
 def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Neighbouring parameters of the same dtype and device, up to `BUCKET_BYTES` per bucket."""
     buckets: list[list[nn.Parameter]] = []
-    size = 0
+    size = 0  # bytes of the last bucket
     for p in parameters:
-        fits = buckets and buckets[-1][0].dtype == p.dtype and buckets[-1][0].device == p.device
         local_bytes = to_local(p.detach()).nbytes
-        if not fits or size + local_bytes > BUCKET_BYTES:
+        begins = True
+        if buckets:
+            first = buckets[-1][0]
+            alike = first.dtype == p.dtype and first.device == p.device
+            begins = not alike or size + local_bytes > BUCKET_BYTES
+        if begins:
             buckets.append([])
             size = 0
         buckets[-1].append(p)
@@ -229,27 +245,27 @@ def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Paramete
 
 
 class BucketedReduceScatter(BucketedAllReduce):
-    """Sums this rank's rows of the gradients over an axis of replicas at the end of every last
-    backward. Gradients in other rows are meaningless after that."""
+    """ZeRO-1's: sums this rank's rows of the gradients over an axis of replicas at the end of every
+    last backward. Gradients in other rows are meaningless after that."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, axis: str, *arguments: Any) -> None:
         super().__init__(model, mesh, axis, *arguments)
         self._copies = axis_group(mesh, axis)
-        self._rows = {
-            bucket: Rows([to_local(p.detach()) for p in bucket.views], self._copies)
-            for bucket in self._buckets
-        }
-        self._sums: deque[tuple[Bucket, AsyncResult]] = deque()
+        self._rows: dict[Bucket, Rows] = {}
+        for bucket in self._buckets:
+            parts = [to_local(p.detach()) for p in bucket.views]
+            self._rows[bucket] = Rows(parts, self._copies)
+        self._sums: deque[tuple[Bucket, AsyncResult]] = deque()  # in flight
         self.parameters = {p for bucket in self._buckets for p in bucket.views}
 
     def _start(self, bucket: Bucket, flat: Tensor) -> None:
+        # Each message in flight is a copy of a bucket, so there are only a few.
         while len(self._sums) >= IN_FLIGHT:
             self._finish_first()
         rows = self._rows[bucket]
-        message = rows.scattered(flat.split([t.numel() for t in rows.tensors]))
-        self._sums.append(
-            (bucket, self._copies.start_reduce_scatter(self._in_message_type(message)))
-        )
+        message = rows.scattered(flat.split(rows.sizes))
+        result = self._copies.start_reduce_scatter(self._in_message_type(message))
+        self._sums.append((bucket, result))
 
     def _finish_buckets(self) -> None:
         while self._sums:
@@ -260,7 +276,7 @@ class BucketedReduceScatter(BucketedAllReduce):
         with self.waiting():
             part = result.wait()
         rows = self._rows[bucket]
-        rows.take_own(bucket.flat.split([t.numel() for t in rows.tensors]), part)
+        rows.take_own(bucket.flat.split(rows.sizes), part)
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -270,20 +286,34 @@ class BucketedReduceScatter(BucketedAllReduce):
                 rows.gather()
 
 
+class RowsOfTensor(NamedTuple):
+    """How the rows of one tensor are split over the ranks."""
+
+    begin: int  # where they begin in a rank's part of a message
+    chunk: int  # rows per rank; the last ranks may have fewer
+    rows: int  # of all ranks
+    width: int  # elements of a row
+
+
 class Rows:
     """The split of the rows of some tensors over ranks: equal numbers, but fewer on the last
-    ranks."""
+    ranks.
+
+        tensor of 5 rows, 2 ranks: rows 0 1 2 | 3 4
+        message: (rank 0: its rows of each tensor | rank 1: its rows of each tensor, zero-padded)
+    """
 
     def __init__(self, tensors: Sequence[Tensor], copies: AxisGroup) -> None:
-        self.tensors, self.copies = tensors, copies
-        self._places: list[
-            tuple[int, int, int, int]
-        ] = []  # offset in a part, rows per rank, all rows, width
+        self.tensors = tensors
+        self.sizes = [tensor.numel() for tensor in tensors]
+        self.copies = copies
+        self._splits: list[RowsOfTensor] = []
         self.length = 0  # elements of a rank's part
         for tensor in tensors:
             rows = tensor.shape[0] if tensor.dim() else 1
-            width, chunk = tensor.numel() // max(rows, 1), -(-rows // copies.size)
-            self._places.append((self.length, chunk, rows, width))
+            width = tensor.numel() // max(rows, 1)
+            chunk = -(-rows // copies.size)
+            self._splits.append(RowsOfTensor(self.length, chunk, rows, width))
             self.length += chunk * width
 
     def scattered(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -310,19 +340,22 @@ class Rows:
             piece.copy_(place)
 
     def _own(self, tensors: Sequence[Tensor], part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for tensor, (begin, _, rows, width) in zip(tensors, self._places, strict=True):
-            own = chunk_range(rows, self.copies.size, self.copies.index)
-            piece = tensor[own.start * width : own.stop * width]
-            yield piece, part[begin : begin + piece.numel()]
+        """Pairs of views: this rank's rows of each flat tensor, and their place in its part."""
+        for tensor, split in zip(tensors, self._splits, strict=True):
+            own = chunk_range(split.rows, self.copies.size, self.copies.index)
+            piece = tensor[own.start * split.width : own.stop * split.width]
+            yield piece, part[split.begin : split.begin + piece.numel()]
 
     def _pieces(
         self, tensors: Sequence[Tensor], message: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views: the rows of all ranks with a full chunk, then those of the rank with a
-        partial chunk."""
-        for tensor, (begin, chunk, rows, width) in zip(tensors, self._places, strict=True):
-            full, size = rows // max(chunk, 1), chunk * width
-            yield tensor[: full * size].view(full, size), message[:full, begin : begin + size]
-            rest = tensor[full * size :]
+        """Pairs of views of each flat tensor and the message (ranks, length): the rows of all ranks
+        with a full chunk at once, then those of the rank with a partial chunk."""
+        for tensor, split in zip(tensors, self._splits, strict=True):
+            full_ranks = split.rows // max(split.chunk, 1)
+            size = split.chunk * split.width
+            full = tensor[: full_ranks * size].view(full_ranks, size)
+            yield full, message[:full_ranks, split.begin : split.begin + size]
+            rest = tensor[full_ranks * size :]
             if rest.numel() > 0:
-                yield rest, message[full, begin : begin + rest.numel()]
+                yield rest, message[full_ranks, split.begin : split.begin + rest.numel()]

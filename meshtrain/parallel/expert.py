@@ -31,6 +31,7 @@ from meshtrain.parallel.collectives import (
     operator,
 )
 from meshtrain.parallel.linear.grouped import GatherRows
+from meshtrain.parallel.mixed_precision import random_state
 from meshtrain.parallel.sharding import chunk_lengths
 from meshtrain.parallel.tensor_parallel import shard_parameter
 from meshtrain.parallel.torch_private import backward_is_running
@@ -132,6 +133,24 @@ def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
     finally:
         for dispatch in dispatches:
             dispatch.limit = None
+
+
+class Retry:
+    """Runs a step's forwards and backwards again from the state in which the step began, where a
+    `RowLimit` has left out rows."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], None]) -> None:
+        """Remembers the state. `run`: the forwards and backwards, which begin with no gradients."""
+        self._run = run
+        # A forward may write to buffers, and draw random numbers.
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._restore_random_state = random_state()
+
+    def run(self) -> None:
+        self._restore_random_state()
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        self._run()
 
 
 class ExpertDispatch:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.ddp import REPLICATE
@@ -41,10 +42,8 @@ from meshtrain.parallel.torch_private import (
 
 SHARD = "fsdp"  # the axis over which parameters are sharded; REPLICATE has copies of the shards
 # the same for experts distributed over `ep`
-EXPERT_SHARD, EXPERT_REPLICATE = (
-    "efsdp",
-    "edp_replicate",
-)
+EXPERT_SHARD = "efsdp"
+EXPERT_REPLICATE = "edp_replicate"
 # devices with a separate stream for gathers; on others an early start only costs memory
 PREFETCHED_ON = ("cuda",)
 # a block with fewer parameters (4 MiB in 16 bits) is not worth its own gather
@@ -78,18 +77,24 @@ def apply_fsdp(
     types = MixedPrecisionPolicy(
         param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision)
     )
-    # Experts over `ep` are separate units, over the ranks that have the same experts; unsharded
+    # Experts over `ep` are units of their own, over the ranks that have the same experts; unsharded
     # ones are ignored.
     experts = dispatched_modules(model)
-    shared = {parameter for module in experts for parameter in module.parameters()}
-    ignored = state_parameters(model) | (shared if mesh.size(EXPERT_SHARD) == 1 else set())
-    units = _group_into_units(model, blocks, shared | ignored)
+    shards_experts = mesh.size(EXPERT_SHARD) > 1
+    of_experts = {parameter for module in experts for parameter in module.parameters()}
+    ignored = state_parameters(model)
+    if not shards_experts:
+        ignored |= of_experts
+    units = _group_into_units(model, blocks, of_experts | ignored)
+
+    # Inner units first, as `fully_shard` needs it: experts, blocks, the rest of the model.
     # The last unit's backward follows directly after its forward: freeing it in between would
     # gather it twice.
     last = {module for block in units[-1] for module in block.modules()} if units else set()
-    for module in experts if mesh.size(EXPERT_SHARD) > 1 else ():
-        _shard_experts(module, mesh, types, reshard=reshard_after_forward and module not in last)
-    message = message_dtype(precision, reduce_precision)
+    if shards_experts:
+        for module in experts:
+            reshard = reshard_after_forward and module not in last
+            _shard_experts(module, mesh, types, reshard=reshard)
     dims = mesh.submesh(REPLICATE, SHARD)
     for unit in units:
         reshard = reshard_after_forward and unit is not units[-1]
@@ -100,23 +105,49 @@ def apply_fsdp(
         model, mesh=dims, mp_policy=types, reshard_after_forward=False, ignored_params=ignored
     )
     assert isinstance(model, FSDPModule)
+
     add_gradient_sync(model, FSDPGradSync(model, reshard_after_forward))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            shard, replicate = (
-                (EXPERT_SHARD, EXPERT_REPLICATE) if module in experts else (SHARD, REPLICATE)
+            of_experts_here = module in experts
+            _set_communication(
+                module,
+                mesh,
+                shard=EXPERT_SHARD if of_experts_here else SHARD,
+                replicate=EXPERT_REPLICATE if of_experts_here else REPLICATE,
+                message=message_dtype(precision, reduce_precision),
+                registered_memory=registered_memory,
+                waiting=waiting,
             )
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            group = mesh.group(shard) if registered_memory else None
-            allocator = fsdp_collectives.ProcessGroupAllocMixin
-            memory = fsdp_collectives.DefaultAllocMixin() if group is None else allocator(group)
-            module.set_custom_all_gather(_AllGather(mesh, shard, waiting, memory))
-            module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting, memory, message))
-            if mesh.size(replicate) > 1:
-                module.set_all_reduce_hook(partial(_count_all_reduce, mesh, replicate))
-            send_unused_as_zeros(module)
     _set_prefetch(model, units, forward=mesh.device_type in PREFETCHED_ON)
+
+
+def _set_communication(
+    module: FSDPModule,
+    mesh: Mesh,
+    *,
+    shard: str,
+    replicate: str,
+    message: torch.dtype | None,
+    registered_memory: bool,
+    waiting: Waiting,
+) -> None:
+    """Makes a unit sum gradients instead of averaging them, by collectives that are counted.
+
+    `shard`, `replicate`: its axes. `message`: dtype of gradient messages; None: the gradients'.
+    """
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    memory: Any = fsdp_collectives.DefaultAllocMixin()
+    if registered_memory:
+        group = mesh.group(shard)
+        assert group is not None  # the axis is larger than 1
+        memory = fsdp_collectives.ProcessGroupAllocMixin(group)
+    module.set_custom_all_gather(_AllGather(mesh, shard, waiting, memory))
+    module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting, memory, message))
+    if mesh.size(replicate) > 1:
+        module.set_all_reduce_hook(partial(_count_all_reduce, mesh, replicate))
+    send_unused_as_zeros(module)
 
 
 def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool) -> None:
@@ -129,11 +160,16 @@ def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool
     if forward:
         model.set_modules_to_forward_prefetch(blocks[:1])
     for i, (unit, block) in enumerate(zip(units, blocks, strict=True)):
-        inside = dict.fromkeys(m for member in unit for m in member.modules() if m not in unit)
-        experts = [m for m in inside if isinstance(m, FSDPModule)]
+        experts: list[Any] = []  # units within this one, in the order of the model
+        for member in unit:
+            for module in member.modules():
+                is_inner_unit = isinstance(module, FSDPModule) and module not in unit
+                if is_inner_unit and module not in experts:
+                    experts.append(module)
         if forward:  # all by the block, whose experts may be recomputed in backward
-            block.set_modules_to_forward_prefetch([*experts, *blocks[i + 1 : i + 2]])
-        block.set_modules_to_backward_prefetch([*experts[::-1]] or [previous])
+            following = blocks[i + 1 : i + 2]
+            block.set_modules_to_forward_prefetch([*experts, *following])
+        block.set_modules_to_backward_prefetch(experts[::-1] or [previous])
         for module in experts:
             module.set_modules_to_backward_prefetch([previous])
         previous = block
@@ -164,40 +200,55 @@ def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
         return ()
     if mesh.device_type != "cpu":
         return "forward", "backward"  # FSDP's own streams
-    copies = mesh.size(REPLICATE) > 1 or (
-        mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) > 1
-    )
-    return ("backward",) if copies else ()  # HSDP's all-reduce over replicas
+    # HSDP's all-reduce over replicas
+    replicates_experts = mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) > 1
+    if mesh.size(REPLICATE) > 1 or replicates_experts:
+        return ("backward",)
+    return ()
 
 
 def _group_into_units(
     model: nn.Module, blocks: list[nn.Module], others: Collection[nn.Parameter] = ()
 ) -> list[list[nn.Module]]:
-    """`others`: parameters that belong to no unit of blocks."""
-    users: dict[nn.Parameter, set[int]] = {}
-    inside = {module for block in blocks for module in block.modules()}
-    for module in model.modules():
-        for parameter in set(module.parameters(recurse=False)) if module not in inside else ():
-            users[parameter] = {-1}  # a block that shares it stays in the model's unit
-    for i, block in enumerate(blocks):
-        for parameter in set(block.parameters()).difference(others):
-            users.setdefault(parameter, set()).add(i)
-    sharing = {
-        i for blocks_of_one in users.values() if len(blocks_of_one) > 1 for i in blocks_of_one
-    }
+    """The blocks that gather their parameters together. `others`: parameters that belong to no unit
+    of blocks."""
+    sharing = _sharing_blocks(model, blocks, others)
     units: list[list[nn.Module]] = []
     unit: list[nn.Module] = []
+    size = 0  # elements of `unit`
     for i, block in enumerate(blocks):
-        if i in sharing or block is model or not any(p not in others for p in block.parameters()):
+        own = [p for p in block.parameters() if p not in others]
+        if i in sharing or block is model or not own:
             continue
         unit.append(block)
-        if (
-            sum(p.numel() for member in unit for p in member.parameters() if p not in others)
-            >= MIN_UNIT_SIZE
-        ):
+        size += sum(p.numel() for p in own)
+        if size >= MIN_UNIT_SIZE:
             units.append(unit)
             unit = []
+            size = 0
     return units  # small blocks at the end stay in the model's unit
+
+
+def _sharing_blocks(
+    model: nn.Module, blocks: list[nn.Module], others: Collection[nn.Parameter]
+) -> set[int]:
+    """The indices of blocks that share a parameter with another one, or with a module outside of
+    all blocks: they stay in the model's unit."""
+    users: dict[nn.Parameter, set[int]] = {}  # parameter -> its blocks; -1: outside
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if module not in inside:
+            for parameter in module.parameters(recurse=False):
+                users[parameter] = {-1}
+    for i, block in enumerate(blocks):
+        for parameter in block.parameters():
+            if parameter not in others:
+                users.setdefault(parameter, set()).add(i)
+    sharing = set[int]()
+    for indices in users.values():
+        if len(indices) > 1:
+            sharing |= indices
+    return sharing
 
 
 class _AllGather(fsdp_collectives.DefaultAllGather):
@@ -205,7 +256,9 @@ class _AllGather(fsdp_collectives.DefaultAllGather):
     has its own stream."""
 
     def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any) -> None:
-        self._mesh, self._axis, self._waiting = mesh, axis, waiting
+        self._mesh = mesh
+        self._axis = axis
+        self._waiting = waiting
         self._unit = mesh.gather_order.units
         mesh.gather_order.units += 1
         self.allocate = memory.allocate  # type: ignore[method-assign]
@@ -237,25 +290,31 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
     def __init__(
         self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any, dtype: torch.dtype | None
     ) -> None:
-        self._mesh, self._axis, self._waiting, self._memory, self._dtype = (
-            mesh,
-            axis,
-            waiting,
-            memory,
-            dtype,
-        )
-        self._input_numel = 0
+        """`dtype`: that of messages; None: that of the gradients."""
+        self._mesh = mesh
+        self._axis = axis
+        self._waiting = waiting
+        self._memory = memory
+        self._dtype = dtype
+        self._input_numel = 0  # elements of an input that has no output yet
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """FSDP allocates the input of a reduction, and then its output."""
+        """Memory for the input of a reduction, and then for its output: FSDP calls it in turn for
+        both (`foreach_reduce`, as read in torch 2.13), and does not say for which.
+
+        A backward that fails in between breaks the turn, so the size decides: all reductions of a
+        unit have one size, and an output has one n-th of its input's elements.
+        """
         numel = math.prod(map(int, size))
         is_output = numel * self._mesh.size(self._axis) == self._input_numel
-        self._input_numel = 0 if is_output else numel
-        return self._memory.allocate(
-            size, dtype=self._dtype or dtype if is_output else dtype, device=device
-        )
+        if is_output:
+            self._input_numel = 0
+            dtype = self._dtype or dtype
+        else:
+            self._input_numel = numel
+        return self._memory.allocate(size, dtype=dtype, device=device)
 
     def __call__(  # type: ignore[override]  # FSDP accepts None if there is nothing to wait for
         self,
@@ -265,7 +324,7 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        # `allocate` has distinguished the two
+        # otherwise `allocate` has taken the one for the other
         assert output_tensor.dtype == (self._dtype or input_tensor.dtype)
         input_tensor = input_tensor.to(output_tensor.dtype)
         _count(self._mesh, self._axis, "reduce_scatter", input_tensor)
@@ -277,9 +336,9 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
 
 
 def _count(mesh: Mesh, axis: str, kind: str, whole: Tensor) -> None:
-    # the name of the mesh dim
-    name = "dp_shard" if axis == SHARD and mesh.size("cp") == 1 else axis
-    mesh.comm_bytes.add(name, kind, whole.nbytes * (1 - 1 / mesh.size(axis)))
+    if axis == SHARD and mesh.size("cp") == 1:
+        axis = "dp_shard"  # the name of the mesh's dim
+    mesh.comm_bytes.add(axis, kind, whole.nbytes * (1 - 1 / mesh.size(axis)))
 
 
 def _count_all_reduce(mesh: Mesh, axis: str, shards: Tensor) -> None:
@@ -297,7 +356,7 @@ class FSDPGradSync(GradientSync):
         self._model = model
         self._keeps = not reshard_after_forward
         self._in_backward = False
-        self._last = True
+        self._last = True  # whether the next backward is the last of its step
         self._sent = False  # whether the last backward of this step has ended
         assert isinstance(model, nn.Module)
         when_backward_begins(model, self._begin)
@@ -314,18 +373,19 @@ class FSDPGradSync(GradientSync):
     def _abandon(self, *unused: Any) -> None:
         """After an exception in a backward: resets FSDP's state in progress, or it would send no
         more gradients."""
-        # and this forward is not a recomputation in backward
-        if self._in_backward and current_backward() < 0:
-            self._in_backward = False
-            if not hasattr(self._model, "reset_iter_state"):
-                raise RuntimeError(
-                    "the FSDP of this torch cannot go on after a backward that failed: use torch "
-                    "2.13"
-                )
-            self._model.reset_iter_state()
+        is_recomputation = current_backward() >= 0
+        if not self._in_backward or is_recomputation:
+            return
+        self._in_backward = False
+        if not hasattr(self._model, "reset_iter_state"):
+            raise RuntimeError(
+                "the FSDP of this torch cannot go on after a backward that failed: use torch 2.13"
+            )
+        self._model.reset_iter_state()
 
     def set_is_last_backward(self, last: bool) -> None:
-        self._last, self._sent = last, False
+        self._last = last
+        self._sent = False
         if self._keeps:
             self._model.set_requires_gradient_sync(last)
             self._model.set_reshard_after_backward(last)
@@ -353,3 +413,29 @@ class FSDPGradSync(GradientSync):
         """Adds gradients computed outside a backward to the float32 ones, as the end of a backward
         does."""
         end_fsdp_backward(self._model)
+
+
+def order_sums(mesh: Mesh, like: Tensor) -> Tensor:
+    """This rank's addends for `require_one_order`, (3,): 1, a number that stands for the order in
+    which it has gathered units in this step, and its square. `like`: a scalar."""
+    order = mesh.gather_order.value
+    # Filled on the device: copying a number from the host would wait for all work queued on the
+    # device.
+    return torch.stack([torch.full_like(like, float(order**power)) for power in range(3)])
+
+
+def require_one_order(sums: Tensor, *, step: int) -> None:
+    """Raises AgreedError: ranks that share parameters gathered their units in different orders.
+
+    `sums`: of `order_sums` over n ranks, on the host. Of numbers x that are all equal, and of no
+    others, n * sum(x^2) = (sum(x))^2.
+    """
+    ranks, total, squares = sums.tolist()
+    if ranks * squares - total**2 > ranks / 2:
+        raise AgreedError(
+            f"step {step}: the model's forward ran its blocks in another order on some ranks, or "
+            "others of them. With dp_shard or cp the ranks gather a block's weights together, and "
+            "so got a mixture of those of two blocks: choose blocks by the step and the seed, the "
+            "same on all ranks, and not by a rank's samples, or use dp_replicate. No checkpoint "
+            "has this step"
+        )

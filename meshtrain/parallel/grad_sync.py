@@ -19,8 +19,8 @@ from meshtrain.parallel.torch_private import (
     accumulates,
     after_end_of_backward,
     current_backward,
+    hidden_from_dispatch_modes,
     to_local,
-    without_dispatch_modes,
 )
 
 
@@ -163,7 +163,7 @@ class TPGradSync(GradientSync):
         for grads in by_type.values():
             flat = torch.cat([grad.flatten() for grad in grads])
             # hides communication, which elsewhere is inside operators
-            with without_dispatch_modes():
+            with hidden_from_dispatch_modes():
                 total = self._axis_group.start_all_reduce(flat, overwrite=True).wait()
             parts = total.split([grad.numel() for grad in grads])
             torch._foreach_copy_(

@@ -11,6 +11,7 @@ does not defer the gradient of this weight.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from meshtrain.parallel.linear.matmul import (
 )
 from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
 from meshtrain.parallel.sharding import chunk_range
+from meshtrain.parallel.step_context import current_context, use_context
 from meshtrain.parallel.tensor_parallel import ColumnParallelLinear
 from meshtrain.parallel.torch_private import (
     backward_is_running,
@@ -41,13 +43,13 @@ from meshtrain.parallel.tp_linear import flatten_tokens
 CHUNK_TOKENS = 2048  # minimum tokens per chunk: enough rows for products at full speed
 # a chunk has more tokens as long as it has at most this many logits, so small ones are not split
 CHUNK_LOGITS = 2**24
+
 Thunk = Callable[[], Tensor]
 Needs = tuple[bool, bool]  # whether x, the weight need a gradient
 CHANGED = (
     "the model's forward computes something of the logits that it did not on the meta device, "
-    "where it was looked at "
-    "without what its blocks compute: make that depend on the model's keys and `training` alone, "
-    "outside of blocks"
+    "where it was looked at without what its blocks compute: make that depend on the model's keys "
+    "and `training` alone, outside of blocks"
 )
 
 
@@ -88,37 +90,35 @@ class LossRequest:
         """`targets`: (b, s), IGNORE where there is no loss. `factor`: of the sum, on the device;
         None: no gradient. `weight_grad`: that of a step, in which several forwards may precede
         backwards; None: for this forward alone."""
-        self.targets, self.factor, self.weight_grad = (
-            targets,
-            factor,
-            weight_grad or WeightGradSum(),
-        )
+        # Functions, because only the last stage needs targets on the device, and because the factor
+        # waits for an all-reduce, which the blocks before the head hide.
+        self.targets = targets
+        self.factor = factor
+        self.weight_grad = weight_grad or WeightGradSum()
         self.output: Tensor | None = None
         self.losses: Tensor | None = None
-        self.version = 0  # version of the output, to detect in-place changes
+        self._version = 0  # of the output, to detect in-place changes
+
+    def answer(self, output: Tensor, losses: Tensor) -> None:
+        self.output = output
+        self.losses = losses
+        self._version = output._version
 
     def losses_of(self, output: Tensor) -> Tensor | None:
         """The losses, if the model's head has computed them. Raises RuntimeError: the model changed
         its output."""
-        if self.output is not None and (
-            output is not self.output or output._version != self.version
-        ):
+        if self.output is None:
+            return None
+        if output is not self.output or output._version != self._version:
             raise RuntimeError(CHANGED)
         return self.losses
-
-
-_request: LossRequest | None = None
 
 
 @contextmanager
 def request_loss(request: LossRequest) -> Iterator[LossRequest]:
     """A forward inside returns the loss, if its model has a `LossHead`."""
-    global _request  # noqa: PLW0603
-    before, _request = _request, request
-    try:
+    with use_context(replace(current_context(), loss_request=request)):
         yield request
-    finally:
-        _request = before
 
 
 def fuse_loss(layer: nn.Module, compiled: bool) -> None:
@@ -179,42 +179,48 @@ class LossHead:
     """The forward of a model's last layer: returns logits, or the loss if it is requested."""
 
     def __init__(self, layer: Any, compiled: bool) -> None:
-        self.layer, self.logits = layer, layer.forward
-        self.axis: AxisGroup | None = (
-            layer.axis_group if isinstance(layer, ColumnParallelLinear) else None
-        )
+        self.layer = layer
+        self.logits = layer.forward
+        self.axis: AxisGroup | None = None  # over which the vocabulary is split
+        if isinstance(layer, ColumnParallelLinear):
+            self.axis = layer.axis_group
         self.sequence = self.axis is not None and layer.sequence_parallel
-        # Static shapes: there are only two, that of a chunk and that of a shorter last chunk.
-        self.softmax = (
-            torch.compile(losses_and_gradient, dynamic=False) if compiled else losses_and_gradient
-        )
+        self.softmax = losses_and_gradient
+        if compiled:
+            # Static shapes: there are only two, that of a chunk and that of a shorter last chunk.
+            self.softmax = torch.compile(losses_and_gradient, dynamic=False)
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in torch
-        request = _request
+        request = current_context().loss_request
         if request is None:
             return self.logits(input)
-        if request.output is not None and not backward_is_running():  # a recomputed block
-            raise RuntimeError(CHANGED)
+        recomputed = backward_is_running()
+        if request.output is not None and not recomputed:
+            raise RuntimeError(CHANGED)  # a second call in the same forward
+
         weight = self.layer.weight if self.axis is None else self.layer.rows_of(self.layer.weight)
-        targets, dim = request.targets(), 0 if self.sequence else 1  # the losses' sequence dim
-        targets = targets.t() if self.sequence else targets
-        arguments = flatten_tokens(input, self.sequence), weight, targets.reshape(-1)
+        targets = request.targets()
+        sequence_dim = 1
+        if self.sequence:  # its tokens are (s, b): a rank's part of the sequence is in one piece
+            targets = targets.t()
+            sequence_dim = 0
+        x = flatten_tokens(input, self.sequence)
+        words = targets.reshape(-1)
+
         if request.factor is None:
-            losses, _, _ = self.compute(*arguments, None, (False, False), None)
+            losses, _, _ = self.compute(
+                x, weight, words, factor=None, needs=(False, False), weight_grad=None
+            )
             output = losses.sum()
         else:
-            # Separate in a recomputation, whose first forward is already in the sum, and for hooks,
-            # which see each one.
-            alone = backward_is_running() or has_gradient_hooks(parameter_of(weight))
+            # A recomputation must not add to the sum again, in which its first forward already is,
+            # and hooks on the weight see the gradient of each forward.
+            alone = recomputed or has_gradient_hooks(parameter_of(weight))
             weight_grad = WeightGradSum() if alone else request.weight_grad
             output, losses = LinearCrossEntropy.apply(
-                *arguments, request.factor(), self, weight_grad
+                x, weight, words, request.factor(), self, weight_grad
             )
-        request.output, request.losses, request.version = (
-            output,
-            losses.view(targets.shape).sum(dim),
-            output._version,
-        )
+        request.answer(output, losses.view(targets.shape).sum(sequence_dim))
         return output
 
     def compute(
@@ -222,63 +228,79 @@ class LossHead:
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
+        *,
         factor: Tensor | None,
         needs: Needs,
-        dw: Tensor | None,
+        weight_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The losses (n,) of tokens x (n, d), or with sequence parallelism (n/t, d), and the
-        gradients of x and of the weight, the latter added to `dw`, each if `needs` says so; no
-        gradients without a factor."""
-        axis, first, rows = self.axis, 0, self.layer.out_features
-        if axis is not None:
-            refuse_unknown(targets, rows)
-            first = chunk_range(rows, axis.size, axis.index).start
-            rows = chunk_range(
-                rows, axis.size, 0
-            ).stop  # of the rank with the most, so that all have the same chunks
-        whole = (
-            axis.start_all_gather(x.contiguous()).wait()
-            if axis is not None and self.sequence
-            else x
-        )
-        size = max(CHUNK_TOKENS, CHUNK_LOGITS // rows)
-        chunks = list(zip(whole.split(size), targets.split(size), strict=True))
+        """The losses of tokens, and the gradients of x and of the weight, each if `needs` says so;
+        none without a factor.
+
+            logits = x W^T,   d = (softmax(logits) - one-hot) * factor,   dx = d W,   dW = d^T x
+
+        Args:
+            x: (n, d), or with sequence parallelism (n/t, d), which is gathered.
+            weight: (v, d), or this rank's rows (v/t, d).
+            targets: (n,).
+            weight_grad: the sum to which that of the weight is added; None: a new one.
+
+        Returns:
+            (n,); the gradient of x in its shape; that of the weight, in float32 or wider.
+        """
+        first, chunk_tokens = self._vocabulary_part(targets)
+        group = None if self.axis is None else self.axis.name
+        tokens = self._gathered(x)
+        chunks = list(zip(tokens.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
         losses: list[Tensor] = []
-        parts: list[Tensor] = []
-        dx: Callable[[], Tensor] | None = None
+        input_grads: list[Tensor] = []
+        input_grad: Callable[[], Tensor] | None = None
         for inputs, words in chunks:
             logits = linear_forward(inputs, weight)
-            of_tokens, grad = self.softmax(
-                logits, words, factor, first, None if axis is None else axis.name
-            )
+            of_tokens, grad = self.softmax(logits, words, factor, first, group)
             losses.append(of_tokens)
             if grad is not None and needs[0]:
-                parts.append(linear_input_grad(grad, weight))
-                # overlaps the last weight product
-                dx = self._start_sum(parts) if len(parts) == len(chunks) else None
+                input_grads.append(linear_input_grad(grad, weight))
+                if len(input_grads) == len(chunks):
+                    # Its sum over ranks overlaps with the last product of the weight's gradient.
+                    input_grad = self._start_sum(input_grads)
             if grad is not None and needs[1]:
-                dw = _add_weight_grad(grad, inputs, dw)
+                weight_grad = _add_weight_grad(grad, inputs, weight_grad)
             del logits, grad  # otherwise two chunks would be in memory
-        return _cat(losses), None if dx is None else dx(), dw
+        return _cat(losses), None if input_grad is None else input_grad(), weight_grad
+
+    def _vocabulary_part(self, targets: Tensor) -> tuple[int, int]:
+        """The first token id of this rank's part of the vocabulary, and the tokens of a chunk, of
+        which all ranks have the same number."""
+        vocabulary = self.layer.out_features
+        first, rows = 0, vocabulary
+        if self.axis is not None:
+            refuse_unknown(targets, vocabulary)
+            first = chunk_range(vocabulary, self.axis.size, self.axis.index).start
+            rows = chunk_range(vocabulary, self.axis.size, 0).stop  # of the rank with the most
+        return first, max(CHUNK_TOKENS, CHUNK_LOGITS // rows)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        if self.axis is None or not self.sequence:
+            return x
+        return self.axis.start_all_gather(x.contiguous()).wait()
 
     def _start_sum(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Starts the sum of the input's gradient over `tp`; the returned function waits for it."""
-        dx = _cat(parts)
+        input_grad = _cat(parts)
         if self.axis is None:
-            return lambda: dx
-        return (
-            self.axis.start_reduce_scatter(dx) if self.sequence else self.axis.start_all_reduce(dx)
-        ).wait
+            return lambda: input_grad
+        if self.sequence:
+            return self.axis.start_reduce_scatter(input_grad).wait
+        return self.axis.start_all_reduce(input_grad).wait
 
 
 def _add_weight_grad(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
     """Accumulates over chunks and microbatches, in float32 or wider."""
-    add = total is not None
+    accumulate = total is not None
     if total is None:
-        total = grad.new_empty(
-            grad.shape[1], x.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
-        )
-    linear_weight_grad_into(grad, x, total, add)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_empty(grad.shape[1], x.shape[1], dtype=wide)
+    linear_weight_grad_into(grad, x, total, accumulate)
     return total
 
 
@@ -301,11 +323,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight_grad: WeightGradSum,
     ) -> tuple[Tensor, Tensor]:
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
-        needs = ctx.needs_input_grad[:2]
-        losses, dx, dw = head.compute(x, weight, targets, factor, needs, weight_grad.total)
+        losses, dx, dw = head.compute(
+            x,
+            weight,
+            targets,
+            factor=factor,
+            needs=ctx.needs_input_grad[:2],
+            weight_grad=weight_grad.total,
+        )
         weight_grad.put(dw)
         ctx.save_for_backward(dx)
-        ctx.weight_grad, ctx.dtype = weight_grad, weight.dtype
+        ctx.weight_grad = weight_grad
+        ctx.dtype = weight.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(losses)
         return losses.sum() * factor, losses
@@ -320,11 +349,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         )
         if ctx.weight_grad is None:
             raise RuntimeError("the backward of a loss without logits runs once")
-        (dx,), dw = ctx.saved_tensors, ctx.weight_grad.take()
+        (dx,) = ctx.saved_tensors
+        dw = ctx.weight_grad.take()
         ctx.weight_grad = None
-        # a float32 parameter's gradient takes it uncast
         if dw is not None and dw.dtype != ctx.dtype:
-            dw = add_or_compute(
-                ctx.next_functions[1][0], partial(dw.to, ctx.dtype), partial(write_grad, dw)
-            )
+            # The gradient of a 16-bit copy: that of its float32 parameter takes it uncast.
+            next_in_graph = ctx.next_functions[1][0]
+            dw = add_or_compute(next_in_graph, partial(dw.to, ctx.dtype), partial(write_grad, dw))
         return dx, dw, None, None, None, None

@@ -98,7 +98,7 @@ class ParallelOptions:
 
     # compute dtype of blocks: "float32", "float64", "bfloat16" or "float16"
     precision: str = "float32"
-    # that of linear layers inside blocks: "float8", "mxfp8"; see `float8.py`
+    # that of linear layers inside blocks: "float8"; see `float8.py`
     linear_precision: str | None = None
     # how layers are split over `tp`; None: the plan in the model's file
     tp_plan: Mapping[str, str] | None = None
@@ -115,7 +115,7 @@ class ParallelOptions:
     regather: bool = False
     # Fuses products with their gather or scatter; "auto": if the GPUs of `tp` are linked by NVLink.
     # True: also puts FSDP's messages in registered memory.
-    symmetric_memory: bool | Literal["auto"] = "auto"
+    symmetric_memory: bool | Literal["auto"] = False
     recompute: str = "none"  # what blocks recompute in backward, from the first trained block on
     compile: bool = False  # compiles each block with torch.compile
     # the last block returns the loss if it is requested (`linear_cross_entropy.py`)
@@ -137,6 +137,14 @@ class ParallelOptions:
     sample: Sequence[Tensor | None] | None = None
     # a context manager entered wherever this rank waits for others, to measure it
     waiting: Waiting = nullcontext
+    # The model is traced on the meta device: no memory is allocated, no values are compared, and
+    # the loss head is fused without compiling.
+    trace: bool = False
+
+    @property
+    def compares(self) -> bool:
+        """Whether the model is compared with the plain one before it runs."""
+        return self.verify and not self.trace
 
 
 def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
@@ -189,7 +197,7 @@ def refuse_dependent_samples(
     several = mesh.size(*LOSS_AXES) > 1
     if several:
         refuse_batch_statistics(model)  # before, because it names the module
-    if options.verify and options.sample is not None and (several or options.recompute != "none"):
+    if options.compares and options.sample is not None and (several or options.recompute != "none"):
         verify_samples(model, _block_names(model), mesh, options.sample, options.precision, terms)
 
 
@@ -204,7 +212,7 @@ def apply_context_parallel(
     if not plan:
         raise InputError(no_context_plan(type(model).__name__))
     names = context_modules(model, plan)
-    if options.verify and not verified:
+    if options.compares and not verified:
         context = _context_parallel(mesh, options)
         unverified = verify_context(
             model, _block_names(model), names, context, mesh, options.sample, options.precision
@@ -258,7 +266,7 @@ def _take_only_parts(
 
     model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)  # before FSDP's own
     # calls in a compiled block cannot be intercepted
-    if not options.verify and not options.compile:
+    if not options.verify and not options.compile and not options.trace:
         model.forward = first
 
 
@@ -329,7 +337,7 @@ def _refuse_float8(
     model: nn.Module, options: ParallelOptions, splits: Sequence[Split] = (), tp: int = 1
 ) -> None:
     if options.linear_precision is not None:
-        problems = float8_problems(model, options.linear_precision, splits, tp)
+        problems = float8_problems(model, splits, tp)
         if options.precision == "float16":
             problems.append(
                 "float16 has no room for values rounded to 8 bits: use the precision bfloat16"
@@ -346,7 +354,7 @@ def _check_split(
     alone passes."""
     unverified = None if verified else "verify is off"
     sequence = tp.sequence_parallel
-    if options.verify and not verified:
+    if options.compares and not verified:
         # experts need the parts
         by_default = options.sequence_parallel is None and tp.mesh.size("ep") == 1
         verdict = verify(
@@ -366,9 +374,9 @@ def _check_split(
                     f"{verdict.without_parts}"
                 )
                 warnings.warn(f"parallel.sequence_parallel is off: {reason}", stacklevel=4)
-    if unverified is not None and not sequence:
+    if unverified is not None and not sequence and not options.trace:
         _refuse_undecided(model, tp, options, unverified)
-    if options.verify:
+    if options.compares:
         _warn_unverified(tp.mesh, unverified)
     return sequence
 
@@ -451,12 +459,20 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
         let_products_accumulate(model)
     if options.linear_precision is not None:
         dtype, compiled = compute_dtype(options.precision), options.compile
-        apply_float8(model, options.linear_precision, dtype, mesh.device_type, compiled=compiled)
+        apply_float8(
+            model,
+            dtype,
+            mesh.device_type,
+            compiled=compiled,
+            traced=options.trace,
+        )
     narrow = compute_dtype(options.precision) != master_dtype(options.precision)
     if options.compile and narrow and not mesh.uses_fsdp and mesh.device_type in MERGED_ON:
         _merge_weights(model, plan_of(type(model), "tp_plan", options.tp_plan) or {})
     if options.fuse_loss:
-        fuse_loss(last, options.compile)
+        # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one by
+        # one, and torch does not compile inside of a trace.
+        fuse_loss(last, options.compile and not options.trace)
     _wrap_blocks(model, blocks, experts, mesh, options)
     _share_samples(model, mesh, options)
     if mesh.uses_fsdp:
@@ -476,7 +492,7 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
         sum_partial_gradients(model, mesh, sequence_parallel=options.sequence_parallel)
     if mesh.size("cp") > 1:
         _take_only_parts(model, attention, mesh, options)
-    if options.verify and (mesh.size(*LOSS_AXES) > 1 or options.recompute != "none"):
+    if options.compares and (mesh.size(*LOSS_AXES) > 1 or options.recompute != "none"):
         recomputed = [
             block
             for block in blocks
@@ -529,7 +545,7 @@ def _sum_over_copies(
     ):
         if syncs and mesh.size(axis) > 1:
             # FSDP's have no memory yet, which buckets need
-            for module in experts if of_experts else ():
+            for module in experts if of_experts and not options.trace else ():
                 allocate(module, torch.device(mesh.device_type))
             add_gradient_sync(
                 model, kind(model, mesh, axis, options.waiting, partial(named, of_experts), dtype)

@@ -1,7 +1,8 @@
 """Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.14."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -199,13 +200,22 @@ def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     return node
 
 
-# the device type that the meta device stands for, while a step is traced
-traced_for: str | None = None
+_traced_as: list[str] = []  # types of the devices that the meta device stands for; the last counts
+
+
+@contextmanager
+def traced_as(device_type: str) -> Iterator[None]:
+    """Inside, kernels for tensors on the meta device are chosen as for this type of device."""
+    _traced_as.append(device_type)
+    try:
+        yield
+    finally:
+        _traced_as.pop()
 
 
 def device_type_of(tensor: Tensor) -> str:
     """The device type by which kernels are chosen for a tensor."""
-    return traced_for if tensor.is_meta and traced_for is not None else tensor.device.type
+    return _traced_as[-1] if tensor.is_meta and _traced_as else tensor.device.type
 
 
 def is_traced() -> bool:
@@ -216,6 +226,24 @@ def is_traced() -> bool:
 # decorates functions that compiled code may call; loads the compiler on first call
 never_compiled = _disable_dynamo
 without_dispatch_modes = _disable_current_modes  # hides the operators inside from dispatch modes
+
+_nothing_hidden: list[None] = []  # one entry for each open `nothing_hidden`
+
+
+def hidden_from_dispatch_modes() -> AbstractContextManager[object]:
+    """Hides the operators inside from dispatch modes, such as selective checkpointing, but not from
+    one that counts everything."""
+    return nullcontext() if _nothing_hidden else without_dispatch_modes()
+
+
+@contextmanager
+def nothing_hidden() -> Iterator[None]:
+    """Inside, dispatch modes see all operators."""
+    _nothing_hidden.append(None)
+    try:
+        yield
+    finally:
+        _nothing_hidden.pop()
 
 
 class KeepsBeforeWrites(_CachingTorchDispatchMode):
@@ -422,4 +450,204 @@ def breaks_graph() -> tuple[type[Exception], ...]:
         exc.UncapturedHigherOrderOpError,
         exc.FailOnRecompileLimitHit,
         DependsOnData,
+    )
+
+
+def pin_in_place(memory: Tensor) -> None:
+    """Pins host memory where it lies. `Tensor.pin_memory` would copy it, and round its size up to a
+    power of two. Read in torch 2.13: a wrapper of cudaHostRegister that raises on an error."""
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    pin_memory(memory.data_ptr(), memory.nbytes)
+
+
+def unpin_in_place(memory: Tensor) -> None:
+    """Undoes `pin_in_place`; to be called before the memory is freed. Read in torch 2.13."""
+    from torch.cuda._pin_memory_utils import unpin_memory
+
+    unpin_memory(memory.data_ptr())
+
+
+# Attention that returns its log-sum-exp, forward and backward, as read in torch 2.13. All of them
+# take the state of a generator, and without dropout none uses it. Shapes, where nothing else is
+# said: q (b, h, m, e), k (b, k, n, e), v (b, k, n, f), out (b, h, m, f), lse (b, h, m).
+
+AttentionGradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
+
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale
+    )
+
+
+def cpu_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> AttentionGradients:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale
+    )
+
+
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp (b, h, 32 ceil(m / 32)) has rows after those of the queries: inf."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
+    )
+    return out, lse
+
+
+def efficient_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> AttentionGradients:
+    """Assumes that the heads of `out` are adjacent in memory, and `lse` as the forward returned
+    it."""
+    state = q.new_empty((), dtype=torch.int64)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        bias,
+        out,
+        lse,
+        philox_seed=state,
+        philox_offset=state,
+        dropout_p=0.0,
+        grad_input_mask=[True, True, True, False],
+        is_causal=causal,
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+def cudnn_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp (b, h, m, 1)."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
+    )
+    return out, lse
+
+
+def cudnn_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> AttentionGradients:
+    state = q.new_empty((), dtype=torch.int64)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        philox_seed=state,
+        philox_offset=state,
+        attn_bias=None,
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q.shape[2],
+        max_k=k.shape[2],
+        dropout_p=0.0,
+        is_causal=causal,
+        scale=scale,
+    )
+
+
+@dataclass(frozen=True)
+class FlashOptions:
+    """How flash attention sees (b, m, h, e); or (tokens, h, e) that are packed, of sequences whose
+    ends are given."""
+
+    causal: bool
+    scale: float
+    longest_queries: int  # queries of the longest sequence
+    longest_keys: int
+    query_ends: Tensor | None = None  # int32, of packed sequences: 0 and the end of each
+    key_ends: Tensor | None = None
+    window_left: int | None = None  # keys that a query sees before its own; None: all
+    window_right: int | None = None
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: FlashOptions
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp (b, h, m), of packed sequences (h, tokens)."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        cum_seq_q=options.query_ends,
+        cum_seq_k=options.key_ends,
+        max_q=options.longest_queries,
+        max_k=options.longest_keys,
+        dropout_p=0.0,
+        is_causal=options.causal,
+        return_debug_mask=False,
+        scale=options.scale,
+        window_size_left=options.window_left,
+        window_size_right=options.window_right,
+    )
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: FlashOptions,
+) -> AttentionGradients:
+    state = torch.empty(2, dtype=torch.uint64, device=grad.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cum_seq_q=options.query_ends,
+        cum_seq_k=options.key_ends,
+        max_q=options.longest_queries,
+        max_k=options.longest_keys,
+        dropout_p=0.0,
+        is_causal=options.causal,
+        rng_state=state,
+        unused=state,
+        scale=options.scale,
+        window_size_left=options.window_left,
+        window_size_right=options.window_right,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshtrain.parallel.collectives import AsyncResult, AxisGroup, axis_group_by_name, operator
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS, linear_weight_grad
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, product_weight_grad
-from meshtrain.parallel.torch_private import without_dispatch_modes
+from meshtrain.parallel.torch_private import hidden_from_dispatch_modes
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
@@ -213,7 +213,9 @@ class ColumnParallelMatmul(torch.autograd.Function):
         group, sequence, keep, products = ctx.settings
         gather = sequence and not keep and any(needs_dw)
         hidden = any(needs_dw) and not (ctx.queue is not None and ctx.queue.is_recording)
-        with without_dispatch_modes():  # hides communication, which elsewhere is inside operators
+        with (
+            hidden_from_dispatch_modes()
+        ):  # hides communication, which elsewhere is inside operators
             dx, whole = _start_columns_input(
                 grads, x, weights, group, sequence, gather, products, hidden
             )
@@ -224,7 +226,7 @@ class ColumnParallelMatmul(torch.autograd.Function):
             product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None
             for i, grad in enumerate(grads)
         ]
-        with without_dispatch_modes():
+        with hidden_from_dispatch_modes():
             return dx.wait(), *nothing, *dws
 
 

@@ -33,7 +33,13 @@ from meshtrain.parallel.linear.weight_grad import (
 )
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.loop_schedules import forwards_alone
-from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
+from meshtrain.pipeline.p2p import (
+    AXIS,
+    TensorMeta,
+    Transfers,
+    sends_confirmed_by,
+    transfer_order,
+)
 from meshtrain.pipeline.simulate import Event
 from meshtrain.pipeline.tied import TiedGradients
 
@@ -253,6 +259,10 @@ class Pipeline(nn.Module):
         for transfer in self.schedule.receives(action):
             return self._transfers.receive(transfer)
         return self._local_handoff.pop((action.kind.tensor, *_key(action)), None)
+
+    def tell_shape(self, key: Hashable, stage: int, meta: TensorMeta) -> None:
+        """See `Transfers.tell_shape`."""
+        self._transfers.tell_shape(key, stage, meta)
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
         """Sends the result of an action to the neighbouring stage, or keeps it for a stage of this

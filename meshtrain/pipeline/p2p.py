@@ -140,6 +140,11 @@ class Transfers:
         self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}  # receives
         self._post()
 
+    def tell_shape(self, key: Hashable, stage: int, meta: TensorMeta) -> None:
+        """Makes known what a stage receives for microbatches with this key, so that nobody sends
+        it."""
+        self._metas[key, stage] = meta
+
     def send(self, transfer: Transfer, tensor: Tensor) -> None:
         """Sends a tensor when its turn comes; the caller may drop it at once."""
         self._ready[transfer] = tensor.detach()

@@ -8,8 +8,10 @@ from typing import Any
 
 from meshtrain.checkpoint.commit import checkpoint_bytes
 from meshtrain.checkpoint.directory import name_of
-from meshtrain.checkpoint.resume import Resume, RunSpec
-from meshtrain.checkpoint.save import Retention, Saver
+from meshtrain.checkpoint.resume import Resume
+from meshtrain.checkpoint.retention import Retention
+from meshtrain.checkpoint.run_spec import RunSpec
+from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.staging import find_short_hosts
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import Uploads
@@ -45,29 +47,27 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if short:
             reason = f"the memory for copies of the state is short: {join_some(short)}"
             say(f"checkpoints are written while training waits, because {reason}")
-        self.spec, self._logger, self._monitor, self._job = spec, logger, monitor, job
+        self.spec = spec
+        self._logger = logger
+        self._monitor = monitor
+        self._job = job
         self._saver = Saver(
             state,
             spec.checkpoints,
             job,
             in_background=section.in_background and not short,
             keep=retention(spec.config),
-            on_failure=section.on_failure,
-            make_room=section.make_room,
             limit_s=section.timeout_s,
-            local=spec.local,
-            uploads=spec.uploads,
+            local=resume.local,
+            uploads=resume.uploads,
             say=say,
             writing=monitor.faults.in_save,
         )
         if resume.own:
             self._saver.saved = resume.step
         assert job.layout is not None
-        self._guess_s = (
-            checkpoint_bytes(state.placements, job.world_size)
-            / GUESSED_SPEED
-            / len(job.layout.hosts)
-        )
+        nbytes = checkpoint_bytes(state.placements, job.world_size)
+        self._guess_s = nbytes / GUESSED_SPEED / len(job.layout.hosts)
         self._config = json.loads(json.dumps(spec.config.plain()))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -90,18 +90,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         every = self.spec.config.checkpoint.every
         if step == self.spec.steps:
             return False
-        return (
-            self._logger.ends_epoch(step)
-            if every == "epoch"
-            else bool(every) and step % int(every) == 0
-        )
+        if every == "epoch":
+            return self._logger.ends_epoch(step)
+        return every != 0 and step % int(every) == 0
 
     def save(self, *, wait: bool = False) -> None:
         """Saves the state after the last finished step; waits for a copy in memory, or with `wait`
         for the disks."""
-        self._saver.save(
-            self._monitor.finished_step, self._about(self._monitor.finished_step), wait=wait
-        )
+        step = self._monitor.finished_step
+        self._saver.save(step, self._about(step), wait=wait)
         self._monitor.save_s = self._saver.last_save_s or None
 
     def stop_reason(self) -> str | None:
@@ -114,7 +111,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Saves the last state; `check` raises if that failed. Raises TrainingError: saving shows
         the run must stop."""
         self._saver.wait()
-        if self._saver.wants_stop is None and self._monitor.finished_step != self._saver.saved:
+        is_saved = self._monitor.finished_step == self._saver.saved
+        if self._saver.wants_stop is None and not is_saved:
             self.save(wait=True)
         if self._saver.wants_stop is not None:
             raise TrainingError(self._saver.wants_stop)
@@ -147,7 +145,9 @@ def open_uploads(config: Config, job: Job) -> Uploads | None:
     it is unusable."""
     url = config.checkpoint.upload
     with job.collective_check("opening checkpoint.upload"):
-        return Uploads(url, retention(config)) if url is not None and job.rank == 0 else None
+        if url is None or job.rank != 0:
+            return None
+        return Uploads(url, retention(config))
 
 
 def retention(config: Config) -> Retention:
@@ -158,12 +158,11 @@ def retention(config: Config) -> Retention:
 def describe_saving(spec: RunSpec) -> str:
     """`checkpoints every 100 steps in runs/a/checkpoints, the last 3 kept`."""
     section = spec.config.checkpoint
-    moment = {"epoch": "after each epoch", 0: "at the end", 1: "after each step"}.get(
-        section.every, f"every {section.every} steps"
-    )
-    rules = [f"the last {section.keep_last}" if section.keep_last > 1 else "the last one"]
-    rules += (
-        [f"those of every {section.keep_every} steps"] if section.keep_every is not None else []
-    )
-    rules += ["the best one"] if section.keep_best else []
-    return f"checkpoints {moment} in {spec.checkpoints}, {any_of(rules, 'and')} kept"
+    moments = {"epoch": "after each epoch", 0: "at the end", 1: "after each step"}
+    moment = moments.get(section.every, f"every {section.every} steps")
+    kept = ["the last one" if section.keep_last == 1 else f"the last {section.keep_last}"]
+    if section.keep_every is not None:
+        kept.append(f"those of every {section.keep_every} steps")
+    if section.keep_best:
+        kept.append("the best one")
+    return f"checkpoints {moment} in {spec.checkpoints}, {any_of(kept, 'and')} kept"

@@ -4,6 +4,7 @@ by rank 0."""
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,59 +24,62 @@ if TYPE_CHECKING:
 FILE = "timeline.json"
 
 
-@contextmanager
-def record_timeline(
-    config: "Config",
-    model: nn.Module,
-    step: int,
-    *,
-    job: Job,
-    layout: Layout,
-    folder: Path,
-    say: Callable[[str], None],
-) -> Iterator[None]:
-    """Wraps a step's forwards and backwards, on all ranks: records them if it is the step that the
-    config names. Ranks of the same stage run in lockstep: those at the first coordinate of all axes
-    but `pp` stand for all of them."""
-    if step != config.metrics.timeline or not isinstance(model, Pipeline):
+@dataclass(frozen=True)
+class TimelineRecorder:
+    """Records the step that `metrics.timeline` names, if the model is a pipeline. Rank 0 writes it
+    into the folder, and tells `say` how to draw it."""
+
+    config: "Config"
+    model: nn.Module
+    job: Job
+    layout: Layout
+    folder: Path
+    say: Callable[[str], None]
+
+    @contextmanager
+    def record(self, step: int) -> Iterator[None]:
+        """Wraps the forwards and backwards of a step, on all ranks."""
+        model = self.model
+        if step != self.config.metrics.timeline or not isinstance(model, Pipeline):
+            yield
+            return
+        model.recorded = []
         yield
-        return
-    model.recorded = []
-    yield
-    events, model.recorded = model.recorded, None
-    first = not any(place for axis, place in layout.coordinate(job.rank).items() if axis != "pp")
-    times = [(event.start, event.end) for event in events] if first else None
-    # in the order of pp
-    rows = [row for row in job.gather("gathering the timeline", times) if row is not None]
-    if job.rank == 0:
-        title = f"{model.schedule.title}, step {step} of {config.name}"
-        path = folder / FILE
-        with optional("there is no timeline"):
-            write_whole(
-                path, json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n"
-            )
-            say(
-                f"timeline of step {step} in {path}; this draws it below the plan: "
-                f"{_command(config, path)}"
-            )
+        times = [(event.start, event.end) for event in model.recorded]
+        model.recorded = None
+
+        # Ranks of the same stage run in lockstep: those at the first coordinate of all other axes
+        # stand for all of them. They come in the order of pp.
+        coordinate = self.layout.coordinate(self.job.rank)
+        is_first = not any(place for axis, place in coordinate.items() if axis != "pp")
+        gathered = self.job.gather("gathering the timeline", times if is_first else None)
+        rows = [row for row in gathered if row is not None]
+        if self.job.rank == 0:
+            with optional("there is no timeline"):
+                self._write(step, measured(model.schedule, rows), model.schedule.title)
+
+    def _write(self, step: int, timeline: Timeline, schedule: str) -> None:
+        path = self.folder / FILE
+        title = f"{schedule}, step {step} of {self.config.name}"
+        write_whole(path, json.dumps(timeline_json(timeline, title, "s")) + "\n")
+        command = _command(self.config, path)
+        self.say(f"timeline of step {step} in {path}; this draws it below the plan: {command}")
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
     """A timeline from the start and end of each rank's actions, in the order of its list; times
     then begin at 0."""
     begin = min(start for row in rows for start, _ in row)
-    events = (
-        Event(rank, action, start - begin, end - begin)
-        for rank, row in enumerate(rows)
-        for action, (start, end) in zip(schedule.actions_of(rank), row, strict=True)
-    )
+    events = []
+    for rank, row in enumerate(rows):
+        for action, (start, end) in zip(schedule.actions_of(rank), row, strict=True):
+            events.append(Event(rank, action, start - begin, end - begin))
     return Timeline.measured(events, schedule.ranks)
 
 
 def _command(config: "Config", path: Path) -> str:
     section = config.pipeline
-    stages = (
-        "" if section.stages_per_rank is None else f" --stages-per-rank {section.stages_per_rank}"
-    )
-    stages = "" if section.schedule.endswith(".csv") else stages
+    stages = ""
+    if section.stages_per_rank is not None and not section.schedule.endswith(".csv"):
+        stages = f" --stages-per-rank {section.stages_per_rank}"
     return f"meshtrain pipeline {section.schedule}{stages} --beside {path}"

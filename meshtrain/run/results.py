@@ -66,7 +66,6 @@ def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder:
         described = module.to_hugging_face(module.Config(**config.model.keys))
     tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
     dtype = compute_dtype(config.train.precision)
-    file_format = config.train.export_format
     export(
         model,
         folder,
@@ -77,6 +76,5 @@ def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder:
         tokenizer=tokenizer,
         data=asdict(config.data),
         weights=config.model.weights,
-        file_format=file_format,
     )
     job.say(f"weights in {folder}")

@@ -10,21 +10,20 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.directory import (
-    InUseError,
-    TakenError,
-    check_owner,
-    clear_unfinished,
-    lock_folder,
-)
+from meshtrain.checkpoint.directory import clear_unfinished
+from meshtrain.checkpoint.folder_lock import InUseError, TakenError, check_owner, lock_folder
 from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
 from meshtrain.job.storage import move_damaged, optional, read_guarded, warn, write_whole
 
 EXIT = "exit.json"
-LOOK_FOR_S = 15.0  # a network file system may take a while to show what another host has written
 PROOF = ".seen_by_all_hosts"
+# A network file system may take a while to show what another host has written.
+LOOK_FOR_S = 15.0
+# A restarted job waits so long for the lock that the one before it may still hold, for instance on
+# a host to which a link was cut.
+LOCK_WAIT_S = 120.0
 
 
 class RunFolder:
@@ -33,10 +32,10 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def lock(self, job: Job, wait_s: float) -> AbstractContextManager[None]:
+    def lock(self, job: Job) -> AbstractContextManager[None]:
         """Rank 0 holds a lock on the folder while the body runs. Raises InputError, on every rank,
         if it cannot."""
-        return lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER", wait_s)
+        return lock_for_job(self.path, job, "the run's folder", option="train.output=FOLDER")
 
     def last_exit(self) -> dict[str, Any] | None:
         """How the last job ended, as it recorded itself; None if none did. A damaged exit.json is
@@ -76,8 +75,8 @@ class RunFolder:
             "reason": reason,
             "kind": kind,
             "step": step,
+            "hosts": list(hosts),
         }
-        end["hosts"] = list(hosts)
         if goodput is not None:
             end["goodput"] = dict(goodput)
         try:
@@ -94,21 +93,22 @@ class RunFolder:
 
 
 @contextmanager
-def lock_for_job(
-    folder: Path, job: Job, purpose: str, option: str, wait_s: float
-) -> Iterator[None]:
+def lock_for_job(folder: Path, job: Job, purpose: str, *, option: str) -> Iterator[None]:
     """Rank 0 holds a lock on a folder, created if missing, while the body runs. A restarted job
-    waits `wait_s` for the one before it to release the lock: it may run on, for instance on a host
-    to which a link was cut.
+    waits for the one before it to release the lock.
 
-    `purpose`: a readable name of the folder; `option`: the config key that names another one.
-    Raises InputError: on every rank: rank 0 cannot get the lock.
+    Args:
+        purpose: a readable name of the folder.
+        option: the config key that names another one.
+
+    Raises:
+        InputError: on every rank: rank 0 cannot get the lock.
     """
     with ExitStack() as stack:
         with job.collective_check(f"opening {purpose}"):
             if job.rank == 0:
                 try:
-                    _take(folder, stack, job, wait_s)
+                    _take_lock(folder, job, stack)
                 except InputError as error:
                     raise InputError(
                         f"{purpose}: {error}; or name another one with {option}"
@@ -116,8 +116,12 @@ def lock_for_job(
         yield
 
 
-def _take(folder: Path, stack: ExitStack, job: Job, wait_s: float) -> None:
-    printed, deadline = False, time.monotonic() + (wait_s if job.again else 0.0)
+def _take_lock(folder: Path, job: Job, stack: ExitStack) -> None:
+    """Takes the lock on a folder, which is released with `stack`. Raises InUseError: another job
+    holds it."""
+    wait_s = LOCK_WAIT_S if job.again else 0.0
+    deadline = time.monotonic() + wait_s
+    printed = False
     while True:
         try:
             stack.enter_context(lock_folder(folder, launch=job.environment.launch, again=job.again))
@@ -132,9 +136,7 @@ def _take(folder: Path, stack: ExitStack, job: Job, wait_s: float) -> None:
 
 
 @contextmanager
-def lock_checkpoints(
-    path: str | None, folder: RunFolder, job: Job, wait_s: float
-) -> Iterator[Path]:
+def lock_checkpoints(path: str | None, folder: RunFolder, job: Job) -> Iterator[Path]:
     """The folder of a run's checkpoints (`path` of the config; None: `checkpoints` in the run's
     folder), which all hosts see, and to which no other job writes while the body runs. Raises
     InputError, on every rank."""
@@ -144,12 +146,12 @@ def lock_checkpoints(
             f"checkpoint.path is the run's folder itself, {folder.path}: name one inside of it, or "
             "another"
         )
-    with lock_for_job(
-        checkpoints, job, "the folder of the checkpoints", "checkpoint.path=FOLDER", wait_s
-    ):
+    purpose = "the folder of the checkpoints"
+    with lock_for_job(checkpoints, job, purpose, option="checkpoint.path=FOLDER"):
         with job.collective_check("clearing the folder of the checkpoints"):
-            for unfinished in clear_unfinished(checkpoints) if job.rank == 0 else ():
-                job.say(f"removed {unfinished}, which an earlier job did not finish")
+            if job.rank == 0:
+                for unfinished in clear_unfinished(checkpoints):
+                    job.say(f"removed {unfinished}, which an earlier job did not finish")
         check_shared_filesystem(job, checkpoints)
         yield checkpoints
 
@@ -157,7 +159,8 @@ def lock_checkpoints(
 def check_shared_filesystem(job: Job, folder: Path) -> None:
     """Raises InputError, on every rank, naming hosts that do not read in this folder what rank 0
     has just written."""
-    proof, token = folder / PROOF, uuid.uuid4().hex
+    proof = folder / PROOF
+    token = uuid.uuid4().hex
     with job.collective_check("writing to the folder of the checkpoints"):
         try:
             if job.rank == 0:
@@ -166,30 +169,33 @@ def check_shared_filesystem(job: Job, folder: Path) -> None:
         except OSError as error:
             raise InputError(
                 f"the folder of the checkpoints, {folder.absolute()}, cannot be written to "
-                f"({error.strerror}): name "
-                "another one with checkpoint.path=FOLDER"
+                f"({error.strerror}): name another one with checkpoint.path=FOLDER"
             ) from error
+
     try:
         token = job.reduce("writing to the folder of the checkpoints", token, itemgetter(0))
-        sees = True if job.rank == 0 or job.environment.local_rank > 0 else _reads(proof, token)
+        # One process of each host looks; that of rank 0 has just written it.
+        looks = job.rank != 0 and job.environment.local_rank == 0
+        sees = not looks or _reads(proof, token)
         writer, blind = job.reduce("looking for what rank 0 wrote", [job.host, sees], _blind_hosts)
     finally:
         if job.rank == 0:
             proof.unlink(missing_ok=True)
+
     if blind:
         raise AgreedError(
             f"the folder of the checkpoints, {folder.absolute()}, is not shared: what rank 0 on "
-            f"host {writer} "
-            f"wrote there is not seen on host {join_some(blind, 4)}. Name a folder that all hosts "
-            "have in "
-            "common with checkpoint.path=FOLDER"
+            f"host {writer} wrote there is not seen on host {join_some(blind, 4)}. Name a folder "
+            "that all hosts have in common with checkpoint.path=FOLDER"
         )
 
 
 def _blind_hosts(rows: list) -> tuple[str, list[str]]:
     """The host of rank 0, and those that do not see what it wrote; from [host, whether it sees it]
     of every rank."""
-    return rows[0][0], list(dict.fromkeys(host for host, sees in rows if not sees))
+    writer = rows[0][0]
+    blind = [host for host, sees in rows if not sees]
+    return writer, list(dict.fromkeys(blind))
 
 
 def _reads(proof: Path, token: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshtrain.attention import has_varlen
-from meshtrain.checkpoint.resume import RunSpec
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.locate import model_file
@@ -145,8 +145,6 @@ def readers(
         "rank": mesh.index(*DATA_AXES),
         "ranks": mesh.size(*DATA_AXES),
         "workers": config.data.workers,
-        "prefetch": config.data.prefetch,
-        "pin_memory": config.data.pin_memory,
     }
     if hasattr(model_file(config.model.name), "cp_plan"):
         split = mesh.size("cp") > 1
@@ -203,10 +201,8 @@ def banner_lines(
     yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}{tuned}"
     if experts is not None:
         yield experts.line
-    if (numbers := config.train.linear_precision) is not None:
-        yield describe_float8(
-            plain, numbers, compute_dtype(config.train.precision), job.device.type
-        )
+    if config.train.linear_precision is not None:
+        yield describe_float8(plain, compute_dtype(config.train.precision), job.device.type)
     module = model_file(config.model.name)
     plan = getattr(module, "tp_plan", {})
     if (

@@ -7,7 +7,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtrain.checkpoint.resume import Resume, RunSpec
+from meshtrain.checkpoint.resume import Resume
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
 from meshtrain.errors import AgreedError, DiskError, InputError, TrainingError, ranges
 from meshtrain.job.exit import signal_of

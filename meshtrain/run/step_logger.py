@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from meshtrain.checkpoint.resume import RunSpec
 from meshtrain.checkpoint.retention import SAMPLES
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.data import OpenData
 from meshtrain.data.mixture import sample_order
 from meshtrain.data.order import BatchSizes, samples_digest, share
@@ -15,6 +15,7 @@ from meshtrain.errors import TrainingError, join_some, ranges
 from meshtrain.evaluate import Evaluation
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
+from meshtrain.loss import mean_of
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.logger import NoMetrics
 from meshtrain.metrics.step_timer import memory_gib, memory_reserved_gib
@@ -236,6 +237,7 @@ class _Sums:
             self.correct = (self.correct or 0) + result.correct
 
     def means(self) -> dict[str, float]:
-        count = max(self.targets, 1)
-        means = {"loss": self.loss / count}
-        return means if self.correct is None else means | {"accuracy": self.correct / count}
+        means = {"loss": mean_of(self.loss, self.targets)}
+        if self.correct is not None:
+            means["accuracy"] = mean_of(self.correct, self.targets)
+        return means

@@ -26,9 +26,8 @@ from meshtrain.huggingface.export import (
     WeightFiles,
     as_input_errors,
     plan_export,
-    small_files,
-    tokenizer_files,
 )
+from meshtrain.huggingface.export_texts import small_files, tokenizer_files
 from meshtrain.huggingface.load import DTYPES, named_tensors
 from meshtrain.huggingface.safetensors import (
     CONFIG,
@@ -73,7 +72,6 @@ def export(
     data: Mapping[str, Any] | None = None,
     weights: str | None = None,
     file_bytes: int = FILE_BYTES,
-    file_format: str = "original",
 ) -> None:
     """Writes the model's weights; all ranks call it.
 
@@ -87,7 +85,6 @@ def export(
         data: the run's section `data`, which says how documents ended.
         weights: `model.weights`: what it says of the ends of texts, and its tokenizer, are kept.
         file_bytes: the maximum size of one file, unless a tensor is larger.
-        file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
 
     Raises on every rank: AgreedError: a rank may not write there; TrainingError: its disk is full,
     or has failed.
@@ -99,7 +96,7 @@ def export(
     )
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
     first = model.stages()[0] if isinstance(model, Pipeline) else model
-    files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first), file_format))
+    files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first)))
     writers = _begin(place, job)
     try:
         # raised after the last turn: other ranks wait for this rank's parts

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.placement import Placement, part_to_write
-from meshtrain.checkpoint.shard_file import write_shard
+from meshtrain.checkpoint.shard_file import ShardReader, write_shard
+from meshtrain.checkpoint.weights import read_part
 from meshtrain.huggingface.load import KINDS, named_tensors
 from meshtrain.huggingface.safetensors import Entry
 from meshtrain.layout import Layout
@@ -78,6 +79,34 @@ def write_checkpoint(
         written="2026-01-01T00:00:00Z",
     )
     return folder.finish(where, step, dataclasses.replace(manifest, **about).to_json())
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, whatever layout wrote them."""
+    manifest, _ = folder.open_manifest(checkpoint)
+    tensors = {}
+    with ShardReader(checkpoint, manifest) as files:
+        for name, placement in manifest.tensors.items():
+            whole = tuple(slice(0, size) for size in placement.dims)
+            tensors[name] = read_part(files, name, whole).view(placement.shape)
+    return tensors
+
+
+def differing_tensors(a: Path, b: Path) -> list[str]:
+    """The tensors of two checkpoints that are not bit-equal, or that only one of them has."""
+    first, second = tensors_of(a), tensors_of(b)
+    differing = first.keys() ^ second.keys()
+    for name in first.keys() & second.keys():
+        x, y = first[name], second[name]
+        alike = (x.dtype, x.shape) == (y.dtype, y.shape)
+        if not alike or not torch.equal(bits_of(x), bits_of(y)):
+            differing.add(name)
+    return sorted(differing)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Bytes, by which NaN equals NaN, and minus zero is not zero."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def data_of(shard: Path) -> int:

@@ -28,12 +28,11 @@ import pytest
 from meshtrain.checkpoint import commit, load_weights
 from meshtrain.checkpoint.directory import (
     COMPLETE,
-    LOCK,
-    OWNER,
     complete_steps,
     complete_text,
     name_of,
 )
+from meshtrain.checkpoint.folder_lock import LOCK, OWNER
 from meshtrain.checkpoint.manifest import MANIFEST, file_of
 from meshtrain.cli import main as cli
 from meshtrain.config.locate import model_file
@@ -135,7 +134,7 @@ def failing(
     met: list[str] = []
 
     def fail(*arguments: Any, **keywords: Any) -> Any:
-        first = str(arguments[0])
+        first = str(arguments[0]) if arguments else ""
         if argument not in first or len(met) == times:
             return plain(*arguments, **keywords)
         met.append(first)

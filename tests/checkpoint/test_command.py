@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from meshtrain.checkpoint.directory import COMPLETE, LOCK, complete_steps, lock_folder
+from meshtrain.checkpoint.directory import COMPLETE, complete_steps
+from meshtrain.checkpoint.folder_lock import LOCK, lock_folder
 from meshtrain.checkpoint.manifest import MANIFEST
 from meshtrain.cli.main import main
 from tests.checkpoint.by_hand import flip, write_checkpoint
@@ -98,11 +99,7 @@ def test_show_prints_nothing_that_a_terminal_obeys(tmp_path: Path, typed: Any) -
     found = write_checkpoint(
         tmp_path, {"model.a": torch.zeros(1)}, config={"\x1b[2J": {"\x1b[1m": "\x1b]0;x\x07"}}
     )
-    out = (
-        typed("show", found, "--tensors")[1]
-        + typed("show", found, "--json")[1]
-        + typed("diff", found, found)[1]
-    )
+    out = typed("show", found, "--tensors")[1] + typed("show", found, "--json")[1]
     assert all(character.isprintable() or character == "\n" for character in out)
 
 
@@ -119,15 +116,6 @@ def test_verify(run_folder: Path, typed: Any) -> None:
     assert status == 1
     (answer,) = json.loads(out)
     assert (answer["intact"], answer["problems"][0]["tensor"]) == (False, "model.a")
-
-
-def test_diff_as_json(run_folder: Path, typed: Any) -> None:
-    status, out, _ = typed(
-        "diff", run_folder / "checkpoints" / "step_0000100", run_folder, "--json"
-    )
-    answer = json.loads(out)
-    assert (status, answer["same"], answer["compared"]) == (1, False, 2)
-    assert answer["tensors"][0]["largest"] == 300.0
 
 
 def steps_of(run_folder: Path) -> list[int]:

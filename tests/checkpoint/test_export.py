@@ -18,7 +18,7 @@ from meshtrain.cli import main as cli
 from meshtrain.config.locate import bundled, model_file
 from meshtrain.errors import DamagedError
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.huggingface.export import special_tokens
+from meshtrain.huggingface.export_texts import special_tokens
 from meshtrain.job.environment import read_environment
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout

@@ -21,9 +21,12 @@ def test_no_memory_for_the_manifest_is_a_failed_save(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(run, monkeypatch, "meshtrain.checkpoint.commit.Manifest", "MemoryError")
-    assert "are done and not saved: rank 0 on host here (dp_shard 0): MemoryError" in run.train(
-        status=1
-    )
+    """Its files, which are written by then, are removed."""
+    for options in ((), ("checkpoint.in_background=false",)):
+        printed = run.train(*options, status=1)
+        assert "are done and not saved: rank 0 on host here (dp_shard 0): MemoryError" in printed
+        assert run.steps() == [2, 4]
+        assert not list(run.checkpoints.glob(".step_*"))
 
 
 def test_a_fault_of_the_program_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_what_is_whole(
 
     def restored(resume: Resume, state: State) -> None:
         restore(resume, state)
-        begun.append((resume.step, resume._local_only))
+        begun.append((resume.step, resume._chosen is not None and resume._chosen.local_only))
 
     monkeypatch.setattr(Resume, "restore", restored)
     options += (f"train.output={shared_path}/{name}", "checkpoint.local=anywhere")

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from meshtrain.checkpoint import directory as folder
-from meshtrain.checkpoint.directory import TakenError, lock_folder
+from meshtrain.checkpoint import folder_lock
+from meshtrain.checkpoint.folder_lock import TakenError, lock_folder
 from meshtrain.errors import InputError
 from meshtrain.job.environment import TORCHRUN, read_environment
 from meshtrain.metrics.logger import read
@@ -36,7 +37,7 @@ def test_one_process_has_a_folder(tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed_lets_go_though_its_child_lives_on(tmp_path: Path) -> None:
     code = (
-        "import os, time\nfrom pathlib import Path\nfrom meshtrain.checkpoint.directory import "
+        "import os, time\nfrom pathlib import Path\nfrom meshtrain.checkpoint.folder_lock import "
         "lock_folder\n"
         f"with lock_folder(Path({str(tmp_path)!r})):\n"
         "    if os.fork() == 0:\n"
@@ -101,25 +102,25 @@ def test_nothing_is_touched_in_a_folder_that_another_job_has(
         ):
             act(tmp_path)
         assert sorted(os.listdir(tmp_path)) == names
-        (tmp_path / folder.OWNER).unlink()
-        folder.check_owner()  # nobody has it by that
+        (tmp_path / folder_lock.OWNER).unlink()
+        folder_lock.check_owner()  # nobody has it by that
     take(tmp_path)
-    folder.check_owner()  # it is not this process's any more
+    folder_lock.check_owner()  # it is not this process's any more
 
 
 @pytest.mark.usefixtures("_no_lock")
 def test_the_second_job_has_it(tmp_path: Path) -> None:
     first = lock_folder(tmp_path)
     first.__enter__()
-    token = folder._OWNED[tmp_path]
+    token = folder_lock._OWNED[tmp_path]
     with lock_folder(tmp_path):
-        folder.check_owner()
-        folder._OWNED[tmp_path] = token  # as the first one's process has it
+        folder_lock.check_owner()
+        folder_lock._OWNED[tmp_path] = token  # as the first one's process has it
         assert f"the folder {tmp_path} was taken by another job meanwhile (process" in str(
-            folder.owner_changed()
+            folder_lock.owner_changed()
         )
     first.__exit__(None, None, None)
-    assert folder.owner_changed() is None
+    assert folder_lock.owner_changed() is None
 
 
 @pytest.mark.usefixtures("_no_lock")
@@ -142,7 +143,7 @@ def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(
         *((launch, False, False) for launch in many),
         (many[18], True, True),
     ):
-        token = (tmp_path / folder.OWNER).read_bytes() if refused else b""
+        token = (tmp_path / folder_lock.OWNER).read_bytes() if refused else b""
         refusal = pytest.raises(
             TakenError, match=r"taken by another job since this one was first started \(process"
         )
@@ -150,8 +151,8 @@ def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(
             refusal if refused else nullcontext(),
             lock_folder(tmp_path, launch=launch, again=again),
         ):
-            folder.check_owner()
-        assert not refused or (tmp_path / folder.OWNER).read_bytes() == token
+            folder_lock.check_owner()
+        assert not refused or (tmp_path / folder_lock.OWNER).read_bytes() == token
 
 
 def test_the_launch_is_told_from_others() -> None:
@@ -212,5 +213,5 @@ def test_another_failure_to_lock_is_an_error(fresh: Run, monkeypatch: pytest.Mon
 def test_prune_takes_no_folder_from_a_job(run: Run) -> None:
     with lock_folder(run.checkpoints):
         run.command("checkpoint", "prune", run.checkpoints, "--keep-last", 1)
-        folder.check_owner()
+        folder_lock.check_owner()
     assert run.steps() == [4]

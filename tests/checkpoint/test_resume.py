@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from meshtrain.checkpoint.directory import complete_steps, lock_folder, open_manifest
+from meshtrain.checkpoint.directory import complete_steps, open_manifest
+from meshtrain.checkpoint.folder_lock import lock_folder
 from meshtrain.data import OpenData
 from meshtrain.job.process import Job
 from meshtrain.metrics.logger import read

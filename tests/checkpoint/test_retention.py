@@ -117,28 +117,6 @@ def test_what_no_rule_keeps_is_deleted(
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
-@pytest.mark.parametrize(
-    ("rules", "steps", "left"),
-    [
-        (Retention(keep_last=1), (1,), [1]),
-        (Retention(keep_last=1), (1, 2), [2]),
-        (Retention(keep_last=2), (1, 2), [2]),
-        (Retention(keep_last=3), (1, 2), [1, 2]),
-        (Retention(keep_last=1, keep_every=2), (2, 3), [2, 3]),
-        (Retention(keep_last=1, keep_best=True), (1, 2, 3), [1, 3]),
-        (Retention(keep_last=None), (1, 2, 3), [1, 2, 3]),
-    ],
-)
-def test_the_newest_and_what_is_kept_never_make_room(
-    tmp_path: Path, rules: Retention, steps: tuple[int, ...], left: list[int]
-) -> None:
-    for step in steps:
-        save(tmp_path, step, eval_loss=float(step))
-    note = Pruner(tmp_path, rules, 0).make_room(9, {"eval_loss": 9.0})
-    assert complete_steps(tmp_path) == left
-    assert (note is None) == (list(steps) == left)
-
-
 def test_a_warning_comes_before_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,9 @@ import fsspec
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from meshtrain.checkpoint import upload
+from meshtrain.checkpoint import object_storage
 from meshtrain.checkpoint.directory import COMPLETE, complete_steps, name_of
+from meshtrain.checkpoint.object_storage import ObjectStorage
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import verify
@@ -226,8 +227,8 @@ def mute(storage: Any, monkeypatch: pytest.MonkeyPatch) -> type[Mute]:
     monkeypatch.setattr(
         fsspec.core, "url_to_fs", lambda *_, **__: (Mute(storage, asynchronous=False), "/bucket")
     )
-    monkeypatch.setattr(upload, "ANSWER_S", 2.0)
-    monkeypatch.setattr(upload, "SILENCE_S", 2.0)
+    monkeypatch.setattr(object_storage, "ANSWER_S", 2.0)
+    monkeypatch.setattr(object_storage, "SILENCE_S", 2.0)
     monkeypatch.setattr(Mute, "mute", None)
     monkeypatch.setattr(Mute, "cancelled", [])
     return Mute
@@ -267,10 +268,8 @@ def test_a_server_that_is_slow(
     names = list("abcdefgh")
     for name in names:
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(upload, "AT_ONCE", 1)
-    Uploads(URL, Retention())._transfer(
-        "put_file", [(str(tmp_path / name), f"/bucket/{name}") for name in names]
-    )
+    monkeypatch.setattr(object_storage, "AT_ONCE", 1)
+    ObjectStorage(URL).put_files([(tmp_path / name, name) for name in names])
     assert [storage.cat_file(f"/bucket/{name}") for name in names] == [
         name.encode() for name in names
     ]

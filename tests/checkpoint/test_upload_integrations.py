@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from meshtrain.checkpoint import upload
+from meshtrain.checkpoint import object_storage
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
@@ -157,7 +157,7 @@ def test_a_server_that_refuses_or_does_not_answer(
 
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
     for limit in ("ANSWER_S", "SILENCE_S"):
-        monkeypatch.setattr(upload, limit, 5.0)  # of 100 the client waits for ever
+        monkeypatch.setattr(object_storage, limit, 5.0)  # of 100 the client waits for ever
     url = f"{URL}_{how}"
     refusing.how = how
     printed = train("run", url=url)

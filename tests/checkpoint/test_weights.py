@@ -1,5 +1,6 @@
 """The weights alone of a checkpoint: into a plain model, and as `model.weights` of a new run."""
 
+import shutil
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
@@ -9,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from meshtrain.checkpoint import load_weights
+from meshtrain.checkpoint import directory, load_weights
 from meshtrain.checkpoint.directory import open_manifest
+from meshtrain.checkpoint.manifest import MANIFEST, file_of
 from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.checkpoint.weights import read_part
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.locate import model_file
-from meshtrain.errors import InputError
+from meshtrain.errors import DamagedError, InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import build_model, check_start
@@ -59,6 +61,24 @@ def test_any_part_of_a_tensor(tmp_path: Path) -> None:
                 for last in (slice(1, 3), slice(0, 3)):
                     part = (slice(top, bottom), slice(left, right), last)
                     assert torch.equal(read_part(files, "w", part), whole[part])
+
+
+def test_a_file_that_holds_another_shape_than_the_manifest_says(tmp_path: Path) -> None:
+    """Both are whole; a reader that took the file's word would read past its part."""
+    write_checkpoint(tmp_path, {"w": torch.zeros(4)})
+    square = write_checkpoint(tmp_path, {"w": torch.zeros(2, 2)}, step=200)
+    unfinished = directory.begin(tmp_path, 300)
+    shutil.copy(square / file_of(0), unfinished)
+    text = (square / MANIFEST).read_text()
+    text = text.replace('"step": 200', '"step": 300').replace("[2,2]", "[4]")
+    path = directory.finish(tmp_path, 300, text)
+    with (
+        ShardReader(path, open_manifest(path)[0]) as files,
+        pytest.raises(
+            DamagedError, match=r"w: is F32 \[2, 2\], and by the manifest it is F32 \[4\]"
+        ),
+    ):
+        read_part(files, "w", (slice(0, 4),))
 
 
 # Into a plain model -------------------------------------------------------------------------------

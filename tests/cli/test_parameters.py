@@ -17,10 +17,11 @@ import yaml
 
 import meshtrain
 from meshtrain.cli import main as cli
-from meshtrain.cli.memory import _expert_cuts, fsdp_cut, held_by_ranks, parameters_of, table
+from meshtrain.cli.memory import table
 from meshtrain.config import Config, Optimizer
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import model_spec
+from meshtrain.foresight.parameters import expert_cuts, fsdp_cuts, held_by_ranks, parameter_specs
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import build_model
@@ -71,7 +72,7 @@ def model(tmp_path: Path) -> str:
 
 
 def test_parameters_of_a_model_without_its_memory(model: str) -> None:
-    specs = parameters_of(model_spec(model, {"width": 10**6}), Layout({}))
+    specs = parameter_specs(model_spec(model, {"width": 10**6}), Layout({}))
     assert len(specs) == 1 + 2 * 6 + 2
     assert specs[1].shape == (2 * 10**6 + 1, 10**6)  # 8 TB if it were real
 
@@ -81,7 +82,7 @@ def spec_on(
 ) -> ParameterSpec:
     """A parameter that `tp` cuts along `dim`."""
     tp = [] if dim is None or layout.size("tp") == 1 else [Cut("tp", dim, layout.size("tp"))]
-    return ParameterSpec("", shape, (*tp, *fsdp_cut(layout)), **more)
+    return ParameterSpec("", shape, (*tp, *fsdp_cuts(layout)), **more)
 
 
 @st.composite
@@ -104,7 +105,7 @@ def test_the_fewest_and_the_most_of_a_rank(data: st.DataObject, layout: Layout) 
     ]
     shapes = [(data.draw(sizes), data.draw(st.sampled_from([2, 4, 6])), 5) for _ in range(2)]
     specs = dense + [
-        ParameterSpec("", shape, tuple(_expert_cuts(shape, layout))) for shape in shapes
+        ParameterSpec("", shape, tuple(expert_cuts(shape, layout))) for shape in shapes
     ]
     counts = []
     shapes_on_ranks: list[set[tuple[int, ...]]] = [set() for _ in specs]
@@ -126,7 +127,7 @@ def test_experts_of_131072_ranks_are_counted_at_once() -> None:
     layout = Layout({"dp_replicate": 4, "dp_shard": 2048, "cp": 2, "tp": 8}).with_experts(64)
     specs = [
         spec_on(layout, (1000, 8), 0),
-        ParameterSpec("", (1000, 512), tuple(_expert_cuts((1000, 512), layout))),
+        ParameterSpec("", (1000, 512), tuple(expert_cuts((1000, 512), layout))),
     ]
     held = held_by_ranks(specs, layout, "float32", Optimizer())
     # 16 experts on a rank of ep, or 8 or none; a row of each over efsdp
@@ -157,7 +158,7 @@ def test_bytes_of_a_rank() -> None:
 
 def test_equal_layers_are_one_row(model: str) -> None:
     layout = Layout({"dp_shard": 2, "tp": 2})
-    rows = table(parameters_of(model_spec(model, {"depth": 3, "tied": True}), layout), layout)
+    rows = table(parameter_specs(model_spec(model, {"depth": 3, "tied": True}), layout), layout)
     assert rows == EXPECTED["equal layers"]
 
 
@@ -197,7 +198,7 @@ def test_the_table_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_large_model_is_a_screen() -> None:
     llama = model_file("llama")
     layout = Layout({"dp_shard": 64, "tp": 8})
-    specs = parameters_of(model_spec("llama", llama.presets["llama-3.1-405b"]), layout)
+    specs = parameter_specs(model_spec("llama", llama.presets["llama-3.1-405b"]), layout)
     assert len(specs) == 126 * 9 + 3
     assert len(table(specs, layout)) == 9 + 3 + 1
 

@@ -96,7 +96,8 @@ def test_a_warning_names_a_layout_without_one(layout: Layout) -> None:
             better = better.on_hosts(list(counts.values()), list(counts))
         else:
             better = better.on_hosts(
-                [run.count for run in layout.runs], [layout.hosts[run.host] for run in layout.runs]
+                [span.count for span in layout.host_spans],
+                [layout.hosts[span.host] for span in layout.host_spans],
             )
         assert host_warnings(better) == []
 

@@ -8,7 +8,7 @@ import pytest
 from meshtrain.data import text
 from meshtrain.data.tokenizer import FileTokenizer
 from meshtrain.errors import InputError
-from meshtrain.huggingface.export import tokenizer_files
+from meshtrain.huggingface.export_texts import tokenizer_files
 from tests.data.conftest import Opener
 from tests.data.files import tokenizer_folder
 from tests.data.test_text import read_all

@@ -140,7 +140,8 @@ def test_a_whole_step_is_read_ahead(monkeypatch, workers: int, prefetch: int, ah
     monkeypatch.setattr(
         loader, "_fill", lambda *slots: (asked.append(slot) or slot for slot in filled(*slots))
     )
-    batches = batches_of(Numbers(99), steps=9, global_size=16, workers=workers, prefetch=prefetch)
+    monkeypatch.setattr(loader, "PREFETCH", prefetch)
+    batches = batches_of(Numbers(99), steps=9, global_size=16, workers=workers)
     for step in (1, 2, 3):
         assert len(next(batches)) == 8
         assert len(asked) == 8 * step + ahead
@@ -301,7 +302,7 @@ def test_a_users_own_text_gets_positions_and_may_change_with_the_epoch(
 def test_batches_are_pinned_where_there_is_a_gpu(opened: Opener, workers: int) -> None:
     data = opened(seq_len=32, mask_documents=True)
     torch.zeros(1, device="cuda")
-    pinned = flat(batches_of(data.train, workers=workers, pin_memory=True))
+    pinned = flat(batches_of(data.train, workers=workers))
     assert_same(flat(batches_of(data.train)), pinned)
     assert all(tensor.is_pinned() for batch in pinned for tensor in (*batch.inputs, batch.targets))
 

@@ -18,7 +18,7 @@ from meshtrain.data.order import (
     mixture_period,
     whole_weights,
 )
-from meshtrain.data.order_numpy import SampleOrder
+from meshtrain.data.order_numpy import run_order
 from meshtrain.errors import InputError
 from tests.properties import given, settings, st
 from tests.refusing import check_refusals
@@ -51,7 +51,7 @@ def test_a_source_goes_through_its_samples_as_if_alone(
     mixture = Mixture(names, sizes, [(0, one), (change, other)] if change else [(0, other)])
     run = mixture.items(seed, range(start + length))
     assert mixture.items(seed, range(start, start + length)) == run[start:]
-    order = SampleOrder(seed, BatchSizes.of(1), sum(sizes), mixture)
+    order = run_order(seed, BatchSizes.of(1), sum(sizes), mixture)
     assert order.items(range(start, start + length)) == run[start:]
     sources = mixture.sources(range(start + length))
     assert mixture.taken(start + length) == tuple(sources.count(i) for i in range(n))

@@ -22,7 +22,13 @@ import pytest
 
 from meshtrain.data import cache
 from meshtrain.data.cache import cache_folder, prepare_once
-from meshtrain.data.tokens import Document, Header, open_tokens, smallest_dtype
+from meshtrain.data.tokens import (
+    Document,
+    Header,
+    open_tokens,
+    read_documents,
+    smallest_dtype,
+)
 from meshtrain.errors import InputError
 from meshtrain.job import pending
 from tests.data.conftest import Opener
@@ -143,6 +149,26 @@ def test_refuses_to_write(tmp_path: Path, documents: list, message: str) -> None
     with pytest.raises((InputError, ValueError), match=message):
         write_tokens(tmp_path / "a", *documents)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_header_is_a_file(tmp_path: Path) -> None:
+    """In a cache others may be able to write: what lies there under a name that nobody has given is
+    not followed."""
+    folder = write_tokens(tmp_path / "a", [1, 2])
+    header = folder / "header.json"
+    header.rename(tmp_path / "elsewhere.json")
+    header.symlink_to(tmp_path / "elsewhere.json")
+    assert open_tokens(folder).tokens.count == 2, "a user may name a folder of links"
+    with pytest.raises(OSError, match="it is a link, which is not followed here"):
+        open_tokens(folder, cached=True)
+    with pytest.raises(OSError, match="it is a link"):
+        list(read_documents(folder))
+    header.unlink()
+    os.mkfifo(header)  # to open it would wait for a writer
+    with pytest.raises(InputError, match=r"header\.json is not a header.*: it is no file"):
+        open_tokens(folder)
+    with pytest.raises(OSError, match="it is no regular file"):
+        open_tokens(folder, cached=True)
 
 
 # Preparation

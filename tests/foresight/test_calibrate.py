@@ -13,8 +13,8 @@ from meshtrain.errors import InputError
 from meshtrain.foresight import calibrate, steptime
 from meshtrain.foresight.calibrate import MeasuredRun, against, as_yaml, fit, misfit, phases, scaled
 from meshtrain.foresight.hardware import Hardware, load
-from meshtrain.foresight.steptime import StepTime
-from meshtrain.foresight.work import Pass, Product, Send, Work
+from meshtrain.foresight.steptime import StepPlan, StepTime
+from meshtrain.foresight.work import Parameter, Pass, Product, Send, Work
 from meshtrain.layout import Layout
 
 H100 = load("h100")
@@ -30,11 +30,11 @@ def run_of(size: int, layout: Mapping[str, int], operators: int = 30):
         operators,
         (Send("tp", "all_reduce", 1e4 * size),),
     )
-    work = Work(
-        "block", 2 * 10**8, forward, forward, replace(forward, attention_flops=0), 1e8, 1e8, 1e8
-    )
-    placed = Layout(layout).on_hosts([8])
-    return lambda hardware: steptime.of([work, work], placed, None, hardware, microbatches=4)
+    weights = (Parameter("block.weight", (2 * 10**8,)),)
+    weight_grad = replace(forward, attention_flops=0)
+    work = Work("block", weights, forward, forward, weight_grad, 1e8, 1e8, 1e8)
+    plan = StepPlan(layout=Layout(layout).on_hosts([8]), microbatches=4)
+    return lambda hardware: steptime.step_time([work, work], plan, hardware)
 
 
 RUNS = [

@@ -19,20 +19,9 @@ from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError
 from meshtrain.foresight import blocks
 from meshtrain.foresight.hardware import load
-from meshtrain.foresight.search import (
-    COMPILE,
-    KEYS,
-    MICRO,
-    NEAR,
-    SAVINGS,
-    SCHEDULE,
-    SEQUENCE,
-    Candidate,
-    Forecast,
-    Search,
-    Space,
-    forecast,
-)
+from meshtrain.foresight.prediction import SAVINGS
+from meshtrain.foresight.search import NEAR, Forecast, Search, forecast
+from meshtrain.foresight.space import COMPILE, KEYS, MICRO, SCHEDULE, SEQUENCE, Candidate, Space
 from meshtrain.foresight.steptime import least_makespan
 from meshtrain.layout import AXES, DATA_AXES, Layout
 from meshtrain.pipeline.schedule import NAMES, build

@@ -2,19 +2,27 @@
 hand."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshtrain.config import Optimizer
 from meshtrain.config.errors import ConfigErrors
+from meshtrain.config.schema import ParamGroup
 from meshtrain.errors import InputError
 from meshtrain.foresight import steptime
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware, load
-from meshtrain.foresight.work import Pass, Product, Send, Work
+from meshtrain.foresight.steptime import StepPlan
+from meshtrain.foresight.work import Parameter, Pass, Product, Send, Work
 from meshtrain.layout import Layout
+from meshtrain.optim.groups import update_bytes, update_flops
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
+from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
 
@@ -25,7 +33,7 @@ def block(scale: int = 1, sends: tuple[Send, ...] = ()) -> Work:
     forward = Pass((Product(8192, 4096, 4096, scale),), 1e11, 4e8 * scale, 20, sends)
     return Work(
         "block",
-        2 * 10**8 * scale,
+        (Parameter("block.weight", (2 * 10**8 * scale,)),),
         forward,
         forward,
         replace(forward, attention_flops=0),
@@ -33,6 +41,17 @@ def block(scale: int = 1, sends: tuple[Send, ...] = ()) -> Work:
         1e8,
         1e8,
     )
+
+
+def step_of(
+    works: Sequence[Work],
+    layout: Layout,
+    schedule: Schedule | None = None,
+    hardware: Hardware = H100,
+    **options: Any,
+) -> steptime.StepTime:
+    plan = StepPlan(layout=layout, schedule=schedule, **options)
+    return steptime.step_time(works, plan, hardware)
 
 
 def test_built_in_hardware() -> None:
@@ -66,8 +85,8 @@ def test_what_is_wrong_with_a_hardware_file_is_said_with_its_line(tmp_path: Path
         load(str(path))
     with pytest.raises(InputError, match="a100, b200, cpu, h100"):
         load("h1000")
-    with pytest.raises(InputError, match="no peak for mxfp8"):
-        H100.flops("mxfp8")
+    with pytest.raises(InputError, match="no peak for float4"):
+        H100.flops("float4")
 
 
 def test_groups_know_who_shares_a_host() -> None:
@@ -99,7 +118,7 @@ def test_a_collective_takes_its_bytes_and_its_steps() -> None:
 
 def test_one_process_is_its_products_and_traffic_or_its_launches() -> None:
     layout, work = Layout({"dp_shard": 1}), block()
-    step = steptime.of([work, work], layout, None, H100, microbatches=3, tokens=100, flops=1e12)
+    step = step_of([work, work], layout, microbatches=3, tokens=100, flops=1e12)
     one = steptime.cost(work.forward, layout, H100, "bfloat16")
     rate = 989e12 * H100.compute.matmul
     assert one["products"] == pytest.approx(2 * 8192 * 4096**2 * (1 + 100 / 4096) / rate)
@@ -112,7 +131,7 @@ def test_one_process_is_its_products_and_traffic_or_its_launches() -> None:
     slow = replace(H100, compute=replace(H100.compute, launch=1.0))
     launched = steptime.cost(work.forward, layout, slow, "bfloat16")
     assert launched.total() == pytest.approx(20)
-    assert steptime.of([work], layout, None, slow).limit.startswith("kernel")
+    assert step_of([work], layout, hardware=slow).limit.startswith("kernel")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,7 +143,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(name: str) -> None:
     timeline = simulate(schedule, *zip(*(cost.passes for cost in costs), strict=True))
     free = replace(H100, within_host=replace(H100.within_host, latency=0, message=0))
     bounds = [(i, i + 1) for i in range(schedule.stages)]
-    step = steptime.of(works, layout, schedule, free, bounds=bounds)
+    step = step_of(works, layout, schedule, free, bounds=bounds)
     assert step.seconds - step.parts["update"] == pytest.approx(timeline.makespan)
     assert step.parts.get("idle of pp", 0) == pytest.approx(min(timeline.idle))
 
@@ -136,9 +155,7 @@ def test_long_schedules_are_extrapolated_from_their_steady_state(
     works, bounds = [block(1 + i) for i in range(4)], [(i, i + 1) for i in range(4)]
 
     def step_seconds() -> float:
-        return steptime.of(
-            works, Layout({"pp": 4}), schedule, H100, bounds=bounds, handed_on=1e6
-        ).seconds
+        return step_of(works, Layout({"pp": 4}), schedule, bounds=bounds, handed_on=1e6).seconds
 
     exact = step_seconds()
     monkeypatch.setattr(steptime, "MOST_ACTIONS", 100)
@@ -156,14 +173,10 @@ def test_messages_hide_beside_what_computes() -> None:
 
 def test_what_a_layout_sends_is_seen_or_hidden() -> None:
     works, layout = [block(), block()], Layout({"dp_shard": 8}).on_hosts([4, 4])
-    ddp = steptime.of(works, Layout({"dp_replicate": 8}).on_hosts([8]), None, H100, microbatches=4)
-    frees, keeps = (
-        steptime.of(works, layout, None, H100, microbatches=4, gathers_again=again)
-        for again in (True, False)
-    )
-    with_tp = steptime.of(
-        [block(1, (Send("tp", "all_gather", 1e9),))], Layout({"tp": 8}).on_hosts([8]), None, H100
-    )
+    ddp = step_of(works, Layout({"dp_replicate": 8}).on_hosts([8]), microbatches=4)
+    frees = step_of(works, layout, microbatches=4, gathers_again=True)
+    keeps = step_of(works, layout, microbatches=4, gathers_again=False)
+    with_tp = step_of([block(1, (Send("tp", "all_gather", 1e9),))], Layout({"tp": 8}).on_hosts([8]))
 
     def whole(step: steptime.StepTime, axis: str = "dp_shard") -> float:
         return step.parts[axis] + step.hidden.get(axis, 0)
@@ -185,13 +198,48 @@ def test_copies_that_share_the_optimizer_update_less_and_gather_it() -> None:
     """A ring's sum is a scatter and a gather: the same bytes, but the gather hides beside
     nothing."""
     works, layout = [block(), block()], Layout({"dp_replicate": 8}).on_hosts([8])
-    each, shared = (
-        steptime.of(works, layout, None, H100, shards_optimizer=shares) for shares in (False, True)
-    )
+    each = step_of(works, layout)
+    shared = step_of(works, layout, shards_optimizer=True)
     assert shared.parts["update"] == pytest.approx(each.parts["update"] / 8)
     assert shared.sent == {"dp_replicate": pytest.approx(each.sent["dp_replicate"])}
     gather = seconds("all_gather", 7 / 8 * 4 * 4e8, Group(8, 8), H100)
     assert gather < shared.parts["dp_replicate"] < each.parts["dp_replicate"] + gather
+
+
+def test_the_update_takes_what_its_optimizer_does() -> None:
+    """Its bytes by the rule, on the ranks that hold them; Muon's products are shared by the ranks
+    of a stage, copies included."""
+    shape = (4096, 1024)
+    matrices = (Parameter("layers.0.up.weight", shape), Parameter("layers.0.norm.weight", (1024,)))
+    frozen = Parameter("layers.0.down.weight", shape, trained=False)
+    work = replace(block(), parameters=(*matrices, frozen))
+    layout = Layout({"pp": 2, "dp_replicate": 2, "dp_shard": 4}).on_hosts([8, 8])
+    one_stage = {"schedule": build("1f1b", ranks=2, microbatches=2), "bounds": [(0, 1), (1, 2)]}
+
+    def update(**keys: Any) -> float:
+        step = step_of([work, work], layout, optimizer=Optimizer(**keys), **one_stage)
+        return step.parts["update"]
+
+    def moved(**keys: Any) -> float:
+        specs = [ParameterSpec(parameter.name, parameter.shape) for parameter in matrices]
+        nbytes = sum(update_bytes(Optimizer(**keys), spec, 4) for spec in specs)
+        return nbytes / 4 / (3350e9 * 0.8)
+
+    adamw = update()
+    others = (
+        {"name": "sgd"},
+        {"state_precision": "bfloat16"},
+        {"ema_decay": 0.999},
+        {"groups": (ParamGroup(match="*up*", name="sgd"),)},
+    )
+    assert adamw == pytest.approx(moved())
+    for keys in others:
+        assert update(**keys) == pytest.approx(moved(**keys))
+        assert update(**keys) != pytest.approx(adamw)
+    flops = update_flops(Optimizer(name="muon"), ParameterSpec("layers.0.up.weight", shape))
+    assert flops > 0
+    products = flops / 8 / (989e12 * H100.compute.matmul)
+    assert update(name="muon") == pytest.approx(moved(name="muon") + products)
 
 
 def test_small_blocks_are_gathered_with_the_next_ones() -> None:
@@ -253,7 +301,7 @@ def test_no_faster_hardware_makes_a_step_slower_and_parts_sum_to_the_step(seed: 
     }
 
     def step(hardware: Hardware) -> steptime.StepTime:
-        return steptime.of(works, layout, schedule, hardware, microbatches=4, **options)
+        return step_of(works, layout, schedule, hardware, microbatches=4, **options)
 
     before = step(H100)
     assert before.seconds == pytest.approx(sum(before.parts.values()))
@@ -283,15 +331,15 @@ def test_what_another_framework_has_published() -> None:
     again = Pass(
         (*products, *scores, *products, *scores, *scores), 0, 3 * moved, 100, (*sends, *sends)
     )
-    layer = Work(
-        "layer", 12 * hidden**2 // tp, forward, again, Pass(products, operators=4), 0, 0, 0
-    )
+    weights = (Parameter("layer.weight", (12 * hidden**2 // tp,)),)
+    layer = Work("layer", weights, forward, again, Pass(products, operators=4), 0, 0, 0)
     ends = Pass((Product(s, words // tp, hidden),), 0, 6.0 * s * words // tp, 20)
-    head = Work("head", words * hidden // tp, ends, ends, ends, 0, 0, 0)
+    words_of_rank = (Parameter("head.weight", (words // tp, hidden)),)
+    head = Work("head", words_of_rank, ends, ends, ends, 0, 0, 0)
     layout = Layout({"pp": 8, "dp_replicate": 24, "tp": tp}).on_hosts([8] * 192)
     schedule = build("1f1b", ranks=8, microbatches=2304 // 24)
     bounds = [(i * layers // 8, (i + 1) * layers // 8 + (i == 7)) for i in range(8)]
-    step = steptime.of(
+    step = step_of(
         [*[layer] * layers, head],
         layout,
         schedule,

@@ -16,7 +16,8 @@ from torch import Tensor
 from meshtrain.attention import AttentionContext
 from meshtrain.config import Config
 from meshtrain.data.batch import Batch
-from meshtrain.foresight import trace
+from meshtrain.foresight import torch_patches, trace
+from meshtrain.foresight.live import _Storage
 from meshtrain.foresight.trace import TracedStep
 from meshtrain.job.process import Job
 from meshtrain.mesh import build_mesh
@@ -116,7 +117,8 @@ def leave_to_the_host(step: TracedStep, x: Tensor | AttentionContext) -> None:
     """Excludes tensors from the count that would be on the host in a GPU run."""
     for tensor in (x,) if isinstance(x, Tensor) else vars(x).values():
         if isinstance(tensor, Tensor):
-            step.live._alive[tensor.untyped_storage()._cdata] = None, 0, "host"
+            storage = tensor.untyped_storage()
+            step.live._alive[storage._cdata] = _Storage(None, 0, "host")
 
 
 @pytest.mark.ranks(2)
@@ -153,7 +155,7 @@ def test_a_norm_saves_what_a_gpus_kernel_does(monkeypatch: pytest.MonkeyPatch) -
         for size in ((3, 8), (8,))
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        trace._rms_norm(x, (8,), weight, 1e-6).sum().backward()
+        torch_patches._rms_norm(x, (8,), weight, 1e-6).sum().backward()
     expected = [((3, 8), torch.bfloat16), ((3, 1), torch.float32), ((8,), torch.bfloat16)]
     assert [entry for entry in saved if entry[0] != ()] == expected
     assert (x.grad.dtype, weight.grad.shape) == (torch.bfloat16, weight.shape)

@@ -1,5 +1,5 @@
-"""Weights of models with experts, in both of Hugging Face's formats, against transformers
-itself."""
+"""Weights of models with experts, against transformers itself: read in both of Hugging Face's
+formats, and written as published."""
 
 import shutil
 from pathlib import Path
@@ -19,8 +19,6 @@ from meshtrain.modeling.build import build_model
 from meshtrain.run.results import write_export
 from tests.checkpoint.by_hand import write_checkpoint
 from tests.huggingface.models import JOB, MESH, run_config, stored, transformers_model, write
-
-FORMATS = ("original", "fused")
 
 
 def own_model(folder: Path) -> nn.Module:
@@ -61,14 +59,13 @@ def test_the_bias_that_corrects_the_router_is_not_rounded(folder: Path, tmp_path
         assert not bias or torch.equal(value, model.state_dict()[name])
 
 
-@pytest.mark.parametrize("file_format", FORMATS)
 def test_a_checkpoint_keeps_fused_tensors_and_becomes_the_same_files(
-    file_format: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever layout wrote it; a tensor is read in blocks of a few rows, also inside of an
     expert."""
     monkeypatch.setattr(checkpoint_export, "BLOCK", 4000)
-    config = run_config(folder, f"train.export_format={file_format}", "train.precision=bfloat16")
+    config = run_config(folder, "train.precision=bfloat16")
     model = own_model(folder)
     checkpoint = write_checkpoint(
         tmp_path / "checkpoints",
@@ -77,15 +74,11 @@ def test_a_checkpoint_keeps_fused_tensors_and_becomes_the_same_files(
         cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
         config=config.plain(),
     )
-    assert (
-        cli.main(["export", str(checkpoint), str(tmp_path / "ours"), "--format", file_format]) == 0
-    )
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "ours")]) == 0
     write_export(config, JOB, MESH, model, str(tmp_path / "run"))
     files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == files
-    assert any("experts.7.up_proj" in name for name in stored(tmp_path / "ours")) == (
-        file_format == "original"
-    )
+    assert any("experts.7.up_proj" in name for name in stored(tmp_path / "ours"))
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.gate.balance.loads").fill_(3)

@@ -38,28 +38,27 @@ MIXTURES = [name for name, keys in MODELS.items() if any("experts" in key for ke
 
 
 @pytest.mark.parametrize(
-    ("name", "file_format"),
-    [*[(name, "original") for name in MODELS], *[(name, "fused") for name in MIXTURES]],
+    ("name", "fused"),
+    [*[(name, False) for name in MODELS], *[(name, True) for name in MIXTURES]],
 )
 def test_a_model_of_transformers_is_read_and_written(
-    name: str, file_format: str, tmp_path: Path
+    name: str, fused: bool, tmp_path: Path
 ) -> None:
-    """From several files and to one, which has the same tensors, also of experts in both of their
-    formats."""
+    """From several files and to one, which has the tensors of the published files. `fused`: the
+    experts of a layer are one tensor in the files that are read."""
     theirs = transformers_model(name)
-    theirs.save_pretrained(
-        tmp_path / "in", max_shard_size="40KB", save_original_format=file_format == "original"
-    )
+    theirs.save_pretrained(tmp_path / "published")
+    theirs.save_pretrained(tmp_path / "in", max_shard_size="40KB", save_original_format=not fused)
     assert (tmp_path / "in" / INDEX).exists()
     config = run_config(tmp_path / "in")
     ours, expected = with_weights(config), logits(theirs)
     assert (logits(ours) - expected).abs().max() <= 1e-5
 
-    write(ours, tmp_path / "out", config, file_format=file_format)
+    write(ours, tmp_path / "out", config)
     assert not (tmp_path / "out" / INDEX).exists()
-    written, before = stored(tmp_path / "out"), stored(tmp_path / "in")
-    assert written.keys() == before.keys()
-    assert all(torch.equal(value, before[key]) for key, value in written.items())
+    written, published = stored(tmp_path / "out"), stored(tmp_path / "published")
+    assert written.keys() == published.keys()
+    assert all(torch.equal(value, published[key]) for key, value in written.items())
     assert_loads(tmp_path / "out", expected)
     again = run_config(tmp_path / "out")
     assert (logits(with_weights(again)) - expected).abs().max() <= 1e-5

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from meshtrain.checkpoint.directory import lock_folder
+from meshtrain.checkpoint.folder_lock import lock_folder
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.layout_advice import world_sizes_text
 from meshtrain.errors import InputError
@@ -102,11 +102,13 @@ def test_a_job_that_was_started_again_waits_for_the_folder(
     monkeypatch.setattr(run_folder, "print", let_go, raising=False)
     with (
         pytest.raises(InputError, match=r"in use by process.*remove .*/\.lock, which breaks"),
-        folder.lock(first, 60),
+        folder.lock(first),
     ):
         pass
-    with pytest.raises(InputError, match="in use"), folder.lock(again, 0):
-        pass
-    with folder.lock(again, 60):
+    with monkeypatch.context() as hurry:
+        hurry.setattr(run_folder, "LOCK_WAIT_S", 0.0)
+        with pytest.raises(InputError, match="in use"), folder.lock(again):
+            pass
+    with folder.lock(again):
         (reason,) = printed
     assert reason.startswith("starting: the folder"), "it says why it waits"

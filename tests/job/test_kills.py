@@ -15,24 +15,17 @@ FAULTS = {"kill": "is gone: process", "stop": r"is stopped \(SIGSTOP, or a debug
 STEP_S = 6  # a deadline that is short, and long for such steps on a machine that does much else
 
 
-def fault(kind: str, rank: int, when: str) -> list[str]:
-    """The overrides that plant it: in step 6, or in the second save."""
-    saves = when != "training"
-    planted = (
-        f"{{fault: {kind}, rank: {rank}, step: {4 if saves else 6}, during: "
-        f"{'save' if saves else 'step'}}}"
-    )
-    return [
-        f"train.chaos=[{planted}]",
-        f"checkpoint.every={2 if saves else 0}",
-        f"checkpoint.in_background={when != 'synchronous save'}",
-    ]
-
-
-def command(small: str, folder: Path, *overrides: str) -> list[str]:
+def command(small: str, folder: Path, kind: str, rank: int, when: str) -> list[str]:
+    """A long run with a fault: in step 6, or in the second save."""
     long = ("train.steps=100000", "optimizer.warmup_steps=0", "data.workers=1")
     limits = (f"train.step_timeout_s={STEP_S}", "train.start_timeout_s=60")
-    return ["-m", "meshtrain.train", small, *long, *limits, f"train.output={folder}", *overrides]
+    overrides = [*long, *limits, f"train.output={folder}"]
+    if when == "training":
+        planted = f"train.chaos=[{{fault: {kind}, rank: {rank}, step: 6}}]"
+        return ["-m", "meshtrain.train", small, *overrides, planted, "checkpoint.every=0"]
+    in_background = f"checkpoint.in_background={when != 'synchronous save'}"
+    in_save = ["-m", "tests.fault_in_save", kind, str(rank), "4"]
+    return [*in_save, small, *overrides, "checkpoint.every=2", in_background]
 
 
 def named(jobs: list[Finished], folder: Path, kind: str, rank: int) -> None:
@@ -62,7 +55,7 @@ def named(jobs: list[Finished], folder: Path, kind: str, rank: int) -> None:
 
 
 def test_a_killed_rank_is_named_under_one_agent(small: str, tmp_path: Path) -> None:
-    job = torchrun(3, *command(small, tmp_path / "run", *fault("kill", 0, "training")))
+    job = torchrun(3, *command(small, tmp_path / "run", "kill", 0, "training"))
     named([job], tmp_path / "run", "kill", 0)
 
 
@@ -75,7 +68,7 @@ def test_kills_and_stops_in_training_and_in_saves_under_one_and_two_agents(
         for kind in FAULTS:
             for i, when in enumerate(("training", "save", "synchronous save")):
                 rank, folder = (i + agents) % 3, tmp_path / f"{agents}_{kind}_{i}"
-                words = command(small, folder, *fault(kind, rank, when))
+                words = command(small, folder, kind, rank, when)
                 named(
                     [torchrun(3, *words)] if agents == 1 else two_hosts((1, 2), *words),
                     folder,
@@ -84,7 +77,7 @@ def test_kills_and_stops_in_training_and_in_saves_under_one_and_two_agents(
                 )
 
 
-def srun(small: str, folder: Path, *overrides: str) -> list[Finished]:
+def srun(*words: str) -> list[Finished]:
     """Three tasks as srun starts them, without srun."""
     port = free_port()
     own = (
@@ -105,12 +98,12 @@ def srun(small: str, folder: Path, *overrides: str) -> list[Finished]:
         ]
         for i in range(3)
     ]
-    return run_together([[*task, *command(small, folder, *overrides)] for task in tasks])
+    return run_together([[*task, *words] for task in tasks])
 
 
 @pytest.mark.slow
 def test_rank_0_of_srun_takes_the_store_along_and_is_named(small: str, tmp_path: Path) -> None:
     """Nobody signals those that are left, and with rank 0 the job's store is gone."""
-    jobs = srun(small, tmp_path / "run", *fault("kill", 0, "training"))
+    jobs = srun(*command(small, tmp_path / "run", "kill", 0, "training"))
     assert jobs[0].status == -9
     named(jobs, tmp_path / "run", "kill", 0)

@@ -9,15 +9,27 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshtrain.metrics.straggler import LOOKS, RankPace, Straggler, StragglerTest, slow
+from meshtrain.metrics.straggler import (
+    LOOKS,
+    Quartiles,
+    RankPace,
+    Straggler,
+    StragglerTest,
+    slow,
+)
 from tests.properties import given, st
 
 CASES = yaml.safe_load(Path(__file__).with_name("paces.yaml").read_text())
 
 
 def steady(own: float, *, step: float = 0.5, host: str = "a", queued: float = 0.0) -> RankPace:
-    everything = own + queued
-    return RankPace(own, own, own, everything, everything, everything, step, 0.0, host, 1.0, 8)
+    times = {
+        "time_own_s": own + queued,
+        "time_queued_s": queued,
+        "step_time_s": step,
+        "time_data_s": 0.0,
+    }
+    return RankPace.of([times, times], host, 1.0, 8)
 
 
 def measured(own: list[float], queued: list[float] | None = None, host: str = "a") -> RankPace:
@@ -38,11 +50,11 @@ def measured(own: list[float], queued: list[float] | None = None, host: str = "a
 
 def test_a_look_is_made_of_quartiles() -> None:
     pace = measured([0.3, 0.1, 0.2, 9.0, 0.4], [0.0, 0.05, 0.1, 8.0, 0.0], "b")
-    assert (pace.low_all, pace.middle_all, pace.high_all) == (0.2, 0.3, 0.4)
-    assert (pace.low, pace.middle, pace.high) == pytest.approx((0.1, 0.3, 0.4))
-    assert (pace.step, pace.data, pace.host) == (9.1, 0.01, "b")
+    assert pace.total == Quartiles(0.2, 0.3, 0.4)
+    assert (pace.own.low, pace.own.middle, pace.own.high) == pytest.approx((0.1, 0.3, 0.4))
+    assert (pace.limit, pace.data, pace.host) == (pytest.approx(0.91), 0.01, "b")
     assert measured([0.3, 0.3], [0.1, 0.1]).queued == pytest.approx(0.1)
-    assert measured([0.1, 0.1], [0.3, 0.3]).low == 0.0, (
+    assert measured([0.1, 0.1], [0.3, 0.3]).own.low == 0.0, (
         "two counters of the kernel do not agree to the last bit"
     )
 
@@ -73,7 +85,7 @@ def test_who_is_slow() -> None:
 def test_overlapping_times_are_noise() -> None:
     """One is slower than the other on average by half, and still not in each step."""
     paces = [measured([0.10, 0.12, 0.14, 0.16, 0.30]), measured([0.11, 0.17, 0.20, 0.24, 0.28])]
-    assert paces[1].middle > 1.4 * paces[0].middle
+    assert paces[1].own.middle > 1.4 * paces[0].own.middle
     assert slow(paces, [[0, 1]]) == set()
 
 

@@ -4,10 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from meshtrain.metrics import profiler as profiler_module
 from meshtrain.metrics.profiler import Profiler
 
 CPU = torch.device("cpu")
@@ -16,7 +18,6 @@ CPU = torch.device("cpu")
 @dataclass
 class Wanted:
     profile: Sequence[int] | None = None
-    memory_snapshot: bool = False
 
 
 def train(profiler: Profiler, first: int, last: int) -> None:
@@ -66,16 +67,52 @@ def test_what_is_profiled_is_said(done: int, steps: int, start: str, tmp_path: P
     assert line.startswith(start.format(tmp_path / "profile"))
 
 
-def test_nothing_wanted_nothing_done_and_a_memory_snapshot_needs_cuda(tmp_path: Path) -> None:
-    nothing, snapshot = (
-        Profiler(Wanted(memory_snapshot=wanted), tmp_path, 0, CPU) for wanted in (False, True)
-    )
-    for profiler in (nothing, snapshot):
-        train(profiler, 1, 3)
-    assert list(nothing.about(0, 3)) == []
-    (line,) = snapshot.about(0, 3)
-    assert "needs CUDA" in line
+def test_nothing_wanted_nothing_done(tmp_path: Path) -> None:
+    profiler = Profiler(Wanted(), tmp_path, 0, CPU)
+    train(profiler, 1, 3)
+    assert list(profiler.about(0, 3)) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_history_of_a_gpus_memory_ends_with_the_last_profiled_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    memory = torch.cuda.memory
+
+    def record(enabled: str | None = "all", max_entries: int = 0) -> None:
+        calls.append("begin" if enabled else "end")
+
+    def dump(file: str) -> None:
+        calls.append("write")
+        Path(file).write_text("history")
+
+    monkeypatch.setattr(memory, "_record_memory_history", record)
+    monkeypatch.setattr(memory, "_dump_snapshot", dump)
+    history = tmp_path / "memory" / "rank_00003.pickle"
+    monkeypatch.setattr(profiler_module, "profile", lambda activities: Mock())
+    profiler = Profiler(Wanted([2, 3]), tmp_path, 3, torch.device("cuda"))
+    assert any("memory history" in line for line in profiler.about(0, 5))
+    for step in (1, 2, 3):
+        profiler.step(step)
+    assert calls == ["begin"]
+    profiler.step(4)
+    profiler.close()
+    assert calls == ["begin", "write", "end"]
+    assert history.read_text() == "history"
+
+    calls.clear()
+    out_of_memory = Profiler(Wanted([2, 3]), tmp_path, 3, torch.device("cuda"))
+    out_of_memory.step(1)
+    out_of_memory.close()
+    assert calls == ["begin", "write", "end"]
+
+    calls.clear()
+    resumed_later = Profiler(Wanted([2, 3]), tmp_path, 3, torch.device("cuda"))
+    assert [line for line in resumed_later.about(3, 9) if "memory" in line] == []
+    resumed_later.step(4)
+    resumed_later.close()
+    assert calls == []
 
 
 @pytest.mark.gpu
@@ -83,7 +120,8 @@ def test_nothing_wanted_nothing_done_and_a_memory_snapshot_needs_cuda(tmp_path: 
     not torch.cuda.is_available(), reason="needs a GPU: only CUDA's allocator keeps a history"
 )
 def test_a_memory_snapshot(tmp_path: Path) -> None:
-    profiler = Profiler(Wanted(memory_snapshot=True), tmp_path, 3, torch.device("cuda"))
+    profiler = Profiler(Wanted([1, 1]), tmp_path, 3, torch.device("cuda"))
+    profiler.step(1)
     torch.ones(1000, device="cuda")
     profiler.close()
     assert (tmp_path / "memory" / "rank_00003.pickle").stat().st_size > 0

@@ -21,11 +21,13 @@ import yaml
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.metrics import step_timer, straggler
+from meshtrain.metrics import gpu_probe, step_timer, straggler
 from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.straggler import (
+    EVERY,
     LOOKS,
     RANKS_PER_STEP,
+    Quartiles,
     RankPace,
     Straggler,
     StragglerDetector,
@@ -37,7 +39,15 @@ from meshtrain.run.fault_injection import FaultInjector
 from tests.comparing import train
 
 CASES = yaml.safe_load(Path(__file__).with_name("paces.yaml").read_text())
-PACE = RankPace(0.9, 1.0, 1.1, 0.95, 1.05, 1.15, 1.2, 0.01, "b", 2.0, 8)
+PACE = RankPace(
+    own=Quartiles(0.9, 1.0, 1.1),
+    total=Quartiles(0.95, 1.05, 1.15),
+    limit=0.12,
+    data=0.01,
+    host="b",
+    load=2.0,
+    cores=8,
+)
 STRAGGLER = Straggler(2, PACE, 3, 1.0, 0.4, 2.0)
 
 
@@ -71,7 +81,7 @@ def ranks(
         )
         for rank in range(world_size)
     ]
-    detectors = [StragglerDetector(job, first, messages.append, 0) for job in jobs]
+    detectors = [StragglerDetector(job, first, messages.append) for job in jobs]
     for detector, probe in zip(detectors, probes, strict=False):
         detector.probe = probe
     return detectors
@@ -152,7 +162,7 @@ def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing(
         "9.0 ms on it "
         "in 3 looks in a row, the others' take 5.0 ms"
     )
-    assert store.get("pace/suspects") == b"[2]", "nvidia-smi is asked for it"
+    assert store.get("pace/suspects") == b"[2]", "the driver is asked about its GPU"
     probes[2].seconds = 0.0051
     take(detectors, RECOVERED)
     assert messages[1:] == ["rank 2 on host a (dp_shard 2): its GPU is as fast as the others again"]
@@ -175,7 +185,7 @@ def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
 def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ready, events = threading.Event(), []
+    cpu, ready, events = torch.device("cpu"), threading.Event(), []
 
     def event(enable_timing: bool) -> SimpleNamespace:
         events.append(None)
@@ -184,34 +194,39 @@ def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(
         )
 
     monkeypatch.setattr(torch.cuda, "Event", event)
-    probe = GpuProbe(10, torch.device("cpu"))
-    for step in range(1, 31):
+    monkeypatch.setattr(gpu_probe, "SIZE", 2)
+    probe = GpuProbe(cpu, active=True)
+    for step in range(1, 601):
         probe.begin_step(step)
     assert events == [], "a CPU has none"
-    probe._every, probe._a, probe._b, probe._product = (
-        10,
-        torch.eye(2),
-        torch.eye(2),
-        torch.zeros(2, 2),
-    )
-    for step in range(1, 31):
+    probe._active = True
+    for step in range(1, 601):
         probe.begin_step(step)
     assert len(events) == 2 * 3
-    assert torch.equal(probe._product, torch.eye(2))
     assert probe.pop() == []
     ready.set()
     assert probe.pop() == [0.005] * 3
     assert probe.pop() == []
 
 
+def test_a_probe_is_done_by_the_next_look() -> None:
+    assert 0 < gpu_probe.FIRST % EVERY < EVERY
+    assert gpu_probe.EVERY % EVERY == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_probe_of_a_real_gpu_takes_milliseconds() -> None:
-    probe = GpuProbe(1, torch.device("cuda", 0))
-    for step in range(3):
+    device = torch.device("cuda", 0)
+    probe = GpuProbe(device, active=True)
+    before = torch.cuda.memory_allocated(device)
+    for step in range(1, 601):
         probe.begin_step(step)
+    assert torch.cuda.memory_allocated(device) == before
     torch.cuda.synchronize()
-    assert all(0.0005 < seconds < 0.2 for seconds in probe.pop()[1:])
+    seconds = probe.pop()
+    assert len(seconds) == 3
+    assert all(0.0005 < each < 0.2 for each in seconds)
 
 
 def counting_store() -> Mock:
@@ -295,18 +310,21 @@ def test_the_advice_follows_what_is_known() -> None:
 
 
 class OwnTime:
-    """In place of the module `time` of the step timer: each look takes a millisecond, and sleep
-    what it does."""
+    """In place of the module `time` of the step timer: each look takes a millisecond, and each of
+    the first `sleeps` sleeps what it does."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.sleeps = 10**6
 
     def perf_counter(self) -> float:
         self.now += 0.001
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        if self.sleeps > 0:
+            self.sleeps -= 1
+            self.now += seconds
 
 
 Train = Callable[..., list[dict[str, Any]]]
@@ -320,7 +338,12 @@ def train_with(job: Job, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(step_timer, "time", own_time)
     monkeypatch.setattr(step_timer.TimeSource, "queued", lambda source: 0.0)
     monkeypatch.setitem(FaultInjector.__init__.__kwdefaults__, "sleep", own_time.sleep)
-    return lambda fault, *keys: train(job, shared_path / "run", f"train.chaos=[{fault}]", *keys)
+
+    def train_with(fault: str, *keys: str, slow_steps: int = 10**6) -> list[dict[str, Any]]:
+        own_time.sleeps = slow_steps
+        return train(job, shared_path / "run", f"train.chaos=[{fault}]", *keys)
+
+    return train_with
 
 
 def slow_ranks(out: str) -> list[str]:
@@ -333,7 +356,7 @@ def test_a_slowed_rank_of_a_run_is_named_and_no_other(
     job: Job, train_with: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = train_with(
-        "{fault: slow, rank: 2, step: 4, seconds: 0.15, until: 64}", "train.steps=125"
+        "{fault: slow, rank: 2, step: 4, seconds: 0.15}", "train.steps=125", slow_steps=61
     )
     looks = {row["step"]: row for row in rows if "own_time_max_rank" in row}
     assert list(looks) == [22, 42, 62, 82, 102, 122]

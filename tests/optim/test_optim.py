@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import meshtrain
-from meshtrain.cli.memory import held_by_ranks
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.schema import ParamGroup
 from meshtrain.errors import InputError
+from meshtrain.foresight.parameters import held_by_ranks
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshtrain.checkpoint.directory import find_checkpoint, read_manifest
-from meshtrain.cli.memory import held_by_ranks, parameters_of
 from meshtrain.config import Config
 from meshtrain.config.model_spec import model_spec
 from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.foresight.parameters import held_by_ranks, parameter_specs
 from meshtrain.layout import Layout
 from meshtrain.metrics.logger import read
 from meshtrain.parallel.sharding import Cut, ParameterSpec, optimizer_shard
@@ -76,7 +76,7 @@ def test_what_is_sent_is_a_closed_form(tmp_path: Path) -> None:
     train(tmp_path / "run", 3, 1, *keys).check()
     row = read(tmp_path / "run" / "metrics.jsonl")[-1]
     config = Config.load(QUICKSTART, [*EXACT, *keys], world_size=3)
-    specs = parameters_of(model_spec(config.model.name, config.model.keys), config.resolved)
+    specs = parameter_specs(model_spec(config.model.name, config.model.keys), config.resolved)
     padded = sum(3 * -(-spec.dims[0] // 3) * math.prod(spec.dims[1:]) for spec in specs)
     assert row["sent_bytes_dp_replicate"] == 2 * round(8 * padded * 2 / 3)
 

@@ -17,6 +17,7 @@ from meshtrain.mesh import build_mesh
 from meshtrain.modeling.context import AttentionShape
 from meshtrain.parallel.context import ContextParallel, ShardedContext, kernels
 from meshtrain.parallel.context.kernels import Block
+from meshtrain.parallel.torch_private import AttentionGradients, FlashOptions
 from tests.comparing import Sent
 
 B, H, E = 2, 12, 8
@@ -44,54 +45,51 @@ class SegmentsByMask(kernels._Flash):
     """Variable-length flash attention by products with a mask of the segments: on any device, in
     any dtype."""
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *settings: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        block, blind = block_of(*settings, **options)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor]:
+        block, blind = block_of(options)
         out, lse = kernels.forward_block(*heads_first(q, k, v), block, kernels.PRODUCTS)
         out = out[0].transpose(0, 1).to(q.dtype)
-        return out.masked_fill(blind[:, None, None], torch.nan), lse[0].masked_fill(
-            blind, torch.inf
-        )
+        out = out.masked_fill(blind[:, None, None], torch.nan)
+        return out, lse[0].masked_fill(blind, torch.inf)
 
-    def run_backward(self, *inputs: Any, **options: Any) -> tuple[Tensor, ...]:
-        grad, q, k, v, out, lse, *settings = inputs
-        block, _ = block_of(*settings, **options)
+    def run_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: FlashOptions,
+    ) -> AttentionGradients:
+        block, _ = block_of(options)
         tensors = heads_first(grad, q, k, v, out)
         gradients = kernels.backward_block(*tensors, lse[None], block, kernels.PRODUCTS)
-        return tuple(x[0].transpose(0, 1).to(q.dtype) for x in gradients)
+        dq, dk, dv = (x[0].transpose(0, 1).to(q.dtype) for x in gradients)
+        return dq, dk, dv
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1)[None] for x in tensors]
 
 
-def block_of(
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    longest: int,
-    most_keys: int,
-    dropout: float,
-    causal: bool,
-    *,
-    scale: float,
-    window_size_left: int | None = None,
-    window_size_right: int = 0,
-) -> tuple[Block, Tensor]:
+def block_of(options: FlashOptions) -> tuple[Block, Tensor]:
     """All segments as one block, and which queries see nothing."""
-    assert query_bounds.dtype == key_bounds.dtype == torch.int32
-    assert dropout == 0.0
-    queries, keys = query_bounds.diff(), key_bounds.diff()
-    assert longest == max(2, int(queries.max()))
-    assert most_keys == int(keys.max())
+    assert options.query_ends is not None
+    assert options.key_ends is not None
+    assert options.query_ends.dtype == options.key_ends.dtype == torch.int32
+    queries, keys = options.query_ends.diff(), options.key_ends.diff()
+    assert options.longest_queries == max(2, int(queries.max()))
+    assert options.longest_keys == int(keys.max())
     parts = []
     for m, n in zip(queries.tolist(), keys.tolist(), strict=True):
         part = torch.ones(m, n, dtype=torch.bool)
-        if window_size_left is not None:
-            part = part.triu(n - m - window_size_left).tril(n - m + window_size_right)
-        parts.append(part.tril(n - m) if causal else part)
-    mask = torch.block_diag(*parts).bool().to(query_bounds.device)
-    return Block(scale, mask=mask[None, None]), ~mask.any(1)
+        if options.window_left is not None:
+            assert options.window_right is not None
+            part = part.triu(n - m - options.window_left).tril(n - m + options.window_right)
+        parts.append(part.tril(n - m) if options.causal else part)
+    mask = torch.block_diag(*parts).bool().to(options.query_ends.device)
+    return Block(options.scale, mask=mask[None, None]), ~mask.any(1)
 
 
 def documents_of(name: str, s: int) -> Tensor | None:

@@ -23,7 +23,12 @@ from meshtrain.mesh import build_mesh
 from meshtrain.modeling.context import AttentionShape
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.context import ContextParallel, kernels, visible_spans
-from meshtrain.parallel.context.attention import Exchange, _context_attention_backward
+from meshtrain.parallel.context.attention import (
+    Exchange,
+    Settings,
+    Visibility,
+    _context_attention_backward,
+)
 from tests.comparing import CPU, Peak, small_llama
 from tests.launching import torchrun
 from tests.parallel.sharded_attention import (
@@ -63,11 +68,22 @@ def test_every_way_computes_the_same_on_gpus(world: int) -> None:
 def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None:
     """Whether they come together or one after the other: these addends have another sum in another
     order."""
-    like = torch.zeros(1, 1, 2, 1)
-    exchange = Exchange(
-        like, like, None, torch.zeros(2, 8, dtype=torch.int64), (), "", "ring", 1.0, None, None
+    chunk = torch.zeros(1, 1, 2, 1)
+    settings = Settings(
+        documents=None,
+        spans=torch.zeros(2, 8, dtype=torch.int64),
+        heads=(),
+        ring="",
+        method="ring",
+        scale=1.0,
+        window=None,
+        soft_cap=None,
     )
-    exchange.size, exchange.index, exchange.own, exchange.first = 4, 1, (1, 6), [0] * 8
+    visibility = Visibility(chunk, chunk, settings)
+    # as if it were rank 1 of 4
+    visibility.size, visibility.index, visibility.first = 4, 1, [0] * 8
+    visibility.own = visibility.chunks_of(1)
+    exchange = Exchange(chunk, settings, visibility)
     values = [1.0, 1e20, -1e20, 3.0]
 
     class Arrived:
@@ -77,17 +93,17 @@ def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None
             self.ranks = ranks
 
         def wait(self) -> list[torch.Tensor]:
-            counts = [len(range(2)[exchange._halves(j, 1)]) * (j in self.ranks) for j in range(4)]
-            return [
-                torch.full((n, 1, 1, 1, 1), values[j], dtype=torch.float64)
-                for j, n in enumerate(counts)
-            ]
+            gradients = []
+            for rank, value in enumerate(values):
+                seen = visibility.own[visibility.needed(rank, 1)] if rank in self.ranks else ()
+                gradients.append(torch.full((len(seen), 1, 1, 1, 1), value, dtype=torch.float64))
+            return gradients
 
     exchange.gradient = torch.full((2, 1, 1, 1, 1), values[1], dtype=torch.float64)
     for ranks in stages:
-        exchange.going_home = Arrived(ranks)  # type: ignore[assignment]
-        exchange._add_arrived()
-    first, second = exchange.gradient.flatten().tolist()
+        exchange._returning = Arrived(ranks)  # type: ignore[assignment]
+        exchange._add_returned()
+    first, second = exchange.total_gradient().flatten().tolist()
     assert first == ((values[1] + values[2]) + values[3]) + values[0] == 4.0
     assert second == values[1] + values[0], "the other ranks' queries do not see it"
 

@@ -22,7 +22,7 @@ from meshtrain.experts import Experts
 from meshtrain.generate import generate
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.loss import GlobalCount, StepTerms, attach
+from meshtrain.loss import Field, GlobalCount, StepTerms, attach
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.build import build_model, short_sample
 from meshtrain.parallel.context import ContextParallel
@@ -419,4 +419,4 @@ def test_a_term_has_a_number_for_each_token(cp: Mesh) -> None:
     with terms.of_microbatch(B, B, torch.arange(12) < 9):
         refused("a number for each of its 12 tokens", lambda: attach(x, "pooled", x.mean((1, 2))))
         attach(x, "each", x)
-    assert terms.sums["loss/each"].tolist() == [B * 9 * 4, 0]  # without padding
+    assert terms.sums[Field("loss", "each")].tolist() == [B * 9 * 4]  # without padding

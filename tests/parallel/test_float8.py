@@ -1,4 +1,4 @@
-"""Float8 and MXFP8 products: against arithmetic written plainly, against torch's kernels, and token
+"""Float8 products: against arithmetic written plainly, against torch's kernels, and token
 by token."""
 
 import math
@@ -23,7 +23,6 @@ from meshtrain.parallel.linear.float8 import (
     KERNELS,
     has_kernel,
     power_of_two_scale,
-    swizzle,
 )
 from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, parallelize
 from meshtrain.parallel.tp_plan import split_layers
@@ -51,15 +50,12 @@ def e4m3(x: float) -> float:
     return round(x / step) * step  # Python's round takes the even one
 
 
-def rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
+def rounded(x: Tensor, dim: int) -> Tensor:
     """What a matrix stands for in 8 bits, with scales along `dim`, number by number."""
     rows = []
     for row in x.movedim(dim, 1):
-        values: list[float] = []
-        for part in row.split(block or len(row)):
-            scale = 2.0 ** math.ceil(math.log2(float(part.abs().max()) / 448))
-            values += [e4m3(value / scale) * scale for value in part.tolist()]
-        rows.append(values)
+        scale = 2.0 ** math.ceil(math.log2(float(row.abs().max()) / 448))
+        rows.append([e4m3(value / scale) * scale for value in row.tolist()])
     return torch.tensor(rows, dtype=x.dtype).movedim(1, dim)
 
 
@@ -97,20 +93,17 @@ def test_a_scale_is_the_least_power_of_two_that_fits() -> None:
     assert not power_of_two_scale(torch.tensor([math.inf, math.nan])).isfinite().any()
 
 
-@pytest.mark.parametrize("precision", ["float8", "mxfp8"])
-def test_products_are_those_of_rounded_operands(precision: str) -> None:
+def test_products_are_those_of_rounded_operands() -> None:
     """A scale of another dim, or of a whole tensor, would round other numbers away."""
-    products, block = EMULATED[precision], {"float8": None, "mxfp8": 32}[precision]
+    products = EMULATED
     x, weight, grad = operands()
     y = products.forward(x, weight)
-    torch.testing.assert_close(
-        y, rounded(x, 1, block) @ rounded(weight, 1, block).t(), rtol=0, atol=0
-    )
+    torch.testing.assert_close(y, rounded(x, 1) @ rounded(weight, 1).t(), rtol=0, atol=0)
     assert products.forward(x.view(2, 12, -1), weight).equal(y.view(2, 12, -1))
     _, *other = operands(d=128, f=160)
     pairs = [(grad, weight), (other[1], other[0])]
     for count in (1, 2):
-        expected = sum(rounded(g, 1, block) @ rounded(w, 0, block) for g, w in pairs[:count])
+        expected = sum(rounded(g, 1) @ rounded(w, 0) for g, w in pairs[:count])
         dx = products.input_grad_sum([g for g, _ in pairs[:count]], [w for _, w in pairs[:count]])
         torch.testing.assert_close(dx, expected, rtol=1e-12, atol=0)
 
@@ -119,81 +112,62 @@ def test_products_are_those_of_rounded_operands(precision: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_multiplies_the_same_numbers(dtype: torch.dtype) -> None:
     x, weight, grad = (tensor.to(dtype) for tensor in operands())
-    results = []
-    for kind in (KERNELS, EMULATED):
-        products = kind["float8"]
-        results.append(
-            (
-                products.forward(x, weight).double(),
-                products.input_grad_sum([grad], [weight]).double(),
-            )
+    results = [
+        (
+            products.forward(x, weight).double(),
+            products.input_grad_sum([grad], [weight]).double(),
         )
+        for products in (KERNELS, EMULATED)
+    ]
     for kernel, emulated in zip(*results, strict=True):
         error = (kernel - emulated).norm(dim=1) / emulated.norm(dim=1)
         assert (error < 4 * torch.finfo(dtype).eps).all()
 
 
-@pytest.mark.parametrize("precision", ["float8", "mxfp8"])
 @pytest.mark.parametrize("n", [24, 200])
-def test_the_kernel_on_gpus_takes_these_shapes_and_strides(precision: str, n: int) -> None:
+def test_the_kernel_on_gpus_takes_these_shapes_and_strides(n: int) -> None:
     """What torch refuses on a GPU it refuses of tensors without values."""
     sizes = (n, 192), (160, 192), (n, 160)
     x, weight, grad = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in sizes)
-    assert KERNELS[precision].forward(x.view(2, -1, 192), weight).shape == (2, n // 2, 160)
-    assert KERNELS[precision].input_grad_sum([grad], [weight]).shape == (n, 192)
+    assert KERNELS.forward(x.view(2, -1, 192), weight).shape == (2, n // 2, 160)
+    assert KERNELS.input_grad_sum([grad], [weight]).shape == (n, 192)
     with pytest.raises(RuntimeError, match="divisible by 16"):
-        KERNELS[precision].forward(x, weight[:8])
+        KERNELS.forward(x, weight[:8])
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(24, 4), (128, 6), (200, 9)])
-def test_scales_of_blocks_lie_as_cublas_wants_them(rows: int, columns: int) -> None:
-    """By its formula of the offset: tiles of 128 x 4, in which 32 rows of 16 hold rows 32 apart
-    side by side."""
-    powers = torch.randint(-20, 20, (rows, columns))
-    swizzled = swizzle(torch.exp2(powers.float())).float()
-    tiles = -(-columns // 4)
-    assert len(swizzled) == -(-rows // 128) * tiles * 512
-    for i in range(rows):
-        for j in range(columns):
-            offset = 512 * (i // 128 * tiles + j // 4) + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
-            assert swizzled[offset] == 2.0 ** int(powers[i, j]), (i, j)
-
-
-@pytest.mark.parametrize("precision", ["float8", "mxfp8"])
-def test_a_token_does_not_depend_on_the_others(precision: str) -> None:
+def test_a_token_does_not_depend_on_the_others() -> None:
     """To the bit, also where another is an outlier, or not finite."""
     x, weight, _ = operands()
-    alone = torch.cat([EMULATED[precision].forward(row[None], weight) for row in x])
+    alone = torch.cat([EMULATED.forward(row[None], weight) for row in x])
     wild = x.clone()
     wild[3, 5], wild[7, 0], wild[8, 1] = 1e30, math.nan, math.inf
-    y = EMULATED[precision].forward(wild, weight)
+    y = EMULATED.forward(wild, weight)
     calm = [i for i in range(len(x)) if i not in (3, 7, 8)]
     torch.testing.assert_close(y[calm], alone[calm], rtol=1e-14, atol=0)
     assert not y[[7, 8]].isfinite().any(), "what is not finite stays visible"
 
 
 def test_a_gpu_has_a_kernel_or_emulates() -> None:
-    both = ["float8", "mxfp8"]
-    chosen = {(8, 0): [], (8, 9): both[:1], (9, 0): both[:1], (10, 0): both, (12, 0): both}
-    for capability, kernels in chosen.items():
-        assert [name for name in KERNELS if has_kernel(name, capability)] == kernels
-    assert not any(has_kernel(name, None) for name in KERNELS)
+    chosen = {(8, 0): False, (8, 9): True, (9, 0): True, (10, 0): True, (12, 0): True}
+    for capability, kernel in chosen.items():
+        assert has_kernel(capability) == kernel
+    assert not has_kernel(None)
 
 
 def test_which_layers() -> None:
     """Not the head, which is a block by itself, and none that is small or odd."""
-    layers, others = float8_layers(model(num_key_value_heads=2), "float8")
+    layers, others = float8_layers(model(num_key_value_heads=2))
     assert len(layers) == 2 * 5
     assert others == [
         *(f"model.layers.{i}.self_attn.{kind}_proj" for i in (0, 1) for kind in "kv"),
         "lm_head",
     ]
-    for width, precision, count in ((200, "float8", 4), (208, "float8", 7), (208, "mxfp8", 4)):
-        assert len(float8_layers(model(intermediate_size=width), precision)[0]) == 2 * count
+    for width, count in ((200, 4), (208, 7)):
+        assert len(float8_layers(model(intermediate_size=width))[0]) == 2 * count
     routed = model()
     routed.model.layers[1].mlp.gate = nn.Linear(128, 128)
-    assert float8_layers(routed, "float8")[1] == ["model.layers.1.mlp.gate", "lm_head"]
-    line = float8.describe_float8(model(num_key_value_heads=2), "float8", torch.float32, "cpu")
+    assert float8_layers(routed)[1] == ["model.layers.1.mlp.gate", "lm_head"]
+    line = float8.describe_float8(model(num_key_value_heads=2), torch.float32, "cpu")
     assert "float8: 10 of 15 linear layers, emulated" in line
     assert (
         "not model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, lm_head, embeddings"
@@ -204,22 +178,15 @@ def test_which_layers() -> None:
 def test_what_cannot_be_exact_is_refused() -> None:
     few, blocks = model(num_key_value_heads=1, head_dim=128), model()
 
-    def problems(plain: nn.Module, precision: str, tp: int) -> str:
-        return "\n".join(
-            float8_problems(plain, precision, split_layers(plain, llama.tp_plan, tp), tp)
-        )
+    def problems(plain: nn.Module, tp: int) -> str:
+        return "\n".join(float8_problems(plain, split_layers(plain, llama.tp_plan, tp), tp))
 
     heads = (
         "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, of 1 heads, cannot be "
         "split"
     )
-    assert heads in problems(few, "float8", 4)
-    features = (
-        "mlp.up_proj, model.layers.*.mlp.down_proj, where each rank needs a multiple of 32 features"
-    )
-    assert features in problems(blocks, "mxfp8", 4)
-    assert not problems(blocks, "mxfp8", 2)
-    assert not problems(blocks, "float8", 4)
+    assert heads in problems(few, 4)
+    assert not problems(blocks, 4)
     with pytest.raises(InputError, match="no linear layer inside of its blocks"):
         parallelize(nn.Sequential(nn.Linear(256, 256)), ALONE, linear_precision="float8")
 
@@ -231,13 +198,13 @@ class StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         rows = x.flatten(0, -2)
-        return (rounded(rows, 1, None) @ rounded(weight, 1, None).t()).view(*x.shape[:-1], -1)
+        return (rounded(rows, 1) @ rounded(weight, 1).t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        dx = (rounded(rows, 1, None) @ rounded(weight, 0, None)).view(x.shape)
+        dx = (rounded(rows, 1) @ rounded(weight, 0)).view(x.shape)
         return dx, rows.t() @ x.flatten(0, -2)
 
 
@@ -253,7 +220,7 @@ def losses_and_gradients(trained: nn.Module) -> tuple[Tensor, dict[str, Tensor]]
 def test_a_model_has_the_gradients_of_its_layers(recompute: str) -> None:
     keys = {"num_hidden_layers": 1, "intermediate_size": 128, "num_key_value_heads": 2}
     reference = model(**keys).double()
-    for name in float8_layers(reference, "float8")[0]:
+    for name in float8_layers(reference)[0]:
         layer: Any = reference.get_submodule(name)
         layer.forward = lambda x, weight=layer.weight: StraightThrough.apply(x, weight)
     options = ParallelOptions(precision="float64", linear_precision="float8", recompute=recompute)
@@ -303,10 +270,8 @@ def test_rounding_alone_is_compiled_once_for_all_shapes(monkeypatch: pytest.Monk
     counts = []
     for d, f in ((128, 192), (192, 128), (256, 128), (128, 320), (144, 160)):
         x, weight, grad = (tensor.float() for tensor in operands(d=d, f=f))
-        assert COMPILED["float8"].forward(x, weight).equal(KERNELS["float8"].forward(x, weight))
-        grads = [
-            products["float8"].input_grad_sum([grad], [weight]) for products in (COMPILED, KERNELS)
-        ]
+        assert COMPILED.forward(x, weight).equal(KERNELS.forward(x, weight))
+        grads = [products.input_grad_sum([grad], [weight]) for products in (COMPILED, KERNELS)]
         assert grads[0].equal(grads[1])
         counts.append(graphs.frame_count)
     float8._compiled.cache_clear()

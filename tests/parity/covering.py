@@ -44,7 +44,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "optimizer": ("adamw", "muon", "sgd", "adamw, sharded", "adamw, averaged"),
     "recompute": ("none", "selective", "full"),
-    "precision": ("float64", "float32", "float8", "mxfp8"),
+    "precision": ("float64", "float32", "float8"),
     "verify": ("false", "true"),
 }
 PLAIN: Cell = {name: values[0] for name, values in FACTORS.items()}
@@ -83,7 +83,7 @@ def why_not(cell: Mapping[str, str]) -> str | None:
             return "an image is no sequence"
         if size(cell, "pp") * stages_per_rank(cell.get("schedule", NO_SCHEDULE)) > 3:
             return "it has three blocks"
-        if precision in ("float8", "mxfp8"):
+        if precision == "float8":
             return "its products are convolutions"
     if model in EXPERTS and cell.get("tp") == "2, whole sequence":
         return "experts over tp need sequence parallelism"
@@ -91,7 +91,7 @@ def why_not(cell: Mapping[str, str]) -> str | None:
         return "rounding may change a choice"
     if cell.get("optimizer") == "muon" and precision == "float32":
         return "Muon makes the small directions of a gradient large, and with them its rounding"
-    if model == "lora" and precision in ("float8", "mxfp8"):
+    if model == "lora" and precision == "float8":
         return "8 bits round what adapters are beside"
     if cell.get("optimizer") == "adamw, sharded" and size(cell, "dp_shard") * size(cell, "cp") > 1:
         return "FSDP has sharded the optimizer already"

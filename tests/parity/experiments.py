@@ -165,10 +165,10 @@ def experiment_of(cell: Mapping[str, str], folder: Path) -> Experiment:
         "convnet": (),
         **{name: ("model.num_hidden_layers=3", *keys) for name, keys in EXPERT_MODELS.items()},
     }[{"glm4_moe": "glm", "deepseek_v3": "latent attention"}.get(model, model)]
-    if precision in ("float8", "mxfp8"):
+    if precision == "float8":
         wide: tuple[str, ...] = ("model.hidden_size=128",)
         if model in ("llama", "qwen3", "with terms"):
-            wide = overrides_of(f"wide {precision}")
+            wide = overrides_of("wide float8")
         if model == "deepseek_v3":
             wide += ("model.q_lora_rank=128",)
         keys += (f"train.linear_precision={precision}", *wide)

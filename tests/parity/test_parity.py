@@ -48,7 +48,7 @@ SHOWN_ELSEWHERE = {
         "lora, experts",
         "lora, latent attention",
     ),
-    *("muon", "muon, experts", "float8", "mxfp8", "attached", "attached, recomputed", "qwen3"),
+    *("muon", "muon, experts", "float8", "attached", "attached, recomputed", "qwen3"),
     "attached, even",
     *EXPERT_MODELS,
 }

@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import nn
 
-from meshtrain.checkpoint.resume import RunSpec
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
 from meshtrain.layout import Layout
 from meshtrain.run import setup

@@ -5,7 +5,6 @@ import errno
 import os
 import re
 import signal
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,14 +45,11 @@ def errors(config: Path, faults: str, world_size: int) -> list[str]:
 
 
 def test_faults_are_read_written_and_read_again(config: Path) -> None:
-    faults = (
-        "[{fault: kill, rank: 1, step: 7}, {fault: slow, rank: 0, step: 3, seconds: 1, until: 5, "
-        "again: true}]"
-    )
+    faults = "[{fault: kill, rank: 1, step: 7}, {fault: slow, rank: 0, step: 3, seconds: 1}]"
     loaded = Config.load(str(config), [f"train.chaos={faults}"], world_size=2)
     assert loaded.train.chaos == (
         Fault("kill", 7, 1),
-        Fault("slow", 3, 0, seconds=1.0, until=5, again=True),
+        Fault("slow", 3, 0, seconds=1.0),
     )
     again = config.with_name("again.yaml")
     again.write_text(loaded.to_yaml())
@@ -105,7 +101,7 @@ def test_editors_know_the_keys_of_a_fault() -> None:
 
 # When they strike ---------------------------------------------------------------------------------
 
-SLOW = Fault("slow", 3, 1, seconds=0.5, until=5)
+SLOW = Fault("slow", 3, 1, seconds=0.5)
 
 
 def chaos(
@@ -130,7 +126,7 @@ def test_signals_strike_their_rank_at_their_step(
             struck.clear()
 
 
-def test_a_slow_rank_is_slow_from_the_first_to_the_last_of_its_steps(
+def test_a_slow_rank_is_slow_from_its_step_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     slept = []
@@ -139,11 +135,9 @@ def test_a_slow_rank_is_slow_from_the_first_to_the_last_of_its_steps(
     for step in range(1, 9):
         injector.at_step(step)
         counts.append(len(slept))
-    assert counts == [0, 0, 1, 2, 3, 3, 3, 3]
+    assert counts == [0, 0, 1, 2, 3, 4, 5, 6]
     assert set(slept) == {0.5}
     assert capsys.readouterr().err.count("slow strikes, as planted") == 1
-    chaos(replace(SLOW, until=None), slept=slept).at_step(10**6)
-    assert len(slept) == 4, "for good"
 
 
 def test_a_save_fails_as_on_a_full_disk(tmp_path: Path) -> None:
@@ -156,31 +150,29 @@ def test_a_save_fails_as_on_a_full_disk(tmp_path: Path) -> None:
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(file))
 
 
-def test_an_exception_in_a_step_and_in_a_save(tmp_path: Path) -> None:
-    in_step, in_save = chaos(Fault("raise", 4, 1)), chaos(Fault("raise", 4, 1, during="save"))
+def test_an_exception_in_a_step(tmp_path: Path) -> None:
+    injector = chaos(Fault("raise", 4, 1))
+    injector.in_save(4, tmp_path)
     with pytest.raises(
         PlantedError, match=r"rank 1 raises an exception at the beginning of step 4"
     ):
-        in_step.at_step(4)
-    with pytest.raises(PlantedError, match=r"rank 1 raises an exception in the save after step 4"):
-        in_save.in_save(4, tmp_path)
-    in_save.at_step(4)
-    in_step.in_save(4, tmp_path)
+        injector.at_step(4)
 
 
-def test_a_job_that_was_started_again_is_spared_unless_it_was_told_otherwise() -> None:
+def test_a_job_that_was_started_again_is_spared() -> None:
     slept = []
-    faults = (SLOW, replace(SLOW, seconds=2.0, again=True))
-    injector = chaos(*faults, again=True, slept=slept)
+    injector = chaos(SLOW, again=True, slept=slept)
     injector.at_step(3)
-    assert slept == [2.0]
+    assert slept == []
     assert list(injector.about()) == [
-        "warning: a fault is planted (train.chaos): rank 1 takes 2 s longer for each step, from "
-        "step 3 to step 5",
         "train.chaos: 1 of its faults struck in the first start, and are not planted again",
     ]
-    assert len(list(chaos(*faults).about())) == 2
+    assert list(chaos(SLOW).about()) == [
+        "warning: a fault is planted (train.chaos): rank 1 takes 0.5 s longer for each step, from "
+        "step 3 on",
+    ]
     assert list(chaos().about()) == []
+    assert list(chaos(again=True).about()) == []
 
 
 def test_a_fault_in_a_sentence() -> None:
@@ -191,41 +183,36 @@ def test_a_fault_in_a_sentence() -> None:
 # Real runs ----------------------------------------------------------------------------------------
 
 
-def train(folder: Path, fault: str, *keys: str) -> tuple[str, ...]:
-    own = (
-        "train.steps=8",
-        "checkpoint.every=2",
-        f"train.output={folder}",
-        f"train.chaos=[{fault}]",
-    )
-    return (
-        "-m",
-        "meshtrain.train",
-        QUICKSTART,
-        *SMALL,
-        f"data.cache={folder.parent / 'cache'}",
-        *own,
-        *keys,
-    )
-
-
 @pytest.mark.parametrize("in_background", ["true", "false"])
 def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(
     in_background: str, tmp_path: Path
 ) -> None:
-    keys = (f"checkpoint.in_background={in_background}",)
-    job = forked(2, *train(tmp_path, "{fault: kill, rank: 1, step: 4, during: save}", *keys))
+    keys = (
+        "train.steps=8",
+        "checkpoint.every=2",
+        f"checkpoint.in_background={in_background}",
+        f"train.output={tmp_path}",
+        f"data.cache={tmp_path.parent / 'cache'}",
+    )
+    killed = ("-m", "tests.fault_in_save", "kill", "1", "4")  # rank 1, step 4
+    job = forked(2, *killed, QUICKSTART, *SMALL, *keys)
     assert job.status != 0
-    assert (
-        job.out.count(
-            "warning: a fault is planted (train.chaos): rank 1 is killed (SIGKILL) in the save"
-        )
-        == 1
-    )
-    assert re.search(
-        r"train.chaos: rank 1 on host \S+ \(dp_shard 1\): kill strikes, as planted", job.err
-    )
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == [
         "step_0000002"
     ]
     assert (tmp_path / "checkpoints" / ".step_0000004.tmp").is_dir()
+
+
+def test_a_run_announces_a_fault_and_the_rank_reports_it(tmp_path: Path) -> None:
+    keys = (
+        "train.steps=8",
+        "train.chaos=[{fault: kill, rank: 1, step: 4}]",
+        f"train.output={tmp_path}",
+        f"data.cache={tmp_path.parent / 'cache'}",
+    )
+    job = forked(2, "-m", "meshtrain.train", QUICKSTART, *SMALL, *keys)
+    assert job.status != 0
+    announced = "warning: a fault is planted (train.chaos): rank 1 is killed (SIGKILL) at the"
+    assert job.out.count(announced) == 1
+    struck = r"train.chaos: rank 1 on host \S+ \(dp_shard 1\): kill strikes, as planted"
+    assert re.search(struck, job.err)

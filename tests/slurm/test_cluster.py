@@ -17,7 +17,7 @@ import pytest
 
 from meshtrain.checkpoint.directory import complete_steps
 from meshtrain.job.watchdog.status_server import process_state
-from tests.checkpoint.going_on import small_run
+from tests.hosts.agents import Pace, small_run
 from tests.launching import ROOT, forked, wait_for
 from tests.slurm.cluster import Cluster, why_not
 
@@ -30,7 +30,6 @@ pytestmark = [
 SCRIPTS = {"train.sbatch": 1, "train-srun.sbatch": 2}  # -> tasks per node
 both = pytest.mark.parametrize("script", SCRIPTS)
 STEPS = 20
-SLOW = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 16, seconds: 1, again: true}]"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +53,19 @@ def losses(config: Path) -> list[float]:
         4, "-m", "meshtrain.train", config, f"train.steps={STEPS}", f"train.output={output}"
     ).check()
     return Run(output).losses
+
+
+@pytest.fixture
+def pace(tmp_path: Path) -> Pace:
+    """How many seconds a step of a run with the overrides `slowed(pace)` takes; one at first."""
+    pace = Pace(tmp_path)
+    pace.set(1.0)
+    return pace
+
+
+def slowed(pace: Pace) -> tuple[str, str]:
+    """Without the comparison of the model before the first step, which would be slow as well."""
+    return pace.override, "parallel.verify=false"
 
 
 @dataclass(frozen=True)
@@ -260,11 +272,11 @@ def test_srun_without_a_script(
 
 @both
 def test_a_run_that_is_stopped_comes_back(
-    cluster: Cluster, submit: Submit, losses: list[float], script: str
+    cluster: Cluster, submit: Submit, losses: list[float], script: str, pace: Pace
 ) -> None:
     """By scancel --signal, then by a job that takes its nodes; each time it goes on from where it
     stopped."""
-    job = submit(script, SLOW)
+    job = submit(script, *slowed(pace))
     job.reaches(3)
     cluster.ask("scancel", "--signal=USR1", job.number)
     job.start_again(restarts=1)
@@ -293,21 +305,21 @@ def test_a_run_that_is_stopped_comes_back(
 
 
 def test_a_run_that_is_preempted_while_it_starts_comes_back(
-    cluster: Cluster, submit: Submit, losses: list[float]
+    cluster: Cluster, submit: Submit, losses: list[float], pace: Pace
 ) -> None:
     """If the signal comes before anybody hears it, SLURM ends the job after its grace time, before
     the run is done."""
-    job = submit(
-        "train.sbatch", "train.chaos=[{fault: slow, rank: 0, step: 1, until: 19, seconds: 10}]"
-    )
+    pace.set(10.0)
+    job = submit("train.sbatch", *slowed(pace))
     cluster.wait(job.number, lambda found: (job.run.folder / "logs").exists())
     preempt(cluster)
     job.start_again(restarts=1)
+    pace.set(0.0)
     job.completes(losses)
 
 
 def test_a_run_saves_before_its_time_limit_and_comes_back(
-    cluster: Cluster, submit: Submit, losses: list[float]
+    cluster: Cluster, submit: Submit, losses: list[float], pace: Pace
 ) -> None:
     """SLURM sends the signal itself: 60 seconds before the end of the job's time, or up to 30
     seconds earlier.
@@ -315,14 +327,17 @@ def test_a_run_saves_before_its_time_limit_and_comes_back(
     The time is shortened once the run trains, however long its start has taken: 2 to 3 minutes are
     left then.
     """
-    slow = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 19, seconds: 8}]"
+    pace.set(8.0)
     job = submit(
-        "train.sbatch", slow, options=("--gpus-per-node=2", "--time=30", "--signal=USR1@60")
+        "train.sbatch",
+        *slowed(pace),
+        options=("--gpus-per-node=2", "--time=30", "--signal=USR1@60"),
     )
     job.reaches(1)
     _, minutes, _ = map(int, cluster.job(job.number)["RunTime"].split(":"))
     cluster.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 3}")
     job.start_again(restarts=1)
+    pace.set(0.0)
     stopped = job.run.stopped_at
     assert job.run.exit["reason"].startswith("asked to stop by SIGUSR1")
     job.completes(losses)
@@ -330,9 +345,9 @@ def test_a_run_saves_before_its_time_limit_and_comes_back(
 
 
 @both
-def test_a_person_ends_a_run(cluster: Cluster, submit: Submit, script: str) -> None:
+def test_a_person_ends_a_run(cluster: Cluster, submit: Submit, script: str, pace: Pace) -> None:
     """scancel; the state is saved in the time that is left, and nothing comes back."""
-    job = submit(script, SLOW)
+    job = submit(script, *slowed(pace))
     job.reaches(2)
     cluster.ask("scancel", job.number)
     cancelled = cluster.wait(job.number, lambda found: found["JobState"] == "CANCELLED")
@@ -496,7 +511,7 @@ def nodes_of(job: Job, start: int) -> list[str]:
 
 @both
 def test_a_spare_node_takes_the_place_of_one_that_dies(
-    losing: Cluster, config: Path, losses: list[float], tmp_path: Path, script: str
+    losing: Cluster, config: Path, losses: list[float], tmp_path: Path, script: str, pace: Pace
 ) -> None:
     """Within the allocation, which SLURM keeps."""
     options = (
@@ -506,9 +521,7 @@ def test_a_spare_node_takes_the_place_of_one_that_dies(
         "--no-kill",
     )
     variables = {"SPARE_NODES": "1", "MAX_RESTARTS": "0", "FAILED_SECONDS": "5"}
-    job = submitted(
-        losing, config, tmp_path, script, SLOW.replace("16", "8"), options=options, **variables
-    )
+    job = submitted(losing, config, tmp_path, script, *slowed(pace), options=options, **variables)
     job.reaches(4)
     first, second = nodes_of(job, 0)
     losing.lose(int(second[-1]))
@@ -530,9 +543,9 @@ def test_a_job_comes_back_without_the_node_that_it_was_lost_by(
 
 
 def test_slurm_itself_brings_a_job_back_that_has_lost_a_node(
-    losing: Cluster, config: Path, losses: list[float], tmp_path: Path
+    losing: Cluster, config: Path, losses: list[float], tmp_path: Path, pace: Pace
 ) -> None:
-    job = submitted(losing, config, tmp_path, "train-srun.sbatch", SLOW)
+    job = submitted(losing, config, tmp_path, "train-srun.sbatch", *slowed(pace))
     job.reaches(6)
     losing.lose(int(nodes_of(job, 0)[1][-1]))
     job.start_again(restarts=1)

@@ -1,6 +1,8 @@
 """Rules for the files that the job reads and writes, on every host. No I/O."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from meshtrain.doctor.findings import (
     Finding,
@@ -16,86 +18,106 @@ from meshtrain.doctor.records import ClusterFacts, PathFacts
 SLOW_MIB_PER_S = 50.0
 SLOWER = 4.0  # than the median host
 
-PathOfHost = tuple[int, str, PathFacts]  # index and label of the host
+
+@dataclass(frozen=True)
+class HostPath:
+    """A path of the config, as one host sees it."""
+
+    host: int  # its index
+    name: str  # the host's label
+    facts: PathFacts
 
 
 def files(cluster: ClusterFacts) -> Iterator[Finding]:
-    names = cluster.labels
-    by_key: dict[tuple[str, int], list[PathOfHost]] = {}
-    for i, host in enumerate(cluster.hosts):
-        counts: dict[str, int] = {}
-        for path in host.paths:  # a key may stand for two files
-            counts[path.key] = counts.get(path.key, 0) + 1
-            by_key.setdefault((path.key, counts[path.key]), []).append((i, names[i], path))
-    for (key, _), paths in by_key.items():
+    for key, paths in _by_file(cluster):
         yield from _problems(key, paths)
-        usable = [row for row in paths if not row[2].problem]
-        yield from (
-            _not_shared(cluster, key, usable) if paths[0][2].writes else _not_the_same(key, usable)
-        )
+        usable = [path for path in paths if not path.facts.problem]
+        if paths[0].facts.writes:
+            yield from _not_shared(cluster, key, usable)
+        else:
+            yield from _not_the_same(key, usable)
         yield from _slow(key, usable)
 
 
-def _problems(key: str, paths: list[PathOfHost]) -> Iterator[Finding]:
-    bad = {name: path for _, name, path in paths if path.problem}
-    good = [name for _, name, path in paths if not path.problem]
-    groups = group_by_value(list(bad), [f"{path.path} {path.problem}" for path in bad.values()])
-    for text, hosts in groups.items():
-        path = bad[hosts[0]]
-        elsewhere = f" (it is all right on {names_text(good)})" if good else ""
-        above = f"; the nearest folder that is there is {path.seen}" if path.seen else ""
-        sentence = (
-            ("path-not-writable/elsewhere" if good else "path-not-writable")
-            if path.writes
-            else "path-missing"
-        )
-        yield finding(sentence, hosts, key=key, problem=f"{text}{above}{elsewhere}")
+def _by_file(cluster: ClusterFacts) -> list[tuple[str, list[HostPath]]]:
+    """Each file of the config: its key, and its path on each host."""
+    by_file: dict[tuple[str, int], list[HostPath]] = {}
+    for i, (name, host) in enumerate(cluster.labelled):
+        # A key may stand for two files, as that of a megatron corpus does.
+        files_of_key = Counter[str]()
+        for facts in host.paths:
+            files_of_key[facts.key] += 1
+            file = (facts.key, files_of_key[facts.key])
+            by_file.setdefault(file, []).append(HostPath(i, name, facts))
+    return [(key, paths) for (key, _), paths in by_file.items()]
 
 
-def _not_the_same(key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
-    names = [name for _, name, _ in usable]
-    groups = group_by_value(
-        names, [f"{path.size} bytes, digest {path.digest}" for _, _, path in usable]
+def _problems(key: str, paths: Sequence[HostPath]) -> Iterator[Finding]:
+    bad = {path.name: path.facts for path in paths if path.facts.problem}
+    good = [path.name for path in paths if not path.facts.problem]
+    problems = {name: f"{facts.path} {facts.problem}" for name, facts in bad.items()}
+    for problem, hosts in group_by_value(problems).items():
+        facts = bad[hosts[0]]
+        if facts.seen:
+            problem += f"; the nearest folder that is there is {facts.seen}"
+        if good:
+            problem += f" (it is all right on {names_text(good)})"
+        if not facts.writes:
+            sentence = "path-missing"
+        elif good:
+            sentence = "path-not-writable/elsewhere"
+        else:
+            sentence = "path-not-writable"
+        yield finding(sentence, hosts, key=key, problem=problem)
+
+
+def _not_the_same(key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
+    contents = group_by_value(
+        {path.name: f"{path.facts.size} bytes, digest {path.facts.digest}" for path in usable}
     )
-    if len(groups) > 1:
-        paths = group_by_value(names, [path.path for _, _, path in usable])
-        text = groups_text(groups) + (f" ({groups_text(paths)})" if len(paths) > 1 else "")
-        yield finding("data-differs", minority(groups), key=key, groups=text)
+    if len(contents) < 2:
+        return
+    text = groups_text(contents)
+    places = group_by_value({path.name: path.facts.path for path in usable})
+    if len(places) > 1:
+        text += f" ({groups_text(places)})"
+    yield finding("data-differs", minority(contents), key=key, groups=text)
 
 
-def _not_shared(cluster: ClusterFacts, key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
+def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
     """Every host has left a small file: a host that does not see the others' files writes to a disk
     of its own."""
     if len(usable) < 2 or not cluster.several_machines:
         return
-    alone: list[str] = []
-    for i, name, _ in usable:
-        checks = cluster.visits[i] if i < len(cluster.visits) else None
+    alone = []
+    for path in usable:
+        checks = cluster.visits[path.host] if path.host < len(cluster.visits) else None
         if checks is None or key in checks.blind:
             continue
-        others = [path.token for j, _, path in usable if j != i]
-        mutual = [token for token in others if token in checks.tokens]
-        if len(mutual) * 2 < len(others) or not mutual:
-            alone.append(name)
+        left = [other.facts.token for other in usable if other.host != path.host]
+        seen = [token for token in left if token in checks.tokens]
+        # Of hosts with a disk of their own each sees few of the others' files.
+        if not seen or len(seen) < len(left) / 2:
+            alone.append(path.name)
     if alone:
-        names = [name for _, name, _ in usable]
-        folders = groups_text(group_by_value(names, [path.seen for _, _, path in usable]))
-        kinds = groups_text(group_by_value(names, [path.filesystem for _, _, path in usable]))
         yield finding(
             "folder-not-shared",
             alone,
             key=key,
-            path=usable[0][2].path,
-            folders=folders,
-            kinds=kinds,
+            path=usable[0].facts.path,
+            folders=groups_text(group_by_value({path.name: path.facts.seen for path in usable})),
+            kinds=groups_text(
+                group_by_value({path.name: path.facts.filesystem for path in usable})
+            ),
         )
 
 
-def _slow(key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
-    speeds = [(name, path.mib_per_s) for _, name, path in usable if path.mib_per_s is not None]
-    middle = median_of([speed for _, speed in speeds])
-    others = f" (the median host: {middle:.0f})" if len(speeds) > 1 else ""
-    for name, speed in speeds:
-        if speed < SLOW_MIB_PER_S or speed * SLOWER < middle:
-            sentence = "slow-read/checkpoint" if usable[0][2].writes else "slow-read"
+def _slow(key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
+    speeds = {path.name: path.facts.mib_per_s for path in usable}
+    measured = {name: speed for name, speed in speeds.items() if speed is not None}
+    middle = median_of(list(measured.values()))
+    others = f" (the median host: {middle:.0f})" if len(measured) > 1 else ""
+    for name, speed in measured.items():
+        if speed < SLOW_MIB_PER_S or speed < middle / SLOWER:
+            sentence = "slow-read/checkpoint" if usable[0].facts.writes else "slow-read"
             yield finding(sentence, name, key=key, speed=speed, others=others)

@@ -1,9 +1,9 @@
 """Rules for what the workers measured: they name the slow rank, host or link. No I/O."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshtrain.doctor.findings import Finding, finding, group_by_value, median_of, names_text
-from meshtrain.doctor.records import ClusterFacts, Timings
+from meshtrain.doctor.records import ClusterFacts, Link, Timings
 
 SLOW_LINK = 0.5  # of the median link
 SLOW_RANK = 1.6  # times the median rank
@@ -21,7 +21,7 @@ def speed(cluster: ClusterFacts) -> Iterator[Finding]:
     if timings.left_out:
         yield finding("no-time-left", names=names_text(timings.left_out))
     yield from _stuck(cluster, timings)
-    yield from _links(cluster, timings)
+    yield from _links(cluster, timings.links)
     yield from _ranks(cluster, timings)
     for row in timings.timings:
         if row.spread > SPREAD and row.seconds * row.spread > SHORT_S:
@@ -29,41 +29,43 @@ def speed(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def host_of(cluster: ClusterFacts, rank: int) -> str:
-    return next((name for name, host in cluster.labelled if rank in host.ranks), "?")
+    for name, host in cluster.labelled:
+        if rank in host.ranks:
+            return name
+    return "?"
 
 
 def _stuck(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
-    stuck = timings.stuck or {}
-    for problem, names in group_by_value(list(stuck), list(stuck.values())).items():
+    for problem, names in group_by_value(timings.stuck or {}).items():
         ranks = sorted(names, key=int)
-        hosts = list(dict.fromkeys(host_of(cluster, int(rank)) for rank in ranks))
+        hosts = dict.fromkeys(host_of(cluster, int(rank)) for rank in ranks)
         yield finding("collective-failed", hosts, ranks=names_text(ranks), problem=problem)
 
 
-def _links(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
-    middle = median_of([link.bandwidth for link in timings.links])
-    best = max((link.bandwidth for link in timings.links), default=0.0)
-    slow = [link for link in timings.links if link.bandwidth < SLOW_LINK * middle]
-    # With three hosts, one slow host makes two of the three links slow: then the median is slow,
-    # too.
-    slow = slow or [link for link in timings.links if link.bandwidth < SLOW_LINK * SLOW_LINK * best]
+def _links(cluster: ClusterFacts, links: Sequence[Link]) -> Iterator[Finding]:
+    middle = median_of([link.bandwidth for link in links])
+    best = max((link.bandwidth for link in links), default=0.0)
+    slow = [link for link in links if link.bandwidth < SLOW_LINK * middle]
+    if not slow:
+        # With three hosts, one slow host makes two of the three links slow: then the median is
+        # slow, too.
+        slow = [link for link in links if link.bandwidth < SLOW_LINK * SLOW_LINK * best]
     if not slow:
         return
-    ends = [{host_of(cluster, link.source), host_of(cluster, link.target)} for link in slow]
+
+    # Two slow links or more that end at one host say that it is that host.
+    ends = []
+    texts = []
+    for link in slow:
+        source, target = host_of(cluster, link.source), host_of(cluster, link.target)
+        ends.append({source, target})
+        texts.append(f"{source} - {target} {_rate(link.bandwidth)}")
     common = set.intersection(*ends) if len(ends) > 1 else set()
-    hosts = [
-        (host_of(cluster, link.source), host_of(cluster, link.target), _rate(link.bandwidth))
-        for link in slow
-    ]
-    links = names_text([f"{source} - {target} {rate}" for source, target, rate in hosts])
-    text = f"every slow link is one of {names_text(sorted(common))}'s: " if common else ""
-    yield finding(
-        "slow-link",
-        sorted(common or set().union(*ends)),
-        common=text,
-        links=links,
-        best=_rate(best),
-    )
+    words = ""
+    if common:
+        words = f"every slow link is one of {names_text(sorted(common))}'s: "
+    places = sorted(common or set.union(*ends))
+    yield finding("slow-link", places, common=words, links=names_text(texts), best=_rate(best))
 
 
 def _ranks(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
@@ -76,4 +78,6 @@ def _ranks(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
 
 
 def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e8 else f"{bandwidth / 1e6:.1f} MB/s"
+    if bandwidth >= 1e8:
+        return f"{bandwidth / 1e9:.2f} GB/s"
+    return f"{bandwidth / 1e6:.1f} MB/s"

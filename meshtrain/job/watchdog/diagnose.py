@@ -38,34 +38,39 @@ MOVES_S = 5.0  # for ranks that all wait to make progress, before they count as 
 def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
     """The diagnosis from all ranks' reports, in order; None: nothing is wrong, or ranks are only
     slow (no `hangs`)."""
-    if any(report.status is not None and report.status.debugged for report in reports):
+    answering = [report for report in reports if report.status is not None]
+    if any(report.answer.debugged for report in answering):
         return None
-    if (lost := _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)) is not None:
+
+    # The surest causes first: a process that is gone or stopped, then an error that is no
+    # consequence of another rank's loss.
+    lost = _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)
+    if lost is not None:
         return lost
-    failed = [
-        report
-        for report in reports
-        if report.status is not None and report.status.failure is not None
-    ]
+    failed = [report for report in answering if report.answer.failure is not None]
     errors = [report for report in failed if report.answer.kind != FailureKind.SIGNAL]
     own_errors = [report for report in errors if not report.answer.broken]
     if own_errors:
         return _failed(_first(own_errors))
+
     # A rank that does not answer may be busy, or behind a firewall: no reason to end a job that
     # makes progress.
     if hangs or errors:
         lost = _out_of_reach(reports, DiagnosisKind.UNREACHABLE, DiagnosisKind.SILENT)
         if lost is not None:
             return lost
-    if hangs and (absent := _absent(reports, spare_patient=not errors)) is not None:
-        return absent
+    if hangs:
+        absent = _absent(reports, spare_patient=not errors)
+        if absent is not None:
+            return absent
+
+    # What is left may have been caused by a rank that nobody can find any more.
     if errors:
         return _failed(_first(errors))
     if failed:
         first = _first(failed)
-        return Diagnosis.of(
-            DiagnosisKind.ENDED, [first], f"{first.name} was {first.answer.failure}"
-        )
+        headline = f"{first.name} was {first.answer.failure}"
+        return Diagnosis.of(DiagnosisKind.ENDED, [first], headline)
     return _stuck(reports) if hangs else None
 
 
@@ -74,33 +79,27 @@ def _first(failed: Sequence[RankReport]) -> RankReport:
 
 
 def _failed(report: RankReport) -> Diagnosis:
+    failure = report.answer.failure
     if report.answer.kind == FailureKind.INPUT:
-        return Diagnosis.of(
-            DiagnosisKind.INPUT, [report], f"{report.name}: {report.answer.failure}"
-        )
-    return Diagnosis.of(
-        DiagnosisKind.FAILED, [report], f"{report.name} failed: {report.answer.failure}"
-    )
+        return Diagnosis.of(DiagnosisKind.INPUT, [report], f"{report.name}: {failure}")
+    return Diagnosis.of(DiagnosisKind.FAILED, [report], f"{report.name} failed: {failure}")
 
 
 def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagnosis | None:
     """The ranks that are out of reach in the first of these ways that applies to any rank."""
     for kind in kinds:
         lost = [report for report in reports if report.reach == kind]
-        if lost:
-            ranks = set(ranks_of(lost))
-            more = [
-                line
-                for report in reports
-                if report.rank not in ranks
-                for line in _also_wrong(report)
-            ]
-            details = (
-                *more,
-                *waiting_lines(reports, ranks),
-                *([] if kind == DiagnosisKind.GONE else stacks(reports)),
-            )
-            return Diagnosis.of(kind, lost, _lost_headline(kind, lost, reports), details)
+        if not lost:
+            continue
+        ranks = set(ranks_of(lost))
+        details = []
+        for report in reports:
+            if report.rank not in ranks:
+                details += _also_wrong(report)
+        details += waiting_lines(reports, ranks)
+        if kind != DiagnosisKind.GONE:
+            details += stacks(reports)
+        return Diagnosis.of(kind, lost, _lost_headline(kind, lost, reports), details)
     return None
 
 
@@ -108,11 +107,9 @@ def _also_wrong(report: RankReport) -> list[str]:
     """A failure of another rank that does not look like a consequence."""
     status = report.status
     if status is None:
-        return (
-            []
-            if report.reach in (Reach.GONE, Reach.STOPPED)
-            else [f"{report.name} is {report.reach} too"]
-        )
+        if report.reach in (Reach.GONE, Reach.STOPPED):
+            return []
+        return [f"{report.name} is {report.reach} too"]
     if status.kind in (None, FailureKind.SIGNAL) or status.broken:
         return []
     return [f"besides, {report.name} failed: {status.failure}"]
@@ -121,43 +118,44 @@ def _also_wrong(report: RankReport) -> list[str]:
 def _lost_headline(
     kind: DiagnosisKind, lost: Sequence[RankReport], reports: Sequence[RankReport]
 ) -> str:
-    hosts = list(dict.fromkeys(report.host for report in lost))
+    if kind == DiagnosisKind.UNREACHABLE:
+        return _unreachable_headline(lost)
+    if kind == DiagnosisKind.GONE:
+        return _gone_headline(lost, reports)
     many = len(lost) > 1
     names = named(lost)
-    if kind == DiagnosisKind.UNREACHABLE:
-        lost_of = group_values((report.host, report) for report in lost)
-        by_host = "; ".join(
-            f"host {host}: {named(reports_of_host)}" for host, reports_of_host in lost_of.items()
-        )
-        subject, verb = ("hosts", "they are") if len(hosts) > 1 else ("host", "it is")
-        return (
-            f"{subject} {', '.join(hosts)} cannot be reached: {verb} down, or the network between "
-            f"is cut ({by_host})"
-        )
-    if kind == DiagnosisKind.GONE:
-        lost_ranks = set(ranks_of(lost))
-        alive = {report.host for report in reports if report.rank not in lost_ranks}
-        empty = [host for host in hosts if host not in alive]
-        of_host = f" (all ranks of host {', '.join(empty)})" if empty and many else ""
-        pids = ", ".join(str(report.pid) for report in lost[:NAMED])
-        processes = f"processes {pids}" if many else f"process {lost[0].pid}"
-        ends = {report.end for report in lost[:NAMED]}
-        how = _how_ended(ends.pop() if len(ends) == 1 else None)
-        return (
-            f"{names} {'are' if many else 'is'} gone{of_host}: {processes} "
-            f"{'were' if many else 'was'} {how}"
-        )
     if kind == DiagnosisKind.STOPPED:
+        are = "are" if many else "is"
         state = "the processes live" if many else f"process {lost[0].pid} lives"
-        return (
-            f"{names} {'are' if many else 'is'} stopped (SIGSTOP, or a debugger): {state}, and "
-            "does not run"
-        )
+        return f"{names} {are} stopped (SIGSTOP, or a debugger): {state}, and does not run"
+    do = "do" if many else "does"
     return (
-        f"{names} {'do' if many else 'does'} not answer: process {lost[0].pid} is there, and is "
-        "stopped, "
-        "starved or in a call that lets none of its other threads run"
+        f"{names} {do} not answer: process {lost[0].pid} is there, and is stopped, starved or in a "
+        "call that lets none of its other threads run"
     )
+
+
+def _unreachable_headline(lost: Sequence[RankReport]) -> str:
+    by_host = group_values((report.host, report) for report in lost)
+    ranks = "; ".join(f"host {host}: {named(of_host)}" for host, of_host in by_host.items())
+    hosts = f"hosts {', '.join(by_host)}" if len(by_host) > 1 else f"host {lost[0].host}"
+    they_are = "they are" if len(by_host) > 1 else "it is"
+    return f"{hosts} cannot be reached: {they_are} down, or the network between is cut ({ranks})"
+
+
+def _gone_headline(lost: Sequence[RankReport], reports: Sequence[RankReport]) -> str:
+    ends = {report.end for report in lost[:NAMED]}
+    how = _how_ended(ends.pop() if len(ends) == 1 else None)
+    if len(lost) == 1:
+        return f"{lost[0].name} is gone: process {lost[0].pid} was {how}"
+
+    lost_ranks = set(ranks_of(lost))
+    alive = {report.host for report in reports if report.rank not in lost_ranks}
+    hosts = dict.fromkeys(report.host for report in lost)
+    empty = [host for host in hosts if host not in alive]
+    all_of = f" (all ranks of host {', '.join(empty)})" if empty else ""
+    pids = ", ".join(str(report.pid) for report in lost[:NAMED])
+    return f"{named(lost)} are gone{all_of}: processes {pids} were {how}"
 
 
 def _how_ended(end: str | None) -> str:
@@ -184,57 +182,60 @@ def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis 
     if not waited_for:
         return None
     by_rank = {report.rank: report for report in reports}
+    # Who waits is itself waited for: at the ends of such chains are ranks that wait for none.
     ends = sorted(_union(waited_for) - set(waited_for))
     if not ends:
-        circle = [by_rank[rank] for rank in sorted(waited_for)]
-        headline = (
-            f"{named(circle)} wait for each other: they have not called the same collectives in "
-            "the same order, or a "
-            "message was lost"
-        )
-        details = (*waiting_lines(reports, set(waited_for)), *stacks(reports))
-        return Diagnosis.of(DiagnosisKind.DEADLOCK, circle, headline, details)
+        return _deadlock(reports, [by_rank[rank] for rank in sorted(waited_for)])
     if spare_patient:
-        ends = [
-            rank for rank in ends if by_rank[rank].answer.late or not by_rank[rank].answer.patient
-        ]
+        statuses = {rank: by_rank[rank].answer for rank in ends}
+        ends = [rank for rank, status in statuses.items() if status.late or not status.patient]
         if not ends:
             return None
+
     culprits = [by_rank[rank] for rank in ends]
     victims = sorted(rank for rank, missing in waited_for.items() if ends[0] in missing)
-    waits = [wait for rank in victims if (wait := by_rank[rank].wait) is not None]
-    wait = next((candidate for candidate in waits if candidate.number is not None), waits[0])
+    waits = [report.wait for report in map(by_rank.__getitem__, victims) if report.wait is not None]
+    numbered = [wait for wait in waits if wait.number is not None]
+    wait = (numbered or waits)[0]
     seconds = max(by_rank[rank].answer.seconds for rank in victims)
-    verb = "ranks" if len(victims) > 1 else "rank"
     headline = (
         f"{named(culprits)} did not arrive at {wait} (ranks {numbers(wait.ranks)}), where "
-        f"{verb} {numbers(victims)} waited for {seconds:.0f} s: {_doing(culprits[0])}"
+        f"{_ranks(victims)} waited for {seconds:.0f} s: {_doing(culprits[0])}"
     )
-    failures = [
-        f"{report.name} failed: {report.answer.failure}"
-        for report in culprits
-        if report.answer.failure
-    ]
-    details = (*failures, *waiting_lines(reports, set(ends)), *stacks(reports))
+    failed = [report for report in culprits if report.answer.failure]
+    details = [f"{report.name} failed: {report.answer.failure}" for report in failed]
+    details += waiting_lines(reports, set(ends))
+    details += stacks(reports)
     return Diagnosis.of(DiagnosisKind.ABSENT, culprits, headline, details)
+
+
+def _deadlock(reports: Sequence[RankReport], circle: Sequence[RankReport]) -> Diagnosis:
+    headline = (
+        f"{named(circle)} wait for each other: they have not called the same collectives in the "
+        "same order, or a message was lost"
+    )
+    details = (*waiting_lines(reports, set(ranks_of(circle))), *stacks(reports))
+    return Diagnosis.of(DiagnosisKind.DEADLOCK, circle, headline, details)
 
 
 def ranks_waited_for(reports: Sequence[RankReport]) -> dict[int, frozenset[int]]:
     """Waiting rank -> the ranks that have not arrived there. Computed once for each place, not for
     each rank."""
     statuses = {report.rank: report.status for report in reports if report.status is not None}
-    by_place: dict[tuple[tuple[int, ...], int | None, tuple[int, ...] | None], frozenset[int]] = {}
+    missing_at: dict[object, frozenset[int]] = {}
     waited_for = {}
     for rank, status in statuses.items():
         wait = status.wait
         if wait is None:
             continue
         place = (wait.ranks, wait.number, wait.missing)
-        if place not in by_place:
-            by_place[place] = _ranks_not_arrived(wait, statuses)
-        others = by_place[place] - {rank} if rank in by_place[place] else by_place[place]
-        if others:
-            waited_for[rank] = others
+        if place not in missing_at:
+            missing_at[place] = _ranks_not_arrived(wait, statuses)
+        missing = missing_at[place]
+        if rank in missing:
+            missing = missing - {rank}
+        if missing:
+            waited_for[rank] = missing
     return waited_for
 
 
@@ -252,27 +253,28 @@ def _ranks_not_arrived(
             return other.begun[group] >= wait.number
         return other.wait is not None and other.wait.ranks == wait.ranks
 
-    return frozenset(
-        rank for rank in wait.ranks if rank in statuses and not arrived(statuses[rank])
-    )
+    answering = [rank for rank in wait.ranks if rank in statuses]
+    return frozenset(rank for rank in answering if not arrived(statuses[rank]))
 
 
 def _union(waited_for: Mapping[int, frozenset[int]]) -> set[int]:
     """The union of the sets. Ranks of a group share one set object, which is added once."""
-    return set().union(*{id(ranks): ranks for ranks in waited_for.values()}.values())
+    distinct = {id(ranks): ranks for ranks in waited_for.values()}
+    return set().union(*distinct.values())
 
 
 def _stuck(reports: Sequence[RankReport]) -> Diagnosis | None:
     """All ranks wait and none is behind: what they have begun together does not end."""
-    waits = [wait for report in reports if (wait := report.wait) is not None]
+    waits = [report.wait for report in reports if report.wait is not None]
     if not waits or len(waits) < len(reports) or ranks_waited_for(reports):
         return None
-    different = list(dict.fromkeys(map(str, waits)))
-    places = ", ".join(different[:NAMED]) + ", ..." * (len(different) > NAMED)
-    message = (
-        "" if all(wait.number is not None for wait in waits) else ", or a message was not sent"
-    )
-    headline = f"all ranks wait in {places}: a device or a link is stuck{message}"
+    places = list(dict.fromkeys(map(str, waits)))
+    named_places = ", ".join(places[:NAMED])
+    if len(places) > NAMED:
+        named_places += ", ..."
+    headline = f"all ranks wait in {named_places}: a device or a link is stuck"
+    if any(wait.number is None for wait in waits):
+        headline += ", or a message was not sent"
     details = (*waiting_lines(reports, set(ranks_of(reports))), *stacks(reports))
     return Diagnosis.of(DiagnosisKind.STUCK, [], headline, details)
 
@@ -280,11 +282,9 @@ def _stuck(reports: Sequence[RankReport]) -> Diagnosis | None:
 def nobody_moved(before: Sequence[RankReport], now: Sequence[RankReport]) -> bool:
     def place(report: RankReport) -> object:
         status = report.status
-        return (
-            None
-            if status is None
-            else (status.phase, status.step, status.wait, dict(status.begun), status.stack)
-        )
+        if status is None:
+            return None
+        return status.phase, status.step, status.wait, dict(status.begun), status.stack
 
     return list(map(place, before)) == list(map(place, now))
 
@@ -294,12 +294,19 @@ def numbers(ranks: Iterable[int]) -> str:
     return ", ".join(ranges(ranks))
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 5`, `ranks 0-3`."""
+    return f"ranks {numbers(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
 def named(reports: Sequence[RankReport]) -> str:
     if len(reports) <= NAMED:
         return ", ".join(report.name for report in reports)
     hosts = list(dict.fromkeys(report.host for report in reports))
-    more = ", ..." * (len(hosts) > NAMED)
-    return f"ranks {numbers(ranks_of(reports))} on host {', '.join(hosts[:NAMED])}{more}"
+    names = ", ".join(hosts[:NAMED])
+    if len(hosts) > NAMED:
+        names += ", ..."
+    return f"ranks {numbers(ranks_of(reports))} on host {names}"
 
 
 def _place(status: RankStatus) -> str:
@@ -319,35 +326,36 @@ def _doing(report: RankReport) -> str:
 
 def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str]:
     """Which groups wait for the culprits, and which ranks wait there."""
-    waits = [(report.rank, wait) for report in reports if (wait := report.wait) is not None]
-    by_wait = group_values(
-        ((str(wait), wait.ranks, wait.missing or ()), rank) for rank, wait in waits
-    )
-    by_group: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for (label, ranks, missing), waiting in by_wait.items():
-        if not culprits.isdisjoint(ranks) or not culprits.isdisjoint(missing):
-            by_group.setdefault((label, ranks), []).extend(waiting)
+    # Waits of one label and group are one line, whatever the waiting ranks know to be missing.
+    by_place: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for report in reports:
+        wait = report.wait
+        if wait is not None and not culprits.isdisjoint((*wait.ranks, *(wait.missing or ()))):
+            by_place.setdefault((str(wait), wait.ranks), []).append(report.rank)
+
     lines = []
-    for (label, ranks), waiting in list(by_group.items())[:STACKS]:
-        group = f" (ranks {numbers(ranks)})" if ranks else ""
-        absent = (set(ranks) & culprits or culprits) - set(waiting)
-        verb = f"ranks {numbers(waiting)} wait" if len(waiting) > 1 else f"rank {waiting[0]} waits"
-        lines.append(f"{label}{group}: {verb}" + f", not arrived: {numbers(absent)}" * bool(absent))
+    for (label, group), waiting in list(by_place.items())[:STACKS]:
+        of_group = f" (ranks {numbers(group)})" if group else ""
+        wait_there = "wait" if len(waiting) > 1 else "waits"
+        line = f"{label}{of_group}: {_ranks(waiting)} {wait_there}"
+        absent = (set(group) & culprits or culprits) - set(waiting)
+        if absent:
+            line += f", not arrived: {numbers(absent)}"
+        lines.append(line)
     return lines
 
 
 def stacks(reports: Sequence[RankReport]) -> list[str]:
-    known = [
-        (report.rank, report.status)
-        for report in reports
-        if report.status is not None and report.status.stack
-    ]
-    by_stack = group_values(((_place(status), status.stack), rank) for rank, status in known)
-    lines = []
-    # the odd one out comes first
+    by_stack: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for report in reports:
+        status = report.status
+        if status is not None and status.stack:
+            by_stack.setdefault((_place(status), status.stack), []).append(report.rank)
+    # The odd one out comes first.
     groups = sorted(by_stack.items(), key=lambda item: (len(item[1]), item[1][0]))
+    lines = []
     for (place, stack), ranks in groups[:STACKS]:
-        lines.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {numbers(ranks)}, in {place}:")
+        lines.append(f"{_ranks(ranks)}, in {place}:")
         lines += [f"    {frame}" for frame in stack]
     if len(groups) > STACKS:
         lines.append(f"and {len(groups) - STACKS} other stacks")
@@ -358,9 +366,9 @@ def unexplained(reports: Sequence[RankReport]) -> str | None:
     """Where all ranks are, if they take too long and none of them waits for another, as far as can
     be seen."""
     statuses = [report.status for report in reports if report.status is not None]
-    if len(statuses) < len(reports) or any(
-        status.wait or status.failure or status.debugged for status in statuses
-    ):
+    if len(statuses) < len(reports):
+        return None
+    if any(status.wait or status.failure or status.debugged for status in statuses):
         return None
     longest = max(statuses, key=lambda status: status.seconds)
     head = f"this takes long ({longest.seconds:.0f} s in {_place(longest)}), and no rank waits"
@@ -389,17 +397,13 @@ class Coordinator:
 
     def __init__(self, peers: "Peers", clock: DeadlineClock, closed: threading.Event) -> None:
         """`clock`: of this rank. `closed`: set once the ranks leave, and no longer answer."""
-        self._peers, self._clock, self._closed = peers, clock, closed
+        self._peers = peers
+        self._clock = clock
+        self._closed = closed
         # the last question that found nothing wrong, and when
-        self._all_well = (
-            (False, False),
-            float("-inf"),
-        )
+        self._all_well = ((False, False), float("-inf"))
         # the kind of the last note on slow ranks, and this rank's last progress then
-        self._noted = (
-            "",
-            0.0,
-        )
+        self._noted = ("", 0.0)
 
     def diagnose(self, *, hangs: bool, failed: bool, late: bool) -> Diagnosis | None:
         """Asks all ranks and decides; None if nothing is wrong. `failed`: a rank has failed, so
@@ -410,10 +414,8 @@ class Coordinator:
             return None  # all ranks ask this question, and it was answered just now
         reports = self._peers.examine()
         diagnosis = diagnose(reports, hangs=hangs)
-        if diagnosis is not None and diagnosis.kind in (
-            DiagnosisKind.STUCK,
-            DiagnosisKind.DEADLOCK,
-        ):
+        all_wait = (DiagnosisKind.STUCK, DiagnosisKind.DEADLOCK)
+        if diagnosis is not None and diagnosis.kind in all_wait:
             diagnosis = self._look_again(reports)
         if self._closed.is_set():
             diagnosis = None
@@ -439,25 +441,27 @@ class Coordinator:
             return None
         again = self._peers.examine()
         diagnosis = diagnose(again, hangs=True)
-        if diagnosis is not None and diagnosis.kind == DiagnosisKind.DEADLOCK:
-            return (
-                diagnosis
-                if [report.wait for report in reports] == [report.wait for report in again]
-                else None
-            )
-        stuck = diagnosis is not None and diagnosis.kind == DiagnosisKind.STUCK
-        return None if stuck and not nobody_moved(reports, again) else diagnosis
+        if diagnosis is None:
+            return None
+        if diagnosis.kind == DiagnosisKind.DEADLOCK:
+            same_waits = [report.wait for report in reports] == [report.wait for report in again]
+            return diagnosis if same_waits else None
+        if diagnosis.kind == DiagnosisKind.STUCK:
+            return diagnosis if nobody_moved(reports, again) else None
+        return diagnosis
 
     def _note(self, reports: list[RankReport], hangs: bool) -> None:
         """A deadline has passed, and the job continues: prints once what is known about it."""
         if any(report.status is not None and report.status.debugged for report in reports):
             return
         puzzle = unexplained(reports) if hangs else None
-        kind, text = (
-            ("busy", waited_for_line(reports))
-            if puzzle is None
-            else ("puzzle", f"warning: {puzzle}")
-        )
-        if self._noted != (noted := (kind, self._clock.since)):
+        if puzzle is None:
+            kind = "busy"
+            text = waited_for_line(reports)
+        else:
+            kind = "puzzle"
+            text = f"warning: {puzzle}"
+        noted = (kind, self._clock.since)
+        if self._noted != noted:
             self._noted = noted
             print_error(text)

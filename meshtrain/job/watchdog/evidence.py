@@ -28,7 +28,8 @@ from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
 from meshtrain.job.sockets import call_with_timeout, in_thread
 from meshtrain.job.storage import print_error
-from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
+from meshtrain.job.torch_private import recorder_entries
+from meshtrain.job.watchdog.introspect import process_groups
 from meshtrain.job.watchdog.records import VERDICT, Diagnosis, DiagnosisKind, failure_line
 
 EVIDENCE_S = 4.0  # the longest by which the end of a job is delayed

@@ -5,38 +5,31 @@ and receives (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutori
 meshtrain's own waits are in pending.py.
 """
 
-import json
 import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.distributed.distributed_c10d import _world
 
 from meshtrain.job.exit import signal_of
 from meshtrain.job.pending import PendingWait, Resource, pending_waits, wait_that_failed
 from meshtrain.job.process import Job
 from meshtrain.job.sockets import call_with_timeout
 from meshtrain.job.store import describe, is_input
+from meshtrain.job.torch_private import group_ranks, recorder_entries
 from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.records import FailureKind, PendingCollective, RankStatus
 from meshtrain.layout import Layout
 
 FRAMES = 14  # of a stack, the innermost
 RECORDER_S = 1.5  # for the flight recorder to answer
-# NCCL's flight recorder, and that of the other backends
-DUMPS = (
-    "_dump_nccl_trace_json",
-    "_dump_fr_trace_json",
-)
 HIDDEN = (
     "runpy",
     "torch/nn/modules/module.py",
@@ -55,10 +48,9 @@ POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")  # not in the flight reco
 # Texts of errors of collectives and of the store that mean that another process is gone or did not
 # arrive. Code that reads data from the network raises similar ones: see is_connection_error.
 BROKEN = re.compile(
-    r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer|Timed "
-    r"out waiting"
-    r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo|Socket "
-    r"Timeout|recvValue|sendBytes",
+    r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer"
+    r"|Timed out waiting|Socket Timeout|recvValue|sendBytes"
+    r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo",
     re.IGNORECASE,
 )
 INNERMOST = 3  # frames of an error that tell where it comes from
@@ -83,66 +75,100 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        if (name := signal_of(error)) is not None:
-            return cls(FailureKind.SIGNAL, f"ended by {name}", frames_of(error))
+        signal_name = signal_of(error)
+        if signal_name is not None:
+            return cls(FailureKind.SIGNAL, f"ended by {signal_name}", frames_of(error))
         if is_input(error):
             return cls(FailureKind.INPUT, str(error), frames_of(error))
-        broken = is_connection_error(error)
         return cls(
-            FailureKind.ERROR, describe(error), frames_of(error), broken, wait_that_failed(error)
+            FailureKind.ERROR,
+            describe(error),
+            frames_of(error),
+            broken=is_connection_error(error),
+            wait=wait_that_failed(error),
         )
+
+
+class RecorderState(NamedTuple):
+    """What torch's flight recorder says of this process."""
+
+    pending: PendingCollective | None  # the oldest collective that has not ended
+    last: PendingCollective | None  # the one begun last
+    begun: dict[str, int]  # ranks of a group ("0,2") -> how many collectives have begun there
 
 
 def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> RankStatus:
     """This rank's answer when another one asks for its state."""
     groups = process_groups(job.layout, job.rank)
-    pending, last, begun = None, None, dict[str, int]()
-    try:
-        pending, last, begun = call_with_timeout(RECORDER_S, flight_recorder_state, groups)
-    except Exception as error:
-        # the recorder may wait for a lock that a hanging thread holds
-        if not isinstance(error, TimeoutError):
-            traceback.print_exception(error)
-    by_thread = pending_waits()
+    recorded = _recorded(groups)
+
+    # Where the main thread is, and what it and the others wait for.
     main = threading.main_thread().ident or 0
+    by_thread = pending_waits()
     waits = by_thread.pop(main, ())
     background = [wait for of_thread in by_thread.values() for wait in of_thread]
     place = frames(main)
+    last = None
     if failure is not None:
-        waits, place = (failure.wait,) if failure.wait is not None else (), failure.frames
+        waits = () if failure.wait is None else (failure.wait,)
+        place = failure.frames
+        last = recorded.last
+
     everybody = tuple(range(job.world_size))
-    last = None if failure is None else last
     wait = (
-        pending
+        recorded.pending
         or pending_collective(waits, groups)
         or blocking_collective(place, last, groups, everybody)
     )
     if wait is None:
         wait = pending_collective(background, groups)
         if wait is None and by_thread and clock.phase == "saving" and failure is None:
-            place = frames(next(iter(by_thread)))  # the main thread only waits for this one
-    own = waits if clock.phase != "saving" else (*background, *waits)
-    resource = next(
-        (other.label for other in reversed(own) if other.resource != Resource.RANKS), None
-    )
-    return RankStatus(
+            # The main thread only waits for the one that saves.
+            place = frames(next(iter(by_thread)))
+    for_device = any(other.resource == Resource.DEVICE for other in (*waits, *background))
+
+    status = RankStatus(
         clock.phase,
         clock.step,
         clock.seconds,
-        failure=None if failure is None else failure.text,
-        kind=None if failure is None else failure.kind,
-        failed_s=0.0 if failure is None else time.monotonic() - failure.at,
-        broken=failure is not None and failure.broken,
-        late=clock.late(
-            for_device=any(other.resource == Resource.DEVICE for other in (*waits, *background))
-        ),
+        late=clock.late(for_device=for_device),
         patient=clock.deadlines.patient(clock.phase),
-        wait=wait if failure is None or failure.broken else None,
-        resource=resource,
-        begun=begun,
+        wait=wait,
+        resource=_resource(waits if clock.phase != "saving" else (*background, *waits)),
+        begun=recorded.begun,
         stack=stack(place),
         debugged=debugger_attached(),
     )
+    if failure is None:
+        return status
+    return replace(
+        status,
+        failure=failure.text,
+        kind=failure.kind,
+        failed_s=time.monotonic() - failure.at,
+        broken=failure.broken,
+        wait=wait if failure.broken else None,
+    )
+
+
+def _recorded(groups: Groups) -> RecorderState:
+    """`flight_recorder_state`, or nothing where the recorder does not answer: it may wait for a
+    lock that a hanging thread holds."""
+    try:
+        return call_with_timeout(RECORDER_S, flight_recorder_state, groups)
+    except TimeoutError:
+        pass
+    except Exception as error:
+        traceback.print_exception(error)
+    return RecorderState(None, None, {})
+
+
+def _resource(waits: Sequence[PendingWait]) -> str | None:
+    """What is waited for besides other ranks, by the innermost of such waits."""
+    for wait in reversed(waits):
+        if wait.resource != Resource.RANKS:
+            return wait.label
+    return None
 
 
 def pending_collective(waits: Sequence[PendingWait], groups: Groups) -> PendingCollective | None:
@@ -181,13 +207,10 @@ def blocking_collective(
 
 def process_groups(layout: Layout | None, rank: int) -> Groups:
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for group, members in list(_world.pg_group_ranks.items()):
-        ranks = tuple(sorted(members))
-        if rank in members and len(ranks) > 1:
-            groups[group.group_name] = (
-                _axis_of(layout, rank, ranks) or str(group.group_desc),
-                ranks,
-            )
+    for group, ranks in group_ranks():
+        if rank in ranks and len(ranks) > 1:
+            name = _axis_of(layout, rank, ranks) or str(group.group_desc)
+            groups[group.group_name] = (name, ranks)
     return groups
 
 
@@ -199,36 +222,27 @@ def _axis_of(layout: Layout | None, rank: int, ranks: tuple[int, ...]) -> str | 
     return "all ranks" if len(ranks) == dist.get_world_size() else None
 
 
-def flight_recorder_state(
-    groups: Groups,
-) -> tuple[PendingCollective | None, PendingCollective | None, dict[str, int]]:
-    """The oldest collective that has not ended, the one begun last, and ranks of a group ("0,2") ->
-    how many collectives have begun there."""
+def flight_recorder_state(groups: Groups) -> RecorderState:
     pending = last = None
     begun: dict[str, int] = {}
-    keys = {group: ",".join(map(str, ranks)) for group, (_, ranks) in groups.items()}
     for entry in recorder_entries():
         group = entry["process_group"][0]
         if group not in groups:
             continue
         over, ranks = groups[group]
-        number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
+        number = entry["collective_seq_id"]
+        kind = entry["profiling_name"].rpartition(":")[2]
         if entry["is_p2p"]:  # these are numbered per pair of ranks
             collective = PendingCollective(kind, over, ranks)
         else:
-            collective = last = PendingCollective(f"{kind} {number}", over, ranks, number)
-            begun[keys[group]] = max(number, begun.get(keys[group], 0))
-        if pending is None and not (entry["retired"] or entry["state"] == "completed"):
+            collective = PendingCollective(f"{kind} {number}", over, ranks, number)
+            last = collective
+            key = ",".join(map(str, ranks))
+            begun[key] = max(number, begun.get(key, 0))
+        has_ended = entry["retired"] or entry["state"] == "completed"
+        if pending is None and not has_ended:
             pending = collective
-    return pending, last, begun
-
-
-def recorder_entries() -> Iterator[dict[str, Any]]:
-    """The entries of torch's flight recorders, backend by backend, oldest first."""
-    for name in DUMPS:
-        dump = getattr(_distributed_c10d, name, None)
-        trace = {} if dump is None else json.loads(dump())
-        yield from sorted(trace.get("entries", []), key=lambda entry: entry.get("record_id", 0))
+    return RecorderState(pending, last, begun)
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -258,14 +272,12 @@ def frames_of(error: BaseException) -> list[FrameType]:
 
 def stack(place: Sequence[FrameType]) -> tuple[str, ...]:
     """Lines like `meshtrain/trainer.py:131 update`, innermost last."""
-    shown = [
-        frame for frame in place if not any(part in frame.f_code.co_filename for part in HIDDEN)
-    ]
-    lines = [
-        f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
-        for frame in shown[:FRAMES]
-    ]
-    return tuple(reversed(lines))
+    lines = []
+    for frame in place:
+        code = frame.f_code
+        if not any(part in code.co_filename for part in HIDDEN):
+            lines.append(f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}")
+    return tuple(reversed(lines[:FRAMES]))
 
 
 def _short(path: str) -> str:
@@ -282,11 +294,9 @@ def debugger_attached() -> bool:
     """Whether a debugger holds this process, or might: then no deadline counts."""
     if any(name in sys.modules for name in DEBUGGERS):
         return True
-    place = frames(threading.main_thread().ident or 0)
-    if any(
-        frame.f_trace is not None or Path(frame.f_code.co_filename).name in DEBUGGER_FILES
-        for frame in place
-    ):
-        return True
-    lines = STATUS.read_text().splitlines() if STATUS.exists() else []  # gdb or strace
+    for frame in frames(threading.main_thread().ident or 0):
+        if frame.f_trace is not None or Path(frame.f_code.co_filename).name in DEBUGGER_FILES:
+            return True
+    # gdb or strace, as the kernel tells
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
     return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)

@@ -24,6 +24,7 @@ from meshtrain.errors import group_values
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.process import Job
 from meshtrain.job.sockets import address_towards, is_loopback, listen
+from meshtrain.job.threads import NoThreadError, start_thread
 from meshtrain.job.watchdog.deaths import Deaths
 from meshtrain.job.watchdog.records import (
     OUT_OF_REACH,
@@ -43,17 +44,12 @@ MOST_ENDS = 4  # processes that are gone whose neighbours are asked how they end
 READERS = 256  # questions that are read at the same time
 PAUSE_S = 0.1  # before a retry where the system has run out of a resource
 # of this process or its host
-EXHAUSTED = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ENOBUFS,
-    errno.EAGAIN,
-)
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
 EXHAUSTED_S = 30.0  # for which it waits for others to free such a resource
 # marks an answer: another program may have got the port of a rank that is gone
 ANSWERED = "answered"
-LINE, READ = 2**20, 2**16  # bytes of a question or an answer, and how many are read at a time
+LINE = 2**20  # bytes of a question or an answer
+READ = 2**16  # bytes that are read of it at a time
 LOWEST = 16  # ranks that are asked at once to find the lowest one alive, to begin with
 STOPPED_STATES = ("T", "t")
 BOOT = "/proc/sys/kernel/random/boot_id"
@@ -110,8 +106,9 @@ class StatusServer:
         self._listening = listen(0)
         self.port: int = self._listening.getsockname()[1]
         close_in_children(self._listening)
-        self._closed, self._readers = threading.Event(), threading.Semaphore(READERS)
-        threading.Thread(target=self._accept, name="status server", daemon=True).start()
+        self._closed = threading.Event()
+        self._readers = threading.Semaphore(READERS)
+        start_thread(self._accept, name="status server")
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -123,19 +120,21 @@ class StatusServer:
             self._readers.acquire()
             while not self._closed.is_set():
                 try:
-                    threading.Thread(
-                        target=self._serve, args=(connection,), name="answer", daemon=True
-                    ).start()
+                    start_thread(self._serve, connection, name="answer")
                     break
-                except RuntimeError:  # too many threads run
+                except NoThreadError:
                     self._closed.wait(PAUSE_S)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):  # the peer has gone
             question = self._read(connection)
-            if question is not None and (answer := self._answer(question)) is not None:
-                connection.settimeout(ANSWER_S)
-                connection.sendall(json.dumps({ANSWERED: answer}).encode() + b"\n")
+            if question is None:
+                return
+            answer = self._answer(question)
+            if answer is None:
+                return
+            connection.settimeout(ANSWER_S)
+            connection.sendall(json.dumps({ANSWERED: answer}).encode() + b"\n")
 
     def _read(self, connection: socket.socket) -> dict[str, Any] | None:
         """The question, if it comes from this job. Strangers hold READERS threads at most,
@@ -183,7 +182,8 @@ def ask(
     nothing listens there, so the process is gone; NoReplyError: no answer, or not in time; OSError:
     nothing came back from the host; ExhaustedError: this process could not ask."""
     problem: OSError | None = None
-    for ip in ("127.0.0.1", *to.ips) if to.net == net else to.ips:
+    ips = ("127.0.0.1", *to.ips) if to.net == net else to.ips
+    for ip in ips:
         try:
             with _connect(ip, to.port) as connection:
                 return _exchange(connection, {**question, "token": token}, seconds)
@@ -243,7 +243,8 @@ def _exchange(connection: socket.socket, question: Mapping[str, Any], seconds: f
 
 def _read_line(connection: socket.socket, seconds: float) -> bytes:
     """What comes before the end of the line or of the stream. Raises TimeoutError."""
-    deadline, line = time.monotonic() + seconds, bytearray()
+    deadline = time.monotonic() + seconds
+    line = bytearray()
     while b"\n" not in line[-READ:] and len(line) < LINE:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -285,10 +286,16 @@ def ask_all(
     with ThreadPoolExecutor(max(1, min(AT_ONCE, len(addresses)))) as pool:
         if len(addresses) <= AT_ONCE:
             return list(pool.map(ask_one, addresses))
+
+        # The first ranks of all hosts, in threads of their own: they use the pool for the others.
         hosts = group_values((to.net, to) for to in addresses)
         with ThreadPoolExecutor(min(AT_ONCE, len(hosts))) as firsts:
-            by_host = dict(zip(hosts, map(iter, firsts.map(ask_host, hosts.values())), strict=True))
-        return [next(by_host[to.net]) for to in addresses]
+            answers_of_hosts = list(firsts.map(ask_host, hosts.values()))
+        answers: dict[int, Any] = {}
+        for ranks, of_host in zip(hosts.values(), answers_of_hosts, strict=True):
+            for to, answer in zip(ranks, of_host, strict=True):
+                answers[to.rank] = answer
+        return [answers[to.rank] for to in addresses]
 
 
 def unreachable(answer: Any) -> bool:
@@ -300,7 +307,8 @@ def unreachable(answer: Any) -> bool:
 def addresses_towards(others: Sequence[str]) -> tuple[str, ...]:
     """The addresses at which others reach this host: those from which it reaches them. Loopback
     last."""
-    return tuple(sorted(dict.fromkeys(filter(None, map(address_towards, others))), key=is_loopback))
+    own = [address for address in map(address_towards, others) if address]
+    return tuple(sorted(dict.fromkeys(own), key=is_loopback))
 
 
 def process_state(pid: int) -> str:
@@ -317,23 +325,26 @@ def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
     """Tells all ranks where this one listens, through the job's store; all ranks call it
     together."""
     assert job.environment.master is not None  # there is a store
-    activity, ips = "exchanging addresses", addresses_towards([job.environment.master[0]])
-    own = Address(job.rank, job.host, os.getpid(), server.port, ips, *namespace_ids(job.host))
+    activity = "exchanging addresses"
+    master, _ = job.environment.master
+    net, pids = namespace_ids(job.host)
+    ips = addresses_towards([master])
+    own = Address(job.rank, job.host, os.getpid(), server.port, ips, net, pids)
     server.token, hosts = job.reduce(activity, [server.token, *astuple(own)], _by_host)
-    addresses = [
-        Address(rank, host, pid, port, *at)
-        for host, *at, processes in hosts
-        for rank, pid, port in processes
-    ]
+    addresses = []
+    for host, host_ips, host_net, host_pids, processes in hosts:
+        for rank, pid, port in processes:
+            addresses.append(Address(rank, host, pid, port, host_ips, host_net, host_pids))
     addresses.sort(key=lambda to: to.rank)
-    if len({to.net for to in addresses}) > 1 and any(
-        is_loopback(to.ips[0]) for to in addresses if to.ips
-    ):
-        # The host of the store reaches itself by loopback, or by a name that means nothing
-        # elsewhere.
-        theirs = [
-            ip for to in addresses if to.net != own.net for ip in to.ips if not is_loopback(ip)
-        ]
+
+    # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere:
+    # it learns from the others' addresses which of its own they reach.
+    several_hosts = len({to.net for to in addresses}) > 1
+    if several_hosts and any(is_loopback(to.ips[0]) for to in addresses if to.ips):
+        theirs: list[str] = []
+        for to in addresses:
+            if to.net != own.net:
+                theirs += [ip for ip in to.ips if not is_loopback(ip)]
         ips_of = job.gather(activity, addresses_towards(theirs[:4]) or own.ips)
         addresses = [replace(to, ips=ips) for to, ips in zip(addresses, ips_of, strict=True)]
     return Peers(job, server, addresses)
@@ -342,17 +353,21 @@ def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
 def _by_host(rows: list) -> tuple[str, list]:
     """Rank 0's token, and for each host what its ranks share and their numbers: short, as every
     rank gets all of it."""
-    hosts = group_values(
-        (json.dumps([host, *at]), [rank, pid, port]) for _, rank, host, pid, port, *at in rows
-    )
-    return rows[0][0], [[*json.loads(common), processes] for common, processes in hosts.items()]
+    of_common: dict[str, list] = {}
+    for _, rank, host, pid, port, ips, net, pids in rows:
+        common = json.dumps([host, ips, net, pids])
+        of_common.setdefault(common, []).append([rank, pid, port])
+    token = rows[0][0]
+    return token, [[*json.loads(common), processes] for common, processes in of_common.items()]
 
 
 class Peers:
     def __init__(self, job: Job, server: StatusServer, addresses: Sequence[Address]) -> None:
-        self._job, self._server, self._addresses = job, server, addresses
+        self._job = job
+        self._server = server
+        self._addresses = addresses
         self._own = addresses[job.rank]
-        neighbours = (to for to in addresses if to.pids == self._own.pids and to.rank != job.rank)
+        neighbours = [to for to in addresses if to.pids == self._own.pids and to.rank != job.rank]
         self._deaths = Deaths({to.rank: to.pid for to in neighbours})
 
     def close(self) -> None:
@@ -360,14 +375,13 @@ class Peers:
 
     def alive_from_rank_0(self, *, same_host: bool = False) -> Iterator[Address]:
         """Ranks that answer, from the lowest on, up to this one."""
-        lower = [
-            to
-            for to in self._addresses[: self._job.rank]
-            if not same_host or to.net == self._own.net
-        ]
+        lower = self._addresses[: self._job.rank]
+        if same_host:
+            lower = [to for to in lower if to.net == self._own.net]
         size = LOWEST
         while lower:
-            batch, lower = lower[:size], lower[size:]
+            batch = lower[:size]
+            lower = lower[size:]
             size *= 4  # where so many are lost, whole hosts are: do not ask one by one
             for to, answer in zip(batch, self._ask_all(batch, {"ask": "here"}), strict=True):
                 if not isinstance(answer, OSError):
@@ -375,23 +389,33 @@ class Peers:
         yield self._own
 
     def examine(self) -> list[RankReport]:
+        """Asks all ranks for their state; what each answers, or why it does not."""
         answers = self._ask_all(self._addresses, {"ask": "state"})
+
+        # A rank that does not answer in time is stopped, or so busy that it is asked once more.
         silent = [to for to in self._addresses if isinstance(answers[to.rank], NoReplyError)]
         states = {to.rank: self._state_by_neighbour(to, answers) for to in silent}
-        busy = [to for to in silent if states[to.rank] not in STOPPED_STATES]
+        stopped = {rank for rank, state in states.items() if state in STOPPED_STATES}
+        busy = [to for to in silent if to.rank not in stopped]
         for to, answer in zip(busy, self._ask_all(busy, {"ask": "state"}), strict=True):
             answers[to.rank] = answer
-        reports, asked = [], 0
+
+        reports = []
+        ends_asked = 0
         for to, answer in zip(self._addresses, answers, strict=True):
             status = end = None
             if not isinstance(answer, OSError):
-                reach, status = Reach.ANSWERS, RankStatus.from_json(answer)
+                reach = Reach.ANSWERS
+                status = RankStatus.from_json(answer)
             elif isinstance(answer, ConnectionRefusedError) or self._is_gone_from_here(to):
                 reach = Reach.GONE
-                if asked < MOST_ENDS:
-                    end, asked = self._end_by_neighbour(to, answers), asked + 1
+                if ends_asked < MOST_ENDS:
+                    ends_asked += 1
+                    end = self._end_by_neighbour(to, answers)
+            elif to.rank in stopped:
+                reach = Reach.STOPPED
             elif isinstance(answer, NoReplyError):
-                reach = Reach.STOPPED if states[to.rank] in STOPPED_STATES else Reach.SILENT
+                reach = Reach.SILENT
             else:
                 reach = Reach.UNREACHABLE
             name = self._job.name_of(to.rank, to.host)
@@ -403,10 +427,9 @@ class Peers:
         can."""
         if self._same_pids(silent.rank):
             return process_state(silent.pid)
-        for to, answer in zip(self._addresses, answers, strict=True):
-            if to.pids == silent.pids and not isinstance(answer, OSError):
-                with suppress(OSError):
-                    return str(self.ask(to, {"ask": "look", "rank": silent.rank})["state"])
+        for to in self._neighbours(silent, answers):
+            with suppress(OSError):
+                return str(self.ask(to, {"ask": "look", "rank": silent.rank})["state"])
         return ""
 
     def _is_gone_from_here(self, to: Address) -> bool:
@@ -418,12 +441,19 @@ class Peers:
         """How a process ended, as a rank of its host has seen it; None if none has."""
         if self._same_pids(gone.rank):
             return self.end_of(gone.rank)
-        for to, answer in zip(self._addresses, answers, strict=True):
-            if to.pids == gone.pids and not isinstance(answer, OSError):
-                with suppress(OSError):
-                    end = self.ask(to, {"ask": "end of", "rank": gone.rank})["end"]
-                    return None if end is None else str(end)
+        for to in self._neighbours(gone, answers):
+            with suppress(OSError):
+                end = self.ask(to, {"ask": "end of", "rank": gone.rank})["end"]
+                return None if end is None else str(end)
         return None
+
+    def _neighbours(self, lost: Address, answers: list[Any]) -> list[Address]:
+        """The ranks that see the process of a lost one and have answered."""
+        return [
+            to
+            for to in self._addresses
+            if to.pids == lost.pids and not isinstance(answers[to.rank], OSError)
+        ]
 
     def end_of(self, rank: int) -> str | None:
         return self._deaths.end_of(rank) if self._same_pids(rank) else None
@@ -433,32 +463,33 @@ class Peers:
         launcher ends it."""
         if diagnosis.kind not in (DiagnosisKind.STOPPED, DiagnosisKind.SILENT):
             return
-        for lost in (self._addresses[rank] for rank in diagnosis.ranks):
-            for to in self._addresses:
-                if to.pids == lost.pids and to.rank not in diagnosis.ranks:
+        survivors = [to for to in self._addresses if to.rank not in diagnosis.ranks]
+        for rank in diagnosis.ranks:
+            for to in survivors:
+                if to.pids == self._addresses[rank].pids:
                     with suppress(OSError):
-                        self.ask(to, {"ask": "kill", "rank": lost.rank})
+                        self.ask(to, {"ask": "kill", "rank": rank})
                         break
 
     def survivors(self, diagnosis: Diagnosis) -> set[int]:
-        lost = diagnosis.ranks if diagnosis.kind in OUT_OF_REACH else ()
-        return {to.rank for to in self._addresses} - set(lost)
+        everybody = {to.rank for to in self._addresses}
+        if diagnosis.kind in OUT_OF_REACH:
+            return everybody - set(diagnosis.ranks)
+        return everybody
 
     def speaks_for_host(self, diagnosis: Diagnosis) -> bool:
         """Whether this rank is the lowest survivor of its host."""
         same_host = {to.rank for to in self._addresses if to.net == self._own.net}
-        return self._own.rank == min(same_host & self.survivors(diagnosis) | {self._own.rank})
+        lower = {rank for rank in same_host if rank < self._own.rank}
+        return not lower & self.survivors(diagnosis)
 
     def tell(self, ranks: set[int], message: Mapping[str, Any]) -> None:
         """Sends these ranks a message, and once more to those that did not seem to receive it."""
         remaining = [to for to in self._addresses if to.rank in ranks]
         for _ in range(2):
             answers = self._ask_all(remaining, message, seconds=TELL_S)
-            remaining = [
-                to
-                for to, answer in zip(remaining, answers, strict=True)
-                if isinstance(answer, OSError)
-            ]
+            answered = list(zip(remaining, answers, strict=True))
+            remaining = [to for to, answer in answered if isinstance(answer, OSError)]
 
     def state(self, rank: int) -> str:
         return process_state(self._addresses[rank].pid) if self._same_pids(rank) else ""

@@ -32,6 +32,7 @@ from meshtrain.job.signals import (
 )
 from meshtrain.job.storage import print_error, warn
 from meshtrain.job.store import Failures, RemoteFailure, describe
+from meshtrain.job.threads import NoThreadError, start_thread
 from meshtrain.job.watchdog import introspect
 from meshtrain.job.watchdog.deadlines import (
     MEASURED,
@@ -61,26 +62,24 @@ T = TypeVar("T")
 class Watchdog(Failures):
     """This rank's watchdog. Until `begin`, and in a world of one, it only records progress."""
 
-    def __init__(
-        self, job: Job
-    ) -> None:  # it overrides every method of `Failures`, which would need the store
+    # It overrides every method of `Failures`, whose constructor would need the store.
+    def __init__(self, job: Job) -> None:
         self.job = job
         self.diagnosis: Diagnosis | None = None  # why the job is lost
-        self._clock, self._report, self._wakeup = (
-            DeadlineClock(),
-            FailureReport(job),
-            SignalWakeup(),
-        )
+        self._clock = DeadlineClock()
+        self._report = FailureReport(job)
+        self._wakeup = SignalWakeup()
         self._failure: Failure | None = None  # of this rank
+        # from `begin` on
         self._server: StatusServer | None = None
         self._peers: Peers | None = None
         self._coordinator: Coordinator | None = None
-        self._decided, self._closed = threading.Event(), threading.Event()
-        self._coordinating, self._inquiring, self._learning = (
-            threading.Lock(),
-            threading.Lock(),
-            threading.Lock(),
-        )
+
+        self._decided = threading.Event()  # there is a diagnosis, or it is known that there is none
+        self._closed = threading.Event()
+        self._coordinating = threading.Lock()
+        self._inquiring = threading.Lock()
+        self._learning = threading.Lock()
         self._waiters = threading.Semaphore(MOST_WAITERS)
         self._signals: set[int] = set()  # received and not examined yet
         self._ends_on_sigterm = False
@@ -94,7 +93,8 @@ class Watchdog(Failures):
     def on_job_lost(self, write: Callable[[Diagnosis], None], failures: Path | None = None) -> None:
         """Sets the function that records that the job is lost, and the parent folder of the
         evidence."""
-        self._report.on_job_lost, self._report.failures = write, failures
+        self._report.on_job_lost = write
+        self._report.failures = failures
 
     @property
     def peers(self) -> Peers:
@@ -134,20 +134,24 @@ class Watchdog(Failures):
         if self.diagnosis is None:
             return None
         blamed = self.job.rank in self.diagnosis.ranks
-        # An error that preceded the diagnosis, or is no consequence of it, is printed by no other
-        # rank.
-        before = self._failure is not None and self._failure.kind != FailureKind.SIGNAL
-        own = signal_of(error) is None and (before or not introspect.is_connection_error(error))
-        if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or own):
+        if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or self._is_own(error)):
             return None
         return RemoteFailure(self.diagnosis, self._report.printed or blamed)
+
+    def _is_own(self, error: BaseException) -> bool:
+        """Whether an error preceded the diagnosis, or is no consequence of it: then no other rank
+        prints it."""
+        if signal_of(error) is not None:
+            return False
+        preceded = self._failure is not None and self._failure.kind != FailureKind.SIGNAL
+        return preceded or not introspect.is_connection_error(error)
 
     def _wait_for_diagnosis(self) -> None:
         """The launcher's signals do not interrupt it: they come exactly when a rank was lost."""
         deadline = time.monotonic() + DIAGNOSIS_S
-        while (remaining := deadline - time.monotonic()) > 0 and not self._decided.is_set():
+        while time.monotonic() < deadline and not self._decided.is_set():
             with suppress(SystemExit, KeyboardInterrupt):
-                self._decided.wait(remaining)
+                self._decided.wait(max(0.0, deadline - time.monotonic()))
         if self.diagnosis is not None and in_main_thread():
             ignore_signals()  # this process ends soon anyway, within a time limit
 
@@ -175,7 +179,7 @@ class Watchdog(Failures):
         job.failures = self
         job.limit_s = math.inf  # from now on this watchdog ends what takes too long
         self._wakeup.install()
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        start_thread(self._run, name="watchdog")
 
     def handle_sigterm(self) -> None:
         """Lets the watchdog end this process on SIGTERM, unless the program has its own handler: a
@@ -216,7 +220,8 @@ class Watchdog(Failures):
                 return
 
     def _print_own_error(self, error: Exception) -> None:
-        if (text := describe(error)) != self._last_error:
+        text = describe(error)
+        if text != self._last_error:  # once, not every second
             self._last_error = text
             trace = "".join(traceback.format_exception(error))
             warn(f"the watchdog of {self.job} has failed, and goes on:\n{trace}")
@@ -229,9 +234,8 @@ class Watchdog(Failures):
                 self._decided.set()
         elif self._clock.missed():
             if not introspect.debugger_attached():
-                self._inquire(
-                    hangs=self.deadlines.hangs(self._clock.phase, self._clock.misses), late=True
-                )
+                hangs = self.deadlines.hangs(self._clock.phase, self._clock.misses)
+                self._inquire(hangs=hangs, late=True)
         elif self._signals:
             # A launcher ends the remaining ranks when one was killed: NCCL alone would not notice
             # for minutes.
@@ -245,9 +249,8 @@ class Watchdog(Failures):
         """Has the lowest living rank decide, asked only by the lowest one of each host: otherwise a
         coordinator of 4,096 ranks would have as many connections at once. The arguments are those
         of `Coordinator.diagnose`."""
-        self._hand_on(
-            "inquire", self._inquire_for_host, {"hangs": hangs, "failed": failed, "late": late}
-        )
+        question = {"hangs": hangs, "failed": failed, "late": late}
+        self._hand_on("inquire", self._inquire_for_host, question)
 
     def _inquire_for_host(self, **question: bool) -> None:
         """`_inquire` on the lowest rank of a host. One inquiry at a time; later callers get the
@@ -264,18 +267,20 @@ class Watchdog(Failures):
         for to in self.peers.alive_from_rank_0(same_host=request == "inquire"):
             if to.rank == self.job.rank:
                 answer(**question)
-            elif not self._ask_for_diagnosis(to, {"ask": request, **question}):
-                continue
-            return
+                return
+            if self._ask_for_diagnosis(to, {"ask": request, **question}):
+                return
 
     def _ask_for_diagnosis(self, to: Address, question: dict[str, Any]) -> bool:
         """Whether that rank has answered, with or without a diagnosis; False: it was lost
         meanwhile."""
         deadline = time.monotonic() + DIAGNOSIS_S
         try:
-            while (answer := self.peers.ask(to, question, DIAGNOSIS_S)).get("later"):
+            answer = self.peers.ask(to, question, DIAGNOSIS_S)
+            while answer.get("later"):
                 if self._decided.wait(AGAIN_S) or time.monotonic() > deadline:
                     return True
+                answer = self.peers.ask(to, question, DIAGNOSIS_S)
             self._learn(answer["diagnosis"])
             return True
         except OSError:
@@ -294,11 +299,7 @@ class Watchdog(Failures):
             diagnosis = self._report.make_evidence_folder(
                 diagnosis, self._clock.phase, self._clock.step
             )
-            ended = diagnosis.kind == DiagnosisKind.ENDED
-            own_error = ended or diagnosis.kind == DiagnosisKind.FAILED
-            prints_own_error = self.job.rank in diagnosis.ranks and own_error
-            is_input = diagnosis.kind == DiagnosisKind.INPUT  # the rank that has found it prints it
-            if not prints_own_error and not is_input and not (ended and self._asked_to_end):
+            if self._prints(diagnosis):
                 self._report.print(diagnosis, details=True)
             survivors = self._coordinator.broadcast(diagnosis, self.job.rank)
             if diagnosis.evidence:
@@ -308,6 +309,17 @@ class Watchdog(Failures):
                 self._report.write_exit_json(diagnosis)
             self._learn(asdict(diagnosis))
             return diagnosis
+
+    def _prints(self, diagnosis: Diagnosis) -> bool:
+        """Whether this rank, which has decided, prints the block: not where the rank at fault
+        prints its own error, or where the launcher has ended the job."""
+        kind = diagnosis.kind
+        if kind == DiagnosisKind.INPUT:
+            return False
+        if kind == DiagnosisKind.ENDED and self._asked_to_end:
+            return False
+        is_error = kind in (DiagnosisKind.ENDED, DiagnosisKind.FAILED)
+        return not (is_error and self.job.rank in diagnosis.ranks)
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
         try:
@@ -325,9 +337,10 @@ class Watchdog(Failures):
             if not self._waiters.acquire(blocking=False):
                 return {"later": True}
             try:
-                (self._coordinate if request == "coordinate" else self._inquire_for_host)(
-                    **question
-                )
+                if request == "coordinate":
+                    self._coordinate(**question)
+                else:
+                    self._inquire_for_host(**question)
             finally:
                 self._waiters.release()
             return {"diagnosis": None if self.diagnosis is None else asdict(self.diagnosis)}
@@ -349,12 +362,13 @@ class Watchdog(Failures):
                 return
             self.diagnosis = Diagnosis.from_json(diagnosis)
         if self.diagnosis.evidence:
-            threading.Thread(
-                target=self._write_evidence, args=(self.diagnosis,), daemon=True
-            ).start()
-        else:
-            self._decided.set()
-            self._wakeup.wake()
+            try:
+                start_thread(self._write_evidence, self.diagnosis, name="evidence")
+                return
+            except NoThreadError as error:  # the job ends without it
+                self._print_own_error(error)
+        self._decided.set()
+        self._wakeup.wake()
 
     def _write_evidence(self, diagnosis: Diagnosis) -> None:
         try:
@@ -371,11 +385,8 @@ class Watchdog(Failures):
         self._decided.wait(EVIDENCE_S + 1)  # until the evidence is written
         if self._main_thread_leaves():
             return
-        if (
-            self._ends_on_sigterm
-            and self.diagnosis.kind == DiagnosisKind.ENDED
-            and self._asked_to_end
-        ):
+        is_ended = self.diagnosis.kind == DiagnosisKind.ENDED
+        if is_ended and self._ends_on_sigterm and self._asked_to_end:
             exit_now(128 + signal.SIGTERM)  # as the other ranks do
         if self.job.rank not in self.diagnosis.ranks and self.diagnosis.kind != DiagnosisKind.INPUT:
             self._report.print(self.diagnosis, details=False)
@@ -447,8 +458,6 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
         except SystemExit:
             outlast_signals(job)  # the watchdog has put the handler of SIGTERM back
             raise
-    except (
-        InputError,
-        StartError,
-    ) as error:  # before the ranks watch each other; later ones are job_exit's
+    except (InputError, StartError) as error:
+        # Before the ranks watch each other; later errors are job_exit's.
         raise SystemExit(refuse_start(error)) from None

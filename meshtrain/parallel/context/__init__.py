@@ -4,15 +4,16 @@ parts.
 Each rank has two chunks of a sequence (`meshtrain.data.sequence`). Three exact methods of attention
 can be combined:
 
-    gather  a rank fetches all keys and values that its queries see (Llama 3,
-    https://arxiv.org/abs/2407.21783) ring    keys and values arrive from one rank at a time,
-    overlapped with attention to those of the previous rank;
-            partial results are merged by their log-sum-exp (Liu et al.,
-            https://arxiv.org/abs/2310.01889)
-    heads   u neighbours exchange parts of the sequence for parts of the heads (Ulysses, Jacobs et
-    al.,
-            https://arxiv.org/abs/2309.14509); the rest of `cp` uses one of the methods above (Fang
-            and Zhao, https://arxiv.org/abs/2405.07719)
+    gather  a rank fetches all keys and values that its queries see
+            (Llama 3, https://arxiv.org/abs/2407.21783)
+    ring    keys and values arrive from one rank at a time, overlapped with attention to those of
+            the previous rank; partial results are merged by their log-sum-exp
+            (Liu et al., https://arxiv.org/abs/2310.01889)
+    heads   u neighbours exchange parts of the sequence for parts of the heads
+            (Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509); the rest of `cp` uses one of
+            the methods above (Fang and Zhao, https://arxiv.org/abs/2405.07719)
+
+The first two are in `attention.py`, the third in `heads.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,9 @@ class ContextParallel:
             raise InputError(
                 f"parallel.context: there is no way {method!r}: use {' or '.join(METHODS)}"
             )
-        self.size, self.index, self.group = mesh.size("cp"), mesh.index("cp"), mesh.group("cp")
+        self.size = mesh.size("cp")
+        self.index = mesh.index("cp")
+        self.group = mesh.group("cp")
         if heads < 1 or self.size % heads:
             raise InputError(context_heads_problem(heads, self.size))
         if 1 < heads < self.size and heads != mesh.size("cp_heads"):
@@ -68,18 +71,20 @@ class ContextParallel:
             )
         self.tp = mesh.size("tp") if sequence_parallel else 1
         self.method = method
-        self.groups: dict[str, AxisGroup] = {}  # of "ring" and "heads", if larger than 1
+        # size of the group of neighbours that exchange heads, and this rank's index in it
+        self.neighbours = heads, self.index % heads
+        # Of "ring" and "heads", if larger than 1. Where only one of them is, it is all of `cp`.
+        self.groups: dict[str, AxisGroup] = {}
         if heads < self.size:
             self.groups["ring"] = axis_group(mesh, "cp" if heads == 1 else "cp_ring")
         if heads > 1:
             self.groups["heads"] = axis_group(mesh, "cp" if heads == self.size else "cp_heads")
-        self.neighbours = heads, self.index % heads
 
     def positions(self, length: int) -> Tensor:
         """(s of this rank,) int64: the positions of the padded sequence that this rank has."""
-        chunks = (
-            chunks_of(length, self.size, self.index, self.tp) if self.size > 1 else (range(length),)
-        )
+        if self.size == 1:
+            return torch.arange(length)
+        chunks = chunks_of(length, self.size, self.index, self.tp)
         return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
 
     def owner(self, position: int, length: int) -> tuple[int, int]:
@@ -101,25 +106,35 @@ class ContextParallel:
             raise InputError(
                 "cp splits sequences, and this batch has one target a sample: use cp: 1"
             )
-        record, length = batch.with_context().tensors.get("documents"), batch.targets.shape[1]
+        record = batch.with_context().tensors.get("documents")
         if isinstance(record, ShardedContext):
             raise InputError("this batch is a rank's part already: call shard once for each batch")
+        length = batch.targets.shape[1]
+        own = self.positions(length)  # of the padded sequence
+
         documents = record.documents if isinstance(record, AttentionContext) else None
-        own = self.positions(length)
-        places, more = own.clamp(max=length - 1), self.size * len(own) - length
         if documents is not None:  # padding becomes one more document
-            documents = torch.cat(
-                [documents, (documents.amax(1, keepdim=True) + 1).expand(-1, more)], 1
-            )
-        groups: dict[str, Any] = {way: group.name for way, group in self.groups.items()}
-        settings = {"method": self.method, "neighbours": self.neighbours, **groups}
-        spans = visible_spans(documents, 2 * self.size)
-        part = ShardedContext(documents, part=own, length=length, spans=spans, **settings)
-        local = batch.along_sequence(lambda x, dim: x.index_select(dim, places))
+            padding = self.size * len(own) - length
+            one_more = documents.amax(1, keepdim=True) + 1
+            documents = torch.cat([documents, one_more.expand(-1, padding)], dim=1)
+        names = {exchanged: group.name for exchanged, group in self.groups.items()}
+        context = ShardedContext(
+            documents,
+            part=own,
+            length=length,
+            spans=visible_spans(documents, 2 * self.size),
+            method=self.method,
+            neighbours=self.neighbours,
+            ring=names.get("ring", ""),
+            heads=names.get("heads", ""),
+        )
+
+        tokens = own.clamp(max=length - 1)  # padding repeats the last one
+        local = batch.along_sequence(lambda x, dim: x.index_select(dim, tokens))
         tensors = dict(local.tensors)
         if tensors.get("positions") is None:  # the model would count from 0
-            tensors["positions"] = places.expand(len(batch.targets), -1).contiguous()
-        tensors["documents"] = part
+            tensors["positions"] = tokens.expand(len(batch.targets), -1).contiguous()
+        tensors["documents"] = context
         return Batch(tensors, local.targets.masked_fill_(own >= length, IGNORE))
 
 
@@ -129,12 +144,16 @@ def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:
     there up to themselves."""
     if documents is None:
         return torch.zeros(2, chunks, dtype=torch.int64)
-    length, changes = documents.shape[1], F.pad(documents.diff(dim=1), (1, 0))
+    length = documents.shape[1]
+    changes = F.pad(documents.diff(dim=1), (1, 0))
     if (changes < 0).any():  # a document may resume: every key may be visible, none is sure to be
         return torch.tensor([[0], [length]]).expand(2, chunks)
+    # (b, length): where the document of each token begins
     begins = torch.where(changes > 0, torch.arange(length), 0).cummax(1).values
     step = length // chunks
-    return torch.stack([begins[:, ::step].amin(0), begins[:, step - 1 :: step].amax(0)])
+    first_visible = begins[:, ::step].amin(0)  # begins ascend, so the first query sees most
+    last_begin = begins[:, step - 1 :: step].amax(0)
+    return torch.stack([first_visible, last_begin])
 
 
 @dataclass(eq=False, repr=False)
@@ -165,33 +184,42 @@ class ShardedContext(AttentionContext):
 
         Raises InputError: the number of query heads is not divisible by `context_heads`.
         """
-        h, kv_heads, (u, index) = q.shape[1], k.shape[1], self.neighbours
+        h, kv_heads = q.shape[1], k.shape[1]
+        u, index = self.neighbours
         if h % u:
             raise InputError(
                 f"{h} query heads do not divide over context_heads {u}: use a divisor of {h}"
             )
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+
+        # (b, h, s, e) -> (b, h / u, u s, e): fewer heads of a longer part of the sequence
         if u > 1:
             q, k, v = ops.to_heads([q, k, v], [h, kv_heads, kv_heads], self.heads)
-        settings = (
-            kv_heads_of(h, kv_heads, u, index),
-            self.ring,
-            self.method,
-            scale,
-            window,
-            soft_cap,
+        y, _ = ops.context_attention(
+            q,
+            k,
+            v,
+            documents=self.documents,
+            spans=self.spans,
+            heads=kv_heads_of(h, kv_heads, u, index),
+            ring=self.ring,
+            method=self.method,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
         )
-        y, _ = ops.context_attention(q, k, v, self.documents, self.spans, *settings)
-        return y if u == 1 else ops.to_sequence([y], [h], self.heads)[0]
+        if u > 1:
+            [y] = ops.to_sequence([y], [h], self.heads)
+        return y
 
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
     ) -> Any:
         """A copy on a device. Documents stay on the CPU, so that their visibility is known without
         waiting."""
-        moved = replace(self, documents=None).apply(
-            lambda x: x.to(device, non_blocking=non_blocking)
-        )
+        without_documents = replace(self, documents=None)
+        moved = without_documents.apply(lambda x: x.to(device, non_blocking=non_blocking))
         return replace(moved, documents=self.documents)
 
 
@@ -218,10 +246,11 @@ def misplaced_calls(
         def run(*args: Any, **kwargs: Any) -> Any:
             calls.append(0)
             output = forward(*args, **kwargs)
-            if (n := calls.pop()) != 1:
+            count = calls.pop()
+            if count != 1:
                 misplaced.append(
-                    f"{name} calls attention {n} times, and what the cp_plan names has to call it "
-                    "once"
+                    f"{name} calls attention {count} times, and what the cp_plan names has to call "
+                    "it once"
                 )
             return output
 

@@ -1,279 +1,484 @@
-"""Attention of this rank's queries over keys and values that are split over all ranks of `cp`, as
-torch operators.
+"""Ring attention: causal attention of this rank's queries over keys and values that are split over
+all ranks of `cp`, as torch operators (Liu et al., https://arxiv.org/abs/2310.01889).
 
-Only visible chunks are sent: the chunks that a rank needs follow from the documents, which every
-rank has. Keys and values come directly from their ranks, and gradients go directly back, summed in
-a fixed order (bitwise reproducible).
+**Who has what.** With c ranks a sequence is cut into 2c chunks, and rank i has chunks i and
+2c - 1 - i (`meshtrain.data.sequence`). Queries stay where they are; keys and values travel. What
+rank 1 of 3 computes, with `\\` for the causal diagonal and `x` for all keys:
+
+    keys of chunk    0   1   2   3   4   5
+    held by rank     0   1   2   2   1   0
+    queries of 1     x   \\   .   .   .   .
+    queries of 4     x   x   x   x   \\   .
+
+**Who sends what, when.** Keys and values come directly from the rank that has them, only if one of
+the reader's queries sees their chunk, and only once. In stage d of the ring, rank i computes with
+those of rank i - d while those of rank i - d - 1 are under way:
+
+    stage of the ring            0             1             2
+    rank 1 computes with     1, 4 (own)    0 of rank 0   2, 3 of rank 2
+    rank 1 receives          from rank 0   from rank 2
+    backward: rank 1 sends the gradient of 0 to rank 0 in stage 2, those of 2, 3 to rank 2 after it
+
+`gather` is the same with all other ranks in one stage, before any computation. Only the visible
+chunks travel in both: which these are follows from the documents, and every rank has those.
+
+**Forward.** For a query with scores x_j over a set of keys A, one kernel returns
+
+    l_A = log sum_{j in A} exp(x_j)        and        o_A = sum_{j in A} exp(x_j - l_A) v_j
+
+l is the log-sum-exp; the kernel subtracts the largest score m before it exponentiates, so that
+nothing overflows: l = m + log sum exp(x_j - m). Results over disjoint sets A and B of keys merge
+exactly, in any order of arrival (the online softmax, https://arxiv.org/abs/1805.02867):
+
+    l = log(exp l_A + exp l_B)             and        o = exp(l_A - l) o_A + exp(l_B - l) o_B
+
+**Backward.** The forward keeps o and l over *all* keys. With them the probabilities of any block
+are final, p_ij = exp(x_ij - l_i), so blocks are independent of each other and their gradients add:
+
+    D_i  = do_i . o_i                      the same for all blocks: sum over all j of p_ij dp_ij
+    dp_ij = do_i . v_j,      dx_ij = p_ij (dp_ij - D_i)
+    dv_j = sum_i p_ij do_i,  dk_j  = scale sum_i dx_ij q_i,  dq_i = scale sum_j dx_ij k_j
+
+Keys and values are fetched again rather than kept. The gradients of a rank's keys go directly back
+to it, which adds them in the order of the ring after itself: the same sum bit for bit in each run,
+for `gather` and for `ring`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshtrain.data.sequence import sees_chunk
-from meshtrain.parallel.collectives import AsyncResult, axis_group_by_name, differentiable, operator
+from meshtrain.parallel.collectives import (
+    AsyncResult,
+    AxisGroup,
+    axis_group_by_name,
+    differentiable,
+    operator,
+)
 from meshtrain.parallel.context import kernels
 from meshtrain.parallel.context.kernels import Block
 
-Part = tuple[slice, bool, Tensor, Block]
+# In shapes: b batch, h query heads, k key/value heads, s tokens of this rank, m = s / 2 tokens of a
+# chunk, n keys of a stage, e width of queries and keys, f width of values.
 
 
-class Exchange:
-    """Receives the keys and values that this rank's queries see, and returns their gradients.
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of the operators after q, k and v, in the order of `SETTINGS`."""
 
-    Chunks are numbered along the sequence. A chunk is sent as (b, k, m, e + f): keys concatenated
-    with values.
-    """
+    documents: Tensor | None  # (b, length of the padded sequence), on the CPU
+    spans: Tensor  # (2, chunks), what `visible_spans` says of the documents, on the CPU
+    heads: Sequence[int]  # the key/value head of each query head; (): shared evenly
+    ring: str  # name of the group that exchanges keys and values; "": this rank has all of them
+    method: str  # "gather" or "ring"
+    scale: float
+    window: int | None
+    soft_cap: float | None
 
-    gradient: Tensor  # of this rank's keys and values, (2, b, k, m, e + f), in float32 or wider
-    total: Tensor  # of the keys and values of the current block
-
-    def __init__(
-        self, q: Tensor, v: Tensor, documents: Tensor | None, spans: Tensor, *settings: Any
-    ) -> None:
-        heads, ring, method, scale, window, soft_cap = settings
-        self.axis = axis_group_by_name(ring) if ring else None
-        self.size, self.index = (
-            (self.axis.size, self.axis.index) if self.axis is not None else (1, 0)
-        )
-        self.own: Sequence[int] = (self.index, 2 * self.size - 1 - self.index)
-        self.chunk = q.shape[2] // 2
-        length = 2 * self.size * self.chunk
-        self.window = None if window is None or window >= length else window
-        self.look = Block(scale, soft_cap, heads=heads)
-        self.lower_right = kernels.choose_kernel(q, v, soft_cap, "all").lower_right
-        # If u neighbours have exchanged heads, a chunk here consists of u chunks: it spans from the
-        # first to the last.
-        u = spans.shape[1] // (2 * self.size)
-        self.first, self.last = spans[0, ::u].tolist(), spans[1, u - 1 :: u].tolist()
-        self.batch, self.documents, ascend = len(q), documents, self.last[-1] < length
-        if self.window is not None:
-            self.first = [
-                max(visible, y * self.chunk - self.window + 1)
-                for y, visible in enumerate(self.first)
-            ]
-            self.documents = (
-                torch.zeros(1, length, dtype=torch.int64) if documents is None else documents
-            )
-        masks = self.documents is not None
-        self.segmented = (
-            masks and ascend and kernels.choose_kernel(q, v, soft_cap, "documents").segmented
-        )
-        # Distances down the ring of the ranks whose keys arrive together.
-        away = range(1, self.size)
-        self.stages = [[], *([d] for d in away)] if method == "ring" else [list(away)]
-        self.going_home: AsyncResult | None = None
-
-    def parts(self, kv: Tensor, backward: bool = False) -> Iterator[Part]:
-        """The blocks to compute, in turn: rows of queries, whether these are the first keys of the
-        rows, keys and values concatenated, and how queries see them. In backward the caller adds
-        their gradient to `total`; gradients of keys that arrived together are sent when the next
-        part is requested."""
-        arrived, coming = dict(zip(self.own, kv, strict=True)), self._start(kv, self.stages[0])
-        wide = torch.promote_types(kv.dtype, torch.float32)
-        for away, following in zip(self.stages, (*self.stages[1:], []), strict=True):
-            received = coming.wait() if coming is not None else []
-            for j in ((self.index - d) % self.size for d in away):
-                arrived |= zip(self._visible_of(j), received[j], strict=True)
-            coming, xs = self._start(kv, following), sorted(arrived)
-            keys = torch.cat([arrived[x] for x in xs], 2) if xs else kv[0, :, :, :0]
-            arrived, received = {}, []
-            gradient = torch.zeros_like(keys, dtype=wide) if backward else keys[:0]
-            for ys, visible in self._pairs(xs):
-                begin, end = (
-                    self.own.index(ys[0]) * self.chunk,
-                    (xs.index(visible[-1]) + 1) * self.chunk,
-                )
-                skip = max(0, self.first[ys[0]] - visible[0] * self.chunk)
-                rows = slice(begin, begin + len(ys) * self.chunk)
-                columns = slice(end - len(visible) * self.chunk + skip, end)
-                block = self._block(ys, visible, skip, kv.device)
-                self.total = gradient[:, :, columns]
-                yield rows, visible[-1] == ys[-1], keys[:, :, columns], block
-            if backward:
-                gradients = dict(zip(xs, gradient.split(self.chunk, 2), strict=len(xs) > 0))
-                if self.own[0] in gradients:
-                    self.gradient = torch.stack([gradients[x] for x in self.own])
-                self._add_arrived()
-                self.going_home = self._start(kv, away, gradients)
-                self.total, gradients = keys[:0], {}
-            del keys, gradient
-        self._add_arrived()
-
-    def _start(
-        self, kv: Tensor, away: Sequence[int], home: dict[int, Tensor] | None = None
-    ) -> AsyncResult | None:
-        """Fetches the chunks of the ranks at these distances, or sends back their gradients in the
-        dtype of `kv`."""
-        if self.axis is None or not away:
-            return None
-        parts, sizes = [kv[:0]] * self.size, [0] * self.size
-        for d in away:
-            reader, source = (self.index + d) % self.size, (self.index - d) % self.size
-            if home is None:
-                parts[reader], sizes[source] = (
-                    kv[self._halves(reader, self.index)],
-                    len(self._visible_of(source)),
-                )
-            else:
-                chunks = [home[x].to(kv.dtype) for x in self._visible_of(source)]
-                parts[source] = torch.stack(chunks) if chunks else kv[:0]
-                sizes[reader] = len(self.own[self._halves(reader, self.index)])
-        return self.axis.start_all_to_all(parts, sizes)
-
-    def _halves(self, reader: int, source: int) -> slice:
-        """The slice of its two chunks that `source` sends to `reader`."""
-        both = (source, 2 * self.size - 1 - source)
-        halves = [n for n, x in enumerate(both) if sees_chunk(self.first, self.chunk, reader, x)]
-        return slice(halves[0], halves[-1] + 1) if halves else slice(0, 0)
-
-    def _visible_of(self, source: int) -> Sequence[int]:
-        """The chunks of rank `source` that this rank's queries see."""
-        return [source, 2 * self.size - 1 - source][self._halves(self.index, source)]
-
-    def _pairs(self, chunks: list[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Chunks of queries, and the chunks of keys that they attend to in one block."""
-        looks = [
-            [x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk] for y in self.own
-        ]
-        if chunks == [*self.own] and not self._is_masked(self.own, self.own):
-            yield self.own, self.own  # causal, because both are in ascending order
-        elif looks[0] == looks[1]:
-            yield from [(self.own, looks[0])] if looks[0] else []
-        else:
-            for y, xs in zip(self.own, looks, strict=True):
-                if (
-                    len(xs) > 1
-                    and xs[-1] == y
-                    and not self.lower_right
-                    and not self._is_masked((y,), xs)
-                ):
-                    yield (y,), [xs.pop()]
-                if xs:
-                    yield (y,), xs
-
-    def _is_masked(self, ys: Sequence[int], xs: Sequence[int]) -> bool:
-        """Whether some query of a block does not see all of the block's keys up to itself."""
-        begin = max(self.first[ys[0]], xs[0] * self.chunk)
-        return self.window is not None or not all(
-            self.last[y] <= self.first[y] <= begin for y in ys
-        )
-
-    def _block(
-        self, ys: Sequence[int], xs: Sequence[int], skip: int, device: torch.device
-    ) -> Block:
-        """How a block's queries see its keys."""
-        diagonal = xs[-1] == ys[-1]
-        if not self._is_masked(ys, xs):
-            return replace(self.look, causal=diagonal)
-        assert self.documents is not None
-        queries, keys = (
-            torch.cat([torch.arange(n * self.chunk, (n + 1) * self.chunk) for n in chunks])
-            for chunks in (ys, xs)
-        )
-        keys = keys[skip:]
-        adjacent = xs[-1] - xs[0] == len(xs) - 1  # otherwise a window would span a gap
-        if self.segmented and (self.window is None or (diagonal and adjacent)):
-            segments = kernels.segments_of(
-                *(self.documents[:, x].expand(self.batch, -1) for x in (queries, keys))
-            )
-            return replace(self.look, causal=diagonal, segments=segments, window=self.window)
-        documents, queries, keys = (
-            x.to(device, non_blocking=True) for x in (self.documents, queries, keys)
-        )
-        mask = (queries[:, None] >= keys) & (
-            documents[:, queries, None] == documents[:, None, keys]
-        )
-        if self.window is not None:
-            mask &= queries[:, None] < keys + self.window
-        return replace(self.look, mask=mask[:, None])
-
-    def _add_arrived(self) -> None:
-        """Adds the gradients that other ranks have sent to this rank's own, in ring order after
-        this rank."""
-        arrived = self.going_home.wait() if self.going_home is not None else []
-        self.going_home = None
-        for j in ((self.index + d) % self.size for d in range(1, self.size) if arrived):
-            if len(arrived[j]) > 0:
-                self.gradient[self._halves(j, self.index)] += arrived[j]
-
-
-def _context_attention(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """The output (b, h, s, f) and its log-sum-exp (b, h, s) of this rank's queries."""
-    (out, lse), widths = (
-        _outputs(q, v, torch.promote_types(q.dtype, torch.float32)),
-        [k.shape[-1], v.shape[-1]],
-    )
-    for rows, is_first, kv, block in Exchange(q, v, *settings).parts(_side_by_side(k, v)):
-        keys, values = kv.split(widths, -1)
-        more, more_lse = kernels.forward_block(q[:, :, rows], keys, values, block)
-        if not is_first:
-            more, more_lse = kernels.merge_blocks(out[:, :, rows], lse[:, :, rows], more, more_lse)
-        out[:, :, rows], lse[:, :, rows] = more, more_lse
-    return out.to(q.dtype), lse
-
-
-def _context_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *settings: Any
-) -> list[Tensor]:
-    """The gradients of this rank's q, k and v. Keys and values of other ranks are fetched again."""
-    exchange, widths = Exchange(q, v, *settings), [k.shape[-1], v.shape[-1]]
-    dq = torch.zeros_like(q, dtype=lse.dtype)
-    for rows, _, kv, block in exchange.parts(_side_by_side(k, v), backward=True):
-        dy, x, y, sums = (tensor[:, :, rows] for tensor in (grad, q, out, lse))
-        keys, values = kv.split(widths, -1)
-        dx, dk, dv = kernels.backward_block(dy, x, keys, values, y, sums, block)
-        dq[:, :, rows] += dx
-        exchange.total[..., : widths[0]] += dk
-        exchange.total[..., widths[0] :] += dv
-    dkv = exchange.gradient.movedim(0, 2).flatten(2, 3).to(q.dtype)
-    return [dq.to(q.dtype), *(x.contiguous() for x in dkv.split(widths, -1))]
-
-
-def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
-    """(2, b, k, m, e + f): for each of the two chunks, keys concatenated with values."""
-    return torch.cat([k, v], -1).unflatten(2, (2, -1)).movedim(2, 0).contiguous()
-
-
-def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Empty tensors for an output, with heads adjacent in memory as the next layer needs them, and
-    its log-sum-exp."""
-    b, h, s, _ = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(b, s, h, v.shape[-1], dtype=dtype).transpose(1, 2), q.new_empty(
-        b, h, s, dtype=wide
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, spans, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, documents, spans)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *ops.context_attention_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 8
+    @property
+    def axis(self) -> AxisGroup | None:
+        return axis_group_by_name(self.ring) if self.ring else None
 
 
 SETTINGS = (
     "Tensor? documents, Tensor spans, int[] heads, str ring, str method, float scale, int? window, "
     "float? soft_cap"
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of this rank's queries against some of the keys that are here: one call of a kernel."""
+
+    rows: slice  # of this rank's s queries
+    columns: slice  # of the n keys of this stage
+    block: Block  # how these queries see these keys
+    is_first: bool  # whether the rows have met no keys before; they then see at least themselves
+
+
+class Visibility:
+    """Which chunks this rank's queries see, and how. The same on all ranks: from it follows who
+    sends what.
+
+    Attributes:
+        index: this rank's among the `size` ranks that share the sequence.
+        own: the two chunks that this rank has. chunk: the length m of each chunk.
+        first: for each chunk, the first position that one of its queries sees, in any row.
+        last_begin: for each chunk, the last position before its end at which a document begins. If
+            it is not behind `first`, each query sees all keys from `first` up to itself.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, settings: Settings) -> None:
+        axis = settings.axis
+        self.size = 1 if axis is None else axis.size
+        self.index = 0 if axis is None else axis.index
+        self.own = self.chunks_of(self.index)
+        self.chunk = q.shape[2] // 2
+        self.batch = q.shape[0]
+        length = 2 * self.size * self.chunk
+
+        # Where u neighbours have exchanged heads for parts of the sequence (`heads.py`), a chunk
+        # here consists of u chunks of `spans`: it sees what its first one sees, up to its last one.
+        u = settings.spans.shape[1] // (2 * self.size)
+        self.first: list[int] = settings.spans[0, ::u].tolist()
+        self.last_begin: list[int] = settings.spans[1, u - 1 :: u].tolist()
+        # `visible_spans` says so of documents that go on after another one.
+        documents_resume = self.last_begin[-1] >= length
+
+        self.window = settings.window
+        if self.window is not None and self.window >= length:
+            self.window = None
+        self.documents = settings.documents
+        if self.window is not None:
+            self.first = [
+                max(first, y * self.chunk - self.window + 1) for y, first in enumerate(self.first)
+            ]
+            if self.documents is None:  # a window needs masks, and they compare documents
+                self.documents = torch.zeros(1, length, dtype=torch.int64)
+
+        self.plain = Block(settings.scale, settings.soft_cap, heads=settings.heads)
+        kernel = kernels.choose_kernel(q, v, settings.soft_cap, "all")
+        self.kernel_aligns_ends = kernel.lower_right
+        # Segments instead of a mask, which has a number for each pair of query and key.
+        self.segmented = False
+        if self.documents is not None and not documents_resume:
+            kernel = kernels.choose_kernel(q, v, settings.soft_cap, "documents")
+            self.segmented = kernel.segmented
+
+    def chunks_of(self, rank: int) -> Sequence[int]:
+        return rank, 2 * self.size - 1 - rank
+
+    def needed(self, reader: int, source: int) -> slice:
+        """Which of the two chunks of rank `source` the queries of rank `reader` see."""
+        seen = [
+            place
+            for place, x in enumerate(self.chunks_of(source))
+            if sees_chunk(self.first, self.chunk, reader, x)
+        ]
+        return slice(seen[0], seen[-1] + 1) if seen else slice(0, 0)
+
+    def needed_from(self, source: int) -> Sequence[int]:
+        """The chunks of rank `source` that this rank's queries see."""
+        return self.chunks_of(source)[self.needed(self.index, source)]
+
+    def parts(self, chunks: Sequence[int], device: torch.device) -> Iterator[Part]:
+        """What to compute with the keys of these chunks, which are ascending and concatenated."""
+        for ys, xs in self._pairs(chunks):
+            row = self.own.index(ys[0]) * self.chunk
+            column = chunks.index(xs[0]) * self.chunk
+            # Keys before the first visible one are not computed.
+            skip = max(0, self.first[ys[0]] - xs[0] * self.chunk)
+            yield Part(
+                rows=slice(row, row + len(ys) * self.chunk),
+                columns=slice(column + skip, column + len(xs) * self.chunk),
+                block=self._block(ys, xs, skip, device),
+                is_first=xs[-1] == ys[-1],
+            )
+
+    def _pairs(self, chunks: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """(Chunks of queries, the consecutive ones of `chunks` that they see), a block each. As few
+        and as large blocks as kernels without a mask allow."""
+        visible = [
+            [x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk] for y in self.own
+        ]
+        if tuple(chunks) == self.own and not self._is_masked(self.own, self.own):
+            # Stage 0 of a ring. Both are in ascending order, so together they are causal, too.
+            yield self.own, self.own
+        elif visible[0] == visible[1]:
+            if visible[0]:
+                yield self.own, visible[0]
+        else:
+            for y, xs in zip(self.own, visible, strict=True):
+                # Fewer queries than keys, causal: a kernel that does not align their last ones, as
+                # most do not, gets the square at the diagonal as a block of its own.
+                has_diagonal = len(xs) > 1 and xs[-1] == y
+                if has_diagonal and not self.kernel_aligns_ends and not self._is_masked((y,), xs):
+                    yield (y,), [xs.pop()]
+                if xs:
+                    yield (y,), xs
+
+    def _is_masked(self, ys: Sequence[int], xs: Sequence[int]) -> bool:
+        """Whether some query of a block does not see all of the block's keys up to itself."""
+        if self.window is not None:
+            return True
+        begin = max(self.first[ys[0]], xs[0] * self.chunk)
+        return not all(self.last_begin[y] <= self.first[y] <= begin for y in ys)
+
+    def _block(
+        self, ys: Sequence[int], xs: Sequence[int], skip: int, device: torch.device
+    ) -> Block:
+        """How the queries of chunks `ys` see the keys of chunks `xs` but the first `skip`."""
+        diagonal = xs[-1] == ys[-1]
+        if not self._is_masked(ys, xs):
+            return replace(self.plain, causal=diagonal)
+
+        documents = self.documents
+        assert documents is not None  # nothing else masks
+        queries = self._positions(ys)
+        keys = self._positions(xs)[skip:]
+
+        # A kernel counts a window in keys of the block, so there must be no gap between them.
+        adjacent = xs[-1] - xs[0] == len(xs) - 1
+        if self.segmented and (self.window is None or (diagonal and adjacent)):
+            segments = kernels.segments_of(
+                documents[:, queries].expand(self.batch, -1),
+                documents[:, keys].expand(self.batch, -1),
+            )
+            return replace(self.plain, causal=diagonal, segments=segments, window=self.window)
+
+        documents = documents.to(device, non_blocking=True)
+        queries = queries.to(device, non_blocking=True)
+        keys = keys.to(device, non_blocking=True)
+        causal = queries[:, None] >= keys
+        mask = causal & (documents[:, queries, None] == documents[:, None, keys])
+        if self.window is not None:
+            mask &= queries[:, None] < keys + self.window
+        return replace(self.plain, mask=mask[:, None])
+
+    def _positions(self, chunks: Sequence[int]) -> Tensor:
+        """The positions of these chunks in the sequence, on the CPU."""
+        return torch.cat([torch.arange(x * self.chunk, (x + 1) * self.chunk) for x in chunks])
+
+
+class Exchange:
+    """The way of keys and values to the ranks that see them, and of their gradients back.
+
+    A chunk travels as (b, k, m, e + f), keys beside values, so one message has both. All ranks
+    start the same messages in the same order, also where they have nothing to send or to receive.
+    """
+
+    def __init__(self, kv: Tensor, settings: Settings, visibility: Visibility) -> None:
+        """`kv`: (2, b, k, m, e + f), those of this rank's two chunks."""
+        self.kv = kv
+        self.visibility = visibility
+        self.axis = settings.axis
+        self.size, self.index = visibility.size, visibility.index
+        # For each stage, how far back on the ring the ranks are whose keys arrive in it.
+        distances = list(range(1, self.size))
+        if settings.method == "ring":
+            self.stages = [[], *([distance] for distance in distances)]
+        else:
+            self.stages = [distances]
+        self.stage = 0  # the one whose keys were yielded last
+        self.chunks: list[int] = []  # of that stage, ascending
+        # (2, b, k, m, e + f) in float32 or wider: the gradient of `kv`, so far
+        self.gradient: Tensor | None = None
+        self._returning: AsyncResult | None = None
+
+    def arrivals(self) -> Iterator[tuple[list[int], Tensor]]:
+        """For each stage its chunks, ascending, and their keys and values (b, k, n, e + f).
+
+        The messages of the next stage are under way while the caller computes with these.
+        """
+        coming = self._start_fetch(self.stages[0])
+        for stage, distances in enumerate(self.stages):
+            arrived: dict[int, Tensor] = {}
+            if stage == 0:
+                arrived.update(zip(self.visibility.own, self.kv, strict=True))
+            if coming is not None:
+                received = coming.wait()
+                for distance in distances:
+                    source = (self.index - distance) % self.size
+                    needed = self.visibility.needed_from(source)
+                    arrived.update(zip(needed, received[source], strict=True))
+                del received
+            is_last = stage + 1 == len(self.stages)
+            coming = None if is_last else self._start_fetch(self.stages[stage + 1])
+
+            chunks = sorted(arrived)
+            if chunks:
+                keys = torch.cat([arrived[x] for x in chunks], dim=2)
+            else:  # no query of this rank sees any of them
+                keys = self.kv[0, :, :, :0]
+            arrived.clear()
+            self.stage, self.chunks = stage, chunks
+            yield chunks, keys
+            del keys
+
+    def return_gradient(self, gradient: Tensor) -> None:
+        """Sends the gradient (b, k, n, e + f) of the keys yielded last to the ranks that have them.
+        It travels while the caller computes the next stage."""
+        by_chunk: dict[int, Tensor] = {}
+        if self.chunks:
+            pieces = gradient.split(self.visibility.chunk, dim=2)
+            by_chunk = dict(zip(self.chunks, pieces, strict=True))
+        if self.stage == 0:
+            self.gradient = torch.stack([by_chunk[x] for x in self.visibility.own])
+        self._add_returned()
+        self._returning = self._start_return(self.stages[self.stage], by_chunk)
+
+    def total_gradient(self) -> Tensor:
+        """The gradient of `kv` over all queries of all ranks, once each stage's is on its way."""
+        self._add_returned()
+        assert self.gradient is not None  # from stage 0
+        return self.gradient
+
+    def _start_fetch(self, distances: Sequence[int]) -> AsyncResult | None:
+        """Fetches the visible chunks of the ranks at these distances back on the ring, and sends
+        its own to those as far ahead."""
+        if self.axis is None or not distances:
+            return None
+        outgoing = [self.kv[:0]] * self.size
+        counts = [0] * self.size
+        for distance in distances:
+            reader = (self.index + distance) % self.size
+            source = (self.index - distance) % self.size
+            outgoing[reader] = self.kv[self.visibility.needed(reader, self.index)]
+            counts[source] = len(self.visibility.needed_from(source))
+        return self.axis.start_all_to_all(outgoing, counts)
+
+    def _start_return(
+        self, distances: Sequence[int], by_chunk: dict[int, Tensor]
+    ) -> AsyncResult | None:
+        """The reverse of `_start_fetch`: gradients go back in the dtype of the keys."""
+        if self.axis is None or not distances:
+            return None
+        outgoing = [self.kv[:0]] * self.size
+        counts = [0] * self.size
+        for distance in distances:
+            reader = (self.index + distance) % self.size
+            source = (self.index - distance) % self.size
+            chunks = [by_chunk[x].to(self.kv.dtype) for x in self.visibility.needed_from(source)]
+            if chunks:
+                outgoing[source] = torch.stack(chunks)
+            own = self.visibility.own[self.visibility.needed(reader, self.index)]
+            counts[reader] = len(own)
+        return self.axis.start_all_to_all(outgoing, counts)
+
+    def _add_returned(self) -> None:
+        """Adds the gradients that other ranks have sent, in the order of the ring after this rank:
+        floating-point addition depends on the order, and `ring` receives them one by one."""
+        if self._returning is None:
+            return
+        returned = self._returning.wait()
+        self._returning = None
+        assert self.gradient is not None  # from stage 0, whose own part is the first addend
+        for distance in range(1, self.size):
+            reader = (self.index + distance) % self.size
+            if len(returned[reader]) > 0:
+                self.gradient[self.visibility.needed(reader, self.index)] += returned[reader]
+
+
+def _context_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """q (b, h, s, e), k (b, k, s, e) and v (b, k, s, f) of this rank's positions -> the output
+    (b, h, s, f) there and its log-sum-exp (b, h, s) over all keys of the sequence."""
+    settings = Settings(*arguments)
+    visibility = Visibility(q, v, settings)
+    exchange = Exchange(_side_by_side(k, v), settings, visibility)
+    widths = [k.shape[-1], v.shape[-1]]
+    # Blocks merge in float32 or wider, and only the end result is rounded to 16 bits.
+    out, lse = _empty_outputs(q, v, torch.promote_types(q.dtype, torch.float32))
+
+    for chunks, kv in exchange.arrivals():
+        keys, values = kv.split(widths, dim=-1)  # (b, k, n, e) and (b, k, n, f)
+        for part in visibility.parts(chunks, q.device):
+            rows, columns = part.rows, part.columns
+            block_out, block_lse = kernels.forward_block(
+                q[:, :, rows], keys[:, :, columns], values[:, :, columns], part.block
+            )
+            if not part.is_first:
+                block_out, block_lse = kernels.merge_blocks(
+                    out[:, :, rows], lse[:, :, rows], block_out, block_lse
+                )
+            out[:, :, rows] = block_out
+            lse[:, :, rows] = block_lse
+    return out.to(q.dtype), lse
+
+
+def _context_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """The gradients of this rank's q, k and v from that of its output (b, h, s, f). `out` and `lse`
+    are those of the forward, over all keys."""
+    settings = Settings(*arguments)
+    visibility = Visibility(q, v, settings)
+    exchange = Exchange(_side_by_side(k, v), settings, visibility)
+    widths = [k.shape[-1], v.shape[-1]]
+    dq = torch.zeros_like(q, dtype=lse.dtype)
+
+    for chunks, kv in exchange.arrivals():
+        keys, values = kv.split(widths, dim=-1)
+        dkv = torch.zeros_like(kv, dtype=lse.dtype)  # (b, k, n, e + f)
+        dk, dv = dkv.split(widths, dim=-1)
+        for part in visibility.parts(chunks, q.device):
+            rows, columns = part.rows, part.columns
+            block_dq, block_dk, block_dv = kernels.backward_block(
+                grad[:, :, rows],
+                q[:, :, rows],
+                keys[:, :, columns],
+                values[:, :, columns],
+                out[:, :, rows],
+                lse[:, :, rows],
+                part.block,
+            )
+            dq[:, :, rows] += block_dq
+            dk[:, :, columns] += block_dk
+            dv[:, :, columns] += block_dv
+        exchange.return_gradient(dkv)
+        # Not in memory while the next stage's gradients are computed.
+        del kv, keys, values, dkv, dk, dv
+
+    dkv = exchange.total_gradient()  # (2, b, k, m, e + f)
+    dkv = dkv.movedim(0, 2).flatten(2, 3).to(q.dtype)  # (b, k, s, e + f)
+    dk, dv = dkv.split(widths, dim=-1)
+    return [dq.to(q.dtype), dk.contiguous(), dv.contiguous()]
+
+
+def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    """k (b, k, s, e) and v (b, k, s, f) -> (2, b, k, m, e + f): each chunk contiguous, as it is
+    sent."""
+    return torch.cat([k, v], dim=-1).unflatten(2, (2, -1)).movedim(2, 0).contiguous()
+
+
+def _empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for an output (b, h, s, f) of this dtype, and for its log-sum-exp (b, h, s)."""
+    b, h, s, _ = q.shape
+    # Heads are adjacent in memory, as the projection that follows attention needs them.
+    out = q.new_empty(b, s, h, v.shape[-1], dtype=dtype).transpose(1, 2)
+    lse = q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32))
+    return out, lse
+
+
+def _output_shapes(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _empty_outputs(q, v, q.dtype)
+
+
+def _gradient_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> list[Tensor]:
+    return [torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, spans, *ctx.settings = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, documents, spans)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    gradients = ops.context_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    no_gradients = [None] * 8  # of the settings
+    return *gradients, *no_gradients
+
+
 operator(
     "context_attention",
     _context_attention,
-    lambda q, k, v, *_: _outputs(q, v, q.dtype),
-    f"(Tensor q, Tensor k, Tensor v, {SETTINGS}) -> (Tensor, Tensor)",
+    _output_shapes,
+    schema=f"(Tensor q, Tensor k, Tensor v, {SETTINGS}) -> (Tensor, Tensor)",
 )
 operator(
     "context_attention_backward",
     _context_attention_backward,
-    lambda grad, q, k, v, *_: [torch.empty_like(q), *(x.new_empty(x.shape) for x in (k, v))],
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {SETTINGS}) -> Tensor[]",
+    _gradient_shapes,
+    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {SETTINGS})"
+    " -> Tensor[]",
 )
 ops = torch.ops.meshtrain
 differentiable("context_attention", _backward, _setup_context)

@@ -1,11 +1,13 @@
-"""One block of attention, some queries against some keys, with its log-sum-exp, by which blocks can
-be merged.
+"""One block of attention, some queries against some keys, with its log-sum-exp, by which blocks
+merge (`attention.py` has the equations).
 
-    CPU                   torch's flash attention, also in float64, with grouped heads and a mask
-    CUDA, 16 bits         cuDNN, flash, memory-efficient attention; for documents variable-length
-    flash attention CUDA, else, or masks  memory-efficient attention; a mask is in memory, once as
-    bool and once as numbers CUDA, float64         products: all scores of the block are in memory,
-    as in torch's own attention `soft_cap`, anywhere  products, because no fused kernel supports it
+    CPU                  torch's flash attention, also in float64, with grouped heads and a mask
+    CUDA, 16 bits        cuDNN, flash, memory-efficient attention; for documents variable-length
+                         flash attention
+    CUDA, else or masks  memory-efficient attention; a mask is in memory, once as bool and once as
+                         numbers
+    CUDA, float64        products: all scores of the block are in memory, as in torch's own
+    `soft_cap`, anywhere  products, because no fused kernel supports it
 
 On CUDA the first kernel is used that torch allows and whose results on small blocks equal those of
 products. Heads whose values and keys have different widths, and widths that a kernel does not
@@ -14,7 +16,7 @@ key of the block is -inf, and its output is 0.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,9 +27,19 @@ from torch import Tensor
 from torch.backends import cuda
 
 from meshtrain.errors import InputError
-
-aten = torch.ops.aten
-Three = tuple[Tensor, Tensor, Tensor]
+from meshtrain.parallel.torch_private import (
+    AttentionGradients,
+    FlashOptions,
+    cpu_attention,
+    cpu_attention_backward,
+    cudnn_attention,
+    cudnn_attention_backward,
+    device_type_of,
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 
 
 class Segments(NamedTuple):
@@ -42,12 +54,16 @@ class Segments(NamedTuple):
 def segments_of(queries: Tensor, keys: Tensor) -> Segments:
     """The segments of a block, from the documents of its queries (b, m) and keys (b, n), on the CPU
     and ascending."""
-    both = torch.cat([queries, keys], 1)
-    # no document continues in the next row
-    apart = torch.arange(len(both))[:, None] * (both.max() - both.min() + 1)
-    flat = (keys + apart).flatten()
-    documents, lengths = (queries + apart).flatten().unique_consecutive(return_counts=True)
-    first, end = (torch.searchsorted(flat, documents, right=right) for right in (False, True))
+    # Numbers of documents ascend over all rows, so that none continues in the next row.
+    both = torch.cat([queries, keys], dim=1)
+    numbers_per_row = both.max() - both.min() + 1
+    offset = torch.arange(len(both))[:, None] * numbers_per_row
+    queries = (queries + offset).flatten()
+    keys = (keys + offset).flatten()
+
+    documents, lengths = queries.unique_consecutive(return_counts=True)
+    first = torch.searchsorted(keys, documents)
+    end = torch.searchsorted(keys, documents, right=True)
     return Segments(lengths, end - first, first)
 
 
@@ -75,9 +91,10 @@ class Kernel:
     multiple = 8
     allowed: Callable[[cuda.SDPAParams], bool]  # whether torch allows it on this GPU
 
-    forward: Callable[..., tuple[Tensor, Tensor]]  # block, q, k, v -> output, log-sum-exp
+    # block, q, k, v -> output (b, h, m, f), log-sum-exp (b, h, m)
+    forward: Callable[..., tuple[Tensor, Tensor]]
     # block, gradient of the output, q, k, v, output, log-sum-exp -> dq, dk, dv
-    backward: Callable[..., Three]
+    backward: Callable[..., AttentionGradients]
 
 
 def forward_block(
@@ -85,21 +102,28 @@ def forward_block(
 ) -> tuple[Tensor, Tensor]:
     """The output (b, h, m, f), in the dtype of q or wider, and the log-sum-exp (b, h, m), in
     float32 or wider."""
-    kernel = kernel or _kernel_of(q, v, block)
+    if kernel is None:
+        kernel = _kernel_of(q, v, block)
     out, lse = kernel.forward(block, *_inputs(kernel, q, k, v, block))
-    out, blind = out[..., : v.shape[-1]], None
+    out = out[..., : v.shape[-1]]
+
     # Kernels return different values for queries that see nothing; a log-sum-exp of 0 would count
     # in a merge.
+    blind = _blind_queries(block, q)
+    if blind is None:
+        return out, lse
+    return out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
+
+
+def _blind_queries(block: Block, q: Tensor) -> Tensor | None:
+    """Which queries see no key of the block, (b or 1, 1, m) bool; None: each sees one."""
     if block.mask is not None:
-        blind = ~block.mask.any(-1)
-    elif block.segments is not None and not block.segments.keys.all():
-        rows = (block.segments.keys == 0).repeat_interleave(block.segments.queries)
-        blind = _on_device(rows, q.device).view(len(q), 1, -1)
-    return (
-        (out, lse)
-        if blind is None
-        else (out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf))
-    )
+        return ~block.mask.any(-1)
+    segments = block.segments
+    if segments is None or segments.keys.all():
+        return None
+    blind = (segments.keys == 0).repeat_interleave(segments.queries)
+    return _on_device(blind, q.device).view(len(q), 1, -1)
 
 
 def backward_block(
@@ -111,29 +135,40 @@ def backward_block(
     lse: Tensor,
     block: Block,
     kernel: Kernel | None = None,
-) -> Three:
+) -> AttentionGradients:
     """The gradients of a block's q, k and v; `out` and `lse` are those over all blocks of these
     queries."""
-    kernel = kernel or _kernel_of(q, v, block)
-    inputs = *_inputs(kernel, q, k, v, block), _widened(kernel, out, q, v), lse
-    dq, dk, dv = kernel.backward(block, _widened(kernel, grad, q, v), *inputs)
-    if dk.shape[1] > k.shape[1]:
-        counts = _queries_of(q, k, block)
-        dk, dv = (
-            torch.stack([x.sum(1) for x in d.to(lse.dtype).split(counts, 1)], 1) for d in (dk, dv)
-        )
+    if kernel is None:
+        kernel = _kernel_of(q, v, block)
+    width = _width(kernel, q, v)
+    dq, dk, dv = kernel.backward(
+        block,
+        _padded(grad, width),
+        *_inputs(kernel, q, k, v, block),
+        _padded(out, width),
+        lse,
+    )
+    if dk.shape[1] > k.shape[1]:  # of the key/value heads as they were repeated per query head
+        dk = _sum_repeated(dk.to(lse.dtype), q, k, block)
+        dv = _sum_repeated(dv.to(lse.dtype), q, k, block)
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
 
 def merge_blocks(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The output and log-sum-exp over the keys of two blocks of the same queries, in the dtype of
-    the log-sum-exp.
+    the log-sum-exp. Each query must see a key of the first.
 
-    Each query must see a key of the first. (Flash decoding; Liu et al.,
-    https://arxiv.org/abs/2310.01889, section 3.)
+        l = log(exp l_1 + exp l_2),  o = exp(l_1 - l) o_1 + exp(l_2 - l) o_2
+
+    (Flash decoding; Liu et al., https://arxiv.org/abs/2310.01889, section 3.)
     """
     total = torch.logaddexp(lse, more_lse)
-    return out * (lse - total).exp()[..., None] + more * (more_lse - total).exp()[..., None], total
+    share = (lse - total).exp()[..., None]
+    more_share = (more_lse - total).exp()[..., None]
+    return out * share + more * more_share, total
+
+
+# Which kernel ------------------------------------------------------------------------------------
 
 
 def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> Kernel:
@@ -143,18 +178,29 @@ def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) ->
     Depends only on the GPU and torch, so that ranks with the same ones choose the same. Raises
     InputError: none works.
     """
-    if soft_cap is not None or (q.device.type != "cpu" and q.dtype == torch.float64):
+    device_type = device_type_of(q)
+    on_cpu = device_type == "cpu"
+    if soft_cap is not None or (q.dtype == torch.float64 and not on_cpu):
         return PRODUCTS
-    if q.device.type == "cpu":
+    if on_cpu:
         return CPU_FLASH
+    if q.is_meta:  # a trace, in which kernels cannot be tried
+        return FLASH if q.dtype.itemsize == 2 and visible != "mask" else EFFICIENT
     kernels: tuple[Kernel, ...] = (EFFICIENT,)
-    if q.dtype.itemsize == 2 and visible != "mask":
-        kernels = (CUDNN, FLASH, EFFICIENT) if visible == "all" else (FLASH, EFFICIENT)
+    if q.dtype.itemsize == 2 and visible == "all":
+        kernels = (CUDNN, FLASH, EFFICIENT)
+    elif q.dtype.itemsize == 2 and visible == "documents":
+        kernels = (FLASH, EFFICIENT)
     return first_correct(kernels, q.device, q.dtype, q.shape[-1], v.shape[-1], visible == "all")
 
 
 def _kernel_of(q: Tensor, v: Tensor, block: Block) -> Kernel:
-    visible = "documents" if block.segments is not None else "all" if block.mask is None else "mask"
+    if block.segments is not None:
+        visible = "documents"
+    elif block.mask is not None:
+        visible = "mask"
+    else:
+        visible = "all"
     return choose_kernel(q, v, block.soft_cap, visible)
 
 
@@ -175,7 +221,7 @@ def first_correct(
             problem = _problem(kernel, device, dtype, e, f, all_visible)
         except RuntimeError as error:
             problem = f"fails: {error}"
-        if not problem:
+        if problem is None:
             return kernel
         problems.append(f"{type(kernel).__name__.lstrip('_')} {problem}")
         if problem != NOT_ALLOWED:
@@ -190,85 +236,129 @@ def first_correct(
 
 NOT_ALLOWED = "is not allowed by torch"
 
+# Sizes of a trial: no multiples of any tile of a kernel, and more than one tile.
+QUERIES, KEYS = 39, 72
+
 
 def _problem(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, e: int, f: int, all_visible: bool
-) -> str:
+) -> str | None:
+    """Why a kernel cannot be used; None if its results for small blocks are those of products."""
     draw = torch.Generator().manual_seed(0)
-    shapes = (2, 4, 39, f), (2, 4, 39, e), (2, 2, 72, e), (2, 2, 72, f)
-    grad, q, *kv = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
+
+    def drawn(heads: int, length: int, width: int) -> Tensor:
+        return torch.randn(2, heads, length, width, generator=draw).to(device, dtype)
+
+    grad, q = drawn(4, QUERIES, f), drawn(4, QUERIES, e)
+    keys, values = drawn(2, KEYS, e), drawn(2, KEYS, f)
     with torch.enable_grad():
-        like = _widened(kernel, q, q, kv[1]).clone().requires_grad_()
+        like = _padded(q, _width(kernel, q, values)).clone().requires_grad_()
         if not kernel.allowed(cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
             return NOT_ALLOWED
-    # distinguishes wrong results from rounding, also of TF32
+
+    # tells wrong results from rounding, also from that of TF32
     tolerance = max(4 * torch.finfo(dtype).eps, 2**-8)
-    for block, written, n in _trials(kernel, e, device, all_visible):
-        k, v = (x[:, :, :n] for x in kv)
-        out, lse = forward_block(q, k, v, written, PRODUCTS)
-        whole = out.to(dtype), lse.masked_fill(lse == -torch.inf, 0)
-        right = out, lse, *backward_block(grad, q, k, v, *whole, written, PRODUCTS)
+    trials = _trials_of_all(kernel, e) if all_visible else _trials_of_documents(kernel, e, device)
+    for trial in trials:
+        k, v = keys[:, :, : trial.keys], values[:, :, : trial.keys]
+        out, lse = forward_block(q, k, v, trial.written, PRODUCTS)
+        # Both get the same in backward. It is only asked for rows that see something in the end.
+        saved = out.to(dtype), lse.masked_fill(lse == -torch.inf, 0)
+        expected = out, lse, *backward_block(grad, q, k, v, *saved, trial.written, PRODUCTS)
         results = (
-            *forward_block(q, k, v, block, kernel),
-            *backward_block(grad, q, k, v, *whole, block, kernel),
+            *forward_block(q, k, v, trial.block, kernel),
+            *backward_block(grad, q, k, v, *saved, trial.block, kernel),
         )
-        for x, y in zip(results, right, strict=True):
+        for x, y in zip(results, expected, strict=True):
             size = max(1.0, float(y.masked_fill(y == -torch.inf, 0).abs().max()))
             if not torch.allclose(x.to(y.dtype), y, rtol=0, atol=tolerance * size):
                 return "computes something else than attention"
-    return ""
+    return None
 
 
-def _trials(
-    kernel: Kernel, e: int, device: torch.device, all_visible: bool
-) -> Iterator[tuple[Block, Block, int]]:
-    """Blocks of 39 queries, in the kernel's form and in that of products, and their numbers of
-    keys."""
+class Trial(NamedTuple):
+    block: Block  # as the kernel takes it
+    written: Block  # the same for products
+    keys: int  # their number
+
+
+def _trials_of_all(kernel: Kernel, e: int) -> list[Trial]:
+    everything, causal = Block(e**-0.5), Block(e**-0.5, causal=True)
+    return [
+        Trial(everything, everything, KEYS - 1),
+        Trial(causal, causal, KEYS - 1 if kernel.lower_right else QUERIES),
+    ]
+
+
+def _trials_of_documents(kernel: Kernel, e: int, device: torch.device) -> list[Trial]:
+    """Documents that begin in, at and between rows; queries of them, causal with and without a
+    window, and of others, some of which see nothing."""
     keys = torch.tensor([[0] * 9 + [1] * 30 + [2] * 33, [3] * 50 + [5] * 22])
-    if all_visible:
-        for causal in (False, True):
-            block = Block(e**-0.5, causal=causal)
-            yield block, block, 39 if causal and not kernel.lower_right else 71
-        return
-    last, others = keys[:, 33:], keys[:, :39] + 1
+    before = KEYS - QUERIES
+    causal_mask = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(before)
+    last, others = keys[:, before:], keys[:, :QUERIES] + 1
+
+    trials = []
     for queries, causal, window in ((last, True, None), (last, True, 5), (others, False, None)):
         mask = queries[:, None, :, None] == keys[:, None, None]
         if causal:
-            mask &= torch.ones(39, 72, dtype=torch.bool).tril(33).triu(34 - (window or 72))
-        written = Block(e**-0.5, mask=mask.to(device))
-        segmented = Block(
-            e**-0.5, causal=causal, segments=segments_of(queries, keys), window=window
-        )
-        yield segmented if kernel.segmented else written, written, 72
+            mask &= causal_mask
+        if window is not None:
+            mask &= causal_mask.triu(before + 1 - window)
+        written = block = Block(e**-0.5, mask=mask.to(device))
+        if kernel.segmented:
+            segments = segments_of(queries, keys)
+            block = Block(e**-0.5, causal=causal, segments=segments, window=window)
+        trials.append(Trial(block, written, KEYS))
+    return trials
 
 
-def _widened(kernel: Kernel, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """x zero-padded to the width that the kernel needs for q and v."""
-    width = (
-        -(-max(q.shape[-1], v.shape[-1]) // kernel.multiple) * kernel.multiple
-        if kernel.multiple
-        else 0
-    )
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-
-def _queries_of(q: Tensor, k: Tensor, block: Block) -> list[int]:
-    """The number of query heads that share each key/value head."""
-    heads = k.shape[1]
-    return (
-        [block.heads.count(i) for i in range(heads)]
-        if block.heads
-        else [q.shape[1] // heads] * heads
-    )
+# Inputs as a kernel takes them -------------------------------------------------------------------
 
 
 def _inputs(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> list[Tensor]:
-    """Queries, keys and values as the kernel takes them, keys and values repeated per query head if
-    it needs that."""
-    if q.shape[1] != k.shape[1] and (block.heads or not kernel.grouped):
-        looks = [head for head, n in enumerate(_queries_of(q, k, block)) for _ in range(n)]
-        k, v = (torch.cat([x[:, head : head + 1] for head in looks], 1) for x in (k, v))
-    return [_widened(kernel, x, q, v) for x in (q, k, v)]
+    """q, k and v, zero-padded, and keys and values repeated per query head if the kernel needs
+    that."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and (block.heads or not kernel.grouped):
+        k = _repeated(k, q, block)
+        v = _repeated(v, q, block)
+    width = _width(kernel, q, v)
+    return [_padded(q, width), _padded(k, width), _padded(v, width)]
+
+
+def _width(kernel: Kernel, q: Tensor, v: Tensor) -> int:
+    """The least width of heads that the kernel takes for q (..., e) and v (..., f); 0: these."""
+    if kernel.multiple == 0:
+        return 0
+    widest = max(q.shape[-1], v.shape[-1])
+    return -(-widest // kernel.multiple) * kernel.multiple
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _queries_per_head(q: Tensor, k: Tensor, block: Block) -> list[int]:
+    """The number of query heads that share each key/value head."""
+    heads = k.shape[1]
+    if block.heads:
+        return [block.heads.count(head) for head in range(heads)]
+    return [q.shape[1] // heads] * heads
+
+
+def _repeated(x: Tensor, q: Tensor, block: Block) -> Tensor:
+    """(b, k, n, e) -> (b, h, n, e): for each query head the key/value head that it uses."""
+    heads: list[Tensor] = []
+    for head, queries in enumerate(_queries_per_head(q, x, block)):
+        heads += [x[:, head : head + 1]] * queries
+    return torch.cat(heads, dim=1)
+
+
+def _sum_repeated(gradient: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+    """(b, h, n, e) -> (b, k, n, e): the gradient of what `_repeated` has repeated."""
+    of_heads = gradient.split(_queries_per_head(q, k, block), dim=1)
+    return torch.stack([x.sum(1) for x in of_heads], dim=1)
 
 
 def _bias(block: Block, q: Tensor) -> Tensor | None:
@@ -277,7 +367,8 @@ def _bias(block: Block, q: Tensor) -> Tensor | None:
     if block.mask is None:
         return None
     *outer, n = block.mask.shape
-    bias = q.new_zeros(*outer, -(-n // 16) * 16)[..., :n]
+    aligned = -(-n // 16) * 16
+    bias = q.new_zeros(*outer, aligned)[..., :n]
     return bias.masked_fill_(~block.mask, -torch.inf).expand(*q.shape[:2], -1, -1)
 
 
@@ -286,165 +377,218 @@ def _on_device(x: Tensor, device: torch.device) -> Tensor:
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
+# Kernels -----------------------------------------------------------------------------------------
+
+
 class _CpuFlash(Kernel):
     multiple = 1
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        kernel, bias = aten._scaled_dot_product_flash_attention_for_cpu, _bias(block, q)
-        return kernel(q, k, v, 0.0, block.causal, attn_mask=bias, scale=block.scale)
+        return cpu_attention(q, k, v, _bias(block, q), causal=block.causal, scale=block.scale)
 
     def backward(
         self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Three:
-        kernel, bias = aten._scaled_dot_product_flash_attention_for_cpu_backward, _bias(block, q)
-        return kernel(grad, q, k, v, out, lse, 0.0, block.causal, attn_mask=bias, scale=block.scale)
+    ) -> AttentionGradients:
+        bias = _bias(block, q)
+        return cpu_attention_backward(
+            grad, q, k, v, out, lse, bias, causal=block.causal, scale=block.scale
+        )
 
 
 class _Efficient(Kernel):
-    """Rabe and Staats, https://arxiv.org/abs/2112.05682, in xFormers' implementation.
-
-    It assumes that the heads of `out` are adjacent in memory.
-    """
+    """Rabe and Staats, https://arxiv.org/abs/2112.05682, in xFormers' implementation."""
 
     grouped = False
     allowed = staticmethod(cuda.can_use_efficient_attention)
     rows = 32  # its log-sum-exp has a multiple of this many rows: those after the queries are inf
-    run = aten._scaled_dot_product_efficient_attention
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = q, k.contiguous(), v.contiguous(), _bias(block, q)
-        out, lse, *_ = self.run(*inputs, True, 0.0, block.causal, scale=block.scale)
-        return out, lse.flatten(2)[..., : q.shape[2]]
+        k, v = k.contiguous(), v.contiguous()
+        out, lse = efficient_attention(
+            q, k, v, _bias(block, q), causal=block.causal, scale=block.scale
+        )
+        return out, lse[..., : q.shape[2]]
 
     def backward(
         self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Three:
-        kernel, state = (
-            aten._scaled_dot_product_efficient_attention_backward,
-            q.new_empty((), dtype=torch.int64),
-        )
-        inputs = (
+    ) -> AttentionGradients:
+        # It assumes that the heads of `out` are adjacent in memory, and all rows of `lse`.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        more_rows = -lse.shape[-1] % self.rows
+        lse = F.pad(lse, (0, more_rows), value=torch.inf).contiguous()
+        return efficient_attention_backward(
+            grad,
             q,
             k.contiguous(),
             v.contiguous(),
+            out,
+            lse,
             _bias(block, q),
-            out.transpose(1, 2).contiguous().transpose(1, 2),
+            causal=block.causal,
+            scale=block.scale,
         )
-        lse = F.pad(lse, (0, -lse.shape[-1] % self.rows), value=torch.inf).contiguous()
-        drop = state, state, 0.0, [True, True, True, False]
-        return kernel(grad, *inputs, lse, *drop, block.causal, scale=block.scale)[:3]
 
 
-class _Cudnn(_Efficient):
-    grouped = True
+class _Cudnn(Kernel):
     allowed = staticmethod(cuda.can_use_cudnn_attention)
-    run = aten._scaled_dot_product_cudnn_attention
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = k.contiguous(), v.contiguous()
+        out, lse = cudnn_attention(q, k, v, causal=block.causal, scale=block.scale)
+        return out, lse.flatten(2)
 
     def backward(
         self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Three:
-        kernel, state = (
-            aten._scaled_dot_product_cudnn_attention_backward,
-            q.new_empty((), dtype=torch.int64),
-        )
+    ) -> AttentionGradients:
         # torch 2.11 caches plans by the strides of q, k and v, and reuses them for any strides of
         # `out` and `grad`.
         if not q.stride() == out.stride() == grad.stride():
-            grad, q, out = (x.contiguous() for x in (grad, q, out))
-        inputs = q, k.contiguous(), v.contiguous(), out, lse.contiguous()[..., None]
-        ends = None, None, q.shape[2], k.shape[2]
-        return kernel(
-            grad, *inputs, state, state, None, *ends, 0.0, block.causal, scale=block.scale
+            grad, q, out = grad.contiguous(), q.contiguous(), out.contiguous()
+        return cudnn_attention_backward(
+            grad,
+            q,
+            k.contiguous(),
+            v.contiguous(),
+            out,
+            lse.contiguous()[..., None],
+            causal=block.causal,
+            scale=block.scale,
         )
 
 
 class _Flash(Kernel):
-    """Dao, https://arxiv.org/abs/2307.08691. Without dropout it does not use the state of a
-    generator.
+    """Dao, https://arxiv.org/abs/2307.08691. It takes (b, m, h, e), or with segments all sequences
+    packed as (b m, h, e), of which keys that no query sees are left out.
 
-    With segments, all sequences are packed; keys that no query sees are left out.
     It reads 16 bytes at a time, so keys sliced from wider rows may be misaligned, and it ignores
-    the strides of `lse`.
+    the strides of `lse`: both are copied where they are not contiguous.
     """
 
     lower_right = segmented = True
     allowed = staticmethod(cuda.can_use_flash_attention)
+    # In attributes, so that a test on a CPU can put products in their place.
+    run = staticmethod(flash_attention)
+    run_backward = staticmethod(flash_attention_backward)
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        (x, *kv), index, settings, options = self._packed(block, q, k, v)
-        out, lse = self.run(x, *(y[index].contiguous() for y in kv), *settings, **options)
-        if block.segments is not None:
+        packing = _Packing.of(block, q, k)
+        out, lse = self.run(
+            packing.packed(q),
+            packing.visible(packing.packed(k)),
+            packing.visible(packing.packed(v)),
+            packing.options,
+        )
+        if block.segments is not None:  # (h, b m) -> (b, h, m)
             lse = lse.view(len(lse), len(q), -1).transpose(0, 1)
-        return self._unpacked(out, q), lse
+        return packing.unpacked(out, like=q), lse
 
     def backward(
         self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Three:
-        (x, *kv, dy, y), index, settings, options = self._packed(block, q, k, v, grad, out)
-        lse = (lse if block.segments is None else lse.transpose(0, 1).flatten(1)).contiguous()
-        dq, *dkv = self.run_backward(
-            dy, x, *(z[index].contiguous() for z in kv), y, lse, *settings, **options
-        )
+    ) -> AttentionGradients:
+        packing = _Packing.of(block, q, k)
         if block.segments is not None:
-            dkv = [
-                torch.zeros_like(z).index_copy_(0, index, d) for z, d in zip(kv, dkv, strict=True)
-            ]
-        return self._unpacked(dq, q), self._unpacked(dkv[0], k), self._unpacked(dkv[1], v)
-
-    def run(self, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return aten._flash_attention_forward(*inputs, False, **options)[:2]
-
-    def run_backward(self, *inputs: Any, **options: Any) -> Three:
-        state = torch.empty(2, dtype=torch.uint64, device=inputs[0].device)
-        return aten._flash_attention_backward(*inputs, state, state, **options)
-
-    @staticmethod
-    def _packed(
-        block: Block, q: Tensor, k: Tensor, *others: Tensor
-    ) -> tuple[list[Tensor], Any, tuple, dict[str, Any]]:
-        """The tensors as (b, m, h, e), or with segments (b m, h, e); the index of visible keys;
-        operator arguments."""
-        options: dict[str, Any] = {"scale": block.scale}
-        xs = [x.transpose(1, 2) for x in (q, k, *others)]
-        if block.segments is None:
-            return xs, slice(None), (None, None, q.shape[2], k.shape[2], 0.0, block.causal), options
-        if block.window is not None:
-            options |= {"window_size_left": block.window - 1, "window_size_right": 0}
-        queries, keys, first = block.segments
-        ends = [F.pad(lengths.cumsum(0), (1, 0)) for lengths in (queries, keys)]
-        index = torch.arange(int(ends[1][-1])) + (first - ends[1][:-1]).repeat_interleave(keys)
-        cumulative = [_on_device(x.int(), q.device) for x in ends]
-        # single queries take another path in the kernel
-        longest = (
-            max(2, int(queries.max())),
-            int(keys.max()),
+            lse = lse.transpose(0, 1).flatten(1)
+        dq, dk, dv = self.run_backward(
+            packing.packed(grad),
+            packing.packed(q),
+            packing.visible(packing.packed(k)),
+            packing.visible(packing.packed(v)),
+            packing.packed(out),
+            lse.contiguous(),
+            packing.options,
         )
-        settings = *cumulative, *longest, 0.0, block.causal
-        return [x.flatten(0, 1) for x in xs], _on_device(index, q.device), settings, options
+        return (
+            packing.unpacked(dq, like=q),
+            packing.unpacked(packing.with_invisible(dk, like=k), like=k),
+            packing.unpacked(packing.with_invisible(dv, like=v), like=v),
+        )
 
-    @staticmethod
-    def _unpacked(x: Tensor, like: Tensor) -> Tensor:
+
+@dataclass(frozen=True)
+class _Packing:
+    """The arrangement of a block's tensors for flash attention."""
+
+    options: FlashOptions
+    # with segments, on the device: of the b n packed keys those that queries see, one segment after
+    # the other
+    index: Tensor | None = None
+
+    @classmethod
+    def of(cls, block: Block, q: Tensor, k: Tensor) -> "_Packing":
+        if block.segments is None:
+            options = FlashOptions(
+                causal=block.causal,
+                scale=block.scale,
+                longest_queries=q.shape[2],
+                longest_keys=k.shape[2],
+            )
+            return cls(options)
+
+        queries, keys, first = block.segments
+        query_ends = F.pad(queries.cumsum(0), (1, 0))
+        key_ends = F.pad(keys.cumsum(0), (1, 0))
+        # Key i of all the visible ones, which is of segment j, is key first_j + (i - begin_j).
+        begins = key_ends[:-1]
+        index = torch.arange(int(key_ends[-1])) + (first - begins).repeat_interleave(keys)
+        options = FlashOptions(
+            causal=block.causal,
+            scale=block.scale,
+            longest_queries=max(2, int(queries.max())),  # 1 takes another path in the kernel
+            longest_keys=int(keys.max()),
+            query_ends=_on_device(query_ends.int(), q.device),
+            key_ends=_on_device(key_ends.int(), q.device),
+            window_left=None if block.window is None else block.window - 1,
+            window_right=None if block.window is None else 0,
+        )
+        return cls(options, _on_device(index, q.device))
+
+    def packed(self, x: Tensor) -> Tensor:
+        """(b, h, m, e) -> (b, m, h, e), or with segments (b m, h, e)."""
+        x = x.transpose(1, 2)
+        return x if self.index is None else x.flatten(0, 1)
+
+    def unpacked(self, x: Tensor, like: Tensor) -> Tensor:
         return x.view(len(like), like.shape[2], *x.shape[-2:]).transpose(1, 2)
+
+    def visible(self, packed: Tensor) -> Tensor:
+        """The keys or values that queries see, contiguous."""
+        return (packed if self.index is None else packed[self.index]).contiguous()
+
+    def with_invisible(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """The gradient of all packed keys from that of the visible ones: zeros for the others."""
+        if self.index is None:
+            return gradient
+        tokens = like.shape[0] * like.shape[2]
+        zeros = gradient.new_zeros(tokens, *gradient.shape[1:])
+        return zeros.index_copy_(0, self.index, gradient)
 
 
 class _Products(Kernel):
     """Attention by its definition: the reference for the other kernels."""
 
-    grouped, lower_right, multiple = False, True, 0
+    grouped = False
+    lower_right = True
+    multiple = 0
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(q, k, block)
         lse = scores.logsumexp(-1)
-        p = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+        finite = lse.masked_fill(lse == -torch.inf, 0)  # of queries that see nothing: p = 0
+        p = (scores - finite[..., None]).exp()
         return p @ v.to(p.dtype), lse
 
     def backward(
         self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Three:
+    ) -> AttentionGradients:
+        """
+        p = exp(x - l),  dx = p (dO V^T - D),  D = rowsum(dO O)
+        dV = p^T dO,     dQ = dx K,            dK = dx^T Q       (times the scores' derivative)
+        """
         scores, slope = self._scores(q, k, block)
         p = (scores - lse[..., None]).exp()
         grad, q, k, v, out = (x.to(p.dtype) for x in (grad, q, k, v, out))
-        ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * slope
+        row_sums = (grad * out).sum(-1, keepdim=True)
+        ds = p * (grad @ v.transpose(-1, -2) - row_sums) * slope
         return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
 
     @staticmethod
@@ -453,16 +597,22 @@ class _Products(Kernel):
         k^T."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * block.scale
-        slope: Tensor | float = block.scale
-        if block.soft_cap is not None:
+        slope: Any = block.scale
+        if block.soft_cap is not None:  # c tanh(x / c), whose derivative is 1 - tanh(x / c)^2
             bent = torch.tanh(scores / block.soft_cap)
-            scores, slope = block.soft_cap * bent, block.scale * (1 - bent * bent)
+            scores = block.soft_cap * bent
+            slope = block.scale * (1 - bent * bent)
         mask = block.mask
         if block.causal:
             m, n = scores.shape[-2:]
             mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)
-        return scores if mask is None else scores.masked_fill(~mask, -torch.inf), slope
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return scores, slope
 
 
-CPU_FLASH, CUDNN, FLASH = _CpuFlash(), _Cudnn(), _Flash()
-EFFICIENT, PRODUCTS = _Efficient(), _Products()
+CPU_FLASH = _CpuFlash()
+CUDNN = _Cudnn()
+FLASH = _Flash()
+EFFICIENT = _Efficient()
+PRODUCTS = _Products()

@@ -46,14 +46,22 @@ class Linear(ProductsLayer, nn.Linear):
         ]
 
     def _output(self, input: Tensor) -> Tensor:
-        queue = self.weight_grad_queue
-        # Autocast, too, needs torch's own layer: it does not apply to our backward.
-        torchs = is_traced() or torch.is_autocast_enabled(device_type_of(input))
-        # torch's own is faster
-        faster = queue is not None and not queue.used and device_type_of(input) == "cpu"
-        if self.products == PLAIN.name and (torchs or faster):
+        if self.products == PLAIN.name and self._takes_torchs(input):
             return F.linear(input, self.weight, self.bias)
-        return LinearMatmul.apply(input, self.weight, self.bias, self.products, queue)
+        products, queue = self.products, self.weight_grad_queue
+        return LinearMatmul.apply(input, self.weight, self.bias, products, queue)
+
+    def _takes_torchs(self, input: Tensor) -> bool:
+        # The compiler and torch.func know torch's own layer.
+        if is_traced():
+            return True
+        # Autocast does not apply to our backward.
+        device = device_type_of(input)
+        if torch.is_autocast_enabled(device):
+            return True
+        # On CPUs torch's own is faster, where no weight gradient is to be deferred.
+        queue = self.weight_grad_queue
+        return queue is not None and not queue.used and device == "cpu"
 
 
 def use_products(
@@ -75,7 +83,9 @@ def use_products(
 
 
 class LinearMatmul(torch.autograd.Function):
-    """x (..., d) times a weight (f, d), plus a bias (f) if there is one -> (..., f)."""
+    """y = x W^T + b, for x (..., d), W (f, d) and b (f) or None -> (..., f).
+
+    Backward: dx = dy W, dW = dy^T x and db = sum dy over the tokens."""
 
     @staticmethod
     def forward(
@@ -87,11 +97,9 @@ class LinearMatmul(torch.autograd.Function):
         queue: WeightGradQueue | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.queue, ctx.weights, ctx.products = (
-            queue,
-            (weight,) if queue is not None else (),
-            PRODUCTS[products],
-        )
+        ctx.products = PRODUCTS[products]
+        ctx.queue = queue
+        ctx.weights = () if queue is None else (weight,)
         y = ctx.products.forward(x, weight)
         return y if bias is None else y + bias  # not in place: selective recomputation holds y
 
@@ -99,16 +107,14 @@ class LinearMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        # once, because it may need a copy
-        grads, dx, dw = (
-            grad.reshape(-1, grad.shape[-1]),
-            None,
-            None,
-        )
+        grads = grad.reshape(-1, grad.shape[-1])  # once, because it may need a copy
+        dx = dw = db = None
         if needs_dx:
             dx = ctx.products.input_grad_sum([grads], [weight]).view(x.shape)
         if needs_dw:
             # A queue must not keep the graph of x alive, but a second derivative needs it.
-            inputs = (x if torch.is_grad_enabled() else x.detach()).reshape(-1, x.shape[-1])
-            dw = product_weight_grad(ctx, 0, grads, inputs)
-        return dx, dw, grads.sum(0) if needs_db else None, None, None
+            inputs = x if torch.is_grad_enabled() else x.detach()
+            dw = product_weight_grad(ctx, 0, grads, inputs.reshape(-1, x.shape[-1]))
+        if needs_db:
+            db = grads.sum(0)
+        return dx, dw, db, None, None

@@ -1,12 +1,13 @@
-"""Float8 and MXFP8 products of linear layers: the forward and the input gradient multiply 8-bit
-numbers.
+"""Float8 products of linear layers: the forward and the input gradient multiply 8-bit numbers.
 
 Both operands of a product are rounded to e4m3 (Micikevicius et al.,
 https://arxiv.org/abs/2209.05433), after division by one scale per row along the summed dim: per
 token, per output of the weight in the forward, and per input of the weight in the backward. Such a
-scale factors out of the sum, and no token's result depends on the other tokens of its microbatch.
-MXFP8 (https://arxiv.org/abs/2310.10537) has one scale per 32 numbers along the sum. If ranks of
-`tp` have parts of a sum, a row's scale is that of its largest value over all of them.
+scale factors out of the sum, and no token's result depends on the other tokens of its microbatch:
+
+    y[n, m] = s_a[n] · s_b[m] · sum over k of e4m3(a[n, k] / s_a[n]) · e4m3(b[m, k] / s_b[m])
+
+If ranks of `tp` have parts of the sum, a row's scale is that of its largest value over all of them.
 
 Scales are powers of two: multiplying by them is exact (except for underflow), so forward and
 backward see the same weight. Gradients are e4m3 too: with a scale per token they need the bits of
@@ -20,10 +21,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.parallel.float8_layers import BLOCKS, float8_layers, name_pattern
+from meshtrain.parallel.float8_layers import float8_layers, name_pattern
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.matmul import PRODUCTS, Maximum, Products
 from meshtrain.parallel.torch_private import to_local
@@ -39,32 +39,19 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
     return (bits + 0x1FFFFF).bitwise_and(0x7F800000).view(torch.float32) * 2.0**-8
 
 
-def largest_of_blocks(x: Tensor, block: int) -> Tensor:
-    """The largest absolute value of each `block` elements of rows (n, k) -> (n, k / block)."""
-    return x.unflatten(1, (-1, block)).abs().amax(-1)
+def largest_of_rows(x: Tensor) -> Tensor:
+    """The largest absolute value of each row (n, k) -> (n, 1)."""
+    return x.abs().amax(1, keepdim=True)
 
 
 def quantize(x: Tensor, scales: Tensor) -> Tensor:
-    """Rows (n, k) in e4m3, contiguous; scales (n, j): one per k / j elements."""
-    blocks = x.unflatten(1, (scales.shape[1], -1)) * scales.reciprocal().unsqueeze(-1)
-    return blocks.to(E4M3).flatten(1).contiguous()
+    """Rows (n, k) in e4m3, contiguous; scales (n, 1)."""
+    return (x * scales.reciprocal()).to(E4M3).contiguous()
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that `quantize`'s values represent, exact in any dtype with sufficient range."""
-    return (
-        values.to(dtype).unflatten(1, (scales.shape[1], -1)) * scales.to(dtype).unsqueeze(-1)
-    ).flatten(1)
-
-
-def swizzle(scales: Tensor) -> Tensor:
-    """Powers of two (n, j) as e8m0, padded to tiles of 128 rows by 4 (cuBLAS, "1D block scaling
-    factors layout")."""
-    rows, columns = (-(-n // size) for n, size in zip(scales.shape, (128, 4), strict=True))
-    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
-    tiles = F.pad(exponents, (0, 4 * columns - scales.shape[1], 0, 128 * rows - scales.shape[0]))
-    tiles = tiles.view(rows, 4, 32, columns, 4).permute(0, 3, 2, 1, 4)
-    return tiles.flatten().view(torch.float8_e8m0fnu)
+    return values.to(dtype) * scales.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -72,58 +59,61 @@ class ScaledProducts:
     """Products of 8-bit rows.
 
     Attributes:
-        block: number of elements per scale; None: a whole row.
         emulated: whether the same rounded numbers are multiplied in the dtype of the operands.
         compiled: whether rounding is compiled even where a layer is not: inside the operators of
             `tp`.
     """
 
-    block: int | None
     emulated: bool
     compiled: bool = False
 
     def sum(self, pairs: Sequence[tuple[Tensor, Tensor]], maximum: Maximum | None = None) -> Tensor:
         """Rows (n, k_i) times (m, k_i), summed over k and pairs -> (n, m), same dtype. `maximum`:
         if k is split."""
-        fuse = (
-            _compiled
-            if self.compiled and not torch.compiler.is_compiling()
-            else (lambda function: function)
-        )
+        largest_of, round_to_8_bits = largest_of_rows, quantize
+        if self.compiled and not torch.compiler.is_compiling():
+            largest_of, round_to_8_bits = _compiled(largest_of_rows), _compiled(quantize)
         operands = [operand for pair in pairs for operand in pair]
-        largest = [fuse(largest_of_blocks)(x, self.block or x.shape[1]) for x in operands]
-        if maximum is not None and self.block is None:  # in one message
-            largest = list(maximum(torch.cat(largest)).split([len(x) for x in largest]))
-        scales = [power_of_two_scale(x) for x in largest]
-        rounded = list(zip(map(fuse(quantize), operands, scales), scales, strict=True))
-        y = self._multiply(*rounded[0], *rounded[1], operands[0].dtype)
-        for a, b in zip(rounded[2::2], rounded[3::2], strict=True):
-            y.add_(self._multiply(*a, *b, y.dtype))
+        largest = [largest_of(operand) for operand in operands]
+        if maximum is not None:
+            # One message for all operands.
+            rows = [len(of_operand) for of_operand in largest]
+            largest = list(maximum(torch.cat(largest)).split(rows))
+        scales = [power_of_two_scale(of_operand) for of_operand in largest]
+        rounded = [round_to_8_bits(x, scale) for x, scale in zip(operands, scales, strict=True)]
+
+        dtype = operands[0].dtype
+        y: Tensor | None = None
+        for i in range(0, len(operands), 2):
+            product = self._multiply(
+                rounded[i], scales[i], rounded[i + 1], scales[i + 1], dtype=dtype
+            )
+            y = product if y is None else y.add_(product)
+        assert y is not None  # there is a pair
         return y
 
     def _multiply(
-        self, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype
+        self, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, *, dtype: torch.dtype
     ) -> Tensor:
         if self.emulated:
             return dequantize(a, a_scales, dtype) @ dequantize(b, b_scales, dtype).t()
-        if self.block is None:
-            return torch._scaled_mm(
-                a, b.t(), a_scales, b_scales.t(), out_dtype=dtype, use_fast_accum=True
-            )
-        return torch._scaled_mm(a, b.t(), swizzle(a_scales), swizzle(b_scales), out_dtype=dtype)
+        # Sums in fewer bits: rounding the operands loses more than that.
+        return torch._scaled_mm(
+            a, b.t(), a_scales, b_scales.t(), out_dtype=dtype, use_fast_accum=True
+        )
 
     def record(self, name: str) -> Products:
         """The record of products that linear layers use."""
 
         def forward(x: Tensor, weight: Tensor, maximum: Maximum | None = None) -> Tensor:
-            return self.sum([(x.reshape(-1, x.shape[-1]), weight)], maximum).view(
-                *x.shape[:-1], len(weight)
-            )
+            rows = x.reshape(-1, x.shape[-1])
+            return self.sum([(rows, weight)], maximum).view(*x.shape[:-1], len(weight))
 
         def input_grad_sum(
             grads: Sequence[Tensor], weights: Sequence[Tensor], maximum: Maximum | None = None
         ) -> Tensor:
-            return self.sum([(g, w.t()) for g, w in zip(grads, weights, strict=True)], maximum)
+            pairs = [(grad, weight.t()) for grad, weight in zip(grads, weights, strict=True)]
+            return self.sum(pairs, maximum)
 
         return Products(name, forward, input_grad_sum)
 
@@ -134,65 +124,60 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=True)
 
 
-EMULATED = {
-    name: ScaledProducts(block, True).record(f"{name}, emulated") for name, block in BLOCKS.items()
-}
-KERNELS = {name: ScaledProducts(block, False).record(name) for name, block in BLOCKS.items()}
-COMPILED = {
-    name: ScaledProducts(block, False, True).record(f"{name}, compiled")
-    for name, block in BLOCKS.items()
-}
-PRODUCTS |= {
-    record.name: record for records in (EMULATED, KERNELS, COMPILED) for record in records.values()
-}
+EMULATED = ScaledProducts(emulated=True).record("float8, emulated")
+KERNELS = ScaledProducts(emulated=False).record("float8")
+COMPILED = ScaledProducts(emulated=False, compiled=True).record("float8, compiled")
+PRODUCTS |= {record.name: record for record in (EMULATED, KERNELS, COMPILED)}
 
 
-def has_kernel(precision: str, capability: tuple[int, int] | None) -> bool:
-    """Whether GPUs of a compute capability support this precision in `torch._scaled_mm`: row scales
-    from Ada and Hopper on, block scales from Blackwell on. None: no NVIDIA GPU."""
-    return capability is not None and capability >= {"float8": (8, 9), "mxfp8": (10, 0)}[precision]
+def has_kernel(capability: tuple[int, int] | None) -> bool:
+    """Whether GPUs of a compute capability have row scales in `torch._scaled_mm`: from Ada and
+    Hopper on. None: no NVIDIA GPU."""
+    return capability is not None and capability >= (8, 9)
 
 
-def kernel_of(precision: str, dtype: torch.dtype, device_type: str) -> bool:
+def kernel_of(dtype: torch.dtype, device_type: str) -> bool:
     """Whether layers that compute in `dtype` use the 8-bit kernel on this machine, or emulate
     it."""
-    nvidia = device_type == "cuda" and torch.version.hip is None
-    return (
-        has_kernel(precision, torch.cuda.get_device_capability() if nvidia else None)
-        and dtype == torch.bfloat16
-    )
+    is_nvidia = device_type == "cuda" and torch.version.hip is None
+    capability = torch.cuda.get_device_capability() if is_nvidia else None
+    return has_kernel(capability) and dtype == torch.bfloat16
 
 
 def apply_float8(
     model: nn.Module,
-    precision: str,
     dtype: torch.dtype,
     device_type: str,
     *,
     compiled: bool = False,
+    traced: bool = False,
 ) -> None:
     """Makes a model's linear layers, plain or split over `tp`, multiply in float8 where
-    `float8_layers` says so."""
-    kernel = kernel_of(precision, dtype, device_type)
-    kernels = COMPILED if compiled else KERNELS
-    for name in float8_layers(model, precision)[0]:
+    `float8_layers` says so. `traced`: without values, for a GPU that this machine may not have."""
+    if traced:
+        kernel = device_type == "cuda" and dtype == torch.bfloat16
+    else:
+        kernel = kernel_of(dtype, device_type)
+    # In a trace rounding runs operator by operator: torch does not compile inside of a dispatch
+    # mode.
+    kernels = COMPILED if compiled and not traced else KERNELS
+    names, _ = float8_layers(model)
+    for name in names:
         layer: Any = model.get_submodule(name)
         # of this rank's part, as the kernel needs
-        even = all(n % 16 == 0 for n in to_local(layer.weight).shape)
-        use_products(layer, (kernels if kernel and even else EMULATED)[precision])
+        even = all(size % 16 == 0 for size in to_local(layer.weight).shape)
+        use_products(layer, kernels if kernel and even else EMULATED)
 
 
-def describe_float8(model: nn.Module, precision: str, dtype: torch.dtype, device_type: str) -> str:
+def describe_float8(model: nn.Module, dtype: torch.dtype, device_type: str) -> str:
     """A line about a plain model: `linear_precision float8: 14 of 15 linear layers, emulated; not
     lm_head`."""
-    layers, others = float8_layers(model, precision)
-    by = (
-        "by torch._scaled_mm"
-        if kernel_of(precision, dtype, device_type)
-        else "emulated, slower than without"
-    )
-    rest = ", ".join(dict.fromkeys(map(name_pattern, others)))
+    layers, others = float8_layers(model)
+    by = "emulated, slower than without"
+    if kernel_of(dtype, device_type):
+        by = "by torch._scaled_mm"
+    left_out = [*dict.fromkeys(map(name_pattern, others)), "embeddings, routers and experts"]
     return (
-        f"linear_precision {precision}: {len(layers)} of {len(layers) + len(others)} linear "
-        f"layers, {by}; not " + (f"{rest}, " * bool(rest)) + "embeddings, routers and experts"
+        f"linear_precision float8: {len(layers)} of {len(layers) + len(others)} linear layers, "
+        f"{by}; not {', '.join(left_out)}"
     )

@@ -1,6 +1,8 @@
 """The three matrix products of expert layers, in which each row is multiplied by the matrix of its
 own expert.
 
+    y_r = x_r W_e^T,    dx_r = dy_r W_e,    dW_e = sum over rows r of expert e: dy_r^T x_r
+
 Rows (n, in) are sorted by expert, and `counts` (E,) int64 has the number of rows of each. Rows
 beyond the sum of `counts` belong to no expert, like the slots of padding: their results are zeros.
 So shapes never depend on values, and everything works on the meta device.
@@ -35,20 +37,24 @@ def _weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     output = grad.new_empty(len(counts), grad.shape[1], x.shape[1])
     start = 0
     for matrix, count in zip(output, counts.tolist(), strict=True):
-        torch.mm(grad[start : start + count].t(), x[start : start + count], out=matrix)
+        rows = slice(start, start + count)
+        torch.mm(grad[rows].t(), x[rows], out=matrix)
         start += count
     return output
 
 
 def _rows_times(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Rows (n, in) times the matrix of each row's expert (E, in, out) -> (n, out)."""
     if _has_kernel(x, matrices):
         y = F.grouped_mm(x, matrices, offs=_ends(counts))
         # The kernel leaves rows beyond the counts uninitialized.
-        return y.masked_fill_((torch.arange(len(x), device=x.device) >= counts.sum())[:, None], 0)
+        of_no_expert = torch.arange(len(x), device=x.device) >= counts.sum()
+        return y.masked_fill_(of_no_expert[:, None], 0)
     y = x.new_empty(len(x), matrices.shape[2])
     start = 0
     for matrix, count in zip(matrices, counts.tolist(), strict=True):
-        torch.mm(x[start : start + count], matrix, out=y[start : start + count])
+        rows = slice(start, start + count)
+        torch.mm(x[rows], matrix, out=y[rows])
         start += count
     y[start:].zero_()
     return y
@@ -67,20 +73,25 @@ def _has_kernel(*tensors: Tensor) -> bool:
 
 
 def _ends(counts: Tensor) -> Tensor:
+    """Where the rows of each expert end, as the kernel takes it."""
     return counts.cumsum(0).to(torch.int32)
 
 
-operator("grouped", _product, lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]))
-operator(
-    "grouped_input_grad",
-    _input_grad,
-    lambda grad, weight, counts: grad.new_empty(grad.shape[0], weight.shape[2]),
-)
-operator(
-    "grouped_weight_grad",
-    _weight_grad,
-    lambda grad, x, counts: grad.new_empty(counts.shape[0], grad.shape[1], x.shape[1]),
-)
+def _product_shape(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _input_grad_shape(grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[2])
+
+
+def _weight_grad_shape(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    return grad.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
+
+
+operator("grouped", _product, _product_shape)
+operator("grouped_input_grad", _input_grad, _input_grad_shape)
+operator("grouped_weight_grad", _weight_grad, _weight_grad_shape)
 ops = torch.ops.meshtrain
 
 
@@ -102,7 +113,8 @@ class GroupedMatmul(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradQueue | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        ctx.queue, ctx.weights = queue, (weight,) if queue is not None else ()
+        ctx.queue = queue
+        ctx.weights = () if queue is None else (weight,)
         return ops.grouped(x, weight, counts)
 
     @staticmethod
@@ -110,16 +122,13 @@ class GroupedMatmul(torch.autograd.Function):
         x, weight, counts = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         grad = grad.contiguous()
-        dx = ops.grouped_input_grad(grad, weight, counts) if needs_dx else None
-        if not needs_dw:
-            return dx, None, None, None
-        inputs = x.detach()  # a queue must not keep the graph of x alive
-        return (
-            dx,
-            weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(grad, inputs, counts)),
-            None,
-            None,
-        )
+        dx = dw = None
+        if needs_dx:
+            dx = ops.grouped_input_grad(grad, weight, counts)
+        if needs_dw:
+            inputs = x.detach()  # a queue must not keep the graph of x alive
+            dw = weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(grad, inputs, counts))
+        return dx, dw, None, None
 
 
 class GatherRows(torch.autograd.Function):
@@ -131,10 +140,14 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.shape = len(x), slots, x.shape[1]
-        return x[order // slots if slots > 1 else order]
+        ctx.tokens, ctx.slots = len(x), slots
+        row = order if slots == 1 else order // slots
+        return x[row]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        rows = grad[ctx.saved_tensors[0]].view(ctx.shape)
-        return rows.sum(1) if ctx.shape[1] > 1 else rows.squeeze(1), None, None, None
+        [inverse] = ctx.saved_tensors
+        dx = grad[inverse]  # (n·j, d), the slots of a token adjacent
+        if ctx.slots > 1:
+            dx = dx.view(ctx.tokens, ctx.slots, grad.shape[1]).sum(1)
+        return dx, None, None, None

@@ -1,4 +1,8 @@
-"""The three products of a linear layer: its forward, its input gradient and its weight gradient.
+"""The three products of a linear layer, for x (n, d), W (f, d), y (n, f):
+
+    y = x W^T          forward
+    dx = dy W          input gradient
+    dW = dy^T x        weight gradient
 
 Linear layers, plain or split, compute with a record of these (`use_products`): another precision is
 one more record.
@@ -30,13 +34,14 @@ def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 def linear_input_grad_sum(
     grads: Sequence[Tensor], weights: Sequence[Tensor], maximum: Maximum | None = None
 ) -> Tensor:
-    """The gradient of the input (n, d) of several layers, from their outputs' (n, f_i). `maximum`:
-    as above, for f."""
+    """dx = sum_i dy_i W_i: the gradient of the input (n, d) of several layers, from their outputs'
+    (n, f_i). `maximum`: as above, for f."""
     dx = linear_input_grad(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        dx.addmm_(grad, weight) if dx.dtype == grad.dtype else dx.add_(
-            linear_input_grad(grad, weight)
-        )
+        if dx.dtype == grad.dtype:
+            dx.addmm_(grad, weight)
+        else:
+            dx.add_(linear_input_grad(grad, weight))
     return dx
 
 
@@ -48,12 +53,15 @@ def linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 def linear_weight_grad_into(grad: Tensor, x: Tensor, into: Tensor, add: bool = True) -> None:
     """`linear_weight_grad` into a tensor (f, d), possibly of a wider dtype: added to its values, or
     replacing them."""
+    beta = 1 if add else 0
     if grad.dtype == x.dtype == into.dtype:
-        into.addmm_(grad.t(), x, beta=int(add))
+        into.addmm_(grad.t(), x, beta=beta)
     elif widens(grad, x, into):
-        torch.addmm(into, grad.t(), x, out_dtype=into.dtype, beta=int(add), out=into)
+        torch.addmm(into, grad.t(), x, out_dtype=into.dtype, beta=beta, out=into)
+    elif add:
+        into.add_(grad.t() @ x)
     else:
-        into.add_(grad.t() @ x) if add else into.copy_(grad.t() @ x)
+        into.copy_(grad.t() @ x)
 
 
 def widens(grad: Tensor, x: Tensor, into: Tensor) -> bool:

@@ -37,21 +37,27 @@ class SharedInput:
         self._outputs: dict[Any, Tensor] = {}  # outputs of layers that have not been called yet
 
     def begin(self, arguments: Sequence[Any]) -> None:
+        """Called with the arguments of the module's forward, before it runs."""
         width = self.layers[0].in_features
         inputs = [x for x in arguments if isinstance(x, Tensor) and x.shape[-1:] == (width,)]
         self._shares = all(x is inputs[0] for x in inputs)
 
     def end(self) -> None:
-        self._shares, self._input, self._outputs = False, None, {}
+        self._shares = False
+        self._input = None
+        self._outputs = {}
 
     def output(self, layer: Any, x: Tensor) -> Tensor:
+        """What the forward of a layer returns for its input x."""
         if self._outputs and self._input is not x:  # the layers read different tensors after all
             self.end()
         if not self._shares:
-            return layer.outputs([layer], x, None)[0]
+            [y] = layer.outputs([layer], x, None)
+            return y
         if layer not in self._outputs:
             alike = [other for other in self.layers if other.products == layer.products]
-            self._outputs |= dict(zip(alike, layer.outputs(alike, x, self.weight), strict=True))
+            ys = layer.outputs(alike, x, self.weight)
+            self._outputs.update(zip(alike, ys, strict=True))
             self._input = x
         y = self._outputs.pop(layer)
         if not self._outputs:
@@ -62,7 +68,9 @@ class SharedInput:
 def share_input(layers: Sequence[Any], module: nn.Module) -> None:
     """Makes these layers, which a module's forward calls, compute together if they get the same
     tensor."""
-    if len(layers) == 1 or ("forward" in vars(module) and not hasattr(module, "shared_inputs")):
+    # A forward that is set on the object, as by a hook of the user's, is not ours to replace.
+    has_other_forward = "forward" in vars(module) and not hasattr(module, "shared_inputs")
+    if len(layers) == 1 or has_other_forward:
         return
     shared = SharedInput(layers)
     for layer in layers:
@@ -92,15 +100,14 @@ def split_outputs(product: Tensor, widths: Sequence[int]) -> list[Tensor]:
 
 def stack(parts: Sequence[Tensor]) -> Tensor | None:
     """One matrix of matrices that are adjacent in memory; None if they are not."""
-    first, end = parts[0], parts[0].data_ptr()
+    first = parts[0]
+    storage = first.untyped_storage().data_ptr()
+    end = first.data_ptr()
     for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if (
-            not same
-            or part.data_ptr() != end
-            or not part.is_contiguous()
-            or part.shape[1:] != first.shape[1:]
-        ):
+        follows = part.untyped_storage().data_ptr() == storage and part.data_ptr() == end
+        alike = part.is_contiguous() and part.shape[1:] == first.shape[1:]
+        if not follows or not alike:
             return None
         end += part.nbytes
-    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

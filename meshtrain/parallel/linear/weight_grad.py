@@ -1,19 +1,35 @@
-"""Weight gradients: accumulated in place by their products, and optionally computed later than
-input gradients.
+"""Weight gradients: where the product dW = dY^T X of a layer goes, and when it is computed.
 
-Autograd would allocate each gradient of a microbatch and add it to the parameter's in a second
-pass; a product that accumulates needs neither. Wherever autograd may have to see the gradient, it
-takes the normal path.
+**Where.** Autograd would allocate each gradient of a microbatch and add it to the parameter's in a
+second pass over memory. A product that accumulates (beta 1 of a GEMM) needs neither. All weight
+gradients pass `add_or_compute`, the one place that decides:
 
-The backward of a linear layer computes two products, and the previous pipeline stage waits for only
-one of them. A layer with a `WeightGradQueue` leaves the other one there, to be computed when the
-rank would be idle (Qi et al., https://arxiv.org/abs/2401.10241). Cheap gradients (norms, biases,
-embeddings) are computed at once.
+    what autograd may have to see is returned to it as always: in compiled code, for a second
+        derivative, in anomaly mode, in `torch.autograd.grad`, for a parameter with hooks
+    parameter.grad is a tensor   the product is added to it
+    parameter.grad is None       the product creates it, in `parameter.gradient_place`
+
+and three states of that attribute say what a parameter allows (`set_gradient_place`):
+
+    a tensor   where its first gradient is written: its part of a flat bucket of `ddp.py`, which is
+               all-reduced as a whole, so that nothing has to be copied into it
+    None       in new memory (`let_products_accumulate`)
+    absent     nowhere: gradients come from autograd alone. So it is with FSDP, whose gathered
+               parameters have gradients of their own, and where several modules share a parameter
+
+Those who ask: `weight_grad`, for linear layers and experts; `mixed_precision.Cast`, whose 16-bit
+gradient is added to the float32 one of the parameter in one pass (`write_grad`); and
+`linear_cross_entropy`, for the head's gradient, which its forward has made.
+
+**When.** The backward of a linear layer computes two products, dX = dY W and dW, and the previous
+pipeline stage waits for only the first. A layer with a `WeightGradQueue` leaves the other one
+there, to be computed when the rank would be idle (Qi et al., https://arxiv.org/abs/2401.10241).
+Cheap gradients (norms, biases, embeddings) are computed at once.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +47,9 @@ from meshtrain.parallel.torch_private import (
     to_local,
 )
 
+# Computes a gradient into a tensor: added to its values, or replacing them.
+Write = Callable[[Tensor, bool], object]
+
 
 @dataclass(frozen=True)
 class DeferredWeightGrad:
@@ -39,8 +58,7 @@ class DeferredWeightGrad:
     weight: Tensor  # as the layer saw it: autograd passes the gradient from there to the parameter
     parameter: Tensor | None  # the parameter that the weight is the whole of, if any
     compute: Callable[[], Tensor]
-    # computes it into a tensor, added to it or not
-    write: Callable[[Tensor, bool], object] | None = None
+    write: Write | None = None
 
 
 class WeightGradQueue:
@@ -79,47 +97,78 @@ class SupportsDeferral:
 
 
 def let_products_accumulate(model: nn.Module) -> None:
-    """Lets products add directly to gradients of parameters, except of those that several modules
-    share."""
-    places = [parameter for module in model.modules() for parameter in module._parameters.values()]
-    for parameter, uses in Counter(
-        parameter for parameter in places if parameter is not None
-    ).items():
-        if uses == 1:
-            parameter.gradient_place = None  # type: ignore[attr-defined]
+    """Lets products create and add to gradients of parameters, except of those that several modules
+    share: autograd sums their gradients before it adds them."""
+    uses = Counter(
+        parameter
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    for parameter, count in uses.items():
+        if count == 1:
+            set_gradient_place(parameter, None)
+
+
+def set_gradient_place(parameter: Tensor, place: Tensor | None) -> None:
+    """Lets products write a parameter's first gradient of a step to `place`, sharded like the
+    parameter; None: to new memory."""
+    parameter.gradient_place = place  # type: ignore[attr-defined]
 
 
 def weight_grad(
-    ctx: Any,
-    index: int,
-    compute: Callable[[], Tensor],
-    write: Callable[[Tensor, bool], object] | None = None,
+    ctx: Any, index: int, compute: Callable[[], Tensor], write: Write | None = None
 ) -> Tensor | None:
-    """What the backward of a layer's autograd function returns for a weight. Its forward has set
-    `ctx.queue` and, if there is a queue, `ctx.weights`: saved weights may be copies made by a
-    recomputation, from which autograd has no path to the parameters. `index`: of the weight among
-    these; the rest: see `DeferredWeightGrad`."""
+    """What the backward of a layer's autograd function returns for a weight.
+
+    Args:
+        ctx: of a function whose tensors are its input and then weights, and whose forward has set
+            `ctx.queue` and, if there is a queue, `ctx.weights`: saved weights may be copies made by
+            a recomputation, from which autograd has no path to the parameters.
+        index: of the weight among these.
+        compute, write: as in `DeferredWeightGrad`.
+    """
     if torch.compiler.is_compiling():
         return compute()
-    node = ctx.next_functions[1 + index][0]
-    parameter = getattr(accumulator_of(node), "variable", None)
+    node = ctx.next_functions[1 + index][0]  # where autograd passes the weight's gradient
     defers = ctx.queue is not None and ctx.queue.is_recording and runs_in_backward(node)
-    if defers and not has_gradient_hooks(parameter):
-        ctx.queue.add(DeferredWeightGrad(ctx.weights[index], parameter, compute, write))
-        return None
-    return add_or_compute(node, compute, write)
+    if defers:
+        parameter = getattr(accumulator_of(node), "variable", None)
+        if not has_gradient_hooks(parameter):
+            ctx.queue.add(DeferredWeightGrad(ctx.weights[index], parameter, compute, write))
+            return None
+    if not _around:
+        return add_or_compute(node, compute, write)
+    with _around[-1]():
+        return add_or_compute(node, compute, write)
+
+
+# What is entered around each weight gradient that a backward computes; see `around_weight_grads`.
+_around: list[Callable[[], AbstractContextManager[object]]] = []
+
+
+@contextmanager
+def around_weight_grads(enter: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, each weight gradient that a layer's backward computes at once is computed in a
+    context of its own, by which foresight tells it from input gradients."""
+    _around.append(enter)
+    try:
+        yield
+    finally:
+        _around.pop()
 
 
 def product_weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
     """`weight_grad` of a linear layer from the output's gradient (n, f) and the input (n, d)."""
     return weight_grad(
-        ctx, index, partial(linear_weight_grad, grad, x), partial(linear_weight_grad_into, grad, x)
+        ctx,
+        index,
+        compute=partial(linear_weight_grad, grad, x),
+        write=partial(linear_weight_grad_into, grad, x),
     )
 
 
-def add_or_compute(
-    node: Any, compute: Callable[[], Tensor], write: Callable[[Tensor, bool], object] | None
-) -> Tensor | None:
+def add_or_compute(node: Any, compute: Callable[[], Tensor], write: Write | None) -> Tensor | None:
     """The gradient for a backward's next node, or None if it was added to the parameter's gradient
     directly."""
     accumulator = accumulator_of(node)
@@ -134,29 +183,25 @@ def run_weight_grads(deferred: Sequence[DeferredWeightGrad]) -> None:
     """Computes deferred gradients layer by layer, each added to its parameter's before the next is
     computed. Gradients of layers that share a parameter are summed first, as in a whole
     backward."""
-    shared: dict[Any, list[DeferredWeightGrad]] = {}
+    by_autograd: dict[Any, list[DeferredWeightGrad]] = {}
     with torch.no_grad():
         for layer in deferred:
             if layer.write is not None and takes_products(layer.parameter):
                 add_product(layer.parameter, layer.write)
             else:
-                shared.setdefault(layer if layer.parameter is None else layer.parameter, []).append(
-                    layer
-                )
-        for layers in shared.values():
-            torch.autograd.backward(
-                [layer.weight for layer in layers], [layer.compute() for layer in layers]
-            )
+                key = layer if layer.parameter is None else layer.parameter
+                by_autograd.setdefault(key, []).append(layer)
+        for layers in by_autograd.values():
+            weights = [layer.weight for layer in layers]
+            torch.autograd.backward(weights, [layer.compute() for layer in layers])
 
 
 def takes_products(parameter: Any) -> bool:
     """Whether a product may add to, or create, a parameter's gradient. Autograd does if the user
     could observe it."""
-    if (
-        not hasattr(parameter, "gradient_place")
-        or torch.is_grad_enabled()
-        or torch.is_anomaly_enabled()
-    ):
+    if not hasattr(parameter, "gradient_place"):
+        return False
+    if torch.is_grad_enabled() or torch.is_anomaly_enabled():
         return False
     if parameter.grad is not None and not is_plain_gradient(parameter.grad, parameter):
         return False
@@ -166,15 +211,20 @@ def takes_products(parameter: Any) -> bool:
 def write_grad(grad: Tensor, place: Tensor, add: bool) -> None:
     """Writes an existing gradient, possibly of another dtype, like a product: in one pass over
     memory."""
-    place.add_(grad) if add else place.copy_(grad)
+    if add:
+        place.add_(grad)
+    else:
+        place.copy_(grad)
 
 
-def add_product(parameter: Any, write: Callable[[Tensor, bool], object]) -> None:
+def add_product(parameter: Any, write: Write) -> None:
     if parameter.grad is not None:
         write(to_local(parameter.grad), True)
         return
     place = parameter.gradient_place
     if place is None:
-        place = as_gradient(torch.empty_like(to_local(parameter.detach())), parameter)
+        part = torch.empty_like(to_local(parameter.detach()))
+        place = as_gradient(part, parameter)
+    # Its former values are those of an earlier step.
     write(to_local(place), False)
     parameter.grad = place

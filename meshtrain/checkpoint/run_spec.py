@@ -1,0 +1,25 @@
+"""Run spec: what a checkpoint has to agree with, as plain values."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The run that a checkpoint has to agree with."""
+
+    config: "Config"
+    folder: Path
+    checkpoints: Path  # the folder of the run's own checkpoints
+    data: dict[str, Any]  # fingerprint and sizes, as in a manifest
+    versions: dict[str, str]  # of torch, Python, meshtrain and the code
+    steps: int  # the run's last step
+
+    @property
+    def resumes_latest(self) -> bool:
+        """Whether the config asks for the newest checkpoint, wherever it is."""
+        return self.config.checkpoint.resume == "latest"

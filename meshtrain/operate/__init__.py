@@ -1,1 +1,0 @@
-"""The doctor's module path in the first edition, kept for compatibility."""
