@@ -127,6 +127,10 @@ class _Grid:
     labelled: bool  # whether cells have room for the number of the microbatch
     mixed: bool  # whether a column is longer than an action
 
+    def column(self, time: float, record: Record) -> float:
+        """Where a time of a record is drawn, in columns from its start."""
+        return (time - record.timeline.start) / self.per_column
+
 
 def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
     """The grid, with cells as wide as the terminal allows; folded into bands if labels had no room
@@ -197,7 +201,9 @@ def _row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
     cells: list[Cell] = [_IDLE] * len(band)
     stages = record.stages_of(rank)
     for event in record.timeline.events[rank]:
-        first, end = _columns(record, event, grid)
+        # Halves are rounded up, not to even numbers, so that equal times are equally wide.
+        first = math.floor(grid.column(event.start, record) + 0.5)
+        end = math.floor(grid.column(event.end, record) + 0.5)
         part = range(max(first, band.start), min(end, band.stop))
         if not part:
             continue
@@ -213,16 +219,6 @@ def _row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
         drawn = _coloured(box) if grid.coloured else _plain(box)
         cells[part.start - band.start : part.stop - band.start] = drawn
     return cells
-
-
-def _columns(record: Record, event: Event, grid: _Grid) -> tuple[int, int]:
-    """The first column of an action, and the one after its last."""
-    # Halves are rounded up, not to even numbers, so that equal times are equally wide.
-    first, end = (
-        math.floor((time - record.timeline.start) / grid.per_column + 0.5)
-        for time in (event.start, event.end)
-    )
-    return first, end
 
 
 def _is_larger_part(part: range, first: int, end: int) -> bool:
@@ -275,10 +271,11 @@ def _mixed_row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell
     for event in record.timeline.events[rank]:
         chunk = stages.index(event.action.stage)
         colour, _ = shade(event.action.kind, chunk, len(stages))
-        start = (event.start - record.timeline.start) / grid.per_column - band.start
-        end = (event.end - record.timeline.start) / grid.per_column - band.start
-        columns = range(max(math.floor(start), 0), min(math.ceil(end), len(band)))
-        for column in columns:
+        start = grid.column(event.start, record) - band.start
+        end = grid.column(event.end, record) - band.start
+        first_column = max(math.floor(start), 0)
+        end_column = min(math.ceil(end), len(band))
+        for column in range(first_column, end_column):
             shares[column][colour] += min(end, column + 1) - max(start, column)
     return [_mixed(share, grid.coloured) for share in shares]
 
