@@ -6,8 +6,8 @@ import shlex
 import shutil
 from pathlib import Path
 
-from meshtrain.config import locate
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

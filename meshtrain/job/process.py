@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshtrain.config.locate import line_of
 from meshtrain.errors import (
     AgreedError,
     DiskError,
@@ -45,6 +44,7 @@ from meshtrain.job.environment import (
     stale_store,
     started_before,
 )
+from meshtrain.job.locate import line_of
 from meshtrain.job.programs import ProgramError, run_program
 from meshtrain.job.sockets import call_with_timeout, is_loopback
 from meshtrain.job.storage import DISK_ERRORS, print_error

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from meshtrain.config import NAMES, Config, ConfigErrors, locate
+from meshtrain.config import NAMES, Config, ConfigErrors
 from meshtrain.config import docs as config_docs
 from meshtrain.config.errors import ConfigError, Place
 from meshtrain.config.keys import seconds
@@ -20,6 +20,7 @@ from meshtrain.config.removed import REMOVED, without_removed
 from meshtrain.config.schema import OptimizerName
 from meshtrain.config.yaml_reader import Node, read_scalar, read_text, write
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 from meshtrain.job.consistency import run_fingerprints
 from meshtrain.optim.registry import OPTIMIZERS
 from tests.launching import ROOT
