@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtrain.config import locate
 from meshtrain.config.checks import scales_dynamically
 from meshtrain.config.removed import without_removed
 from meshtrain.errors import InputError
 from meshtrain.huggingface.rope_keys import one_form
+from meshtrain.job import locate
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,7 +20,6 @@ import torch
 from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
-from meshtrain.config import locate
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
@@ -34,6 +33,7 @@ from meshtrain.huggingface.export_texts import small_files, tokenizer_files
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, table_of
+from meshtrain.job import locate
 from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 from meshtrain.run.weights_export import source_files

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshtrain.config import locate
 from meshtrain.data.batch import IGNORE, Batch, Item, Packed, Samples
 from meshtrain.data.tokens import outside_vocabulary
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 
 if TYPE_CHECKING:
-    from meshtrain.config import Data
+    from meshtrain.config.schema import DataSection
 
 
 class CustomSamples(Samples):
@@ -106,7 +106,7 @@ def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str
 
 
 def open_custom(
-    config: "Data", n_outputs: int | None, vocab_size: int | None = None
+    config: "DataSection", n_outputs: int | None, vocab_size: int | None = None
 ) -> tuple[CustomSamples, Samples | None]:
     """The training and validation sets of the file `data.source`. Raises InputError: it does not
     provide them."""

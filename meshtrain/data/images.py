@@ -24,7 +24,7 @@ from meshtrain.data.fingerprint import Files, data_path, files_below
 from meshtrain.errors import InputError
 
 if TYPE_CHECKING:
-    from meshtrain.config import Data
+    from meshtrain.config.schema import DataSection
 
 _SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -160,7 +160,7 @@ class ImageSource(NamedTuple):
     files: Mapping[str, Files] = {}  # keyed by a name for people
 
 
-def _open_digits(config: "Data") -> ImageSource:
+def _open_digits(config: "DataSection") -> ImageSource:
     """scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
     try:
         from sklearn.datasets import load_digits
@@ -187,7 +187,7 @@ def _open_digits(config: "Data") -> ImageSource:
     return _array_source(images, images)
 
 
-def _open_mnist(config: "Data") -> ImageSource:
+def _open_mnist(config: "DataSection") -> ImageSource:
     """MNIST's original files in a folder, plain or .gz; a validation path is the folder with the
     t10k files."""
     folder = data_path(config, "the folder with MNIST's own files")
@@ -265,7 +265,7 @@ def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
     return ImageSource(train, other, classes=largest + 1, fingerprint=" ".join(digests))
 
 
-def _open_folder(config: "Data") -> ImageSource:
+def _open_folder(config: "DataSection") -> ImageSource:
     """Images as folder/class/file, classes sorted by name; a validation path is a folder of the
     same form."""
     path = data_path(config, "a folder with one folder of images per class")

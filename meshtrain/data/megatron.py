@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.config import locate
 from meshtrain.data.fingerprint import Files
 from meshtrain.data.tokens import PIECE, Corpus, MappedArray, Piece, check_size, read_blocks
 from meshtrain.errors import InputError, plural
+from meshtrain.job import locate
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {

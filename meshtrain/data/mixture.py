@@ -17,7 +17,8 @@ from meshtrain.data.packing import PackedTokens, TokenSamples
 from meshtrain.errors import InputError, plural
 
 if TYPE_CHECKING:
-    from meshtrain.config import Config, Data
+    from meshtrain.config import Config
+    from meshtrain.config.schema import DataSection
 
 
 class MixedSamples(Samples):
@@ -68,7 +69,7 @@ class MixedSamples(Samples):
 
 
 def mixture_of(
-    config: "Data", samples: Samples, sizes: BatchSizes, steps: int | None = None
+    config: "DataSection", samples: Samples, sizes: BatchSizes, steps: int | None = None
 ) -> Mixture | None:
     """The mixture of a run's sources; None if the run has only one.
 

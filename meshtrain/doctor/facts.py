@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 
-from meshtrain.config import Config, locate
+from meshtrain.config import Config
 from meshtrain.doctor import nccl
 from meshtrain.doctor.files import free_gib, named_paths, probe
 from meshtrain.doctor.records import Host, Interface, Place, Port
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 from meshtrain.job.host_memory import memory_gib
 from meshtrain.job.sockets import resolve
 from meshtrain.metrics.nvml import Gpu, host_gpus

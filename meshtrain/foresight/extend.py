@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import spec_of
+from meshtrain.config import Config, spec_of
 from meshtrain.data.order import microbatches
 from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.memory import RankMemory, held_forwards, schedule_of, short_schedule

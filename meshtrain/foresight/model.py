@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import ModelSpec, spec_of
+from meshtrain.config import Config, spec_of
+from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import set_dropout
 from meshtrain.errors import InputError

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from meshtrain.config import Config
-from meshtrain.config.errors import yaml_text
-from meshtrain.config.model_spec import ModelSpec, spec_of
+from meshtrain.config import Config, spec_of
+from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.order import microbatches
+from meshtrain.errors import yaml_text
 from meshtrain.foresight import extend, memory, steptime
 from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight.blocks import works_of

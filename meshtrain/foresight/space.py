@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshtrain.config import Config
-from meshtrain.config.errors import yaml_text
+from meshtrain.config import Config, spec_of
 from meshtrain.config.layout_advice import factorizations
 from meshtrain.config.layout_checks import (
     OF_LAYOUT,
@@ -19,9 +18,8 @@ from meshtrain.config.layout_checks import (
     check_split,
     check_stages,
 )
-from meshtrain.config.model_spec import spec_of
 from meshtrain.config.schema import SECTIONS
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, yaml_text
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.prediction import SAVINGS, usable_savings
 from meshtrain.foresight.rules import RememberedRules, Rule

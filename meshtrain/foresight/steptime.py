@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from meshtrain.config import Optimizer as OptimizerConfig
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.parameters import compute_size, first_part, master_size
@@ -50,7 +50,7 @@ class StepPlan:
     # FSDP gathers and reduces for every forward and backward, instead of once per step
     gathers_again: bool = False
     message_size: int = 4  # bytes per gradient element when gradients are summed over data ranks
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     # each copy over `dp_replicate` updates a part and gathers the others' (ZeRO-1)
     shards_optimizer: bool = False
     # how files divide the model's tensors, for an optimizer that updates matrix by matrix

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import spec_of
+from meshtrain.config import Config, spec_of
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import microbatches
 from meshtrain.dropout import set_dropout

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshtrain.config import locate
 from meshtrain.errors import AgreedError, flat_items, group_values, join_some, ranges
+from meshtrain.job import locate
 from meshtrain.job.environment import is_of_host
 from meshtrain.job.process import Job
 

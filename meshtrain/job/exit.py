@@ -13,7 +13,6 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from meshtrain.config.locate import line_of
 from meshtrain.errors import (
     INPUT_STATUS,
     AgreedError,
@@ -24,6 +23,7 @@ from meshtrain.errors import (
     UnreadableError,
 )
 from meshtrain.job.environment import already_printed, tell_launcher
+from meshtrain.job.locate import line_of
 from meshtrain.job.process import Job
 from meshtrain.job.signals import ignore_signals, in_main_thread
 from meshtrain.job.storage import DISK_ERRORS, print_error

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshtrain.config.locate import line_of
 from meshtrain.errors import (
     AgreedError,
     DiskError,
@@ -33,6 +32,7 @@ from meshtrain.errors import (
     ranges,
 )
 from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, started_before
+from meshtrain.job.locate import line_of
 from meshtrain.job.rendezvous import MOST_LISTED, address_of_node, lost_store, meet_at_store
 from meshtrain.job.sockets import is_loopback
 from meshtrain.job.storage import DISK_ERRORS

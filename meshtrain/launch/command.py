@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from meshtrain.config import Config, locate
+from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.data.order import describe_ramp
 from meshtrain.doctor.files import filesystem, named_paths
 from meshtrain.errors import InputError, plural
+from meshtrain.job import locate
 from meshtrain.launch.request import Request, add_options, read_request
 from meshtrain.launch.script import block, directives_of, render, variables_of
 from meshtrain.layout import DATA_AXES, Layout, LayoutError

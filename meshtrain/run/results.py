@@ -7,11 +7,11 @@ from pathlib import Path
 from torch import nn
 
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
 from meshtrain.data.batch import LANGUAGE
 from meshtrain.errors import printable
 from meshtrain.generate import generate
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.plot import plot_loss

@@ -11,7 +11,6 @@ from meshtrain.attention import has_varlen
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
-from meshtrain.config.locate import model_file
 from meshtrain.data import (
     Batch,
     EvalBatches,
@@ -27,6 +26,7 @@ from meshtrain.data.order import describe_ramp
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
 from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES, Layout

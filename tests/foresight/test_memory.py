@@ -88,7 +88,7 @@ def test_extends_layers_and_microbatches(
 # A user's model: a llama, with something of its own.
 OWN = """
 from dataclasses import dataclass, replace
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 

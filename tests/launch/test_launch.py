@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from meshtrain.cli import main as cli
-from meshtrain.config import locate
+from meshtrain.job import locate
 from meshtrain.launch.command import nodes_that_fit
 from meshtrain.launch.request import seconds
 from meshtrain.launch.script import block, render

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.build import compile_choice
 from meshtrain.parallel import compile as compiling
 from meshtrain.parallel import mixed_precision
