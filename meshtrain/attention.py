@@ -67,12 +67,12 @@ class AttentionContext:
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> "AttentionContext":
         """A copy with `function` applied to each tensor, for instance to move it to a device."""
-        tensors = (
-            None if x is None else function(x)
-            for x in (self.documents, self.lengths, self.part, self.mask)
-        )
-        documents, lengths, part, mask = tensors
-        return replace(self, documents=documents, lengths=lengths, part=part, mask=mask, windows={})
+        changed: dict[str, Any] = {}
+        for name in ("documents", "lengths", "part", "mask"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                changed[name] = function(tensor)
+        return replace(self, **changed, windows={})
 
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
@@ -98,38 +98,36 @@ class AttentionContext:
     ) -> Tensor:
         if self.cache is not None and self.documents is None:
             k, v = self.cache.extend(self.layer, k, v)
-            return _attend(
-                q, k, v, self.cache.mask(q.shape[2], k.shape[2], window), scale, soft_cap
-            )
+            mask = self.cache.mask(q.shape[2], k.shape[2], window)
+            return _attend(q, k, v, mask, scale, soft_cap)
         if self.part is not None or self.cache is not None:
             raise ValueError(
                 "a cache takes no documents, and parts of a sequence are those of a ShardedContext"
             )
         # If the shapes differ, masked attention reports the mismatch.
         counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
-        if (
-            self.kernel is not None
-            and self.lengths is not None
-            and counted
-            and takes_varlen(q, k, v, soft_cap)
-        ):
+        packed = counted and takes_varlen(q, k, v, soft_cap)
+        if self.kernel is not None and self.lengths is not None and packed:
             return _varlen(self.kernel, (q, k, v), self.lengths, scale, window)
-        # compiled, a stored mask is a guard that fails at the next layer
+        return _attend(q, k, v, self._mask(window, k), scale, soft_cap)
+
+    def _mask(self, window: int | None, k: Tensor) -> Tensor | None:
+        """Of the documents, with a sliding window. The layers share what is made once."""
+        # Compiled, a stored mask is a guard that fails at the next layer.
         keep = not torch.compiler.is_compiling()
         mask = self.mask
         if mask is None and self.documents is not None:
             mask = document_mask(self.documents)
             if keep:
                 self.mask = mask
-        if window is not None and window < k.shape[2]:
-            mask = (
-                self.windows[window]
-                if keep and window in self.windows
-                else _windowed(mask, window, k)
-            )
-            if keep:
-                self.windows[window] = mask
-        return _attend(q, k, v, mask, scale, soft_cap)
+        if window is None or window >= k.shape[2]:
+            return mask
+        if keep and window in self.windows:
+            return self.windows[window]
+        mask = _windowed(mask, window, k)
+        if keep:
+            self.windows[window] = mask
+        return mask
 
     def __repr__(self) -> str:
         return f"AttentionContext{self.shape}"
@@ -153,8 +151,9 @@ class KVCache:
         """Appends the keys and values of new tokens (b, k, s, e) to those of the layer; returns all
         of them."""
         if layer in self._layers:
-            before = self._layers[layer]
-            k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
+            keys, values = self._layers[layer]
+            k = torch.cat((keys, k), dim=2)
+            v = torch.cat((values, v), dim=2)
         self._layers[layer] = k, v
         return k, v
 
@@ -201,7 +200,9 @@ def attention(
         return handle_torch_function(attention, (q, k, v), q, k, v, context, **options)
     if isinstance(context, AttentionContext):
         return context.attend(q, k, v, scale, window, soft_cap)
-    mask = context if window is None or window >= k.shape[2] else _windowed(context, window, k)
+    mask = context
+    if window is not None and window < k.shape[2]:
+        mask = _windowed(mask, window, k)
     return _attend(q, k, v, mask, scale, soft_cap)
 
 
@@ -215,12 +216,14 @@ def _windowed(mask: Tensor | None, window: int, k: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float | None
 ) -> Tensor:
-    heads, kv_heads = q.shape[1], k.shape[1]
-    widths = q.shape[-1], v.shape[-1]
-    if cap is not None or wants_repeated(
-        q.device.type, q.dtype, mask is not None, heads, kv_heads, *widths
-    ):
-        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
+    repeat = cap is not None or wants_repeated(
+        q.device.type, q.dtype, mask is not None, heads, kv_heads, q.shape[-1], v.shape[-1]
+    )
+    if repeat:
+        k = k.repeat_interleave(heads // kv_heads, dim=1)
+        v = v.repeat_interleave(heads // kv_heads, dim=1)
     if cap is not None:
         return _soft_capped(q, k, v, mask, scale, cap)
     return F.scaled_dot_product_attention(
@@ -231,13 +234,14 @@ def _attend(
 def _soft_capped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float
 ) -> Tensor:
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    scores = soft_cap * torch.tanh(
-        scores * ((q.shape[-1] ** -0.5 if scale is None else scale) / soft_cap)
-    )
+    scores = soft_cap * torch.tanh(scores * (scale / soft_cap))
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    hides = mask.dtype == torch.bool  # else it is added
+    scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
     return scores.softmax(-1).to(v.dtype) @ v
 
 
@@ -258,13 +262,12 @@ def wants_repeated(
     other widths of values, but grouped heads only in the newest versions. Elsewhere, and in
     float64, torch computes with all scores (b, h, s, s) in memory.
     """
-    flash = (
-        dtype in (torch.float16, torch.bfloat16)
-        and not masked
-        and width <= 256
-        and value_width in (None, width)
-    )
-    return device == "cuda" and heads != kv_heads and dtype != torch.float64 and not flash
+    if device != "cuda" or heads == kv_heads or dtype == torch.float64:
+        return False
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    same_width = value_width in (None, width)
+    takes_grouped_heads = narrow and not masked and width <= 256 and same_width
+    return not takes_grouped_heads
 
 
 @cache
@@ -281,21 +284,16 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype | None) -> Callable[.
     from torch.nn import attention as back_ends
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler, 2 s
 
-    third = (
-        torch.cuda.get_device_capability(device)[0] == 9
-        and find_spec("flash_attn_interface") is not None
-    )
-    if (
-        third
-        and "FA3" in back_ends.list_flash_attention_impls()
-        and back_ends.current_flash_attention_impl() is None
-    ):
-        back_ends.activate_flash_attention_impl("FA3")
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    if is_hopper and find_spec("flash_attn_interface") is not None:
+        known = "FA3" in back_ends.list_flash_attention_impls()
+        if known and back_ends.current_flash_attention_impl() is None:
+            back_ends.activate_flash_attention_impl("FA3")
     # From torch 2.12 on, grouped heads need a flag; before, torch infers them from the shapes.
-    grouped: Any = (
-        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    )
-    return partial(varlen_attn, **grouped)  # type: ignore[return-value]
+    options: Any = {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    return partial(varlen_attn, **options)  # type: ignore[return-value]
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype | None) -> bool:
@@ -303,21 +301,18 @@ def has_varlen(device: torch.device, dtype: torch.dtype | None) -> bool:
     bits."""
     if device.type != "cuda" or dtype not in VARLEN_TYPES or torch.version.hip is not None:
         return False
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(
-        device
-    ) >= (8, 0)
+    if not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def takes_varlen(q: Tensor, k: Tensor, v: Tensor, soft_cap: float | None) -> bool:
     """Whether a variable-length kernel accepts these tensors. torch's has no soft cap; narrow heads
     are padded."""
-    same_type = q.dtype == k.dtype == v.dtype
-    return (
-        soft_cap is None
-        and same_type
-        and q.dtype in VARLEN_TYPES
-        and max(q.shape[-1], v.shape[-1]) <= 256
-    )
+    if soft_cap is not None:
+        return False
+    fits = q.dtype == k.dtype == v.dtype and q.dtype in VARLEN_TYPES
+    return fits and max(q.shape[-1], v.shape[-1]) <= 256
 
 
 def _varlen(
@@ -329,18 +324,27 @@ def _varlen(
 ) -> Tensor:
     """Attention within the packed documents of all rows; scores between documents are not
     computed."""
-    (b, _, s, e), f = qkv[0].shape, qkv[2].shape[-1]
+    b, _, s, e = qkv[0].shape
+    f = qkv[2].shape[-1]
     # The kernel needs one width for q, k and v, a multiple of 8, and on some GPUs has no backward
     # for widths between 192 and 256. Padding with zeros changes neither scores nor sums.
-    width = 256 if max(e, f) > 192 else -(-max(e, f) // 8) * 8
-    padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in qkv)
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in padded]
-    before = -1 if window is None or window >= s else window - 1
+    width = -(-max(e, f) // 8) * 8
+    if width > 192:
+        width = 256
+    flat: list[Tensor] = []
+    for x in qkv:
+        if x.shape[-1] != width:
+            x = F.pad(x, (0, width - x.shape[-1]))
+        flat.append(x.transpose(1, 2).flatten(0, 1))
+
+    before = -1  # tokens that a token sees before itself: all
+    if window is not None and window < s:
+        before = window - 1
+    if scale is None:
+        scale = e**-0.5
     # The longest document is given as a whole row: a constant, which needs no synchronization with
     # the device.
-    y = kernel(
-        *flat, ends, ends, s, s, scale=e**-0.5 if scale is None else scale, window_size=(before, 0)
-    )
+    y = kernel(*flat, ends, ends, s, s, scale=scale, window_size=(before, 0))
     return y[..., :f].unflatten(0, (b, s)).transpose(1, 2)
 
 
@@ -370,6 +374,8 @@ def cumulative_lengths(documents: Tensor) -> Tensor | None:
     if (changes < 0).any():
         return None
     begins = F.pad(changes != 0, (1, 0), value=True)
-    starts, rows, total = begins.flatten().nonzero().flatten(), len(documents), documents.numel()
-    size = rows * (1 << (-(-len(starts) // rows) - 1).bit_length())
-    return F.pad(starts.int(), (0, size + 1 - len(starts)), value=total)
+    starts = begins.flatten().nonzero().flatten()
+    rows = len(documents)
+    per_row = -(-len(starts) // rows)  # rounded up, and then to a power of two
+    size = rows * (1 << (per_row - 1).bit_length())
+    return F.pad(starts.int(), (0, size + 1 - len(starts)), value=documents.numel())

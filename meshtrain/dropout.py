@@ -28,10 +28,10 @@ class SequencePart(NamedTuple):
         """(rows,): the positions of this rank's rows in the sequence. In torch operations, because
         it is compiled."""
         own = torch.arange(rows, device=device) + self.tp_index * rows
+        # Of the 2 cp chunks, rank i of cp has number i and then number 2 cp - 1 - i.
         chunk = rows * self.tp // 2
-        return own + chunk * torch.where(
-            own < chunk, self.cp_index, 2 * self.cp - 2 - self.cp_index
-        )
+        chunks_before = torch.where(own < chunk, self.cp_index, 2 * self.cp - 2 - self.cp_index)
+        return own + chunk * chunks_before
 
 
 class Dropout(nn.Module):
@@ -74,30 +74,34 @@ class Dropout(nn.Module):
             return x
         if not self.bound:
             return F.dropout(x, self.p)
+        keys = self._keys_of(x)
+        shape = x.shape
+        rows = x.shape[1] if x.dim() > 2 else 1
+        # One row stands for the whole sequence.
+        part = self.part if rows > 1 else SequencePart()
+        if self.columns is not None:
+            # Between parallel layers all ranks of tp have the same positions, and other features.
+            width, own = self.columns
+            part = part._replace(tp=1, tp_index=0)
+            shape = torch.Size((*x.shape[:-1], width))
+        mask = keep_mask(keys.to(x.device), shape, part.positions(rows, x.device), self.p)
+        if self.columns is not None:
+            mask = mask[..., own]
+        return torch.where(mask, x * (1 / (1 - self.p)), 0)
+
+    def _keys_of(self, x: Tensor) -> Tensor:
         if self.keys is None or self.keys.shape[0] != x.shape[0]:
             count = 0 if self.keys is None else self.keys.shape[0]
             raise RuntimeError(
                 f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {count}: "
-                "call "
-                "set_dropout(model, seed=..., step=..., samples=...) before each forward in "
+                "call set_dropout(model, seed=..., step=..., samples=...) before each forward in "
                 "training"
             )
         if x.dim() < 3 and self.part != SequencePart():
             raise RuntimeError(
                 f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)"
             )
-        rows = x.shape[1] if x.dim() > 2 else 1
-        part, shape = self.part if rows > 1 else SequencePart(), x.shape
-        # between parallel layers all ranks of tp have the same positions
-        if self.columns is not None:
-            part, shape = (
-                part._replace(tp=1, tp_index=0),
-                torch.Size((*x.shape[:-1], self.columns[0])),
-            )
-        mask = keep_mask(self.keys.to(x.device), shape, part.positions(rows, x.device), self.p)
-        if self.columns is not None:
-            mask = mask[..., self.columns[1]]
-        return torch.where(mask, x * (1 / (1 - self.p)), 0)
+        return self.keys
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -111,12 +115,14 @@ def bind_dropout(model: nn.Module, part: SequencePart | None = None) -> None:
             included.
         part: the part of each sequence that this rank has; None: all of it.
     """
-    dropouts = {
-        name: module for name, module in model.named_modules() if isinstance(module, Dropout)
-    }
-    for module in dropouts.values():
-        module.bound, module.part = True, part or SequencePart()
-    model.dropout_masks = _DropoutKeys(dropouts)  # type: ignore[assignment]  # a plain attribute, not a submodule
+    dropouts: dict[str, Dropout] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.bound = True
+            module.part = part or SequencePart()
+            dropouts[name] = module
+    # a plain attribute, not a submodule
+    model.dropout_masks = _DropoutKeys(dropouts)  # type: ignore[assignment]
 
 
 def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> None:
@@ -157,11 +163,11 @@ class _DropoutKeys:
         if self._names.numel() == 0 or self._names.device != device:
             self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
         hashes = [hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
-        keys = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
-        for dropout, row in zip(
-            self._dropouts, self._names ^ keys.to(device, non_blocking=True), strict=True
-        ):
-            dropout.keys = row
+        # From pinned memory the copy does not block.
+        of_samples = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
+        table = self._names ^ of_samples.to(device, non_blocking=True)
+        for dropout, keys in zip(self._dropouts, table, strict=True):
+            dropout.keys = keys
 
 
 def keep_mask(keys: Tensor, shape: torch.Size, positions: Tensor, p: float) -> Tensor:
@@ -172,10 +178,13 @@ def keep_mask(keys: Tensor, shape: torch.Size, positions: Tensor, p: float) -> T
     the second dim. SplitMix64, seeded with each sample's key (b) int64, gives 64 bits for every two
     elements of a row, 32 for each.
     """
-    b, width = shape[0], shape[-1] if len(shape) > 1 else 1
-    rows, words = shape[1:-1].numel(), (width + 1) // 2
-    inner = rows // len(positions) * words  # 64-bit words per position
-    numbers = (positions[:, None] * inner + torch.arange(inner, device=keys.device)).flatten()
+    b = shape[0]
+    width = shape[-1] if len(shape) > 1 else 1
+    rows = shape[1:-1].numel()
+    words = (width + 1) // 2  # of 64 bits, per row
+    per_position = rows // len(positions) * words
+    inner = torch.arange(per_position, device=keys.device)
+    numbers = (positions[:, None] * per_position + inner).flatten()
     bits = mix(mix(keys)[:, None] + numbers * GAMMA).view(b, rows, words, 1)
     # Not `view(torch.int32)`: torch 2.13 compiles it with the slice to CPU code that writes out of
     # bounds.

@@ -26,9 +26,9 @@ Products = Callable[[Tensor, Tensor], Tensor]
 class Experts(nn.Module, SupportsDeferral):
     """The SwiGLU experts of a layer, in fused tensors named as in transformers."""
 
-    # Set by `parallel/expert.py`: (rows (n, d) sorted by expert, counts (E,), products) -> rows (n,
-    # d) in the same order, computed on the ranks that have the experts: `products` takes the rows
-    # of this rank's experts, and counts.
+    # Set by `parallel/expert.py` where experts are on several ranks: (rows (n, d) sorted by expert,
+    # counts (E,), products) -> rows (n, d) in the same order. It calls `products` with the rows of
+    # this rank's experts and their counts.
     dispatch: Callable[[Tensor, Tensor, Products], Tensor] | None = None
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
@@ -38,10 +38,9 @@ class Experts(nn.Module, SupportsDeferral):
             torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         )
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        for weight in (self.gate_up_proj, self.down_proj):  # as nn.Linear
-            nn.init.uniform_(
-                weight, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2])
-            )
+        for weight in (self.gate_up_proj, self.down_proj):
+            bound = 1 / math.sqrt(weight.shape[2])  # as nn.Linear
+            nn.init.uniform_(weight, -bound, bound)
 
     @never_compiled
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -55,34 +54,35 @@ class Experts(nn.Module, SupportsDeferral):
 
         Returns (..., d), zeros for padding.
         """
-        real, slots = real_tokens(x.device), chosen.shape[-1]
-        if real is not None:  # the slots of padding belong to no expert and sort last
-            chosen = torch.where(
-                real.expand(chosen.shape[:-1])[..., None], chosen, self.num_experts
-            )
+        slots = chosen.shape[-1]
+        real = real_tokens(x.device)
+        if real is not None:
+            # The slots of padding belong to no expert, and sort last.
+            is_real = real.expand(chosen.shape[:-1])[..., None]
+            chosen = torch.where(is_real, chosen, self.num_experts)
+
+        # The rows of an expert lie together: one grouped product computes all experts.
         experts, order = chosen.flatten().sort(stable=True)
-        inverse = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        ends = torch.searchsorted(
-            experts, torch.arange(self.num_experts, device=order.device), right=True
-        )
+        positions = torch.arange(len(order), device=order.device)
+        inverse = torch.empty_like(order).scatter_(0, order, positions)
+        numbers = torch.arange(self.num_experts, device=order.device)
+        ends = torch.searchsorted(experts, numbers, right=True)
         counts = ends.diff(prepend=ends.new_zeros(1))
+
         rows = GatherRows.apply(x.flatten(0, -2), order, inverse, slots)
-        rows = (
-            self._products(rows, counts)
-            if self.dispatch is None
-            else self.dispatch(rows, counts, self._products)
-        )
+        if self.dispatch is None:
+            rows = self._products(rows, counts)
+        else:
+            rows = self.dispatch(rows, counts, self._products)
         results = GatherRows.apply(rows, inverse, order, 1).view(*chosen.shape, x.shape[-1])
         return (results * weights[..., None]).sum(-2).to(x.dtype)
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        gate_up, down = to_local(self.gate_up_proj), to_local(self.down_proj)
-        gate, up = GroupedMatmul.apply(rows, gate_up, counts, self.weight_grad_queue).chunk(
-            2, dim=-1
-        )
-        return GroupedMatmul.apply(F.silu(gate) * up, down, counts, self.weight_grad_queue)
+        """SwiGLU of each row by its expert: W_down (silu(W_gate x) * W_up x)."""
+        queue = self.weight_grad_queue
+        gate_up = GroupedMatmul.apply(rows, to_local(self.gate_up_proj), counts, queue)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return GroupedMatmul.apply(F.silu(gate) * up, to_local(self.down_proj), counts, queue)
 
 
 class Router(nn.Module):
@@ -116,15 +116,15 @@ class Router(nn.Module):
                 `groups` groups.
         """
         super().__init__()
-        self.experts_per_token, self.score, self.normalize, self.scale = (
-            experts_per_token,
-            score,
-            normalize,
-            scale,
-        )
-        self.groups, self.groups_per_token = groups, groups_per_token
+        self.experts_per_token = experts_per_token
+        self.score = score
+        self.normalize = normalize
+        self.scale = scale
+        self.groups = groups
+        self.groups_per_token = groups_per_token
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        nn.init.uniform_(self.weight, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+        bound = 1 / math.sqrt(hidden_size)
+        nn.init.uniform_(self.weight, -bound, bound)
         if bias:
             self.e_score_correction_bias = nn.Parameter(
                 torch.zeros(num_experts), requires_grad=False
@@ -138,13 +138,14 @@ class Router(nn.Module):
         """x (..., d) -> the chosen experts (..., j), best first, and their weights (..., j)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
+        sigmoid = self.score == "sigmoid"
+        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         chosen = choose(self._ranked(scores.detach()), self.experts_per_token)
         weights = scores.gather(-1, chosen)
         if self.normalize:
-            weights = weights / (
-                weights.sum(-1, keepdim=True) + (1e-20 if self.score == "sigmoid" else 0)
-            )
+            # Sigmoids may all be 0, a softmax is not.
+            smallest = 1e-20 if sigmoid else 0
+            weights = weights / (weights.sum(-1, keepdim=True) + smallest)
         weights = weights * self.scale
         if self.balance is not None:
             weights = self.balance(weights, logits, scores, chosen, self.e_score_correction_bias)
@@ -157,10 +158,14 @@ class Router(nn.Module):
             scores = scores + self.e_score_correction_bias
         if self.groups == 1:
             return scores
+        # A group is as good as its best expert (DeepSeek-V2), or, with the bias, as its best two
+        # together (DeepSeek-V3).
         grouped = scores.unflatten(-1, (self.groups, -1))
-        best = min(1 if self.e_score_correction_bias is None else 2, grouped.shape[-1])
-        groups = choose(grouped.topk(best, dim=-1).values.sum(-1), self.groups_per_token)
-        inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, groups, True)
+        best = 1 if self.e_score_correction_bias is None else 2
+        best = min(best, grouped.shape[-1])
+        of_groups = grouped.topk(best, dim=-1).values.sum(-1)
+        groups = choose(of_groups, self.groups_per_token)
+        inside = torch.zeros_like(of_groups, dtype=torch.bool).scatter(-1, groups, True)
         return grouped.masked_fill(~inside[..., None], -math.inf).flatten(-2)
 
 
@@ -204,17 +209,16 @@ class Balance(nn.Module):
                 (https://arxiv.org/abs/2408.15664).
         """
         super().__init__()
-        self.num_experts, self.layers, self.kind = num_experts, layers, kind
+        self.num_experts = num_experts
+        self.layers = layers
         self._layer = layer  # private, so that `parallel/verify` still finds the layers alike
-        self.aux_loss_coef, self.z_loss_coef, self.bias_speed = (
-            aux_loss_coef,
-            z_loss_coef,
-            bias_speed,
-        )
+        self.kind = kind
+        self.aux_loss_coef = aux_loss_coef
+        self.z_loss_coef = z_loss_coef
+        self.bias_speed = bias_speed
         self.loads = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
-        self.sample_groups: list[
-            AxisGroup
-        ] = []  # of ranks with parts of the same samples; set by `parallelize`
+        # of ranks with parts of the same samples; set by `parallelize`
+        self.sample_groups: list[AxisGroup] = []
 
     def forward(
         self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, bias: Tensor | None
@@ -233,12 +237,12 @@ class Balance(nn.Module):
             shares = self._shares(hits) * chosen.shape[-1]
             probabilities = scores / scores.sum(-1, keepdim=True)  # unchanged for softmax
             factor = self.aux_loss_coef * self.num_experts / self.layers
-            weights = attach(
-                weights, "balance", factor * (shares.to(scores.dtype) * probabilities).sum(-1)
-            )
+            term = factor * (shares.to(scores.dtype) * probabilities).sum(-1)
+            weights = attach(weights, "balance", term)
         if self.z_loss_coef:
             factor = self.z_loss_coef / self.layers
-            weights = attach(weights, "router_z", factor * logits.logsumexp(-1).square())
+            term = factor * logits.logsumexp(-1).square()
+            weights = attach(weights, "router_z", term)
         return weights
 
     @never_compiled  # compiled, each layer index would need its own graph
@@ -251,9 +255,9 @@ class Balance(nn.Module):
         loads = self.loads.detach()
         if self.kind == "sequence":
             real = real_tokens(hits.device)
-            loads = (hits if real is None else hits & real[..., None]).sum(
-                1, keepdim=True, dtype=torch.float64
-            )
+            if real is not None:
+                hits = hits & real[..., None]
+            loads = hits.sum(1, keepdim=True, dtype=torch.float64)
             for group in self.sample_groups:
                 loads = torch.ops.meshtrain.all_reduce(loads, group.name)
         total = loads.sum(-1, keepdim=True)
@@ -263,6 +267,7 @@ class Balance(nn.Module):
         with torch.no_grad():
             self.loads.copy_(torch.where(bad, self.loads, loads.to(self.loads.dtype)))
             if bias is not None and self.bias_speed:
+                # Towards experts that got less than their share.
                 step = self.bias_speed * torch.sign(loads.mean() - loads)
                 bias.add_(torch.where(bad, 0, step).to(bias.dtype))
 
@@ -282,8 +287,11 @@ def choose(scores: Tensor, count: int) -> Tensor:
 def _choose(scores: Tensor, count: int) -> Tensor:
     if scores.dtype == torch.float64:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
+    # One key for both, in 64 bits: integers that sort like the floats above, and below them those
+    # that put the lower index first. No two are equal, so topk, which is faster than a stable sort,
+    # has no ties to break.
     bits = (scores.float() + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that sort like the floats
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     last_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
     return ((ordered << 32) + last_first).topk(count, dim=-1).indices
 
@@ -300,8 +308,6 @@ def load_metrics(loads: Sequence[Tensor]) -> dict[str, float]:
     load to the mean of its layer, and how many experts of all layers got no token."""
     if not loads:
         return {}
-    largest = max(float(layer.max() / layer.mean().clamp(min=1e-9)) for layer in loads)
-    return {
-        "expert_load_max": largest,
-        "experts_idle": float(sum(int((layer == 0).sum()) for layer in loads)),
-    }
+    ratios = [float(layer.max() / layer.mean().clamp(min=1e-9)) for layer in loads]
+    idle = [int((layer == 0).sum()) for layer in loads]
+    return {"expert_load_max": max(ratios), "experts_idle": float(sum(idle))}

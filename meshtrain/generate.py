@@ -53,22 +53,18 @@ def generate(
         for _ in range(length):
             latest = ids[-seq_len:]
             window[0, : len(latest)] = torch.tensor(latest)
-            window_part = shard(Batch.of((window, positions, None), window)).to(
-                device, torch.float32
-            )
-            logits = model(*window_part.inputs)
+            part = shard(Batch.of((window, positions, None), window)).to(device, torch.float32)
+            logits = model(*part.inputs)
             token = 0
-            if logits is not None:  # another stage of a pipeline has them
-                index, last = (
-                    (0, len(latest) - 1)
-                    if context is None
-                    else context.owner(len(latest) - 1, seq_len)
-                )
+            if logits is not None:  # else another stage of a pipeline has them
+                index, last = 0, len(latest) - 1
+                if context is not None:  # the rank of cp that has the token, and where
+                    index, last = context.owner(last, seq_len)
                 following = gather_logits(logits, 0, last)
                 if context is not None and context.group is not None:
                     dist.broadcast(following, group_src=index, group=context.group)
                 token = _draw(following.double().cpu(), temperature, draws)
-            ids += _known(model.from_last([token]) if isinstance(model, Pipeline) else [token])
+            ids += _on_all_ranks(model, [token])
     return ids
 
 
@@ -102,17 +98,15 @@ def generate_batch(
 
     Raises InputError: a prompt is empty, or too long for its continuation to fit.
     """
-    longest = max(map(len, prompts))
-    if not all(prompts) or longest + length > seq_len:
-        raise InputError(
-            f"prompts of {min(map(len, prompts))} to {longest} tokens, and {length} more: expected "
-            "at least one token "
-            f"in each, and at most {seq_len} together"
-        )
+    _require_room(prompts, length, seq_len)
+    longest = max(len(prompt) for prompt in prompts)
     rows = [list(prompt) for prompt in prompts]
     is_over = [False] * len(rows)
-    # the first as in `generate`
-    draws = [generator(seed, "generate", *[i] * (i > 0)) for i in range(len(rows))]
+    # The first as in `generate`.
+    draws = [generator(seed, "generate")]
+    draws += [generator(seed, "generate", i) for i in range(1, len(rows))]
+
+    # Shorter prompts are padded on the left, with any token: see `KVCache`.
     starts = torch.tensor([longest - len(row) for row in rows])
     tokens = torch.tensor([[row[0]] * (longest - len(row)) + row for row in rows])
     context = AttentionContext(cache=KVCache(starts.to(device)), length=seq_len)
@@ -123,29 +117,38 @@ def generate_batch(
             positions = (columns - starts[:, None]).clamp(min=0)
             logits = model(tokens.to(device), positions.to(device), context)
             following = [0] * len(rows)
-            if logits is not None:  # another stage of a pipeline has them
+            if logits is not None:  # else another stage of a pipeline has them
                 last = gather_logits(logits, slice(None), -1).double().cpu()
-                following = [
-                    _draw(row, temperature, own, top_p)
-                    for row, own in zip(last, draws, strict=True)
-                ]
-            following = _known(
-                model.from_last(following) if isinstance(model, Pipeline) else following
-            )
+                for i, row in enumerate(last):
+                    following[i] = _draw(row, temperature, draws[i], top_p)
+            following = _on_all_ranks(model, following)
             for i, token in enumerate(following):
                 if is_over[i]:
                     continue  # the others go on; what this row draws is of no text
                 rows[i].append(token)
                 is_over[i] = token in stops
-            first, tokens = first + tokens.shape[1], torch.tensor(following)[:, None]
+            first += tokens.shape[1]
+            tokens = torch.tensor(following)[:, None]
             tick(done)
             if all(is_over):
                 break
     return rows
 
 
-def _known(tokens: list[int]) -> list[int]:
-    """Returns the sampled tokens. Raises TrainingError, on all ranks: one could not be sampled."""
+def _require_room(prompts: Sequence[Sequence[int]], length: int, seq_len: int) -> None:
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths) == 0 or max(lengths) + length > seq_len:
+        raise InputError(
+            f"prompts of {min(lengths)} to {max(lengths)} tokens, and {length} more: expected at "
+            f"least one token in each, and at most {seq_len} together"
+        )
+
+
+def _on_all_ranks(model: nn.Module, tokens: list[int]) -> list[int]:
+    """The sampled tokens, of which a pipeline's last stage tells the others. Raises TrainingError,
+    on all ranks: one could not be sampled."""
+    if isinstance(model, Pipeline):
+        tokens = model.from_last(tokens)
     if min(tokens) < 0:
         raise TrainingError(
             "the model's logits are not finite, so it writes no text: its weights have diverged"
@@ -162,6 +165,7 @@ def _draw(logits: Tensor, temperature: float, draws: torch.Generator, top_p: flo
     probabilities = (logits / temperature).softmax(-1)
     if top_p < 1:
         ordered, tokens = probabilities.sort(descending=True, stable=True)
-        # sum of those before it, so that one remains
-        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0
+        # By the sum of those before a token, so that the likeliest always remains.
+        before = ordered.cumsum(0) - ordered
+        probabilities[tokens[before >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=draws))

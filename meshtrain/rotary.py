@@ -32,7 +32,8 @@ class Rotary:
     nor a tuple, into which FSDP descends."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos, self.sin = cos, sin
+        self.cos = cos
+        self.sin = sin
 
 
 def rotary_frequencies(
@@ -58,23 +59,38 @@ def rotary_frequencies(
     frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
     if kind in ("default", "dynamic"):
         return frequencies
-    keep: Tensor | float = 0.0  # 0: divided by the factor, 1: unchanged
+    # The share of each angle that is kept; the rest is divided by the factor.
+    keep: Tensor | float = 0.0
     original = scaling.get(LENGTH) or max_position_embeddings
     if kind == "llama3":
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        keep = ((original * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    # a ramp between the pairs that make `turns` rotations over the original length
+        # A ramp between the pairs that rotate `low` and `high` times over the original length.
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        rotations = original * frequencies / (2 * math.pi)
+        keep = ((rotations - low) / (high - low)).clamp(0, 1)
     if kind == "yarn":
-        turns = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
-        first, last = (
-            width * math.log(original / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns
-        )
-        if scaling.get("truncate", True):
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, width - 1)
-        pairs = torch.arange(width // 2, dtype=torch.float64, device=device)
-        keep = 1 - ((pairs - first) / ((last - first) or 0.001)).clamp(0, 1)
+        keep = _yarn_ramp(theta, scaling, width, original, device)
     return frequencies * (keep + (1 - keep) / scaling["factor"])
+
+
+def _yarn_ramp(
+    theta: float, scaling: dict[str, Any], width: int, original: int, device: torch.device
+) -> Tensor:
+    """1 for the pairs before the one that rotates `beta_fast` times over the original length, 0
+    after the one that rotates `beta_slow` times, and a ramp between them: (width/2)."""
+
+    def pair_with(rotations: float) -> float:
+        return width * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(theta))
+
+    first = pair_with(scaling.get("beta_fast") or 32)
+    last = pair_with(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
+    pairs = torch.arange(width // 2, dtype=torch.float64, device=device)
+    return 1 - ((pairs - first) / ((last - first) or 0.001)).clamp(0, 1)
 
 
 def rotary_magnitude(scaling: dict[str, Any]) -> float:
@@ -82,17 +98,24 @@ def rotary_magnitude(scaling: dict[str, Any]) -> float:
     otherwise 1."""
     if rope_type(scaling) != "yarn":
         return 1.0
-    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    given = scaling.get("attention_factor")
+    if given:
+        return given
     growth = 0.1 * math.log(scaling["factor"])
-    default = (growth * mscale + 1) / (growth * all_dim + 1) if mscale and all_dim else growth + 1
-    return scaling.get("attention_factor") or default
+    mscale = scaling.get("mscale")
+    all_dim = scaling.get("mscale_all_dim")
+    if mscale and all_dim:
+        return (growth * mscale + 1) / (growth * all_dim + 1)
+    return growth + 1
 
 
 def rotary_score_factor(scaling: dict[str, Any]) -> float:
     """The factor of the score scale in DeepSeek's attention: YaRN's magnitude for `mscale_all_dim`,
     squared."""
-    all_dim = scaling.get("mscale_all_dim") if rope_type(scaling) == "yarn" else None
-    return (0.1 * all_dim * math.log(scaling["factor"]) + 1) ** 2 if all_dim else 1.0
+    all_dim = scaling.get("mscale_all_dim")
+    if rope_type(scaling) != "yarn" or not all_dim:
+        return 1.0
+    return (0.1 * all_dim * math.log(scaling["factor"]) + 1) ** 2
 
 
 def cos_sin(
@@ -116,8 +139,9 @@ def cos_sin(
         theta, scaling, width, max_position_embeddings, positions.device, length
     )
     angles = positions[..., None, None] * frequencies
-    magnitude, dtype = rotary_magnitude(scaling), torch.promote_types(dtype, torch.float32)
-    return (magnitude * angles.cos()).to(dtype), (magnitude * angles.sin()).to(dtype)
+    magnitude = rotary_magnitude(scaling)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (magnitude * angles.cos()).to(wide), (magnitude * angles.sin()).to(wide)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -131,7 +155,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -164,26 +189,27 @@ def scaling_problems(theta: float, scaling: dict[str, Any], width: int, key: str
         written = "is missing" if kind == "default" else f"{kind!r} is not built"
         yield f"rope_type {written}: use {', '.join(ROPE_KEYS)} or default, or leave {key} out"
     needed, optional = ROPE_KEYS[kind]
-    if missing := [name for name in needed if not is_positive(scaling.get(name))]:
+    missing = [name for name in needed if not is_positive(scaling.get(name))]
+    if missing:
         yield (
             f"rope_type {kind} needs the numbers {', '.join(needed)}, above 0; missing: "
             f"{', '.join(missing)}"
         )
-    if unknown := sorted(scaling.keys() - {*needed, *optional, "rope_theta", "rope_type", "type"}):
+    known = {*needed, *optional, "rope_theta", "rope_type", "type"}
+    unknown = sorted(scaling.keys() - known)
+    if unknown:
         yield (
             f"rope_type {kind} has {', '.join((*needed, *optional))}, not {', '.join(unknown)}: "
             "take it away"
         )
     if not isinstance(scaling.get("truncate", True), bool):
         yield f"truncate is {scaling['truncate']!r}: expected true or false"
-    numbers = {
-        name: scaling[name]
-        for name in optional
-        if name != "truncate" and scaling.get(name) is not None
-    }
-    if wrong := [
-        f"{name} is {value!r}" for name, value in numbers.items() if not is_positive(value)
-    ]:
+    wrong: list[str] = []
+    for name in optional:
+        value = scaling.get(name)
+        if name != "truncate" and value is not None and not is_positive(value):
+            wrong.append(f"{name} is {value!r}")
+    if wrong:
         yield f"{' and '.join(wrong)}: expected a number above 0"
     if scaling["factor"] < 1:
         yield (

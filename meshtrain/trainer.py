@@ -42,7 +42,7 @@ from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.parallelize import shares_sequence
-from meshtrain.parallel.step_context import StepContext, use_context
+from meshtrain.parallel.step_context import StepContext, current_context, use_context
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
@@ -126,8 +126,6 @@ class Trainer:
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
         self._step: _Step
-        # the loss that the running forward was asked for; None: it returns logits
-        self._request: LossRequest | None = None
         self._limit: RowLimit | None = None  # the limit under which the gradients were computed
         self._retry: Retry | None = None
         # of attached terms and statistics: known after the first step
@@ -161,15 +159,16 @@ class Trainer:
                         loss = self.loss(i, self.model(*self.inputs(i)))
                     with self.timer.phase("backward"):
                         loss.backward()
-        # Before the optimizer needs memory.
-        now.batches, now.on_device = [], None
+        # Free before the optimizer needs memory.
+        now.batches = []
+        now.on_device = None
 
     def _begin(self, step: int, microbatches: list[Batch]) -> _Step:
         targets: list[int] = []
         for batch in microbatches:
             valid = (batch.targets != IGNORE).reshape(len(batch.targets), -1)
             targets += valid.sum(1).tolist()
-        # Starts the all-reduce, which the first forward hides.
+        # Starts its all-reduce, which the first forward hides.
         count = GlobalCount(sum(targets), self.mesh, self.device)
         # FSDP takes 16-bit gradients, to which the sum would be rounded instead of its addends.
         sums_weight_grad = not self.mesh.uses_fsdp or self.dtype.itemsize >= 4
@@ -201,7 +200,8 @@ class Trainer:
         """A microbatch's share of the step's loss, scaled for float16; records the loss of each
         sample. `output`: logits, or that share itself, if the model's head has computed it."""
         now = self._step
-        losses = None if self._request is None else self._request.losses_of(output)
+        request = current_context().loss_request
+        losses = None if request is None else request.losses_of(output)
         if losses is not None:
             now.losses[microbatch] = losses
             return output
@@ -244,13 +244,13 @@ class Trainer:
         real = min(max(now.samples.stop - first, 0), size)
         set_dropout(model, seed=self.seed, step=now.number, samples=range(first, first + size))
 
-        self._request = None
+        request = None  # of a classifier, whose predictions need logits
         if not self.counts_correct:
-            self._request = LossRequest(
+            request = LossRequest(
                 lambda: self._batch(microbatch).targets, self._factor, now.weight_grad
             )
         terms = MicrobatchTerms(now.terms, size, real, self._tokens(batch))
-        with use_context(StepContext(loss_request=self._request, terms=terms)):
+        with use_context(StepContext(loss_request=request, terms=terms)):
             yield
 
     def _tokens(self, batch: Batch) -> Tensor | None:

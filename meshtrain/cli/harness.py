@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
         for _, before, predicted in requests:
             is_twice = before == twice == predicted[:1]
             pairs.append((before, predicted[1:] if is_twice else predicted))
-        return self.scorer.score(pairs)
+        return list(self.scorer.score(pairs))
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
         """Each token of a text is predicted once, the first one after the prefix; the last window

@@ -50,9 +50,7 @@ def describe(host: Host) -> dict[str, Any]:
 
     from meshtrain.job.consistency import untested_torch
 
-    versions = {
-        name: version for name, version in (host.versions or {}).items() if name != "executable"
-    }
+    versions = {name: version for name, version in host.versions.items() if name != "executable"}
     untested = untested_torch(torch.__version__)
     soft, hard = host.open_files or (-1, -1)
     locked = "unlimited" if host.locked_memory_kib is None else f"{host.locked_memory_kib} KiB"
@@ -79,7 +77,6 @@ def describe(host: Host) -> dict[str, Any]:
         "shared memory": f"{host.shared_memory_gib:.1f} GiB",
         "limits": f"open files {soft} of {hard}, locked memory {locked}",
         "environment": [
-            f"{name}={'(set)' if name in HIDDEN else text}"
-            for name, text in (host.variables or {}).items()
+            f"{name}={'(set)' if name in HIDDEN else text}" for name, text in host.variables.items()
         ],
     }

@@ -77,6 +77,7 @@ def mixture_of(
     """
     if not isinstance(samples, MixedSamples):
         return None
+    # Weights change at steps, and a mixture counts samples.
     by_step = changes_of([own.weight for own in config.sources])
     changes = [(sizes.before(step), weights) for step, weights in by_step]
     mixture = Mixture(samples.names, [len(part) for part in samples.parts], changes)

@@ -145,6 +145,7 @@ def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
 
 def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
     """Bytes of text per target over the validation parts of several sources together."""
+    # A mean weighted by targets, as the loss of the validation is.
     total_targets = 0
     total_bytes = 0.0
     for part in parts:
@@ -169,6 +170,8 @@ def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
         corpus.check_ids(n_outputs)
 
     corpus, other = corpora[0], corpora[-1]  # the same one unless `data.validation` is a path
+    # Documents of text lie in the order of their files: a hash takes some of each. Files of tokens
+    # were made elsewhere, where it is usual to hold out their end.
     if isinstance(config.validation, str):
         held_out = np.ones(other.documents, bool)
         selection = f"from {config.validation}"
@@ -185,6 +188,7 @@ def _open_text(
 ) -> tuple[Tokenizer | None, list[Corpus]]:
     """The corpora of text files, which are prepared first where they have to be."""
     tokenizer = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
+    # Another tokenizer may have tokens that the text does not need: its ids are looked at later.
     if config.tokenizer == "bytes" and n_outputs is not None and n_outputs < tokenizer.vocab_size:
         raise InputError(
             f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256"

@@ -246,5 +246,5 @@ def communicates_by(host: Host) -> Sockets:
         setting = host.settings.get("NCCL_SOCKET_IFNAME")
         return Sockets("NCCL_SOCKET_IFNAME", setting, nccl_interfaces(host.interfaces, setting))
     setting = host.settings.get("GLOO_SOCKET_IFNAME")
-    own = (host.resolves or {}).get(host.host, ())
+    own = host.resolves.get(host.host, ())
     return Sockets("GLOO_SOCKET_IFNAME", setting, gloo_interfaces(host.interfaces, setting, own))

@@ -21,10 +21,8 @@ def write_picture(path: str | Path, draw: Callable[[], "Figure"], example: str) 
     figure = draw()
     try:
         figure.savefig(path)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a ValueError: a file format that matplotlib does not know
+    # a ValueError: a file format that matplotlib does not know
+    except (OSError, ValueError) as error:
         raise InputError(
             f"cannot write a picture to {path} ({error}): give a name such as {example}"
         ) from None

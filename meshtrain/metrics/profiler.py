@@ -65,8 +65,8 @@ class Profiler:
 
     def _write_trace(self) -> None:
         assert self._running is not None
-        self._running.stop()
         running, self._running = self._running, None
+        running.stop()
         with optional("there is no profile"):
             _make_room(self._trace)
             running.export_chrome_trace(str(self._trace))

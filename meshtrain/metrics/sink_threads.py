@@ -45,6 +45,7 @@ class SinkThreads:
         `limit_s`. Later calls return at once."""
         if not self._closing.acquire(blocking=False):
             return
+        # All end at the same time, so that the slowest of them decides how long this takes.
         begin = time.monotonic()
         for sink in self._threads:
             sink.end(status)

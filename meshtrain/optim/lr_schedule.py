@@ -50,7 +50,6 @@ def warmup_note(config: "OptimizerConfig", total_steps: int) -> str | None:
     highest = learning_rate(config, total_steps, total_steps)
     return (
         f"the run ends in its warm-up: optimizer.warmup_steps is {config.warmup_steps}, and the "
-        "run has "
-        f"{plural(total_steps, 'step')}, so that its learning rate reaches {highest:g} instead of "
-        f"{config.lr:g}"
+        f"run has {plural(total_steps, 'step')}, so that its learning rate reaches {highest:g} "
+        f"instead of {config.lr:g}"
     )

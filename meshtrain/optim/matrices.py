@@ -2,6 +2,7 @@
 pieces. Pure."""
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +36,10 @@ class Piece(NamedTuple):
     @property
     def shape(self) -> Shape:
         return shape_of(self.part)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 def matrices_of(spec: ParameterSpec, table: Table) -> list[Part]:
@@ -101,26 +106,43 @@ def piece_of(matrix: Matrix, part: Part, holders: Sequence[int], ranks: int) -> 
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """What a rank sends and receives in one exchange: pieces, with the rank at the other end.
+
+    Ordered by that rank, and within a message by matrix: a rank holds at most one piece of each, so
+    that both ends have the same order.
+    """
+
+    outgoing: Sequence[tuple[int, Piece]]
+    arriving: Sequence[tuple[int, Piece]]
+
+    @classmethod
+    def of(
+        cls, outgoing: Iterable[tuple[int, Piece]], arriving: Iterable[tuple[int, Piece]]
+    ) -> "Transfer":
+        """From pieces in the order of their matrices, which sorting keeps."""
+        return cls(sorted(outgoing, key=_rank_of), sorted(arriving, key=_rank_of))
+
+
+def _rank_of(message: tuple[int, Piece]) -> int:
+    return message[0]
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
     """What a rank of a stage sends and receives, so that one rank has each matrix whole.
-
-    Both ends of a message order its pieces by matrix; a rank holds at most one piece of a matrix.
 
     Attributes:
         shapes: the shape of the matrices of each parameter.
         own: the part of each parameter that this rank holds; (): it holds none.
-        outgoing: the pieces that this rank sends to the owners of their matrices, by owner.
-        arriving: the pieces of the matrices that this rank computes, by source.
-        results: the pieces of the results that it sends back, with their ranks, by rank.
-        returning: the pieces of results that it receives, by owner.
+        to_owners: sends the pieces that this rank holds to the ranks that compute their matrices.
+        to_holders: sends the results to all ranks that hold a piece.
     """
 
     shapes: Sequence[Shape]
     own: Sequence[Part]
-    outgoing: Sequence[Piece]
-    arriving: Sequence[Piece]
-    results: Sequence[tuple[int, Piece]]
-    returning: Sequence[Piece]
+    to_owners: Transfer
+    to_holders: Transfer
 
 
 def plan_exchange(
@@ -159,15 +181,16 @@ def plan_exchange(
             if owner == me:
                 computed.append(piece)
 
-    # Sorting keeps the order of matrices among the pieces of one rank.
-    results = [(rank, piece) for piece in computed for rank in piece.holders]
+    own = [next((part for part, who in known if me in who), ()) for known in holders]
     return ExchangePlan(
         shapes=shapes,
-        own=[next((part for part, who in known if me in who), ()) for known in holders],
-        outgoing=sorted(
-            (piece for piece in held if piece.source == me), key=lambda piece: piece.matrix.owner
+        own=own,
+        to_owners=Transfer.of(
+            outgoing=[(piece.matrix.owner, piece) for piece in held if piece.source == me],
+            arriving=[(piece.source, piece) for piece in computed],
         ),
-        arriving=sorted(computed, key=lambda piece: piece.source),
-        results=sorted(results, key=lambda result: result[0]),
-        returning=sorted(held, key=lambda piece: piece.matrix.owner),
+        to_holders=Transfer.of(
+            outgoing=[(rank, piece) for piece in computed for rank in piece.holders],
+            arriving=[(piece.matrix.owner, piece) for piece in held],
+        ),
     )

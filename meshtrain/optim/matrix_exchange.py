@@ -7,16 +7,15 @@ computed twice.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from meshtrain.errors import group_values
 from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import LocalParameter
-from meshtrain.optim.matrices import Piece, plan_exchange
+from meshtrain.optim.matrices import Piece, Transfer, plan_exchange
 from meshtrain.parallel.collectives import AxisGroup, axis_group
 from meshtrain.parallel.sharding import within
 
@@ -52,22 +51,26 @@ class MatrixExchange:
 
     def _gather(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """The whole matrices that this rank computes, by number."""
-        plan = self._plan
+        transfer = self._plan.to_owners
         like = tensors[0]
-        outgoing = [(piece.matrix.owner, self._view(tensors, piece)) for piece in plan.outgoing]
-        arrived = self._send(outgoing, [(piece.source, piece) for piece in plan.arriving], like)
+        outgoing = [self._view(tensors, piece) for _, piece in transfer.outgoing]
+        arrived = self._send(transfer, outgoing, like)
+
         matrices: dict[int, Tensor] = {}
-        for piece, values in zip(plan.arriving, arrived, strict=True):
-            matrix = piece.matrix
-            if matrix.number not in matrices:
-                matrices[matrix.number] = like.new_empty(matrix.shape)
-            _in_matrix(matrices[matrix.number], piece).copy_(values.view(piece.shape[-2:]))
+        for (_, piece), values in zip(transfer.arriving, arrived, strict=True):
+            number = piece.matrix.number
+            if number not in matrices:
+                matrices[number] = like.new_empty(piece.matrix.shape)
+            _in_matrix(matrices, piece).copy_(values.view(piece.shape[-2:]))
         return matrices
 
     def _compute(self, function: Callable[[Tensor], Tensor], matrices: dict[int, Tensor]) -> None:
         """Replaces each matrix by its result; matrices of one shape are computed in batches."""
-        by_shape = group_values((matrices[number].shape, number) for number in sorted(matrices))
-        for shape, numbers in by_shape.items():
+        numbers_of: dict[torch.Size, list[int]] = {}
+        for number in sorted(matrices):
+            numbers_of.setdefault(matrices[number].shape, []).append(number)
+
+        for shape, numbers in numbers_of.items():
             count = max(1, BATCH // math.prod(shape))
             for first in range(0, len(numbers), count):
                 batch = numbers[first : first + count]
@@ -76,14 +79,12 @@ class MatrixExchange:
 
     def _return(self, matrices: dict[int, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the results, in the shapes of the tensors."""
-        plan = self._plan
-        outgoing = [
-            (rank, _in_matrix(matrices[piece.matrix.number], piece)) for rank, piece in plan.results
-        ]
-        arriving = [(piece.matrix.owner, piece) for piece in plan.returning]
-        returned = self._send(outgoing, arriving, tensors[0])
+        transfer = self._plan.to_holders
+        outgoing = [_in_matrix(matrices, piece) for _, piece in transfer.outgoing]
+        returned = self._send(transfer, outgoing, tensors[0])
+
         results = [torch.empty_like(tensor) for tensor in tensors]
-        for piece, values in zip(plan.returning, returned, strict=True):
+        for (_, piece), values in zip(transfer.arriving, returned, strict=True):
             self._view(results, piece).copy_(values.view(piece.shape))
         return results
 
@@ -93,25 +94,22 @@ class MatrixExchange:
         return tensors[i][within(piece.part, self._plan.own[i])]
 
     def _send(
-        self,
-        outgoing: Sequence[tuple[int, Tensor]],
-        arriving: Sequence[tuple[int, Piece]],
-        like: Tensor,
+        self, transfer: Transfer, outgoing: Sequence[Tensor], like: Tensor
     ) -> Sequence[Tensor]:
-        """(target rank, values) to send and (source rank, piece) to receive, each by rank -> the
-        flat values of these pieces."""
-        flat = torch.cat([like.new_empty(0), *(values.reshape(-1) for _, values in outgoing)])
-        lengths = [math.prod(piece.shape) for _, piece in arriving]
+        """Sends the values of the outgoing pieces; returns the flat values of the arriving ones."""
+        # A rank may have nothing to send.
+        flat = torch.cat([like.new_empty(0), *(values.reshape(-1) for values in outgoing)])
         if self._axis is not None:
             send = [0] * self._ranks
+            for rank, piece in transfer.outgoing:
+                send[rank] += piece.numel
             receive = [0] * self._ranks
-            for rank, values in outgoing:
-                send[rank] += values.numel()
-            for (rank, _), length in zip(arriving, lengths, strict=True):
-                receive[rank] += length
+            for rank, piece in transfer.arriving:
+                receive[rank] += piece.numel
             flat = self._axis.start_all_to_all_single(flat, send, receive).wait()
-        return flat.split(lengths)
+        return flat.split([piece.numel for _, piece in transfer.arriving])
 
 
-def _in_matrix(whole: Tensor, piece: Piece) -> Tensor:
-    return whole[within(piece.part, piece.matrix.part)[-2:]]
+def _in_matrix(matrices: Mapping[int, Tensor], piece: Piece) -> Tensor:
+    """A view of the piece in its matrix."""
+    return matrices[piece.matrix.number][within(piece.part, piece.matrix.part)[-2:]]

@@ -3,7 +3,7 @@ Newton-Schulz per matrix, with Moonlight's scale (Liu et al., https://arxiv.org/
 which AdamW's rates and decays fit.
 
     M <- momentum M + (1 - momentum) G
-    O  = orthogonalize(M), with Nesterov of momentum M + (1 - momentum) G after that
+    O  = orthogonalize(M), or with Nesterov orthogonalize(momentum M + (1 - momentum) G)
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(m, n)) O        for each matrix W (m, n)
 
 Matrices are stored in shards and orthogonalized whole, each on one rank of its stage: see

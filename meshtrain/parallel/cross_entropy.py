@@ -33,9 +33,14 @@ def losses_and_gradient(
         ignored targets.
     """
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    valid, width = targets != IGNORE, logits.shape[1]
-    mine = valid if group is None else (targets >= first) & (targets < first + width)
+    width = logits.shape[1]
+    valid = targets != IGNORE
+    mine = valid  # the targets whose logits this rank has
+    if group is not None:
+        mine = (targets >= first) & (targets < first + width)
     index = torch.where(mine, targets - first if first else targets, 0)[:, None]
+
+    # loss = -log softmax(x)[target] = max x + log sum exp(x - max x) - x[target]
     if width > 0:
         largest = wide.amax(-1)
         target = wide.gather(1, index)[:, 0]
@@ -43,22 +48,36 @@ def losses_and_gradient(
     else:  # more ranks than parts
         largest = wide.new_full(targets.shape, -torch.inf)
         target = total = wide.new_zeros(targets.shape)
+    own_largest = largest
     if group is not None:
-        own = largest
         target = torch.where(mine, target, 0.0)
-        of_ranks = ops.all_gather(torch.stack([largest, total, target])[None], group)  # (t, 3, n)
-        largest = of_ranks[:, 0].max(0).values
-        total = (of_ranks[:, 1] * (of_ranks[:, 0] - largest).exp()).sum(0)
-        target = of_ranks[:, 2].sum(0)
+        largest, total, target = _over_ranks(largest, total, target, group)
     losses = torch.where(valid, largest - target + total.log(), 0.0)
-    if factor is None or width == 0:
-        return losses, None if factor is None else logits
+
+    if factor is None:
+        return losses, None
+    if width == 0:
+        return losses, logits
+    # `wide` holds exp(x - own largest): softmax(x) * factor is a multiple of it.
     factors = torch.where(valid, factor, 0.0)
-    scale = factors / total if group is None else factors / total * (own - largest).exp()
+    scale = factors / total
+    if group is not None:
+        scale = scale * (own_largest - largest).exp()
     wide.mul_(scale[:, None])
-    at_target = wide.gather(1, index)  # before rounding
-    at_target = at_target - torch.where(mine, factors, 0.0)[:, None]
+    # At the target the factor is subtracted before rounding to 16 bits.
+    at_target = wide.gather(1, index) - torch.where(mine, factors, 0.0)[:, None]
     return losses, wide.to(logits.dtype).scatter_(1, index, at_target.to(logits.dtype))
+
+
+def _over_ranks(
+    largest: Tensor, total: Tensor, target: Tensor, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each rank's part of the logits of n tokens, the same for all of them: the largest, the sum
+    of exponentials relative to it, and the target's, (n,) each."""
+    of_ranks = ops.all_gather(torch.stack([largest, total, target])[None], group)  # (t, 3, n)
+    largests, totals, targets = of_ranks.unbind(1)
+    largest = largests.max(0).values
+    return largest, (totals * (largests - largest).exp()).sum(0), targets.sum(0)
 
 
 def refuse_unknown(targets: Tensor, vocabulary: int) -> None:
@@ -105,15 +124,14 @@ def token_losses(logits: DTensor, targets: Tensor) -> Tensor:
 
 def argmax(logits: DTensor) -> Tensor:
     """The token of the largest logit: (..., v) split over v -> (...), the same on each rank."""
-    axis, part = axis_group_of(logits), _part_of(logits).detach()
+    axis = axis_group_of(logits)
+    part = _part_of(logits).detach()
     first = chunk_range(logits.shape[-1], axis.size, axis.index).start
     if part.shape[-1] > 0:
         largest, index = part.max(-1)
     else:
-        largest, index = (
-            part.new_full(part.shape[:-1], -torch.inf),
-            torch.zeros(part.shape[:-1], dtype=torch.int64),
-        )
+        largest = part.new_full(part.shape[:-1], -torch.inf)
+        index = torch.zeros(part.shape[:-1], dtype=torch.int64)
     # Token ids are small enough to be exact in float64.
     mine = torch.stack([largest.double(), (index.to(part.device) + first).double()])
     of_ranks = ops.all_gather(mine[None], axis.name)  # (t, 2, ...)
@@ -128,9 +146,8 @@ def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
     if not isinstance(logits, DTensor):
         return logits[position]
     axis = axis_group_of(logits)
-    width = chunk_range(
-        logits.shape[-1], axis.size, 0
-    ).stop  # the largest part's; others are padded to it
+    # Smaller parts are padded to the largest, the first one.
+    width = chunk_range(logits.shape[-1], axis.size, 0).stop
     part = _part_of(logits).detach()[position]
     padded = part.new_zeros(*part.shape[:-1], width)
     padded[..., : part.shape[-1]] = part
@@ -142,9 +159,9 @@ def _part_of(logits: DTensor) -> Tensor:
     """This rank's vocabulary part, also of logits that an operator of the model (a slice,
     torch.cat) has gathered."""
     words = Shard(logits.dim() - 1)
-    return (
-        logits if logits.placements == (words,) else logits.redistribute(placements=[words])
-    ).to_local()
+    if logits.placements != (words,):
+        logits = logits.redistribute(placements=[words])
+    return logits.to_local()
 
 
 def axis_group_of(logits: DTensor) -> AxisGroup:

@@ -13,7 +13,7 @@ Tensors hold (n, d) rows, sorted by expert, lowest first.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +66,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
     if mesh.size("tp") > 1 and not options.sequence_parallel:
         raise InputError(
             f"parallel.sequence_parallel false with tp {mesh.size('tp')}: ranks of tp would send "
-            "experts the same "
-            "tokens: leave it true, or use expert_parallel: 1"
+            "experts the same tokens: leave it true, or use expert_parallel: 1"
         )
     group = axis_group(mesh, AXIS)
     group.waiting = options.waiting
@@ -75,12 +74,12 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
     for name in expert_modules(model, plan):
         module: Any = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            # each module of experts is a unit of FSDP
+            # Each module of experts is a unit of FSDP.
             if parameter in sharded and mesh.size("efsdp") > 1:
+                whole = mesh.size(AXIS) * mesh.size("efsdp")
                 raise InputError(
                     f"{name} shares {key} with another layer, and FSDP cannot shard experts of two "
-                    "layers: use "
-                    f"expert_parallel: {mesh.size(AXIS) * mesh.size('efsdp')}, or dp_replicate"
+                    f"layers: use expert_parallel: {whole}, or dp_replicate"
                 )
             if parameter not in sharded:
                 sharded[parameter] = shard_parameter(parameter, mesh, Shard(0), AXIS)
@@ -180,52 +179,90 @@ class ExpertDispatch:
         Returns:
             (n, d), the results in the order of `rows`; zeros for rows without an expert.
         """
-        axis, n, limit = self.axis_group, len(rows), self.limit
+        if self.limit is not None:
+            return self._limited(rows, counts, products, self.limit)
+        axis = self.axis_group
         table = ops.exchange_counts(counts, axis.name)
-        if limit is None:
-            send, receive = ops.message_sizes(counts, table, axis.name).tolist()
-            order, inverse = _sort_by_expert(table, sum(receive))
-            messages = _resize(rows, sum(send))
-        else:
-            cuts = chunk_lengths(len(counts), axis.size)
-            room = message_rows(n, cuts[0], len(counts), limit.factor)
-            send = [room if own else 0 for own in cuts]
-            receive = [send[axis.index]] * axis.size
-            source, slot = _fill_messages(
-                _rows_by_rank(counts, axis.size), n, room, sum(send), limit
-            )
-            # Each rank sends the rows that had room, by expert, then padding rows.
-            table = (
-                table.cumsum(1).clamp(max=room).diff(dim=1, prepend=table.new_zeros(axis.size, 1))
-            )
-            nobodys = receive[0] - table.sum(1, keepdim=True)
-            order, inverse = _sort_by_expert(torch.cat([table, nobodys], 1), sum(receive))
-            messages = _GatherOrZeros.apply(rows, source, slot)
-        arrived = ops.exchange_rows(messages, send, receive, axis.name)
-        results = products(GatherRows.apply(arrived, order, inverse, 1), table.sum(0))
-        answers = ops.exchange_rows(
-            GatherRows.apply(results, inverse, order, 1), receive, send, axis.name
+        send, receive = ops.message_sizes(counts, table, axis.name).tolist()
+        order = _sort_by_expert(table, sum(receive))
+        # Rows beyond the counts are at the end, and are not sent.
+        results = self._exchange(
+            _resize(rows, sum(send)), send, receive, order, products, table.sum(0)
         )
-        return _resize(answers, n) if limit is None else _GatherOrZeros.apply(answers, slot, source)
+        return _resize(results, len(rows))
+
+    def _limited(
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        products: Callable[[Tensor, Tensor], Tensor],
+        limit: RowLimit,
+    ) -> Tensor:
+        """With messages whose sizes follow from the number of rows alone."""
+        axis = self.axis_group
+        table = ops.exchange_counts(counts, axis.name)
+        own_experts = chunk_lengths(len(counts), axis.size)
+        room = message_rows(len(rows), own_experts[0], len(counts), limit.factor)
+        send = [room if own else 0 for own in own_experts]
+        receive = [send[axis.index]] * axis.size
+
+        slots = _fill_messages(_rows_by_rank(counts, axis.size), len(rows), room, sum(send), limit)
+        messages = _GatherOrZeros.apply(rows, slots.source, slots.slot)
+
+        # What arrives from each rank: the rows that had room, by expert, then padding, which is as
+        # if it were of one more expert.
+        had_room = table.cumsum(1).clamp(max=room)
+        table = had_room.diff(dim=1, prepend=table.new_zeros(axis.size, 1))
+        padding = receive[0] - table.sum(1, keepdim=True)
+        order = _sort_by_expert(torch.cat([table, padding], 1), sum(receive))
+
+        answers = self._exchange(messages, send, receive, order, products, table.sum(0))
+        return _GatherOrZeros.apply(answers, slots.slot, slots.source)
+
+    def _exchange(
+        self,
+        messages: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        order: tuple[Tensor, Tensor],
+        products: Callable[[Tensor, Tensor], Tensor],
+        counts: Tensor,
+    ) -> Tensor:
+        """Messages by target rank -> their results, in the same order. `order`: of
+        `_sort_by_expert`; `counts`: the rows that arrive for each expert of this rank."""
+        group = self.axis_group.name
+        by_expert, inverse = order
+        arrived = ops.exchange_rows(messages, send, receive, group)
+        results = products(GatherRows.apply(arrived, by_expert, inverse, 1), counts)
+        by_source = GatherRows.apply(results, inverse, by_expert, 1)
+        return ops.exchange_rows(by_source, receive, send, group)
 
 
-def _fill_messages(
-    rows: Tensor, n: int, room: int, total: int, limit: RowLimit
-) -> tuple[Tensor, Tensor]:
-    """Indices for messages of `room` rows to each rank, `total` rows in all, with `rows` (p,) rows
-    to send to each: the index among this rank's n rows of each message row, and the message row of
-    each of the n; -1 for none."""
+class _MessageSlots(NamedTuple):
+    """Where rows are in messages of a fixed size; -1 for none."""
+
+    source: Tensor  # of each message row, the index among this rank's rows
+    slot: Tensor  # of each of this rank's rows, the message row
+
+
+def _fill_messages(rows: Tensor, n: int, room: int, total: int, limit: RowLimit) -> _MessageSlots:
+    """For messages of `room` rows to each rank, `total` rows in all. `rows`: (p,), how many of this
+    rank's n rows go to each rank."""
     ends = rows.cumsum(0)
     begins = ends - rows
     if not backward_is_running():  # a recomputed block has already been counted
         limit.overflow += (rows - room).clamp(min=0).sum()
-    place = torch.arange(total, device=rows.device)
-    target, number = place // max(room, 1), place % max(room, 1)
+
+    message_row = torch.arange(total, device=rows.device)
+    target = message_row // max(room, 1)
+    number = message_row % max(room, 1)  # in the message to the target
     source = torch.where(number < rows[target], begins[target] + number, -1)
-    place = torch.arange(n, device=rows.device)
-    target = torch.searchsorted(ends, place, right=True).clamp(max=len(rows) - 1)
-    number = place - begins[target]
-    return source, torch.where((place < ends[-1]) & (number < room), target * room + number, -1)
+
+    row = torch.arange(n, device=rows.device)
+    target = torch.searchsorted(ends, row, right=True).clamp(max=len(rows) - 1)
+    number = row - begins[target]
+    has_room = (row < ends[-1]) & (number < room)
+    return _MessageSlots(source, torch.where(has_room, target * room + number, -1))
 
 
 class _GatherOrZeros(torch.autograd.Function):
@@ -249,7 +286,8 @@ def _resize(rows: Tensor, n: int) -> Tensor:
 
 def _rows_by_rank(counts: Tensor, ranks: int) -> Tensor:
     """(E,) -> (p,), the number of rows that go to each rank."""
-    padded = F.pad(counts, (0, ranks * chunk_lengths(len(counts), ranks)[0] - len(counts)))
+    most = chunk_lengths(len(counts), ranks)[0]
+    padded = F.pad(counts, (0, ranks * most - len(counts)))
     return padded.view(ranks, -1).sum(1)
 
 
@@ -257,13 +295,16 @@ def _sort_by_expert(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows arrive ordered by source and then by expert, with counts `table` (p, own). Returns the
     permutation that orders them by expert and then by source, and its inverse. Needs no sort and
     does not wait for the device."""
-    # of blocks of rows as they arrive
-    begins = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)
+    # Each (source, expert) is a block of rows, which moves as a whole.
+    by_source = table.flatten()
     by_expert = table.t().flatten()
+    begins = (by_source.cumsum(0) - by_source).view(table.shape)
     targets = (by_expert.cumsum(0) - by_expert).view(table.shape[1], table.shape[0]).t()
-    index, shift = torch.arange(rows, device=table.device), begins - targets
+    shift = begins - targets
+
+    index = torch.arange(rows, device=table.device)
     order = index + shift.t().flatten().repeat_interleave(by_expert, output_size=rows)
-    inverse = index - shift.flatten().repeat_interleave(table.flatten(), output_size=rows)
+    inverse = index - shift.flatten().repeat_interleave(by_source, output_size=rows)
     return order, inverse
 
 
@@ -273,9 +314,10 @@ def _sort_by_expert(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def _exchange_counts(counts: Tensor, group: str) -> Tensor:
     """(E,) -> (p, own): the number of rows that each rank sends to each of this rank's experts."""
     axis = axis_group_by_name(group)
-    cuts = chunk_lengths(len(counts), axis.size)
-    own = cuts[axis.index]
-    return axis.start_all_to_all_single(counts, cuts, [own] * axis.size).wait().view(axis.size, own)
+    experts = chunk_lengths(len(counts), axis.size)  # of each rank
+    own = experts[axis.index]
+    received = axis.start_all_to_all_single(counts, experts, [own] * axis.size).wait()
+    return received.view(axis.size, own)
 
 
 def _exchange_counts_shapes(counts: Tensor, group: str) -> Tensor:

@@ -55,6 +55,7 @@ class FaultInjector:
         """Called at the beginning of a step: within this rank's own time, before its first
         collective."""
         for fault in self._mine:
+            # A slow rank stays slow: what is rehearsed is the search for stragglers.
             if fault.fault == "slow" and step >= fault.step:
                 self._report(fault)
                 assert fault.seconds is not None  # the config was checked

@@ -20,12 +20,12 @@ from torch import nn
 import meshtrain
 from meshtrain.checkpoint import commit, save
 from meshtrain.checkpoint import directory as folder
-from meshtrain.checkpoint.commit import CheckpointWrite, checkpoint_bytes
+from meshtrain.checkpoint.commit import CheckpointWrite
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.replica_check import Sums, bit_sum, describe_divergence, find_divergence
 from meshtrain.checkpoint.save import Saver
-from meshtrain.checkpoint.shard_file import write_shard
+from meshtrain.checkpoint.shard_file import checkpoint_bytes, write_shard
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
 from meshtrain.config.schema import Optimizer as Keys

@@ -16,7 +16,7 @@ from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.optim import Optimizer
 from meshtrain.optim.groups import suits_muon
-from meshtrain.optim.matrices import deal_out, holders_of, matrices_of
+from meshtrain.optim.matrices import Piece, deal_out, holders_of, matrices_of, plan_exchange
 from meshtrain.parallel import fsdp
 from meshtrain.parallel.sharding import Cut, ParameterSpec, local_part
 from tests.comparing import ALONE, small_llama, tokens
@@ -112,6 +112,49 @@ def test_matrices_and_who_holds_parts_of_them() -> None:
         (part[0].start, part[0].stop, places) for part, places in holders_of(spec, layout, range(8))
     ]
     assert holders == [(0, 2, [0, 4]), (3, 4, [1, 5]), (2, 3, [2, 6]), (4, 5, [3, 7])]
+
+
+@pytest.mark.parametrize(
+    ("layout", "cuts"),
+    [
+        (Layout({"dp_shard": 4}), [Cut("dp_shard", 0, 4)]),
+        (Layout({"dp_replicate": 2, "tp": 3}), [Cut("tp", 1, 3)]),
+        (Layout({"dp_shard": 3, "tp": 2}), [Cut("tp", 0, 2), Cut("dp_shard", 0, 3)]),
+    ],
+    ids=str,
+)
+def test_both_ends_of_a_message_know_its_pieces(layout: Layout, cuts: list[Cut]) -> None:
+    """Each matrix arrives once at its owner, and its result at all holders; of 5 rows some ranks
+    have none."""
+    specs = [
+        ParameterSpec("a", (5, 6), tuple(cuts)),
+        ParameterSpec("experts.gate_up", (3, 4, 6), tuple(cuts)),
+        ParameterSpec("whole", (2, 2)),
+    ]
+    table = {"*.gate_up": ("*.{}.gate", "*.{}.up")}
+    ranks = range(layout.world_size)
+    plans = [plan_exchange([(spec, table) for spec in specs], layout, ranks, me) for me in ranks]
+
+    def between(messages: list[tuple[int, Piece]], other: int) -> list[tuple[int, object]]:
+        return [(piece.matrix.number, piece.part) for rank, piece in messages if rank == other]
+
+    for sender in ranks:
+        for receiver in ranks:
+            for way in ("to_owners", "to_holders"):
+                sent, taken = getattr(plans[sender], way), getattr(plans[receiver], way)
+                assert between(sent.outgoing, receiver) == between(taken.arriving, sender)
+
+    gathered, returned = Counter[int](), Counter[int]()
+    for plan in plans:
+        for _, piece in plan.to_owners.arriving:
+            gathered[piece.matrix.number] += piece.numel
+        for _, piece in plan.to_holders.arriving:
+            returned[piece.matrix.number] += piece.numel
+    sizes = [30] + 6 * [12] + [4]
+    assert gathered == dict(enumerate(sizes))
+    for number, size in enumerate(sizes):
+        spec = specs[(number > 0) + (number > 6)]
+        assert returned[number] == size * spec.copies(layout)
 
 
 def trained(mesh: Mesh) -> nn.Module:
