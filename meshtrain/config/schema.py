@@ -247,11 +247,12 @@ class Parallel:
     """Whether batch norms compute with the samples of all data ranks: the statistics are those of
     one process if a step is one microbatch, so `batch.micro_size` has to be `batch.global_size`
     divided by the data ranks."""
-    verify: bool = True
+    verify: bool | Literal["auto"] = "auto"
     """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first
     step. With several data ranks, `cp` or `recompute`: whether a model is refused whose result for
     a sample depends on earlier forwards or, with several data ranks, on the others of its batch, or
-    whose first forward changes its persistent buffers."""
+    whose first forward changes its persistent buffers. `auto`: for a model of your own; those of
+    meshtrain are compared on all layouts by its tests."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from meshtrain.data.batch import Batch
 from meshtrain.dropout import set_dropout
 from meshtrain.errors import InputError
 from meshtrain.modeling.flops import why_not
+from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.tp_plan import shards_sequence
+from meshtrain.parallel.verify import compares
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_input, skip_blocks
 
 # names of a layer's index
@@ -58,7 +60,9 @@ def without_sequence_parts(config: Config) -> Config | None:
     is_default = parallel.sequence_parallel is None and shards_sequence(
         getattr(spec.module, "tp_plan", None) or {}
     )
-    if not is_default or not parallel.verify or layout.size("tp") == 1 or layout.size("ep") > 1:
+    if not is_default or layout.size("tp") == 1 or layout.size("ep") > 1:
+        return None
+    if not compares(spec.meta, ParallelOptions(verify=parallel.verify)):
         return None
     return replace(config, parallel=replace(parallel, sequence_parallel=False))
 

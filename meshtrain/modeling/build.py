@@ -1,21 +1,20 @@
 """Builds the model of the YAML's model section, distributed over the mesh and initialized."""
 
+import math
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.checkpoint.weights import open_weights
 from meshtrain.config.model_spec import ModelSpec, spec_of
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -28,34 +27,26 @@ from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.compile import CompileChoice, choose_compile
 from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.linear import use_products
-from meshtrain.parallel.linear.lora import INIT_PLAN, idle_adapters, is_adapter
+from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
-from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
-from meshtrain.parallel.mixed_precision import (
-    cast,
-    compute_dtype,
-    master_dtype,
-    random_state,
-    reseed,
-    state_parameters,
-)
+from meshtrain.parallel.mixed_precision import random_state, reseed
+from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import (
-    ParallelOptions,
-    apply_context_parallel,
     apply_data_parallel,
     apply_tensor_parallel,
-    broadcast_parameters,
-    refuse_dependent_samples,
+    prepare,
     shares_sequence,
 )
-from meshtrain.parallel.sync_batch_norm import apply_sync_batch_norm
-from meshtrain.parallel.torch_private import has_gradient_hooks, writes_to_parameter
+from meshtrain.parallel.torch_private import (
+    has_gradient_hooks,
+    tree_leaves,
+)
+from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.probe import blocks_used_outside, check_forward
 from meshtrain.pipeline.schedule import load
-from meshtrain.pipeline.stage import Skipped, blocks_of, keep_stage, stages_of_parameter
+from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -92,10 +83,39 @@ def build_model(
             `device` itself.
     """
     options = options_of(config, mesh.layout, device, waiting, sample, device_type=device_type)
+    model = unsplit_model(config, mesh, device, options)
+    options = judge(config, mesh, options, model)
     if mesh.size("pp") == 1:
-        if mesh.uses_fsdp or compute_dtype(options.precision) != master_dtype(options.precision):
-            options = replace(options, used_outside=_used_outside(config, sample, mesh.uses_fsdp))
-        return build_stage(config, mesh, device, options)
+        return build_stage(config, mesh, device, options, model=model)
+    return _build_pipeline(config, mesh, device, options, model)
+
+
+def judge(
+    config: "Config", mesh: Mesh, options: ParallelOptions, model: nn.Module
+) -> ParallelOptions:
+    """The options of a run, with what the checks of its plain model have found out. Raises
+    InputError: the layout would change what it computes."""
+    subject = Subject(
+        model=model,
+        layout=mesh.layout,
+        mesh=mesh,
+        options=options,
+        copy=partial(plain_model, config),
+        inputs=_token_inputs(config, samples=1),
+        is_language_model=_is_language_model(config),
+        terms=seen_terms,
+    )
+    return check_model(Moment.PLAIN, subject)
+
+
+def _build_pipeline(
+    config: "Config",
+    mesh: Mesh,
+    device: torch.device,
+    options: ParallelOptions,
+    model: nn.Module,
+) -> Pipeline:
+    """This rank's stages. `model`: the whole plain model, of which the first is made."""
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
     splits_backward = any(
@@ -109,29 +129,25 @@ def build_model(
     # for each.
     options = replace(options, reshard_after_forward=False)
     stages: dict[int, nn.Module] = {}
+    whole: nn.Module | None = model
     for number in numbers:
-        stage = build_stage(
-            config, mesh, device, options, split.bounds[number], later, verified=bool(stages)
-        )
-        stages[number] = stage
-        # What the check of the first one has found out holds for all.
-        options = replace(
-            options, sequence_parallel=shares_sequence(stage, options.sequence_parallel)
-        )
-    holding = stages_of_parameter(spec_of(config).meta, split.bounds)
-    about = describe_pipeline(schedule, split)
+        blocks = split.bounds[number]
+        stages[number] = build_stage(config, mesh, device, options, blocks, later, model=whole)
+        whole = None  # each further stage is cut from a model of its own
     pipeline = Pipeline(
         stages,
         schedule,
         mesh,
         device,
-        parameter_stages=holding,
+        parameter_stages=stages_of_parameter(spec_of(config).meta, split.bounds),
         weight_grads=later,
-        waiting=waiting,
-        about=about,
-        schedule_of=lambda microbatches: load_schedule(config, mesh.layout, microbatches),
+        waiting=options.waiting,
+        about=describe_pipeline(schedule, split),
+        schedule_of=partial(load_schedule, config, mesh.layout),
     )
-    vars(pipeline)["shares_sequence"] = options.sequence_parallel
+    vars(pipeline)["shares_sequence"] = shares_sequence(
+        stages[numbers[0]], options.sequence_parallel
+    )
     return pipeline
 
 
@@ -146,17 +162,18 @@ def options_of(
 ) -> ParallelOptions:
     """How a config's model is parallelized. `sample`: see `ParallelOptions`; `device_type`: see
     `build_model`."""
-    # used by the layout, by the trainer, and decided here
-    others = (
-        "expert_parallel",
-        "expert_rows",
-        "compile",
+    keys = dict(vars(config.parallel))
+    del keys["expert_parallel"]  # the layout has it
+    del keys["expert_rows"]  # the trainer has it
+    keys["compile"] = compile_choice(config, layout, device, device_type).compiles
+    return ParallelOptions(
+        **keys,
+        precision=config.train.precision,
+        linear_precision=config.train.linear_precision,
+        waiting=waiting,
+        sample=sample,
+        trace=device.type == "meta",
     )
-    keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
-    keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
-    compiles = compile_choice(config, layout, device, device_type).compiles
-    traced = device.type == "meta"
-    return ParallelOptions(waiting=waiting, sample=sample, compile=compiles, trace=traced, **keys)
 
 
 def compile_choice(
@@ -175,60 +192,101 @@ def schedule_of(config: "Config", layout: Layout) -> Schedule:
     """The pipeline schedule; where the batch size changes during the run, that of the largest
     batch."""
     batch = config.batch
-    return load_schedule(
-        config, layout, microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES))
-    )
+    data_ranks = layout.size(*DATA_AXES)
+    largest = microbatches(batch.sizes.largest, batch.micro_size, data_ranks)
+    return load_schedule(config, layout, largest)
 
 
 def load_schedule(config: "Config", layout: Layout, microbatches: int) -> Schedule:
-    section, ranks = config.pipeline, layout.size("pp")
     return load(
-        section.schedule,
-        ranks=ranks,
+        config.pipeline.schedule,
+        ranks=layout.size("pp"),
         microbatches=microbatches,
-        stages_per_rank=section.stages_per_rank,
+        stages_per_rank=config.pipeline.stages_per_rank,
     )
 
 
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
     """The schedule of a config, and the split of the model's blocks into stages."""
-    costs, schedule = block_costs(spec_of(config), config.data.seq_len), schedule_of(config, layout)
-    return schedule, split_blocks(
-        costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split
-    )
+    schedule = schedule_of(config, layout)
+    costs = block_costs(spec_of(config), config.data.seq_len)
+    split = split_blocks(costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split)
+    return schedule, split
 
 
 @lru_cache(maxsize=8)
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     """The forward FLOPs of each block of a model for one sample."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-    return tuple(
-        block_flops(spec.meta, blocks_of(spec.meta), (tokens, torch.zeros_like(tokens), None))[0]
+    inputs = (tokens, torch.zeros_like(tokens), None)
+    costs, _ = block_flops(spec.meta, blocks_of(spec.meta), inputs)
+    return tuple(costs)
+
+
+def check_stages(config: "Config", split: StageSplit) -> None:
+    """Raises InputError: the stages of a language model, whose inputs follow from the config, would
+    compute something other than the whole model. Others are looked at by `check_start`."""
+    inputs = _token_inputs(config, samples=config.batch.micro_size)
+    check_model(Moment.START, _before_start(config, config.resolved, split, inputs))
+
+
+def _before_start(
+    config: "Config",
+    layout: Layout | None,
+    split: StageSplit | None,
+    inputs: Sequence[Tensor | None] | None,
+) -> Subject:
+    """What is known of a run before its processes have met. Without a layout, and so without a
+    split, only the model itself is judged."""
+    return Subject(
+        model=spec_of(config).meta,
+        layout=layout or Layout({}),
+        options=ParallelOptions(precision=config.train.precision),
+        copy=partial(plain_model, config),
+        inputs=inputs,
+        bounds=() if split is None else split.bounds,
+        micro_size=config.batch.micro_size,
+        global_sizes=config.batch.sizes.sizes,
     )
 
 
-def check_stages(
-    config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None
-) -> None:
-    """Raises InputError: the stages would compute something other than the whole model. `inputs`:
-    the model's inputs for a microbatch; None: not known yet; then only a language model is checked:
-    its inputs follow from the config."""
-    if inputs is None and "vocab_size" in config.model.keys:
-        tokens = torch.empty(
-            config.batch.micro_size, config.data.seq_len, dtype=torch.int64, device="meta"
-        )
-        inputs = tokens, tokens, None
-    if inputs is not None:
-        check_forward(
-            plain_model(config), split.bounds, inputs, compute_dtype(config.train.precision)
-        )
+def _token_inputs(config: "Config", *, samples: int) -> tuple[Tensor | None, ...] | None:
+    """The shapes of a language model's inputs (tokens, positions, documents), on the meta device;
+    None: the inputs of another model are known from its data alone."""
+    if not _is_language_model(config):
+        return None
+    tokens = torch.empty(samples, config.data.seq_len, dtype=torch.int64, device="meta")
+    return tokens, torch.empty_like(tokens), None
+
+
+def _is_language_model(config: "Config") -> bool:
+    return "vocab_size" in config.model.keys
 
 
 def describe_pipeline(schedule: Schedule, split: StageSplit) -> str:
     """`pipeline 1f1b, 8 microbatches; 9 blocks in 4 stages: 3 + 2 + 2 + 2, the largest stage 8 %
     above the mean`."""
-    many = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches != 1)}"
-    return f"pipeline {schedule.name}, {many}; {split.describe()}"
+    count = schedule.microbatches
+    microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
+    return f"pipeline {schedule.name}, {microbatches}; {split.describe()}"
+
+
+def unsplit_model(
+    config: "Config", mesh: Mesh, device: torch.device, options: ParallelOptions
+) -> nn.Module:
+    """The whole plain model of a run, equal on all ranks. On the meta device where its parts get
+    their values later; with the values of its constructor where `_is_built_whole`."""
+    spec = spec_of(config)
+    if _is_built_whole(spec, device):
+        restore = random_state()
+        reseed(config.train.seed, 0, 0)  # also numpy and Python
+        torch.manual_seed(config.train.seed)
+        model = spec.tuned(spec.module.Model(spec.config).to(device))
+        restore()
+    else:
+        model = spec.copy()
+    prepare(model, mesh, options)
+    return model
 
 
 def build_stage(
@@ -238,108 +296,74 @@ def build_stage(
     options: ParallelOptions,
     blocks: tuple[int, int] | None = None,
     later: WeightGradQueue | None = None,
-    verified: bool = False,
+    *,
+    model: nn.Module | None = None,
 ) -> nn.Module:
-    """The whole model or a stage of it, parallelized and initialized. A model file with an
-    `init_plan` is built on the meta device, so that no rank holds more than its part; any other,
-    and one with buffers and the like (`_only_made`), is built whole on every rank from the seed.
-    `blocks`: the stage's first block and the one after its last; None: all blocks. `verified`:
-    another stage has already verified the model."""
-    spec = spec_of(config)
-    plan = getattr(spec.module, "init_plan", None)
-    traced = device.type == "meta"  # tensors have no values
-    whole = not traced and (plan is None or _only_made(spec.meta))
+    """The whole model or a stage of it, parallelized and initialized.
 
-    def give_values() -> None:
-        if traced:
-            return
-        if not whole:
-            materialise(model, device)
-        names: Container[str] | None = None
-        if config.model.weights is not None:
-            with open_weights(config.model.weights) as source:
-                names = load_weights(model, source, spec.meta)
-        if whole:  # the constructor has initialized the others
-            adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
-            names = adapters if names is None else [name for name in adapters if name in names]
-        std = getattr(spec.config, "initializer_range", 0.02)
-        initialise(
-            model, {**INIT_PLAN, **(plan or {})}, seed=config.train.seed, std=std, names=names
-        )
-
-    if whole:
-        restore = random_state()
-        reseed(config.train.seed, 0, 0)  # also numpy and Python
-        torch.manual_seed(config.train.seed)
-        model = spec.tuned(spec.module.Model(spec.config).to(device))
-        restore()
-    else:
-        model = spec.copy()
-    broadcast_parameters(model, mesh)
-    cast(model, master_dtype(options.precision))
-    if options.sync_batch_norm:
-        apply_sync_batch_norm(model, mesh)
-    if not verified:
-        refuse_dependent_samples(model, mesh, options, seen_terms)
-    apply_context_parallel(model, mesh, options, verified=verified)
-    options = apply_tensor_parallel(model, mesh, options, verified=verified)
+    Args:
+        blocks: the stage's first block and the one after its last; None: all blocks.
+        later: where weight gradients wait that a schedule computes later.
+        model: the plain model, which is split in place; None: it is built.
+    """
+    if model is None:
+        model = unsplit_model(config, mesh, device, options)
+    options = apply_tensor_parallel(model, mesh, options)
     apply_expert_parallel(model, mesh, options)
     if blocks is not None:
         keep_stage(model, *blocks)
     if later is not None:
         use_products(model, queue=later)
     if not mesh.uses_fsdp:
-        give_values()
-    apply_data_parallel(model, mesh, replace(options, fuse_loss=has_loss_head(model, config)))
+        _give_values(model, config, device)
+    apply_data_parallel(model, mesh, options)
     if mesh.uses_fsdp:  # FSDP shards a model that has no memory yet
-        give_values()
+        _give_values(model, config, device)
     return model
 
 
-def _used_outside(
-    config: "Config", sample: tuple[Tensor | None, ...] | None, fsdp: bool
-) -> list[str]:
-    """See `ParallelOptions`. Raises AgreedError: a forward writes to a parameter, of which FSDP
-    gathers only a copy."""
-    if sample is None and "vocab_size" in config.model.keys:
-        tokens = torch.empty(1, config.data.seq_len, dtype=torch.int64, device="meta")
-        sample = tokens, tokens, None
-    if sample is None:
-        return []
-    model = plain_model(config)
-    blocks, written = blocks_used_outside(model, sample)
-    written = [name for name in written if model.get_parameter(name) not in state_parameters(model)]
-    if fsdp and written:
-        raise AgreedError(writes_to_parameter(written[0]))
-    return blocks
+def _is_built_whole(spec: ModelSpec, device: torch.device) -> bool:
+    """Whether every rank builds the whole model from the seed. One with an `init_plan` is built on
+    the meta device, so that no rank holds more than its part, but for parts that only its
+    constructor makes."""
+    if device.type == "meta":  # a trace has no values
+        return False
+    has_plan = getattr(spec.module, "init_plan", None) is not None
+    return not has_plan or _has_made_parts(spec.meta)
 
 
-def _only_made(model: nn.Module) -> bool:
+def _has_made_parts(model: nn.Module) -> bool:
     """Whether a model has parts that only its constructor creates: buffers, tensors in attributes,
     parameter hooks."""
-    attributes = [
-        value for module in model.modules() for key, value in vars(module).items() if key[0] != "_"
-    ]
-    tensors = any(isinstance(value, Tensor) for value in tree_leaves(attributes))
-    return (
-        tensors
-        or any(True for _ in model.buffers())
-        or any(map(has_gradient_hooks, model.parameters()))
-    )
+    if any(True for _ in model.buffers()) or any(map(has_gradient_hooks, model.parameters())):
+        return True
+    for module in model.modules():
+        attributes = [value for name, value in vars(module).items() if not name.startswith("_")]
+        if any(isinstance(value, Tensor) for value in tree_leaves(attributes)):
+            return True
+    return False
 
 
-def has_loss_head(model: nn.Module, config: "Config") -> bool:
-    """Whether the last block of a model or stage is the linear layer whose output is, unchanged,
-    the logits of a language model. False for a model that does not run on the meta device, or that
-    changes its logits."""
-    if not can_fuse(blocks_of(model)[-1]) or "vocab_size" not in config.model.keys:
-        return False
-    plain = cast(plain_model(config), compute_dtype(config.train.precision))
-    *others, layer = blocks_of(plain)
-    for block in others[1:]:  # their outputs do not matter, and computing them takes seconds
-        block.forward = Skipped(block)
-    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
-    return can_fuse(layer) and gives_logits(plain, layer, (tokens, torch.zeros_like(tokens), None))
+def _give_values(model: nn.Module, config: "Config", device: torch.device) -> None:
+    """Fills the parameters of a model or stage that is split: from the weights to start from, and
+    else from the seed."""
+    if device.type == "meta":
+        return
+    spec = spec_of(config)
+    is_whole = _is_built_whole(spec, device)
+    if not is_whole:
+        materialise(model, device)
+    names: Container[str] | None = None  # the parameters that are drawn; None: all
+    if config.model.weights is not None:
+        with open_weights(config.model.weights) as source:
+            names = load_weights(model, source, spec.meta)
+    if is_whole:
+        # The constructor has initialized the others.
+        adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
+        names = [name for name in adapters if names is None or name in names]
+    plan = {**INIT_PLAN, **(getattr(spec.module, "init_plan", None) or {})}
+    std = getattr(spec.config, "initializer_range", 0.02)
+    initialise(model, plan, seed=config.train.seed, std=std, names=names)
 
 
 def check_start(
@@ -348,24 +372,17 @@ def check_start(
     data: Samples | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Reads headers or a manifest, and the first sample; reports weights that are not read. Raises
-    InputError: the initial weights do not fit the model, `pp` cannot split the model, or an adapter
-    would have no effect."""
-    if layout is not None:
-        check_gradient_hooks(config, layout)
-    if layout is not None and data is not None and layout.size("pp") > 1:
-        samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
-        check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
-    inputs = (
-        () if config.train.lora is None or data is None else data.read([(0, 0)], 1).batch().inputs
-    )
-    if inputs and (idle := idle_adapters(spec_of(config).meta, inputs)):
-        raise InputError(
-            f"train.lora: the model's forward does not call {join_some(idle)}, so adapters there "
-            "would do nothing: "
-            "call the layer in the place of using its weight, or give train.lora.match patterns of "
-            "the others"
-        )
+    """Judges the model, reads headers or a manifest, and the first sample; reports weights that are
+    not read. Raises InputError: the initial weights do not fit the model, `pp` cannot split the
+    model, or an adapter would have no effect."""
+    split: StageSplit | None = None
+    if layout is not None and layout.size("pp") > 1:
+        _, split = stages_of(config, layout)
+    inputs: tuple[Tensor | None, ...] | None = None
+    if data is not None and (split is not None or config.train.lora is not None):
+        size = config.batch.micro_size
+        inputs = data.read([(0, 0)] * size, size).batch().inputs
+    check_model(Moment.START, _before_start(config, layout, split, inputs))
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:
@@ -373,23 +390,11 @@ def check_start(
             check_scale(source, config.train.lora)
 
 
-def check_gradient_hooks(config: "Config", layout: Layout) -> None:
-    """A hook on a parameter's gradient acts on that of one microbatch, which are the same samples
-    on every layout whose ranks have whole microbatches. Raises InputError: these would be
-    others."""
-    names = [name for name, p in spec_of(config).meta.named_parameters() if has_gradient_hooks(p)]
-    ranks = layout.size("dp_replicate")  # the others refuse every hook
-    whole = config.batch.micro_size * ranks
-    if names and ranks > 1 and any(size % whole for size in config.batch.sizes.sizes):
-        raise InputError(
-            f"the parameter {names[0]} has a hook on its gradient, which acts on that of one "
-            "microbatch, and "
-            f"batch.global_size {config.batch.global_size} is no multiple of batch.micro_size "
-            "times the "
-            f"{ranks} data ranks, {whole}: microbatches would have other samples than on one "
-            f"process. Use a multiple of {whole}, one data rank, or optimizer.clip_norm in the "
-            "place of the hook"
-        )
+def looks_at_sample(config: "Config", layout: Layout) -> bool:
+    """Whether a run's model is judged by a sample of its data (`short_sample`)."""
+    parallel = config.parallel
+    options = ParallelOptions(verify=parallel.verify, recompute=parallel.recompute)
+    return needs_sample(spec_of(config).meta, layout, options)
 
 
 def short_sample(
@@ -402,13 +407,20 @@ def short_sample(
     that of a model with experts, some token's scores would be so close that rounding chooses other
     experts."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
-    routes = any(hasattr(module, "dispatch") for module in model.modules())
-    parts, least = padded_length(1, cp, tp) if cp > 1 else tp, 32 if routes else 128
-    length = parts * max(2, -(-least // parts))
-    if cp > 1 or length > batch.targets.shape[-1] >= parts:
-        length = min(length, batch.targets.shape[-1] // parts * parts)
-    inputs = batch.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim]))).inputs
-    return inputs if length > 0 else None
+    has_experts = any(hasattr(module, "dispatch") for module in model.modules())
+    wanted = 32 if has_experts else 128
+    parts = tp
+    if cp > 1:
+        # `cp` may pad a sequence: the parts are those of the padded length.
+        parts = padded_length(1, cp, tp)
+    length = parts * max(2, math.ceil(wanted / parts))
+    available = batch.targets.shape[-1]
+    if cp > 1 or length > available >= parts:
+        length = min(length, available // parts * parts)
+    if length == 0:
+        return None
+    shortened = batch.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim])))
+    return shortened.inputs
 
 
 def parameter_count(model: nn.Module) -> int:

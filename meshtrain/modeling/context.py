@@ -53,19 +53,35 @@ class AttentionShape:
     def messages(
         self, u: int, index: int | None = None, chunks: tuple[int, int] | None = None
     ) -> tuple[int, int]:
-        """Elements that a rank sends in forward, backward. `index` None: the rank that sends most.
-        `chunks`: how many of its chunks other ranks see, summed over them, and how many of theirs
-        it sees; None: for one document."""
+        """Elements that a rank sends in forward, backward.
+
+        Args:
+            index: None: the rank that sends most.
+            chunks: how many of its chunks other ranks see, summed over them, and how many of theirs
+                it sees; None: for one document.
+        """
         if index is None:
             return max((self.messages(u, i) for i in range(self.ranks)), key=sum)
-        kv = [len(head_ranges(self.query_heads, self.kv_heads, u, j)[1]) for j in range(u)]
-        own, ring, i = kv[index % u], self.ranks // u, index // u
-        sends, sees = (ring - 1 + i, 2 * (ring - 1) - i) if chunks is None else chunks
-        n = self.tokens * (self.width + self.value_width)
-        queries, chunk = (u - 1) * (self.query_heads // u), own * u * n // 2
-        return n * (queries + sum(kv) - own) + sends * chunk, n * (queries + (u - 1) * own) + (
-            sends + sees
-        ) * chunk
+        # Key/value heads of each of the u neighbours that swap heads.
+        kv_of_neighbours = [
+            len(head_ranges(self.query_heads, self.kv_heads, u, j)[1]) for j in range(u)
+        ]
+        own_kv = kv_of_neighbours[index % u]
+        ring = self.ranks // u
+        position = index // u
+        if chunks is None:
+            # Of the two chunks of each rank, one early and one late, those in front are seen.
+            sends, sees = ring - 1 + position, 2 * (ring - 1) - position
+        else:
+            sends, sees = chunks
+        per_head = self.tokens * (self.width + self.value_width)  # queries and outputs, or k and v
+        chunk = own_kv * u * per_head // 2
+        # Neighbours get their heads of q, k and v, and give back outputs.
+        queries = (u - 1) * (self.query_heads // u)
+        swapped = per_head * (queries + sum(kv_of_neighbours) - own_kv)
+        swapped_back = per_head * (queries + (u - 1) * own_kv)
+        # Backward fetches keys and values again, and returns their gradients.
+        return swapped + sends * chunk, swapped_back + (sends + sees) * chunk
 
     def memory(self, u: int, method: str, index: int = 0) -> tuple[int, int]:
         """Elements saved for backward, and an upper bound of what it needs in addition, without
@@ -76,15 +92,22 @@ class AttentionShape:
         3.5 times the gradient of q; if heads are not shared evenly, keys and values per query head.
         With one document the first rank sees most.
         """
-        own, kv = map(len, head_ranges(self.query_heads, self.kv_heads, u, index % u))
-        n, sees, ring = u * self.tokens, 2 * (self.ranks // u) - index // u, self.ranks // u
-        chunk = (self.width + self.value_width) * n // 2
-        at_once, block = (2 * sees + 4 * ring, sees) if method == "gather" else (12, 2)
-        uneven = kv_heads_of(self.query_heads, self.kv_heads, u, index % u)
-        repeated = 2 * block * own * chunk if uneven else 0
-        return 2 * (
-            own + kv
-        ) * chunk + n * own, at_once * kv * chunk + 7 * n * own * self.width // 2 + repeated
+        own_heads, own_kv_heads = head_ranges(self.query_heads, self.kv_heads, u, index % u)
+        heads, kv_heads = len(own_heads), len(own_kv_heads)
+        ring = self.ranks // u
+        tokens = u * self.tokens  # of which the rank has these heads
+        chunk = (self.width + self.value_width) * tokens // 2  # of one head's keys and values
+        sees = 2 * ring - index // u  # chunks
+        if method == "gather":
+            at_once, block = 2 * sees + 4 * ring, sees
+        else:
+            at_once, block = 12, 2
+        # q, k, v and the output, and a number per query.
+        saved = 2 * (heads + kv_heads) * chunk + tokens * heads
+        more = at_once * kv_heads * chunk + 7 * tokens * heads * self.width // 2
+        if kv_heads_of(self.query_heads, self.kv_heads, u, index % u):
+            more += 2 * block * heads * chunk
+        return saved, more
 
 
 @dataclass(frozen=True)
@@ -106,25 +129,27 @@ class ContextCosts:
     def describe(self) -> str:
         """`sequence 4096 over cp 4: 1024 a rank in 2 chunks of 512, 0 % padding; attention sends
         ...`"""
-        own, padding = self.padded // self.ranks, 1 - self.length / self.padded
-        chunks = f"{own} a rank in 2 chunks of {own // 2}, {100 * padding:.2g} % padding"
-        text = f"sequence {self.length} over cp {self.ranks}: {chunks}; "
+        own = self.padded // self.ranks
+        padding = 1 - self.length / self.padded
+        text = (
+            f"sequence {self.length} over cp {self.ranks}: {own} a rank in 2 chunks of "
+            f"{own // 2}, {100 * padding:.2g} % padding; "
+        )
         if not self.sent:
-            return (
-                text
-                + "what attention sends is not known: the model does not run on the meta device"
-            )
+            unknown = "what attention sends is not known: the model does not run on the meta device"
+            return text + unknown
 
         def amount(way: str) -> str:
-            """Heads are swapped evenly. Some ranks send fewer keys and values; with documents all
-            ranks may."""
-            return "at most " * (not way.startswith("context_heads")) + bytes_text(*self.sent[way])
+            sent = bytes_text(*self.sent[way])
+            # Heads are swapped evenly. Some ranks send fewer keys and values; with documents all
+            # ranks may.
+            return sent if way.startswith("context_heads") else f"at most {sent}"
 
-        (own_way, sent), *others = self.sent.items()
-        ways = [
-            own_way,
-            *(f"{way}: {'as much' if n == sent else amount(way)}" for way, n in others),
-        ]
+        own_way, *other_ways = self.sent
+        ways = [own_way]
+        for way in other_ways:
+            same = self.sent[way] == self.sent[own_way]
+            ways.append(f"{way}: {'as much' if same else amount(way)}")
         return f"{text}attention sends {amount(own_way)} a layer and microbatch ({'; '.join(ways)})"
 
     def describe_memory(self) -> str:
@@ -138,45 +163,71 @@ class ContextCosts:
 def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
     """The costs of `cp` for a run, from closed forms (docs/context-parallel.md); None without
     `cp`."""
-    ranks, tp, options, length = (
-        layout.size("cp"),
-        layout.size("tp"),
-        config.parallel,
-        config.data.seq_len,
-    )
+    ranks, tp = layout.size("cp"), layout.size("tp")
     if ranks == 1:
         return None
-    spec = spec_of(config)
-    sequence = has_sequence_parts(options.sequence_parallel, getattr(spec.module, "tp_plan", None))
-    padded = padded_length(length, ranks, tp if sequence else 1)
+    spec, options = spec_of(config), config.parallel
+    length = config.data.seq_len
+    plan = getattr(spec.module, "tp_plan", None)
+    shares_sequence = has_sequence_parts(options.sequence_parallel, plan)
+    padded = padded_length(length, ranks, tp if shares_sequence else 1)
     tokens = config.batch.micro_size * padded // ranks
     shapes = [
-        AttentionShape(ranks, h // tp, kv_heads_of_rank(h, k, tp), e, f, tokens)
-        for h, k, e, f in attention_shapes(spec.meta)
+        AttentionShape(
+            ranks=ranks,
+            query_heads=heads // tp,
+            kv_heads=kv_heads_of_rank(heads, kv_heads, tp),
+            width=width,
+            value_width=value_width,
+            tokens=tokens,
+        )
+        for heads, kv_heads, width, value_width in attention_shapes(spec.meta)
     ]
-    itemsize, again = compute_dtype(config.train.precision).itemsize, options.recompute == "full"
-    ways = [(options.context, options.context_heads), ("gather", 1), ("ring", 1)]
-    if all(shape.query_heads % ranks == 0 for shape in shapes):
-        ways.append(("gather", ranks))
-    sent = {}
-    for method, u in ways if shapes else ():
-        forward, backward = max((shape.messages(u) for shape in shapes), key=sum)
-        way = ", ".join([method] * (u < ranks) + [f"context_heads {u}"] * (u > 1))
-        sent[way] = itemsize * forward, itemsize * (backward + forward * again)
-    wider = max(4, itemsize) - itemsize  # sums, and the number per query, are in float32 or wider
+    itemsize = compute_dtype(config.train.precision).itemsize
+    runs_again = options.recompute == "full"
+
+    sent: dict[str, tuple[int, int]] = {}
+    if shapes:
+        ways = [(options.context, options.context_heads), ("gather", 1), ("ring", 1)]
+        if all(shape.query_heads % ranks == 0 for shape in shapes):
+            ways.append(("gather", ranks))
+        for method, u in ways:
+            forward, backward = max((shape.messages(u) for shape in shapes), key=sum)
+            if runs_again:
+                backward += forward
+            sent[_way(method, u, ranks)] = itemsize * forward, itemsize * backward
+
+    # Sums, and the number per query, are in float32 or wider.
+    wider = max(4, itemsize) - itemsize
     saved = transient = 0
     for shape in shapes:
         elements, more = shape.memory(options.context_heads, options.context)
         saved = max(saved, elements * itemsize + wider * tokens * shape.query_heads)
         # sums are about a quarter of the elements
         transient = max(transient, more * (4 * itemsize + wider) // 4)
-    if again:
+    if runs_again:
         saved, transient = 0, saved + transient
-    return ContextCosts(ranks, length, padded, sent, saved, transient)
+    return ContextCosts(
+        ranks=ranks, length=length, padded=padded, sent=sent, saved=saved, transient=transient
+    )
+
+
+def _way(method: str, u: int, ranks: int) -> str:
+    """`ring, context_heads 2`: how keys and values travel, if they do, and who swaps heads."""
+    words = []
+    if u < ranks:
+        words.append(method)
+    if u > 1:
+        words.append(f"context_heads {u}")
+    return ", ".join(words)
 
 
 def kv_heads_of_rank(heads: int, kv_heads: int, tp: int) -> int:
     """The most key/value heads of a rank of `tp`; heads not shared evenly are repeated for each
     query head."""
-    parts = [(heads, kv_heads, tp, i) for i in range(tp)]
-    return max(len(kv_heads_of(*part)) or len(head_ranges(*part)[1]) for part in parts)
+    most = 0
+    for index in range(tp):
+        repeated = kv_heads_of(heads, kv_heads, tp, index)
+        _, shared = head_ranges(heads, kv_heads, tp, index)
+        most = max(most, len(repeated) or len(shared))
+    return most

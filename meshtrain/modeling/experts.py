@@ -4,6 +4,8 @@ layer's traffic."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from meshtrain.config import Config
 from meshtrain.data.sequence import padded_length
 from meshtrain.errors import bytes_text, plural
@@ -43,61 +45,72 @@ class ExpertCosts:
 
     def describe_sent(self) -> str:
         """`with even loads a layer sends 4 x 112 MiB over ep for a microbatch of 4,096 tokens`"""
-        counts = 8 * (self.experts - self.on_rank)  # row counts of experts on other ranks
-        ways, size = (self.sent - counts) // max(self.message, 1), bytes_text(self.message)
+        row_counts = 8 * (self.experts - self.on_rank)  # for experts on other ranks
+        messages = (self.sent - row_counts) // max(self.message, 1)
         return (
-            f"with even loads a layer sends {ways} x {size} over ep for a microbatch of "
-            f"{self.tokens:,} tokens"
+            f"with even loads a layer sends {messages} x {bytes_text(self.message)} over ep for a "
+            f"microbatch of {self.tokens:,} tokens"
         )
 
 
 def expert_costs(config: Config, layout: Layout) -> ExpertCosts | None:
     """The costs of a run's experts, from closed forms; None for a model without experts."""
     spec = spec_of(config)
-    plan, per_token = (
-        getattr(spec.module, "ep_plan", None),
-        config.model.keys.get("num_experts_per_tok"),
-    )
+    plan = getattr(spec.module, "ep_plan", None)
+    per_token = config.model.keys.get("num_experts_per_tok")
     if not plan or per_token is None:
         return None
-    counts = expert_modules(spec.meta, plan)
-    most = max(counts.values())
-    of_experts = {name: list(spec.meta.get_submodule(name).parameters()) for name in counts}
-    idle = sum(
-        p.numel() * (n - per_token) // n for name, n in counts.items() for p in of_experts[name]
-    )
-    ranks, on_rank = layout.size("ep"), -(-most // layout.size("ep"))
-    first = of_experts[max(counts, key=counts.__getitem__)][0]
-    cp, tp = layout.size("cp"), layout.size("tp")
-    parts = (
-        tp
-        if has_sequence_parts(
-            config.parallel.sequence_parallel, getattr(spec.module, "tp_plan", None)
-        )
-        else 1
-    )
-    length = padded_length(config.data.seq_len, cp, parts) if cp > 1 else config.data.seq_len
-    tokens = config.batch.micro_size * length // (cp * parts)
-    rows, width, factor = (
-        tokens * per_token * (ranks - 1) // ranks,
-        first.shape[-1],
-        config.parallel.expert_rows,
-    )
-    if factor is not None:
-        rows = (ranks - 1) * message_rows(tokens * per_token, on_rank, most, factor)
+    counts = expert_modules(spec.meta, plan)  # layer -> its experts
+    largest = max(counts, key=counts.__getitem__)
+    most = counts[largest]
+    ranks = layout.size("ep")
+    on_rank = -(-most // ranks)
+    idle = sum(_idle_parameters(spec.meta, name, n, per_token) for name, n in counts.items())
+
+    tokens = _tokens_of_microbatch(config, layout)
     itemsize = compute_dtype(config.train.precision).itemsize
+    weight = next(spec.meta.get_submodule(largest).parameters())  # (experts, rows, ..., width)
+    factor = config.parallel.expert_rows
+    if factor is None:
+        rows = tokens * per_token * (ranks - 1) // ranks
+    else:
+        rows = (ranks - 1) * message_rows(tokens * per_token, on_rank, most, factor)
+    width = weight.shape[-1]
+    sent = dispatch_bytes(
+        rows, rows, width, itemsize, foreign=most - on_rank, recompute=config.parallel.recompute
+    )
+    line = (
+        f"experts: {plural(len(counts), 'layer')} x {most}, {per_token} a token; "
+        f"{_place(weight.shape, layout)}"
+    )
     return ExpertCosts(
-        line=(
-            f"experts: {plural(len(counts), 'layer')} x {most}, {per_token} a token; "
-            f"{_place(first.shape, layout)}"
-        ),
+        line=line,
         experts=most,
         on_rank=on_rank,
         active=parameter_count(spec.meta) - idle,
         tokens=tokens,
         message=rows * width * itemsize,
-        sent=dispatch_bytes(rows, rows, width, itemsize, most - on_rank, config.parallel.recompute),
+        sent=sent,
     )
+
+
+def _idle_parameters(model: nn.Module, name: str, experts: int, per_token: int) -> int:
+    """The parameters of a layer of experts that a token does not meet."""
+    parameters = model.get_submodule(name).parameters()
+    return sum(p.numel() * (experts - per_token) // experts for p in parameters)
+
+
+def _tokens_of_microbatch(config: Config, layout: Layout) -> int:
+    """The tokens that one rank routes."""
+    plan = getattr(spec_of(config).module, "tp_plan", None)
+    parts = 1
+    if has_sequence_parts(config.parallel.sequence_parallel, plan):
+        parts = layout.size("tp")
+    cp = layout.size("cp")
+    length = config.data.seq_len
+    if cp > 1:
+        length = padded_length(length, cp, parts)
+    return config.batch.micro_size * length // (cp * parts)
 
 
 def _place(shape: Sequence[int], layout: Layout) -> str:
@@ -106,15 +119,14 @@ def _place(shape: Sequence[int], layout: Layout) -> str:
     if ranks == 1:
         return "ep 1: every rank computes all of them"
     on_rank = -(-shape[0] // ranks)
-    rows = (
-        f"1/{shards} of the rows of {on_rank}"
-        if expert_shard_dim(shape, ranks, shards)
-        else -(-on_rank // shards)
-    )
-    sharded = f", over efsdp {shards}: {rows}" if shards > 1 else ""
+    text = f"over ep {ranks}: {on_rank}"
+    if shards > 1:
+        cuts_rows = expert_shard_dim(shape, ranks, shards) == 1
+        experts = -(-on_rank // shards)
+        text += f", over efsdp {shards}: "
+        text += f"1/{shards} of the rows of {on_rank}" if cuts_rows else str(experts)
+    text += " on a rank"
     without = ranks - -(-shape[0] // on_rank)
-    none = f", none on {plural(without, 'rank')} of ep" if without else ""
-    return (
-        f"over ep {ranks}: {on_rank}{sharded} on a rank{none}; {copies} "
-        f"cop{'y' if copies == 1 else 'ies'}"
-    )
+    if without:
+        text += f", none on {plural(without, 'rank')} of ep"
+    return f"{text}; {copies} {'copy' if copies == 1 else 'copies'}"

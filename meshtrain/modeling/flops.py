@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.attention import AttentionContext, attention
+from meshtrain.errors import plural
 from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.torch_private import tree_leaves, varlen_attention
 
 # TFLOP/s without sparsity, from NVIDIA's data sheets: the half column is for bfloat16 and float16
 # on tensor cores with float32 accumulation; float32 is without TF32, which meshtrain leaves off;
@@ -90,34 +91,31 @@ class CausalCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        named = dict(
-            zip(
-                ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False
-            )
-        )
-        options = named | (kwargs or {})
+        positional = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        options = dict(zip(positional, args, strict=False)) | (kwargs or {})
         if func is attention:
             context = options["attn_mask"]
-            packed = (
-                context.documents is not None
-                if isinstance(context, AttentionContext)
-                else context is not None
-            )
-            self._add(options, options["window"], packed)
+            documents = context.documents if isinstance(context, AttentionContext) else context
+            self._add(options, window=options["window"], packed=documents is not None)
         elif func is F.scaled_dot_product_attention and options.get("is_causal"):
-            self._add(options, None, False)
+            self._add(options, window=None, packed=False)
         return func(*args, **(kwargs or {}))
 
-    def _add(self, call: dict[str, Any], window: int | None, packed: bool) -> None:
+    def _add(self, call: dict[str, Any], *, window: int | None, packed: bool) -> None:
         """Scores and outputs take one matrix product each, and in backward one more per operand
         with a gradient."""
         q, k, v = call["query"], call["key"], call["value"]
-        (b, h, s, e), f = q.shape, v.shape[-1]
-        if s == k.shape[2]:
-            scored = q.requires_grad or k.requires_grad
-            scores, values = 1 + q.requires_grad + k.requires_grad, 1 + scored + v.requires_grad
-            window = None if window is None or window >= s else window
-            self.flops[Causal(s, window, packed)] += 2 * b * h * (e * scores + f * values)
+        b, h, s, e = q.shape
+        f = v.shape[-1]
+        if s != k.shape[2]:  # not all tokens attend to all before them
+            return
+        is_scored = q.requires_grad or k.requires_grad
+        products_of_scores = 1 + q.requires_grad + k.requires_grad
+        products_of_values = 1 + is_scored + v.requires_grad
+        if window is not None and window >= s:
+            window = None
+        per_pair = e * products_of_scores + f * products_of_values
+        self.flops[Causal(s, window, packed)] += 2 * b * h * per_pair
 
 
 def causal_flops(
@@ -220,13 +218,12 @@ def block_flops(
         try:
             functional_call(model, state, on_meta)
         except Exception as error:  # any error of a model that reads values of a tensor
-            return [
-                _of_weights(block) for block in blocks
-            ], f"costs of blocks by their weights: {why_not(error)}"
+            by_weights = [_of_weights(block) for block in blocks]
+            return by_weights, f"costs of blocks by their weights: {why_not(error)}"
     costs[blocks[-1]] += _LOSS * returned
-    return [
-        costs[block] / _batch_size(inputs) for block in blocks
-    ], "costs of blocks: FLOPs counted on the meta device"
+    size = _batch_size(inputs)
+    of_sample = [costs[block] / size for block in blocks]
+    return of_sample, "costs of blocks: FLOPs counted on the meta device"
 
 
 @contextmanager
@@ -263,12 +260,8 @@ def _varlen_counts() -> dict[Any, Callable[..., int]]:
     ) -> int:
         return 2 * forward(q, k, v, *others)
 
-    ops = torch.ops.torch_attn
-    return (
-        {ops._varlen_attn: forward, ops._varlen_attn_backward: backward}
-        if hasattr(ops, "_varlen_attn")
-        else {}
-    )
+    operators = varlen_attention()
+    return {} if operators is None else dict(zip(operators, (forward, backward), strict=True))
 
 
 def why_not(error: Exception) -> str:
@@ -284,13 +277,16 @@ def _batch_size(inputs: Inputs) -> int:
 def _of_weights(block: nn.Module) -> float:
     """Two operations per element of each weight matrix, and one per element of a looked-up
     embedding row."""
-    looked_up = {
+    tables = {
         module.weight: module.embedding_dim
         for module in block.modules()
         if isinstance(module, nn.Embedding)
     }
-    matrices = {weight for weight in block.parameters() if weight.dim() > 1} - looked_up.keys()
-    return float(sum(looked_up.values()) + sum(2 * weight.numel() for weight in matrices) + 1)
+    operations = 1 + sum(tables.values())
+    for weight in block.parameters():
+        if weight.dim() > 1 and weight not in tables:
+            operations += 2 * weight.numel()
+    return float(operations)
 
 
 def _on_meta(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Inputs]:
@@ -299,16 +295,15 @@ def _on_meta(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Input
         name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-    floats = next(
-        (tensor.dtype for tensor in state.values() if tensor.requires_grad), torch.float32
-    )
-    on_meta = tuple(
-        None
-        if value is None
-        else value.to("meta", floats if value.is_floating_point() else value.dtype)
-        for value in inputs
-    )
-    return state, on_meta
+    trained = [tensor.dtype for tensor in state.values() if tensor.requires_grad]
+    compute = trained[0] if trained else torch.float32
+    on_meta: list[Tensor | None] = []
+    for value in inputs:
+        if value is None:
+            on_meta.append(None)
+        else:
+            on_meta.append(value.to("meta", compute if value.is_floating_point() else value.dtype))
+    return state, tuple(on_meta)
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
@@ -323,10 +318,10 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     if peak is not None:
         return peak, f"peak {readable(peak)}FLOP/s, table, {name} {precision}"
     peak, size = _measured_flops(device, compute_dtype(precision))
-    threads = torch.get_num_threads()
     measured_on = f"{name} (not in the table)" if name else f"this {device.type.upper()}"
-    with_threads = f", {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else ""
-    by = f"measured on {measured_on} by a {size}x{size} {precision} matmul{with_threads}"
+    by = f"measured on {measured_on} by a {size}x{size} {precision} matmul"
+    if device.type == "cpu":
+        by += f", {plural(torch.get_num_threads(), 'thread')}"
     return peak, f"peak {readable(peak)}FLOP/s, {by}"
 
 
@@ -378,9 +373,8 @@ def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> floa
     # A generator separate from the run's. Random, because a GPU multiplies zeros and ones faster
     # than typical values.
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (
-        torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2)
-    )
+    a = torch.rand(size, size, device=device, dtype=dtype, generator=generator)
+    b = torch.rand(size, size, device=device, dtype=dtype, generator=generator)
     _settle(device)
     start = time.perf_counter()
     torch.mm(a, b)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.parallel.sharding import ParameterSpec, local_part, parameters_of
-from meshtrain.parallel.torch_private import allocate
+from meshtrain.parallel.torch_private import allocate, own_parameters
 
 BLOCK_ELEMENTS = 2**16  # approximate number of values drawn from one seed
+Draw = Callable[[Tensor, torch.Generator], None]  # fills a block of rows in place
 
 
 def initialise(
@@ -47,30 +48,33 @@ def initialise(
         for spec, parameter in parameters_of(model):
             if names is not None and spec.name not in names:
                 continue
-            rule = next(
-                (rule for pattern, rule in plan.items() if fnmatchcase(spec.name, pattern)), None
-            )
-            if rule is None:
-                raise ValueError(
-                    f"init_plan has no pattern for the parameter {spec.name}: add one, or '*' as "
-                    "the last"
-                )
-            _fill(parameter, spec, partial(_draw, rule, std=std), seed)
+            draw = partial(_draw, rule=_rule_of(spec.name, plan), std=std)
+            _fill(parameter, spec, draw, seed)
+
+
+def _rule_of(name: str, plan: Mapping[str, str]) -> str:
+    for pattern, rule in plan.items():
+        if fnmatchcase(name, pattern):
+            return rule
+    raise ValueError(
+        f"init_plan has no pattern for the parameter {name}: add one, or '*' as the last"
+    )
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Allocates the model's meta tensors on `device`, uninitialized; tied parameters stay tied."""
-    shared: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}  # parameter -> where it is registered
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            shared.setdefault(parameter, []).append((module, name))
+            places.setdefault(parameter, []).append((module, name))
+    # It makes a new parameter in each place.
     allocate(model, device)
-    for (first, first_name), *others in shared.values():
+    for (first, first_name), *others in places.values():
         for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
+            own_parameters(module)[name] = own_parameters(first)[first_name]
 
 
-def _draw(rule: str, rows: Tensor, random: torch.Generator, std: float) -> None:
+def _draw(rows: Tensor, random: torch.Generator, *, rule: str, std: float) -> None:
     """Fills a block of rows in place."""
     if rule == "ones":
         rows.fill_(1.0)
@@ -88,21 +92,29 @@ def _draw(rule: str, rows: Tensor, random: torch.Generator, std: float) -> None:
         raise ValueError(f"init_plan has the rule {rule!r}; the rules are {rules}")
 
 
-def _fill(parameter: Tensor, spec: ParameterSpec, draw: Callable[..., None], seed: int) -> None:
+def _fill(
+    parameter: Tensor,
+    spec: ParameterSpec,
+    draw: Callable[[Tensor, torch.Generator], None],
+    seed: int,
+) -> None:
     """Draws the blocks of rows that overlap this rank's part of the parameter, and keeps the
     part."""
     local, (rows, *columns) = local_part(parameter)
     if local.numel() == 0:
         return
     height, *width = spec.dims
+    target = local if spec.shape else local.view(-1)  # a scalar is one row
+    # The blocks do not depend on the layout: each is drawn whole, from a seed of its own.
     rows_per_block = max(1, BLOCK_ELEMENTS // max(math.prod(width), 1))
-    target = local.view(-1) if not spec.shape else local
-    for block in range(rows.start // rows_per_block, (rows.stop - 1) // rows_per_block + 1):
-        first = block * rows_per_block
-        values = torch.empty(min(rows_per_block, height - first), *width)
-        draw(rows=values, random=generator(seed, spec.name, block))
-        begin, end = max(rows.start, first), min(rows.stop, first + values.shape[0])
-        part = values[(slice(begin - first, end - first), *columns)]
+    first_block, last_block = rows.start // rows_per_block, (rows.stop - 1) // rows_per_block
+    for block in range(first_block, last_block + 1):
+        first_row = block * rows_per_block
+        values = torch.empty(min(rows_per_block, height - first_row), *width)
+        draw(values, generator(seed, spec.name, block))
+        begin = max(rows.start, first_row)
+        end = min(rows.stop, first_row + len(values))
+        part = values[(slice(begin - first_row, end - first_row), *columns)]
         target[begin - rows.start : end - rows.start].copy_(part)
 
 

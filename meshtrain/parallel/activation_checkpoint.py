@@ -13,36 +13,20 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshtrain.parallel.torch_private import KeepsBeforeWrites
-
-aten = torch.ops.aten
+from meshtrain.parallel.torch_private import (
+    ATTENTION_DROPOUT,
+    MATRIX_PRODUCTS,
+    VARLEN_ATTENTION,
+    KeepsBeforeWrites,
+)
 
 # Matrix products, convolutions and attention are expensive to compute and are saved; everything
 # between them (norms, activations, rotary embeddings, casts) costs only memory traffic and is
 # recomputed.
-_SCALED_AND_GROUPED = (
-    "_scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"
-)
-SAVED_OPERATORS = frozenset(
-    [aten.linear.default, aten.convolution.default, torch.ops.higher_order.flex_attention]
-    + [
-        getattr(op, types)
-        for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-        for types in ("default", "dtype")
-    ]
-    + [getattr(aten, name).default for name in _SCALED_AND_GROUPED.split() if hasattr(aten, name)]
-)
-# Attention -> its dropout argument. With dropout it is recomputed, so that later random operators
-# draw the same.
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention.default: 3,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
-    aten._scaled_dot_product_efficient_attention.default: 5,
-    aten._scaled_dot_product_cudnn_attention.default: 5,
-    aten._scaled_dot_product_attention_math.default: 4,
+SAVED_OPERATORS = MATRIX_PRODUCTS | {
+    torch.ops.aten.convolution.default,
+    torch.ops.higher_order.flex_attention,
 }
-# packed documents on GPUs; by name, because torch registers it lazily
-VARLEN = "torch_attn._varlen_attn.default"
 
 # Routing is never recomputed: with other rounding, ranks could wait for messages that no rank
 # sends.
@@ -80,14 +64,23 @@ def _contexts(policy: Callable) -> tuple[KeepsBeforeWrites, AbstractContextManag
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator in ATTENTION_DROPOUT:
+        # With dropout it is recomputed, so that later random operators draw the same.
+        return _save_if(_dropout_of(operator, args, kwargs) == 0)
     # meshtrain's own operators communicate, and most of them also multiply matrices.
-    own = getattr(operator, "namespace", None) == "meshtrain"
-    must_save = operator in SAVED_OPERATORS or own or str(operator) == VARLEN
-    if operator in ATTENTION:
-        must_save = kwargs.get("dropout_p", (*args, *[0.0] * 9)[ATTENTION[operator]]) == 0
-    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
+    is_own = getattr(operator, "namespace", None) == "meshtrain"
+    return _save_if(operator in SAVED_OPERATORS or is_own or str(operator) == VARLEN_ATTENTION)
+
+
+def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The dropout probability of an attention operator, whose default is 0."""
+    position = ATTENTION_DROPOUT[operator]
+    return args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
 
 
 def _routing_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    must_save = str(operator) in ROUTING_OPERATORS
+    return _save_if(str(operator) in ROUTING_OPERATORS)
+
+
+def _save_if(must_save: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -34,8 +34,8 @@ class CompileChoice(NamedTuple):
     obstacle: str | None = None
 
     def __str__(self) -> str:
-        obstacle = f": {self.obstacle}" if self.obstacle else ""
-        return f"blocks are{'' if self.compiles else ' not'} compiled{obstacle}"
+        text = "blocks are compiled" if self.compiles else "blocks are not compiled"
+        return f"{text}: {self.obstacle}" if self.obstacle else text
 
 
 def choose_compile(
@@ -67,19 +67,17 @@ def missing_tools(capability: tuple[int, int]) -> str | None:
     """What the compiler lacks to build kernels for a GPU: Triton has to support it, and builds
     launchers in C."""
     if capability < (7, 0):
-        return (
-            f"Triton needs compute capability 7.0, and this GPU has {capability[0]}.{capability[1]}"
-        )
+        major, minor = capability
+        return f"Triton needs compute capability 7.0, and this GPU has {major}.{minor}"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
         return "Triton finds no C compiler: install gcc, or name one in CC"
     header = Path(sysconfig.get_path("include"), "Python.h")
-    return (
-        None
-        if header.exists()
-        else f"Triton needs {header}, of the package python3-dev or python3-devel"
-    )
+    if not header.exists():
+        return f"Triton needs {header}, of the package python3-dev or python3-devel"
+    return None
 
 
 def keep_compiled_code(folder: Path) -> None:
@@ -87,21 +85,24 @@ def keep_compiled_code(folder: Path) -> None:
     `folder` if that is this user's alone, else in the user's own cache folder. torch's own default
     is a temporary folder. torch itself detects stale entries, but it runs whatever code it finds:
     nobody else may be able to put some there."""
-    named = Path(os.environ.get(CACHE, ""))
-    # A model that imports parts of the compiler has already put torch's default in the environment.
-    default = named.parent == Path(gettempdir()) and named.name.startswith("torchinductor_")
-    if CACHE in os.environ and not default:
-        return
-    name = f"compiled-torch-{torch.__version__}"
-    problem = None
-    for parent in dict.fromkeys((folder, cache_folder(None))):
-        try:
-            own = parent == cache_folder(None)
-            os.environ[CACHE] = str(make_private_folder(parent / name, may_be_shared=not own))
+    if CACHE in os.environ:
+        named = Path(os.environ[CACHE])
+        # A model that imports parts of the compiler has already put torch's default there.
+        is_default = named.parent == Path(gettempdir()) and named.name.startswith("torchinductor_")
+        if not is_default:
             return
+    users_own = cache_folder(None)
+    first_problem: OSError | None = None
+    for parent in dict.fromkeys((folder, users_own)):
+        compiled = parent / f"compiled-torch-{torch.__version__}"
+        try:
+            made = make_private_folder(compiled, may_be_shared=parent != users_own)
         except OSError as error:
-            problem = problem or error
-    warn(f"compiled code is not kept for the next start: {problem}")
+            first_problem = first_problem or error
+        else:
+            os.environ[CACHE] = str(made)
+            return
+    warn(f"compiled code is not kept for the next start: {first_problem}")
 
 
 def compile_block(
@@ -120,16 +121,14 @@ def compile_block(
     """
     mend_attention_shapes()
     compiled = torch.compile(forward, fullgraph=one_graph)
+    modules = [module for module in block.modules() if module not in without]
     # Column-parallel layers pass each other results that they compute together, and restore their
     # state afterwards. Unless such side effects are allowed inside a recomputation, no part of the
     # block would be compiled.
     allowed = allow_side_effects_in_recomputation()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with (
-            replace_parameters((m for m in block.modules() if m not in without), to_local),
-            allowed,
-        ):
+        with replace_parameters(modules, to_local), allowed:
             return compiled(*args, **kwargs)
 
     return run
@@ -144,20 +143,21 @@ def while_one_graph(whole: Callable, plain: Callable, name: str) -> Callable:
     two, compiled and plain code save the same tensors in different orders, and the checkpoint would
     return the wrong ones.
     """
-    compiles = {True: True, False: True}  # with and without gradients
+    compiles = {"training": True, "evaluation": True}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         trains = torch.is_grad_enabled()
-        if compiles[trains]:
-            try:
-                return whole(*args, **kwargs)
-            except breaks_graph() as error:
-                reason = str(error).strip().split("\n")[0]
-                state = (
-                    "recomputed and not compiled" if trains else "not compiled without gradients"
-                )
-                warnings.warn(f"{name} is {state}, which takes one graph: {reason}", stacklevel=2)
-                compiles[trains] = False
+        graph = "training" if trains else "evaluation"
+        if not compiles[graph]:
+            return plain(*args, **kwargs)
+        try:
+            return whole(*args, **kwargs)
+        except breaks_graph() as error:
+            # It is raised before anything has run.
+            compiles[graph] = False
+            state = "recomputed and not compiled" if trains else "not compiled without gradients"
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(f"{name} is {state}, which takes one graph: {reason}", stacklevel=2)
         return plain(*args, **kwargs)
 
     return run

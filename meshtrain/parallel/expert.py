@@ -38,7 +38,7 @@ from meshtrain.parallel.torch_private import backward_is_running
 from meshtrain.parallel.tp_plan import expert_modules, plan_of
 
 if TYPE_CHECKING:
-    from meshtrain.parallel.parallelize import ParallelOptions
+    from meshtrain.parallel.options import ParallelOptions
 
 AXIS = "ep"
 

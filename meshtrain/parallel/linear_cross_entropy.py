@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.parallel.collectives import AxisGroup
 from meshtrain.parallel.cross_entropy import losses_and_gradient, refuse_unknown
@@ -134,45 +132,6 @@ def can_fuse(layer: nn.Module) -> bool:
     if isinstance(layer, ColumnParallelLinear):
         return layer.bias is None and layer.heads is None and not layer.use_local_output
     return type(layer) in (nn.Linear, Linear) and layer.bias is None
-
-
-def gives_logits(model: nn.Module, layer: nn.Module, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether a plain model's output is the output of its last layer, per token, and nothing else
-    is computed from it.
-
-    `model` and `inputs` are on the meta device; False if the model does not run there."""
-    for training in (True, False):
-        watch = _Watch()
-        hook = layer.register_forward_hook(watch.take, prepend=True)  # before the model's own hooks
-        try:
-            with torch.set_grad_enabled(training), watch:
-                output = model.train(training)(*inputs)
-        except Exception:  # any error of a model that reads values of a tensor
-            return False
-        finally:
-            hook.remove()
-        if len(watch.outputs) != 1 or watch.used or output is not watch.outputs[0]:
-            return False
-        if output._backward_hooks or output.shape[:-1] != inputs[0].shape:  # type: ignore[union-attr]
-            return False
-    return True
-
-
-class _Watch(TorchDispatchMode):
-    """Detects whether any operator uses the output of a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-        self.used = False
-
-    def take(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.outputs.append(output)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        self.used |= any(leaf is output for leaf in leaves for output in self.outputs)
-        return func(*args, **(kwargs or {}))
 
 
 class LossHead:

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshtrain.errors import InputError
@@ -28,11 +26,16 @@ from meshtrain.parallel.grad_sync import GradientSync, gradient_syncs
 from meshtrain.parallel.linear.shared_input import SharedInput, stack
 from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
 from meshtrain.parallel.torch_private import (
+    apply_to_tensors,
     backward_is_running,
+    copy_all,
     device_type_of,
     keep_versions,
+    own_parameters,
     replace_parameters,
     to_local,
+    tree_map_only,
+    version_of,
     without_dispatch_modes,
 )
 
@@ -50,6 +53,11 @@ def master_dtype(precision: str) -> torch.dtype:
     """The type in which parameters, gradients and optimizer states are kept and gradients are
     reduced."""
     return torch.float64 if precision == "float64" else torch.float32
+
+
+def is_mixed(precision: str) -> bool:
+    """Whether blocks compute in another dtype than parameters are kept in."""
+    return compute_dtype(precision) != master_dtype(precision)
 
 
 def message_dtype(precision: str, reduce_precision: str | None) -> torch.dtype | None:
@@ -74,26 +82,25 @@ def sum_dtype_of(capability: tuple[int, int]) -> torch.dtype:
     """float64 on NVIDIA GPUs with float64 at half the rate of float32; float32 on others, with 1/32
     or 1/64 the rate: torch sums blocks of 2**16 elements, and then those sums, which keeps about 6
     digits of a norm."""
-    return (
-        torch.float64 if capability in {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)} else torch.float32
-    )
+    fast_in_float64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+    return torch.float64 if capability in fast_in_float64 else torch.float32
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Casts a model's real parameters and buffers in place: `Module.to` would drop the imaginary
     part of others."""
-    return model._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return apply_to_tensors(model, lambda x: _cast(x, dtype))
 
 
 def state_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that gradients do not change, named in their modules' attribute
     `state_parameters`: counts of a step, or a correction. They are kept whole, in float32 or wider,
     on every rank."""
-    return {
-        getattr(module, name)
-        for module in model.modules()
-        for name in getattr(module, "state_parameters", ())
-    }
+    parameters = set()
+    for module in model.modules():
+        for name in getattr(module, "state_parameters", ()):
+            parameters.add(getattr(module, name))
+    return parameters
 
 
 def set_numerics(deterministic: bool) -> None:
@@ -114,9 +121,8 @@ def reseed(seed: int, step: int, index: int) -> None:
     """Seeds torch, numpy and Python for a step independently of earlier steps: a resumed run draws
     the same numbers without a saved generator state. `index`: the rank's position among those with
     different samples."""
-    number = int.from_bytes(
-        hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest()
-    )
+    digest = hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest)
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
@@ -125,12 +131,14 @@ def reseed(seed: int, step: int, index: int) -> None:
 def random_state() -> Callable[[], None]:
     """Returns a function that restores the present random state of torch, numpy and Python."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    of_torch = torch.get_rng_state()
+    of_numpy = np.random.get_state()
+    of_python = random.getstate()
 
     def restore() -> None:
-        torch.set_rng_state(state[0])
-        np.random.set_state(state[1])
-        random.setstate(state[2])
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
         if gpu is not None:
             torch.cuda.set_rng_state(gpu)
 
@@ -160,13 +168,11 @@ class ComputeCopies(GradientSync):
         self.dtype = dtype
         # one for a tied parameter
         self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
-        self._period, self._depth = 0, 0  # index of the period; nesting depth of running forwards
+        self._period = 0
+        self._depth = 0  # of running forwards, which contain each other
         self._last = True
-        # whether the period is longer than one forward
-        self._stays, self.in_evaluation = (
-            False,
-            False,
-        )
+        self._stays = False  # whether the period is longer than one forward
+        self.in_evaluation = False
 
     def set_is_last_backward(self, last: bool) -> None:
         if self._last:  # a step begins
@@ -198,67 +204,69 @@ class ComputeCopies(GradientSync):
             # exist already.
             with without_dispatch_modes(), torch.no_grad():
                 parts = {parameter: to_local(parameter) for parameter in parameters}
-                # A forward without gradients must not overwrite copies that a pending backward
-                # needs.
-                copies = (
-                    self._current(parts)
-                    if keeps
-                    else {p: part.to(self.dtype) for p, part in parts.items()}
-                )
+                if keeps:
+                    copies = self._current(parts)
+                else:
+                    # A forward without gradients must not overwrite copies that a pending backward
+                    # needs.
+                    copies = {p: part.to(self.dtype) for p, part in parts.items()}
             yield copies
         finally:
             self._depth -= 1
 
     def _current(self, parts: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The copies, written where weights may have changed since."""
         missing = [p for p, part in parts.items() if not self._fits(p, part)]
-        for parameter, values in zip(
-            missing, _allocate([parts[p] for p in missing], self.dtype), strict=True
-        ):
+        allocated = _allocate([parts[p] for p in missing], self.dtype)
+        for parameter, values in zip(missing, allocated, strict=True):
             self._copies[parameter] = _Copy(values)
         copies = {parameter: self._copies[parameter] for parameter in parts}
-        again = backward_is_running()  # a recomputed block uses the weights of its forward
-        current = zip(copies.items(), parts.values(), strict=True)
-        stale = [
-            p
-            for (p, c), x in current
-            if c.version != x._version or not (again or c.period == self._period)
-        ]
-        # Autograd rejects a backward whose weights have changed since its forward. Writing the same
-        # values again, as the second of two forwards before their backwards does, must not count as
-        # a change.
-        same = all(copies[parameter].version == parts[parameter]._version for parameter in stale)
+
+        # A recomputed block uses the weights of its forward.
+        runs_again = backward_is_running()
+        stale = []
+        same_values = True
+        for parameter, copy in copies.items():
+            changed = copy.version != version_of(parts[parameter])
+            if changed or not (runs_again or copy.period == self._period):
+                stale.append(parameter)
+                same_values = same_values and not changed
         if stale:
-            _write([copies[p].values for p in stale], [parts[p] for p in stale], same)
+            # Autograd rejects a backward whose weights have changed since its forward. Writing the
+            # same values again, as the second of two forwards before their backwards does, must
+            # not count as a change.
+            written = [copies[p].values for p in stale]
+            with keep_versions(written) if same_values else nullcontext():
+                copy_all(written, [parts[p] for p in stale])
         for parameter in stale:
-            copies[parameter].version, copies[parameter].period = (
-                parts[parameter]._version,
-                self._period,
-            )
+            copies[parameter].version = version_of(parts[parameter])
+            copies[parameter].period = self._period
         return {parameter: copy.values for parameter, copy in copies.items()}
 
     def _fits(self, parameter: Tensor, part: Tensor) -> bool:
+        """Whether a parameter has a copy that can hold its part."""
         copy = self._copies.get(parameter)
-        return (
-            copy is not None
-            and copy.values.shape == part.shape
-            and copy.values.device == part.device
-        )
+        if copy is None:
+            return False
+        return copy.values.shape == part.shape and copy.values.device == part.device
 
 
 def _allocate(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Memory for copies, each aligned to 16 bytes, as fast matrix products require."""
-    starts = [0, *accumulate(-(-part.numel() // 8) * 8 for part in parts)]
-    flat = torch.empty(starts[-1], dtype=dtype, device=parts[0].device if parts else None)
-    strides = [torch.empty_like(part, device="meta").stride() for part in parts]
-    return [
-        flat.as_strided(p.shape, stride, start)
-        for p, stride, start in zip(parts, strides, starts, strict=False)
-    ]
-
-
-def _write(copies: list[Tensor], parts: list[Tensor], same: bool) -> None:
-    with keep_versions(copies) if same else nullcontext():
-        torch._foreach_copy_(copies, parts)
+    """Memory for copies: views of one tensor, each aligned to 16 bytes, as fast matrix products
+    require."""
+    if not parts:
+        return []
+    starts = []
+    end = 0
+    for part in parts:
+        starts.append(end)
+        end += -(-part.numel() // 8) * 8  # 8 numbers of 16 bits
+    flat = torch.empty(end, dtype=dtype, device=parts[0].device)
+    copies = []
+    for part, start in zip(parts, starts, strict=True):
+        stride = torch.empty_like(part, device="meta").stride()
+        copies.append(flat.as_strided(part.shape, stride, start))
+    return copies
 
 
 class Cast(torch.autograd.Function):
@@ -279,18 +287,15 @@ class Cast(torch.autograd.Function):
         ctx.copies.backward_begins()
         if grad is None:  # from a layer that defers its weight gradient
             return None, None, *(None for _ in ctx.next_functions)
-        grads = [grad] if ctx.rows is None else grad.split(ctx.rows)
+        of_parts = [grad] if ctx.rows is None else grad.split(ctx.rows)
         if device_type_of(grad) not in ADDED_ON or grad.layout != torch.strided:
-            return None, None, *(part.to(ctx.dtype) for part in grads)
-        pairs = zip(ctx.next_functions, grads, strict=True)
-        return (
-            None,
-            None,
-            *(
-                add_or_compute(n[0], partial(g.to, ctx.dtype), partial(write_grad, g))
-                for n, g in pairs
-            ),
-        )
+            return None, None, *(part.to(ctx.dtype) for part in of_parts)
+        grads: list[Tensor | None] = []
+        for (node, _), part in zip(ctx.next_functions, of_parts, strict=True):
+            # Adds the 16-bit gradient to the parameter's where that is, else casts it.
+            to_wide, add = partial(part.to, ctx.dtype), partial(write_grad, part)
+            grads.append(add_or_compute(node, to_wide, add))
+        return None, None, *grads
 
 
 def cast_to_compute_dtype(
@@ -305,31 +310,31 @@ def cast_to_compute_dtype(
     Modules in `without` cast their own."""
     excluded = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in excluded]
-    groups = [
-        shared
-        for inner in modules
-        for shared in getattr(inner, "shared_inputs", ())
-        if shared.merges
-    ]
+    groups: list[SharedInput] = []
+    for inner in modules:
+        groups += [shared for shared in getattr(inner, "shared_inputs", ()) if shared.merges]
+
+    def wide_parameters() -> list[Tensor]:
+        # Looked up in each forward, because materializing a meta model creates new parameters.
+        kept_wide = state_parameters(module)
+        # Weights of a group come first, so that their copies are adjacent.
+        own: dict[Tensor, None] = {}
+        for group in groups:
+            own |= dict.fromkeys(layer.weight for layer in group.layers)
+        for inner in modules:
+            own |= dict.fromkeys(p for p in own_parameters(inner).values() if p is not None)
+        return [
+            p
+            for p in own
+            if p.is_floating_point() and p.dtype != copies.dtype and p not in kept_wide
+        ]
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # evaluated here, because materializing a meta model creates new parameters
-        state = state_parameters(module)
-        own: Iterable[Tensor] = [
-            p for inner in modules for p in inner._parameters.values() if p is not None
-        ]
-        if groups:  # weights of a group are kept adjacent
-            own = dict.fromkeys(
-                [*(layer.weight for group in groups for layer in group.layers), *own]
-            )
-        wide = [
-            p for p in own if p.is_floating_point() and p.dtype != copies.dtype and p not in state
-        ]
         if cast_inputs:
             args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, copies.dtype), (args, kwargs))
         with (
-            copies.forward(wide) as values,
+            copies.forward(wide_parameters()) as values,
             _casts(groups, values, copies) as cast_of,
             replace_parameters(modules, cast_of),
         ):
@@ -344,20 +349,27 @@ def _casts(
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """Yields the function from a parameter to its cast. Layers of one input share one weight if
     copies are adjacent."""
-    parts: dict[Tensor, Tensor] = {}
+    parts: dict[Tensor, Tensor] = {}  # weight -> its rows of a shared one
     for shared in groups:
         weights = [layer.weight for layer in shared.layers]
-        whole = stack([values[p] for p in weights]) if all(p in values for p in weights) else None
-        if whole is not None:
-            shared.weight = Cast.apply(copies, [whole], *map(to_local, weights))
-            parts |= dict(
-                zip(weights, shared.weight.split([len(values[p]) for p in weights]), strict=True)
-            )
-    alone = values if not parts else {p: copy for p, copy in values.items() if p not in parts}
+        if not all(weight in values for weight in weights):
+            continue
+        whole = stack([values[weight] for weight in weights])
+        if whole is None:
+            continue
+        shared.weight = Cast.apply(copies, [whole], *map(to_local, weights))
+        rows = [len(values[weight]) for weight in weights]
+        parts |= dict(zip(weights, shared.weight.split(rows), strict=True))
+
+    def cast_of(parameter: Tensor) -> Tensor:
+        if parameter in parts:
+            return parts[parameter]
+        if parameter in values:
+            return Cast.apply(copies, [values[parameter]], to_local(parameter))
+        return parameter
+
     try:
-        yield (
-            lambda p: Cast.apply(copies, [alone[p]], to_local(p)) if p in alone else parts.get(p, p)
-        )
+        yield cast_of
     finally:
         for shared in groups:
             shared.weight = None
@@ -367,18 +379,15 @@ def _casts(
 def weights_stay(model: nn.Module) -> Iterator[None]:
     """Inside, the weights of a parallelized model must not change, so that all forwards share the
     16-bit copies."""
-    syncs = [
-        sync
-        for module in model.modules()
-        for sync in gradient_syncs(module)
-        if isinstance(sync, ComputeCopies)
-    ]
-    for copies in syncs:
+    all_copies: list[ComputeCopies] = []
+    for module in model.modules():
+        all_copies += [s for s in gradient_syncs(module) if isinstance(s, ComputeCopies)]
+    for copies in all_copies:
         copies.set_evaluation(True)
     try:
         yield
     finally:
-        for copies in syncs:
+        for copies in all_copies:
             copies.set_evaluation(False)
 
 

@@ -53,29 +53,28 @@ class ParameterSpec:
 
     def part(self, position: Mapping[str, int]) -> Part:
         """The part of a rank. `position`: the rank's index on each axis in `cuts`."""
-        return local_slice(
-            self.dims, [(cut.dim, cut.parts, position[cut.axis]) for cut in self.cuts]
-        )
+        cuts = [(cut.dim, cut.parts, position[cut.axis]) for cut in self.cuts]
+        return local_slice(self.dims, cuts)
 
     def copies(self, layout: Layout) -> int:
         """The number of copies of each element on the ranks of a layout; a rank with two stages may
         hold two."""
-        in_stage = (
-            layout.world_size // layout.size("pp") // math.prod(cut.parts for cut in self.cuts)
-        )
-        return len(self.stages) * in_stage
+        ranks_of_stage = layout.world_size // layout.size("pp")
+        parts = math.prod(cut.parts for cut in self.cuts)
+        return len(self.stages) * (ranks_of_stage // parts)
 
     def shapes(self, *axes: str) -> set[Shape]:
         """The distinct shapes of parts after the cuts over these axes; with no axes: after all
         cuts."""
         shapes = {self.dims}
         for cut in self.cuts:
-            if not axes or cut.axis in axes:
-                shapes = {
-                    (*shape[: cut.dim], size, *shape[cut.dim + 1 :])
-                    for shape in shapes
-                    for size in chunk_sizes(shape[cut.dim], cut.parts)
-                }
+            if axes and cut.axis not in axes:
+                continue
+            smaller = set()
+            for shape in shapes:
+                for size in chunk_sizes(shape[cut.dim], cut.parts):
+                    smaller.add((*shape[: cut.dim], size, *shape[cut.dim + 1 :]))
+            shapes = smaller
         return shapes
 
 
@@ -94,9 +93,9 @@ def chunk_lengths(size: int, parts: int) -> list[int]:
 def chunk_sizes(size: int, parts: int) -> set[int]:
     """The distinct sizes of the parts of a dim: full chunks, a remainder, and 0."""
     chunk = max(1, -(-size // parts))
-    ranges = (
-        chunk_range(size, parts, index) for index in {0, min(size // chunk, parts - 1), parts - 1}
-    )
+    first, last = 0, parts - 1
+    with_remainder = min(size // chunk, last)
+    ranges = [chunk_range(size, parts, index) for index in (first, with_remainder, last)]
     return {part.stop - part.start for part in ranges}
 
 
@@ -104,25 +103,29 @@ def expert_shard_dim(shape: Sequence[int], ep: int, efsdp: int) -> int:
     """The dim of a layer's experts (E, rows, ...) that FSDP cuts after `ep` has cut dim 0: the
     experts, or the rows of each if a rank has fewer experts than there are shards and the number of
     rows is divisible."""
-    fewer = -(-shape[0] // ep) < efsdp
-    return 1 if fewer and len(shape) > 1 and shape[1] % efsdp == 0 else 0
+    experts_of_rank = -(-shape[0] // ep)
+    cuts_rows = experts_of_rank < efsdp and len(shape) > 1 and shape[1] % efsdp == 0
+    return 1 if cuts_rows else 0
 
 
 def local_slice(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Part:
     """The part of a tensor of this shape after successive cuts: (dim, parts, index) each."""
     spans = [slice(0, size) for size in shape]
     for dim, parts, index in cuts:
-        inner = chunk_range(spans[dim].stop - spans[dim].start, parts, index)
-        spans[dim] = slice(spans[dim].start + inner.start, spans[dim].start + inner.stop)
+        start, stop = spans[dim].start, spans[dim].stop
+        inner = chunk_range(stop - start, parts, index)
+        spans[dim] = slice(start + inner.start, start + inner.stop)
     return tuple(spans)
 
 
 def overlap(first: Part, second: Part) -> Part:
     """The intersection of two parts of a whole; it may be empty."""
-    pairs = zip(first, second, strict=True)
-    return tuple(
-        slice(low := max(a.start, b.start), max(low, min(a.stop, b.stop))) for a, b in pairs
-    )
+    spans = []
+    for a, b in zip(first, second, strict=True):
+        start = max(a.start, b.start)
+        stop = max(start, min(a.stop, b.stop))
+        spans.append(slice(start, stop))
+    return tuple(spans)
 
 
 def within(inner: Part, outer: Part) -> Part:
@@ -149,62 +152,72 @@ def overlapping(
         if not is_empty(overlap(whole, part)):
             yield (), whole
         return
-    dim, parts = cuts[0]
-    start, size = whole[dim].start, whole[dim].stop - whole[dim].start
+    (dim, parts), *other_cuts = cuts
+    start, stop = whole[dim].start, whole[dim].stop
+    size = stop - start
     if size == 0:
         return
     chunk = chunk_range(size, parts, 0).stop
-    low, high = max(part[dim].start, start) - start, min(part[dim].stop, whole[dim].stop) - start
-    for index in range(low // chunk, min(parts, -(-high // chunk))):
+    # The chunks that `part` overlaps, of which there may be far fewer than all.
+    first = (max(part[dim].start, start) - start) // chunk
+    end = -(-(min(part[dim].stop, stop) - start) // chunk)
+    for index in range(first, min(parts, end)):
         rows = chunk_range(size, parts, index)
         inner = (*whole[:dim], slice(start + rows.start, start + rows.stop), *whole[dim + 1 :])
-        for others, piece in overlapping(cuts[1:], inner, part):
-            yield (index, *others), piece
+        for other_indices, piece in overlapping(other_cuts, inner, part):
+            yield (index, *other_indices), piece
 
 
 def optimizer_shard(spec: ParameterSpec, layout: Layout) -> ParameterSpec:
     """The rows of a parameter that one of its replicas updates under `parallel.shard_optimizer`
     (ZeRO-1)."""
-    axis = "edp_replicate" if any(cut.axis == "ep" for cut in spec.cuts) else "dp_replicate"
+    is_of_experts = any(cut.axis == "ep" for cut in spec.cuts)
+    axis = "edp_replicate" if is_of_experts else "dp_replicate"
     copies = layout.size(axis)
-    return spec if copies == 1 else replace(spec, cuts=(*spec.cuts, Cut(axis, 0, copies)))
+    if copies == 1:
+        return spec
+    return replace(spec, cuts=(*spec.cuts, Cut(axis, dim=0, parts=copies)))
 
 
 def tensor_spec(name: str, tensor: "Tensor", stages: tuple[int, ...] = (0,)) -> ParameterSpec:
     """The spec of a DTensor, or of a plain tensor, which every rank holds whole."""
-    cuts: tuple[Cut, ...] = ()
+    cuts: list[Cut] = []  # outermost axis first
     mesh = getattr(tensor, "device_mesh", None)  # of a DTensor
     if mesh is not None:
-        placed: Any = zip(_axes(mesh), tensor.placements, mesh.shape, strict=True)  # type: ignore[attr-defined]
-        # A placement that shards has a dim; one that replicates has none. The innermost axis cuts
-        # first.
-        sharded = [
-            Cut(axis, placement.dim, size)
-            for axis, placement, size in placed
-            if not placement.is_replicate()
-        ]
-        cuts = tuple(reversed(sharded))
+        placements: Any = tensor.placements  # type: ignore[attr-defined]
+        for axis, placement, size in zip(_axes(mesh), placements, mesh.shape, strict=True):
+            # A placement that shards has a dim; one that replicates has none.
+            if not placement.is_replicate():
+                cuts.append(Cut(axis, placement.dim, size))
     return ParameterSpec(
-        name, tuple(tensor.shape), cuts, stages, tensor.requires_grad, dtype=tensor.dtype
+        name,
+        tuple(tensor.shape),
+        cuts=tuple(reversed(cuts)),  # the innermost axis cuts first
+        stages=stages,
+        trainable=tensor.requires_grad,
+        dtype=tensor.dtype,
     )
 
 
 def parameters_of(model: "nn.Module") -> "list[tuple[ParameterSpec, nn.Parameter]]":
     """The parameters of a model, or of this rank's stages. A parameter tied across two stages
     occurs twice."""
-    stages: Any = getattr(model, "parameter_stages", None)  # of a Pipeline
-    return [
-        (tensor_spec(name, p, (0,) if stages is None else stages[name]), p)
-        for name, p in model.named_parameters()
-    ]
+    stages_of: Any = getattr(model, "parameter_stages", None)  # of a Pipeline
+    parameters = []
+    for name, parameter in model.named_parameters():
+        stages = (0,) if stages_of is None else stages_of[name]
+        parameters.append((tensor_spec(name, parameter, stages), parameter))
+    return parameters
 
 
 def local_part(tensor: "Tensor") -> "tuple[Tensor, Part]":
     """This rank's part of a tensor: the local plain tensor, and its position in the whole."""
-    spec, mesh = tensor_spec("", tensor), getattr(tensor, "device_mesh", None)
+    spec = tensor_spec("", tensor)
+    mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return tensor, spec.part({})
-    return tensor.to_local(), spec.part(dict(zip(_axes(mesh), mesh.get_coordinate(), strict=True)))  # type: ignore[attr-defined]
+    position = dict(zip(_axes(mesh), mesh.get_coordinate(), strict=True))
+    return tensor.to_local(), spec.part(position)  # type: ignore[attr-defined]
 
 
 def _axes(mesh: "DeviceMesh") -> Sequence[str]:

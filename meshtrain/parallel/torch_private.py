@@ -16,13 +16,27 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _CachingTorchDispatchMode, _is_compiling, _VersionWrapper
 
 from meshtrain.errors import InputError
 
-__all__ = ["fsdp_collectives"]  # the rest is defined here
+# As they are in torch 2.13; the rest is defined here.
+__all__ = [
+    "TorchDispatchMode",
+    "fsdp_collectives",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+
+# Parts of a DTensor -------------------------------------------------------------------------------
+#
+# Read in torch 2.13: `_local_tensor` is this rank's part, `_spec` says how the whole is sharded,
+# and the constructor takes both without a check.
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -80,16 +94,21 @@ def is_plain_gradient(grad: Tensor, parameter: Tensor) -> bool:
     return dense and getattr(grad, "_spec", None) == getattr(parameter, "_spec", None)
 
 
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """`to_empty` for tensors on the meta device. Through `_apply` of the whole module, by which
-    FSDP learns of the new tensors: otherwise it would pad shards at the first forward, and the
-    optimizer would hold the unpadded ones."""
-    module._apply(
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-    )
+# Parameters and buffers of modules ----------------------------------------------------------------
+#
+# Read in torch 2.13: `_parameters` and `_buffers` are the dicts behind `register_parameter` and
+# `register_buffer`, and `_apply` is what `Module.to` calls for each tensor.
 
 
-_meta = torch.library.Library("aten", "IMPL", "Meta")  # registrations last as long as it does
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, tied ones too, by their names in it; None where one is left
+    out."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, by their names in it."""
+    return module._buffers
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -101,27 +120,141 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-@cache
-def mend_attention_shapes() -> None:
-    """Corrects a meta function: before 2.13 torch assumes that CPU attention in float64 saves a
-    float32 logsumexp, so that a compiled backward fails."""
-    operator, key = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch._C.DispatchKey.Meta,
+def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Replaces each parameter and buffer of a model in place, as `Module.to` does. Read in torch
+    2.13."""
+    return model._apply(function)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """`to_empty` for tensors on the meta device. Through `_apply` of the whole module, by which
+    FSDP learns of the new tensors: otherwise it would pad shards at the first forward, and the
+    optimizer would hold the unpadded ones."""
+    module._apply(
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
-    q = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
-    if operator(q, q, q)[1].dtype == q.dtype:
-        return
-    shapes_of = operator.py_kernels.pop(key)
 
-    def shapes(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        out, logsumexp = shapes_of(query, *args, **kwargs)
-        return out, logsumexp.double() if query.dtype == torch.float64 else logsumexp
 
-    # for meta tensors, and next for the compiler's
-    _meta.impl(operator, shapes, allow_override=True)
-    operator.py_impl(key)(shapes)
-    operator._dispatch_cache.clear()
+@contextmanager
+def replace_parameters(
+    modules: Iterable[nn.Module], replacement: Callable[[nn.Parameter], Tensor]
+) -> Iterator[None]:
+    """Inside, the parameters of these modules are replaced by other tensors."""
+    places = [
+        (module, name, p)
+        for module in modules
+        for name, p in module._parameters.items()
+        if p is not None
+    ]
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = replacement(parameter)  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+# Kinds of layers ----------------------------------------------------------------------------------
+#
+# Read in torch 2.13, which has no public classes for these: every batch norm, of any number of
+# dims; every batch or instance norm; every dropout, of single values or whole channels.
+
+AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+AnyNormWithStatistics = nn.modules.batchnorm._NormBase
+AnyDropout = nn.modules.dropout._DropoutNd
+
+
+# Memory, and what is written to it ----------------------------------------------------------------
+#
+# Read in torch 2.13: `_cdata` is the address of a storage's C++ object, `_version` counts the
+# writes to a tensor and its views, and an operator's `_schema` says which arguments it writes to.
+
+
+def memory_of(tensor: Tensor) -> int:
+    """An id of the memory that a tensor and its views share, on the meta device too, where all
+    addresses are 0. Read in torch 2.13: the address of the storage's C++ object."""
+    return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or a view of it, was written to in place."""
+    return tensor._version
+
+
+def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Inside, autograd does not notice writes to these tensors."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operator writes to in place. Read in torch 2.13: an `OpOverload` says
+    so in its schema, and what is none writes to nothing."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    written = [
+        values.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies tensors of one device into others, possibly of another dtype, in few kernels. Read in
+    torch 2.13."""
+    torch._foreach_copy_(targets, sources)
+
+
+def raise_unless(condition: Tensor, message: str) -> None:
+    """Asserts a boolean scalar. On a GPU the kernel fails, and the host does not wait."""
+    torch._assert_async(condition, message)
+
+
+# Hooks --------------------------------------------------------------------------------------------
+#
+# Read in torch 2.13: where tensors and modules keep the hooks that were registered.
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a hook may change the gradient of a tensor in a backward."""
+    return bool(tensor._backward_hooks)
+
+
+def has_gradient_hooks(parameter: Tensor | None) -> bool:
+    """Whether a hook observes, or may change, what is added to a parameter's gradient."""
+    return parameter is not None and bool(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    )
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether a hook runs after each accumulation of a parameter's gradient, and may change the sum
+    so far."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+# The autograd engine ------------------------------------------------------------------------------
+#
+# Read in torch 2.13: a parameter's gradient is added by a node of the graph, which exists as long
+# as something holds it; the engine calls what was queued, in this order, when a backward has ended.
+
+
+def current_backward() -> int:
+    """The id of the current backward; -1 outside a backward."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_is_running() -> bool:
+    """Whether this thread runs a backward; the recomputation of a block's forward also runs in
+    one."""
+    return current_backward() >= 0
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -132,11 +265,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def after_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` after the callbacks that DDP and FSDP queue for the end of this backward."""
     at_end_of_backward(lambda: at_end_of_backward(callback))
-
-
-def current_backward() -> int:
-    """The id of the current backward; -1 outside a backward."""
-    return torch._C._current_graph_task_id()
 
 
 def accumulates(parameter: Tensor) -> bool:
@@ -174,23 +302,6 @@ def parameter_of(weight: Tensor) -> Tensor | None:
     return getattr(accumulator_of(node), "variable", None)
 
 
-def has_gradient_hooks(parameter: Tensor | None) -> bool:
-    """Whether a hook observes, or may change, what is added to a parameter's gradient."""
-    return parameter is not None and bool(
-        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    )
-
-
-def has_accumulation_hooks(parameter: Tensor) -> bool:
-    """Whether a hook runs after each accumulation of a parameter's gradient, and may change the sum
-    so far."""
-    return bool(parameter._post_accumulate_grad_hooks)
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     """Calls `callback` once a backward has accumulated all gradients of a parameter, also if
     products have added them. The caller has to keep the returned node alive: a parameter does not
@@ -199,6 +310,8 @@ def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     node.register_hook(lambda *unused: callback())
     return node
 
+
+# How code runs: traced, compiled, below dispatch modes --------------------------------------------
 
 _traced_as: list[str] = []  # types of the devices that the meta device stands for; the last counts
 
@@ -223,10 +336,12 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-# decorates functions that compiled code may call; loads the compiler on first call
+# Decorates functions that compiled code may call; loads the compiler on first call. Read in torch
+# 2.13: the public `torch.compiler.disable` loads it when the decorator is applied.
 never_compiled = _disable_dynamo
-without_dispatch_modes = _disable_current_modes  # hides the operators inside from dispatch modes
 
+# Hides the operators inside from dispatch modes. Read in torch 2.13.
+without_dispatch_modes = _disable_current_modes
 _nothing_hidden: list[None] = []  # one entry for each open `nothing_hidden`
 
 
@@ -246,6 +361,9 @@ def nothing_hidden() -> Iterator[None]:
         _nothing_hidden.pop()
 
 
+# Recomputation ------------------------------------------------------------------------------------
+
+
 class KeepsBeforeWrites(_CachingTorchDispatchMode):
     """The forward's half of selective checkpointing: what it keeps is copied before the forward
     writes to it in place. torch would refuse it in backward or, where the write goes through
@@ -255,35 +373,21 @@ class KeepsBeforeWrites(_CachingTorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable and not _is_compiling(func, args, kwargs):
-            values = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | (
-                kwargs or {}
-            )
-            written = [
-                values.get(a.name)
-                for a in schema.arguments
-                if a.alias_info and a.alias_info.is_write
-            ]
-            memory = {
-                x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)
-            }
+        written = written_tensors(func, args, kwargs or {})
+        if written and not _is_compiling(func, args, kwargs):
+            memory = {memory_of(x) for x in written}
             for entry in tree_leaves(list(self.storage.values())):
                 is_tensor = isinstance(entry, _VersionWrapper) and isinstance(entry.val, Tensor)
-                if is_tensor and entry.val.untyped_storage()._cdata in memory:
+                if is_tensor and memory_of(entry.val) in memory:
                     entry.val = entry.val.clone()
                     entry.version = entry.val._version
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def raise_unless(condition: Tensor, message: str) -> None:
-    """Asserts a boolean scalar. On a GPU the kernel fails, and the host does not wait."""
-    torch._assert_async(condition, message)
-
-
-def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Inside, autograd does not notice writes to these tensors."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+# FSDP ---------------------------------------------------------------------------------------------
+#
+# Read in torch 2.13: a module's `_get_fsdp_state()` has the state of a unit, whose parameters
+# (`_fsdp_param_group`) are gathered and reduced together.
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
@@ -303,14 +407,6 @@ def send_unused_as_zeros(module: FSDPModule) -> None:
     unit = module._get_fsdp_state()._fsdp_param_group
     if unit is not None:  # None if all parameters are in inner units
         unit.post_backward = partial(_send_all, unit, unit.post_backward)  # type: ignore[method-assign]
-
-
-def writes_to_parameter(name: str | None) -> str:
-    return (
-        f"the model's forward writes to the parameter {name}, and with dp_shard or cp that is a "
-        "copy which is gathered "
-        "anew: compute with a tensor that is made of the parameter, or use dp_replicate"
-    )
 
 
 def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: Any) -> None:
@@ -338,24 +434,86 @@ def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: 
             unit._partial_reduce_output = partial_sum.to(unit._orig_dtype)
 
 
+def writes_to_parameter(name: str | None) -> str:
+    return (
+        f"the model's forward writes to the parameter {name}, and with dp_shard or cp that is a "
+        "copy which is gathered anew: compute with a tensor that is made of the parameter, or use "
+        "dp_replicate"
+    )
+
+
+# The compiler -------------------------------------------------------------------------------------
+
+_meta = torch.library.Library("aten", "IMPL", "Meta")  # registrations last as long as it does
+
+
+@cache
+def mend_attention_shapes() -> None:
+    """Corrects a meta function: before 2.13 torch assumes that CPU attention in float64 saves a
+    float32 logsumexp, so that a compiled backward fails."""
+    operator, key = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch._C.DispatchKey.Meta,
+    )
+    q = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    if operator(q, q, q)[1].dtype == q.dtype:
+        return
+    shapes_of = operator.py_kernels.pop(key)
+
+    def shapes(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        out, logsumexp = shapes_of(query, *args, **kwargs)
+        return out, logsumexp.double() if query.dtype == torch.float64 else logsumexp
+
+    # for meta tensors, and next for the compiler's
+    _meta.impl(operator, shapes, allow_override=True)
+    operator.py_impl(key)(shapes)
+    operator._dispatch_cache.clear()
+
+
 @contextmanager
-def replace_parameters(
-    modules: Iterable[nn.Module], replacement: Callable[[nn.Parameter], Tensor]
+def compile_callbacks(
+    begins: Callable[[object], None], ends: Callable[[object], None]
 ) -> Iterator[None]:
-    """Inside, the parameters of these modules are replaced by other tensors."""
-    places = [
-        (module, name, p)
-        for module in modules
-        for name, p in module._parameters.items()
-        if p is not None
-    ]
+    """Inside, these are called at the begin and end of compilation, in the thread that waits for
+    it: only for the outermost of nested compilations, also for a cached graph, and for a backward
+    that is compiled on its first run."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(begins)
+    callback_handler.register_end_callback(ends)
     try:
-        for module, name, parameter in places:
-            module._parameters[name] = replacement(parameter)  # type: ignore[assignment]
         yield
     finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
+        callback_handler.remove_start_callback(begins)
+        callback_handler.remove_end_callback(ends)
+
+
+def compiled_graphs() -> int:
+    """The number of graphs that this process has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def allow_side_effects_in_recomputation() -> AbstractContextManager[object]:
+    """Lets the compiler recompute a forward that changes Python objects; the recomputation omits
+    those changes."""
+    return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+
+
+def breaks_graph() -> tuple[type[Exception], ...]:
+    """The compiler's exceptions, before anything runs, if a function is not one graph or has too
+    many variants."""
+    from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DependsOnData
+
+    return (
+        exc.Unsupported,
+        exc.UncapturedHigherOrderOpError,
+        exc.FailOnRecompileLimitHit,
+        DependsOnData,
+    )
+
+
+# Memory shared by GPUs, and pinned memory of hosts ------------------------------------------------
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
@@ -404,55 +562,6 @@ def nvlink_neighbours(device: torch.device) -> tuple[str, frozenset[str]]:
     )
 
 
-def backward_is_running() -> bool:
-    """Whether this thread runs a backward; the recomputation of a block's forward also runs in
-    one."""
-    return current_backward() >= 0
-
-
-@contextmanager
-def compile_callbacks(
-    begins: Callable[[object], None], ends: Callable[[object], None]
-) -> Iterator[None]:
-    """Inside, these are called at the begin and end of compilation, in the thread that waits for
-    it: only for the outermost of nested compilations, also for a cached graph, and for a backward
-    that is compiled on its first run."""
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.register_start_callback(begins)
-    callback_handler.register_end_callback(ends)
-    try:
-        yield
-    finally:
-        callback_handler.remove_start_callback(begins)
-        callback_handler.remove_end_callback(ends)
-
-
-def compiled_graphs() -> int:
-    """The number of graphs that this process has compiled."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def allow_side_effects_in_recomputation() -> AbstractContextManager[object]:
-    """Lets the compiler recompute a forward that changes Python objects; the recomputation omits
-    those changes."""
-    return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-
-
-def breaks_graph() -> tuple[type[Exception], ...]:
-    """The compiler's exceptions, before anything runs, if a function is not one graph or has too
-    many variants."""
-    from torch._dynamo import exc
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DependsOnData
-
-    return (
-        exc.Unsupported,
-        exc.UncapturedHigherOrderOpError,
-        exc.FailOnRecompileLimitHit,
-        DependsOnData,
-    )
-
-
 def pin_in_place(memory: Tensor) -> None:
     """Pins host memory where it lies. `Tensor.pin_memory` would copy it, and round its size up to a
     power of two. Read in torch 2.13: a wrapper of cudaHostRegister that raises on an error."""
@@ -468,9 +577,70 @@ def unpin_in_place(memory: Tensor) -> None:
     unpin_memory(memory.data_ptr())
 
 
-# Attention that returns its log-sum-exp, forward and backward, as read in torch 2.13. All of them
-# take the state of a generator, and without dropout none uses it. Shapes, where nothing else is
-# said: q (b, h, m, e), k (b, k, n, e), v (b, k, n, f), out (b, h, m, f), lse (b, h, m).
+# Operators by name --------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+
+def _matrix_products() -> frozenset[Any]:
+    """Of plain matrices, of matrices with scales and of groups of matrices, the latter under the
+    names that versions of torch from 2.11 to 2.14 give them."""
+    products: set[Any] = {aten.linear.default}
+    for name in ("mm", "addmm", "bmm", "baddbmm"):
+        operator = getattr(aten, name)
+        products |= {operator.default, operator.dtype}  # the latter with another output dtype
+    for name in (
+        "_scaled_mm",
+        "_scaled_mm_v2",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "_scaled_grouped_mm_v2",
+    ):
+        if hasattr(aten, name):
+            products.add(getattr(aten, name).default)
+    return frozenset(products)
+
+
+MATRIX_PRODUCTS = _matrix_products()
+
+
+# The operators of `scaled_dot_product_attention` -> the position of their dropout probability.
+# Read in torch 2.13; a test compares the names of these arguments.
+ATTENTION_DROPOUT = {
+    aten._scaled_dot_product_flash_attention.default: 3,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    aten._scaled_dot_product_efficient_attention.default: 5,
+    aten._scaled_dot_product_cudnn_attention.default: 5,
+    aten._scaled_dot_product_attention_math.default: 4,
+}
+
+# Attention of packed documents on GPUs. By name, because torch registers it lazily.
+VARLEN_ATTENTION = "torch_attn._varlen_attn.default"
+
+
+def multiply_float8(
+    a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Rows (n, k) and (m, k) in e4m3 with a scale each, (n, 1) and (m, 1) -> (n, m). Read in torch
+    2.13. `use_fast_accum`: sums have fewer bits inside the tensor cores, because rounding the
+    operands has lost more than that."""
+    return torch._scaled_mm(a, b.t(), a_scales, b_scales.t(), out_dtype=dtype, use_fast_accum=True)
+
+
+def varlen_attention() -> tuple[Any, Any] | None:
+    """The operators of torch's variable-length attention, forward and backward; None: no model has
+    used it yet. Read in torch 2.13."""
+    ops = torch.ops.torch_attn
+    if not hasattr(ops, "_varlen_attn"):
+        return None
+    return ops._varlen_attn, ops._varlen_attn_backward
+
+
+# Attention that returns its log-sum-exp, forward and backward -------------------------------------
+#
+# Read in torch 2.13. All of them take the state of a generator, and without dropout none uses it.
+# Shapes, where nothing else is said: q (b, h, m, e), k (b, k, n, e), v (b, k, n, f), out (b, h, m,
+# f), lse (b, h, m).
 
 AttentionGradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 

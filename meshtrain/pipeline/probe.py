@@ -7,7 +7,7 @@ computed from another activation. Neither raises an error by itself; both are de
 anything runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -15,10 +15,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.errors import InputError
+from meshtrain.parallel.torch_private import (
+    TorchDispatchMode,
+    has_hooks,
+    memory_of,
+    own_buffers,
+    own_parameters,
+    tree_leaves,
+    version_of,
+    written_tensors,
+)
 from meshtrain.pipeline.stage import (
     Derived,
     OutsideModule,
@@ -51,51 +59,58 @@ def check_forward(
 
     Raises InputError: stages of this model would compute something other than the whole model.
     """
-    for name, module in model.named_modules():
-        if module in set(blocks_of(model)) and not has_forward(module):
-            raise InputError(
-                f"the model cannot be cut into stages: block {name}, a {type(module).__name__}, "
-                "has no forward, and a "
-                "stage leaves blocks of others out by their forward: put what is done with it into "
-                "a module with a "
-                "forward, or use pp: 1"
-            )
+    blocks = blocks_of(model)
+    named_blocks = {name: m for name, m in model.named_modules() if m in set(blocks)}
+    _refuse_containers(named_blocks)
     on_meta = tuple(None if x is None else torch.empty_like(x, device="meta") for x in inputs)
-    owned, blocks = (
-        owners(model),
-        {name for name, module in model.named_modules() if module in set(blocks_of(model))},
-    )
-    outside = [
+    owned = owners(model)
+    beside = [
         name
         for name, _ in owned
-        if name not in blocks and OutsideModule.fits(model.get_submodule(name))
+        if name not in named_blocks and OutsideModule.fits(model.get_submodule(name))
     ]
+
+    # A forward of the whole model: which parameters its blocks use, what modules outside of blocks
+    # return, and what the first block of each stage receives.
     results: dict[str, list[Shape]] = {}
-    watch = _ParametersUsed(model, [blocks_of(model)[first:end] for first, end in bounds])
-    with watch, _recorded(model, outside, results):
-        shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)
-    for block, parameter in watch.foreign:
-        if block:  # outside blocks the probe itself detects it
-            raise InputError(
-                f"the model cannot be cut into stages: block {block} computes with {parameter}, "
-                "which is a parameter "
-                "of a block of another stage and none of its own: register it in both "
-                "(`head.weight = embed.weight`), "
-                "or use pp: 1"
-            )
+    uses = _ParametersUsed(model, [blocks[first:end] for first, end in bounds])
+    with uses, _recorded(model, beside, results):
+        shapes = _received(model, [blocks[first] for first, _ in bounds[1:]], on_meta)
+    _refuse_foreign_parameters(uses)
+
+    # A forward of a stage without any block: what it does to the activation.
     keep_stage(model, 0, 0)
-    # of what stands for other stages
-    forwards = {name: model.get_submodule(name).forward for name, _ in owned}
+    stand_ins = {name: model.get_submodule(name).forward for name, _ in owned}
     for shape in shapes:
+        activation = torch.empty(shape, dtype=dtype, device="meta")
         for training in (True, False):
             model.train(training)
-            passage = _Passage(
-                torch.empty(shape, dtype=dtype, device="meta", requires_grad=True), results
-            )
+            passage = _Passage(activation.clone().requires_grad_(), results)
             for name, number in owned:
-                passed = partial(passage.through, name, number, name in blocks, forwards[name])
-                model.get_submodule(name).forward = passed
+                is_block = name in named_blocks
+                through = partial(passage.through, name, number, is_block, stand_ins[name])
+                model.get_submodule(name).forward = through
             passage.run(model, on_meta[1:])
+
+
+def _refuse_containers(named_blocks: Mapping[str, nn.Module]) -> None:
+    for name, block in named_blocks.items():
+        if not has_forward(block):
+            raise InputError(
+                f"the model cannot be cut into stages: block {name}, a {type(block).__name__}, has "
+                "no forward, and a stage leaves blocks of others out by their forward: put what is "
+                "done with it into a module with a forward, or use pp: 1"
+            )
+
+
+def _refuse_foreign_parameters(uses: "_ParametersUsed") -> None:
+    for block, parameter in uses.foreign:
+        if block:  # what is done outside of blocks, the passage through a stage shows
+            raise InputError(
+                f"the model cannot be cut into stages: block {block} computes with {parameter}, "
+                "which is a parameter of a block of another stage and none of its own: register it "
+                "in both (`head.weight = embed.weight`), or use pp: 1"
+            )
 
 
 @contextmanager
@@ -107,9 +122,10 @@ def _recorded(
     def record(name: str, module: nn.Module, inputs: Any, result: Any) -> None:
         results[name] = _shapes(result)
 
-    hooks = [
-        model.get_submodule(name).register_forward_hook(partial(record, name)) for name in names
-    ]
+    hooks = []
+    for name in names:
+        module = model.get_submodule(name)
+        hooks.append(module.register_forward_hook(partial(record, name)))
     yield
     for hook in hooks:
         hook.remove()
@@ -139,19 +155,21 @@ def _received(
     try:
         with torch.no_grad():
             model(*inputs)
-    except (
-        Exception
-    ):  # any error of a model that reads values of a tensor: the probe itself will report it
-        assert inputs[0] is not None
-        guess = inputs[0].shape if inputs[0].is_floating_point() else (*inputs[0].shape, GUESS)
-        shapes = shapes or [tuple(guess)]
+    except Exception:
+        # Any error of a model that reads values of a tensor: the passage will report it. The
+        # activation is then taken to be like the input.
+        first = inputs[0]
+        assert first is not None
+        if not shapes:
+            of_features = () if first.is_floating_point() else (GUESS,)
+            shapes = [(*first.shape, *of_features)]
     for hook in hooks:
         hook.remove()
     if others:
         raise InputError(
             f"the model cannot be cut into stages here: the first block of a stage, a {others[0]}, "
-            "and between stages "
-            "real numbers travel, with gradients: cut elsewhere by pipeline.split, or use pp: 1"
+            "and between stages real numbers travel, with gradients: cut elsewhere by "
+            "pipeline.split, or use pp: 1"
         )
     return list(dict.fromkeys(shapes))
 
@@ -168,32 +186,40 @@ def blocks_used_outside(
         model: whole, on the meta device; its blocks are changed. inputs: its arguments, on any
             device.
     """
-    blocks, kinds = list(dict.fromkeys(blocks_of(model))), set()
-    names = {block: name for name, block in model.named_modules() if block in set(blocks)}
-    uncalled = {
-        names[block]
-        for block in blocks
-        if not has_forward(block) and any(True for _ in block.parameters())
-    }
-    for block in blocks:  # one of each kind: running them all takes seconds for a large model
+    blocks = list(dict.fromkeys(blocks_of(model)))
+    names = {module: name for name, module in model.named_modules()}
+    never_called = {block for block in blocks if not has_forward(block)}
+    _skip_alike(blocks)
+    on_meta = [None if x is None else x.to("meta") for x in inputs]
+    used, written, ran = _uses(model, blocks, on_meta)
+    if not ran:  # it reads values
+        _fill_with_zeros(model)
+        values = [_with_values(x) for x in inputs]
+        used, written, _ = _uses(model, blocks, values)
+    foreign = {model.get_parameter(name) for name in used}
+    outside = []
+    for block in blocks:
+        parameters = set(block.parameters())
+        if parameters and (block in never_called or parameters & foreign):
+            outside.append(names[block])
+    return outside, written
+
+
+def _skip_alike(blocks: Sequence[nn.Module]) -> None:
+    """Lets one block of each kind run: running them all takes seconds for a large model."""
+    kinds = set()
+    for block in blocks:
         kind = type(block), *(parameter.shape for parameter in block.parameters())
         if kind in kinds:
             block.forward = Skipped(block)
         kinds.add(kind)
-    used, written, ran = _uses(model, blocks, [None if x is None else x.to("meta") for x in inputs])
-    if not ran:  # it reads values
-        _fill_with_zeros(model)
-        values = [
-            x if x is None or not x.is_meta else torch.zeros_like(x, device="cpu") for x in inputs
-        ]
-        used, written, _ = _uses(model, blocks, [None if x is None else x.cpu() for x in values])
-    foreign = {model.get_parameter(name) for name in used}
-    outside = [
-        name
-        for block, name in names.items()
-        if name in uncalled or foreign & set(block.parameters())
-    ]
-    return outside, written
+
+
+def _with_values(x: Tensor | None) -> Tensor | None:
+    """An input on the CPU, with zeros if it has no values."""
+    if x is None:
+        return None
+    return torch.zeros_like(x, device="cpu") if x.is_meta else x.cpu()
 
 
 def _uses(
@@ -201,28 +227,32 @@ def _uses(
 ) -> tuple[list[str], list[str], bool]:
     """The parameters that a forward uses outside of their blocks, those that it writes to, and
     whether it ran."""
-    watch, writes = _ParametersUsed(model, [[block] for block in blocks]), _Writes(model)
+    uses = _ParametersUsed(model, [[block] for block in blocks])
+    writes = _Writes(model)
     ran = False
-    with suppress(Exception), watch, writes, torch.no_grad():  # any error of the model's code
+    with suppress(Exception), uses, writes, torch.no_grad():  # any error of the model's code
         model(*inputs)
         ran = True
-    return [name for _, name in watch.foreign], writes.parameters(), ran
+    return [parameter for _, parameter in uses.foreign], writes.parameters(), ran
 
 
 def _fill_with_zeros(model: nn.Module) -> None:
     """Gives a model on the meta device zeros on the CPU: as parameters, one number each, so that
     none takes memory."""
-    filled: dict[Tensor, nn.Parameter] = {}
+    filled: dict[Tensor, nn.Parameter] = {}  # so that tied parameters stay tied
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
+        parameters = own_parameters(module)
+        for name, parameter in parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in filled:
                 zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                module._parameters[name] = filled.setdefault(
-                    parameter, nn.Parameter(zeros, requires_grad=parameter.requires_grad)
-                )
-        for name, buffer in module._buffers.items():
+                filled[parameter] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+            parameters[name] = filled[parameter]
+        buffers = own_buffers(module)
+        for name, buffer in buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+                buffers[name] = torch.zeros_like(buffer, device="cpu")
 
 
 class _Writes(TorchDispatchMode):
@@ -231,29 +261,21 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._storages = [(name, p, p.untyped_storage()) for name, p in model.named_parameters()]
+        self._memory = [(name, p, memory_of(p)) for name, p in model.named_parameters()]
+        # Kept alive, so that no other tensor gets its memory.
+        self._storages = [p.untyped_storage() for p in model.parameters()]
         self._written = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = {
-            **dict(zip((x.name for x in func._schema.arguments), args, strict=False)),
-            **(kwargs or {}),
-        }
-        outputs = [
-            values.get(x.name)
-            for x in func._schema.arguments
-            if x.alias_info and x.alias_info.is_write
-        ]
-        self._written |= {
-            x.untyped_storage()._cdata for x in tree_leaves(outputs) if isinstance(x, Tensor)
-        }
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self._written |= {memory_of(x) for x in written_tensors(func, args, kwargs)}
+        return func(*args, **kwargs)
 
     def parameters(self) -> list[str]:
         return [
             name
-            for name, p, storage in self._storages
-            if storage._cdata in self._written or p.untyped_storage()._cdata != storage._cdata
+            for name, parameter, memory in self._memory
+            if memory in self._written or memory_of(parameter) != memory
         ]
 
 
@@ -267,26 +289,21 @@ class _ParametersUsed(TorchFunctionMode):
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
         self.foreign: list[tuple[str, str]] = []
-        self._names, parameters = (
-            {module: name for name, module in model.named_modules()},
-            model.named_parameters(),
-        )
-        own = [{p for block in group for p in block.parameters()} for group in groups]
-        self._own = {
-            block: ours for group, ours in zip(groups, own, strict=True) for block in group
-        }
-        self._of_blocks = {p: name for name, p in parameters if any(p in ours for ours in own)}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._own: dict[nn.Module, set[nn.Parameter]] = {}  # block -> parameters of its group
+        for group in groups:
+            of_group = {parameter for block in group for parameter in block.parameters()}
+            self._own |= dict.fromkeys(group, of_group)
+        of_any = {parameter for of_group in self._own.values() for parameter in of_group}
+        # Parameter of a block -> its name.
+        self._of_blocks = {p: name for name, p in model.named_parameters() if p in of_any}
         self._running: list[nn.Module] = []
 
     def __enter__(self) -> "_ParametersUsed":
-        self._hooks = [
-            hook
-            for block in self._own
-            for hook in (
-                block.register_forward_pre_hook(lambda block, _: self._running.append(block)),
-                block.register_forward_hook(lambda *_: self._running.pop() and None),
-            )
-        ]
+        self._hooks = []
+        for block in self._own:
+            self._hooks.append(block.register_forward_pre_hook(self._begin))
+            self._hooks.append(block.register_forward_hook(self._end))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -294,14 +311,19 @@ class _ParametersUsed(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
+    def _begin(self, block: nn.Module, inputs: Any) -> None:
+        self._running.append(block)
+
+    def _end(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        self._running.pop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        block = self._running[-1] if self._running else None
-        own = () if block is None else self._own[block]
+        block, own = "", set[nn.Parameter]()
+        if self._running:
+            block, own = self._names[self._running[-1]], self._own[self._running[-1]]
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter) and leaf in self._of_blocks and leaf not in own:
-                self.foreign.append(
-                    ("" if block is None else self._names[block], self._of_blocks[leaf])
-                )
+                self.foreign.append((block, self._of_blocks[leaf]))
         return func(*args, **(kwargs or {}))
 
 
@@ -317,9 +339,12 @@ class _Passage(Derived):
         self._start(activation)
 
     def _start(self, activation: Tensor) -> None:
-        self._activation, self._version = activation, activation._version
+        self._activation = activation
+        self._version = version_of(activation)
         self._derived = {id(activation): activation}
-        self._number, self._name = -1, ""
+        # The block, or module outside of blocks, through which the activation has gone last.
+        self._number = -1
+        self._name = ""
 
     def run(self, model: nn.Module, others: tuple[Tensor | None, ...]) -> None:
         """Runs a forward; on the CPU if the model reads values, which the meta device does not
@@ -329,30 +354,28 @@ class _Passage(Derived):
         except InputError:
             raise
         except Exception:
-            model.to_empty(device="cpu")  # buffers: all parameters are in blocks
-            for buffer in model.buffers():
-                buffer.zero_()
-            self._start(
-                torch.rand(self._activation.shape).to(self._activation.dtype).requires_grad_()
-            )
-            try:
-                self._run(
-                    model,
-                    tuple(None if x is None else torch.zeros_like(x, device="cpu") for x in others),
-                )
-            except InputError:
-                raise
-            except Exception as error:
-                self._refuse(
-                    f"its forward fails {self._behind()} ({type(error).__name__}: {error})"
-                )
+            self._run_with_values(model, others)
+
+    def _run_with_values(self, model: nn.Module, others: tuple[Tensor | None, ...]) -> None:
+        model.to_empty(device="cpu")  # buffers: all parameters are in blocks
+        for buffer in model.buffers():
+            buffer.zero_()
+        values = torch.rand(self._activation.shape).to(self._activation.dtype)
+        self._start(values.requires_grad_())
+        zeros = tuple(None if x is None else torch.zeros_like(x, device="cpu") for x in others)
+        try:
+            self._run(model, zeros)
+        except InputError:
+            raise
+        except Exception as error:
+            self._refuse(f"its forward fails {self._behind()} ({type(error).__name__}: {error})")
 
     def _run(self, model: nn.Module, others: tuple[Tensor | None, ...]) -> None:
         with self, torch.no_grad():
             output = model(self._activation, *others)
         if not self._same(output):
             self._refuse(f"it computes something {self._behind()}, the last")
-        if self._activation._backward_hooks:
+        if has_hooks(self._activation):
             self._refuse(
                 "it registers a hook on the activation, which would change its gradient in every "
                 "stage"
@@ -365,18 +388,16 @@ class _Passage(Derived):
         that belongs to it. `passes`: the forward that stands for it in other stages."""
         if isinstance(passes, OutsideModule) and passes.runs(inputs, named):
             return self._beside(name, passes, inputs, named)
-        module = f"{'block' if block else 'module'} {name}"
+        module = f"block {name}" if block else f"module {name}"
         x = passes(*inputs, **named)
         if not self._same(x):
-            position = f"between {self._name} and {module}" if self._name else f"before {module}"
-            self._refuse(f"it computes something {position}")
+            where = f"between {self._name} and {module}" if self._name else f"before {module}"
+            self._refuse(f"it computes something {where}")
         if number < self._number:
-            blocks = (
-                "blocks() has" if block and self._name.startswith("block ") else "the model defines"
-            )
-            self._refuse(
-                f"{module} runs behind {self._name}, and {blocks} them the other way round"
-            )
+            says = "the model defines"
+            if block and self._name.startswith("block "):
+                says = "blocks() has"
+            self._refuse(f"{module} runs behind {self._name}, and {says} them the other way round")
         others = [*inputs, *named.values()]
         others.pop(next(i for i, other in enumerate(others) if other is x))
         if self.derives(others):
@@ -404,7 +425,7 @@ class _Passage(Derived):
         )
 
     def _same(self, x: Any) -> bool:
-        return x is self._activation and x._version == self._version
+        return x is self._activation and version_of(x) == self._version
 
     def _behind(self) -> str:
         return f"behind {self._name}" if self._name else "before the first block"
@@ -412,8 +433,7 @@ class _Passage(Derived):
     def _refuse(self, problem: str) -> NoReturn:
         raise InputError(
             f"the model cannot be cut into stages: {problem}. With pp every stage runs the model's "
-            "forward, in which "
-            "the blocks of other stages hand on what they get, so all that is done to the "
-            "activation has to be inside "
-            "of blocks: move it into the forward of the block before or behind it, or use pp: 1"
+            "forward, in which the blocks of other stages hand on what they get, so all that is "
+            "done to the activation has to be inside of blocks: move it into the forward of the "
+            "block before or behind it, or use pp: 1"
         )

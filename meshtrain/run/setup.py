@@ -29,7 +29,7 @@ from meshtrain.evaluate import evaluation_set, require_targets, require_training
 from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
-from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
+from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
@@ -121,8 +121,7 @@ def model_of_run(
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
     sample = None
-    compared = mesh.size(*LOSS_AXES) > 1 or config.parallel.recompute != "none"
-    if mesh.size("tp") > 1 or (config.parallel.verify and compared):
+    if build.looks_at_sample(config, mesh.layout):
         with job.collective_check("reading the first samples"):
             sample = build.short_sample(
                 data, build.spec_of(config).meta, mesh.size("cp"), mesh.size("tp")

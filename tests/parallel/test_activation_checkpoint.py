@@ -11,9 +11,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel import parallelize as apply
-from meshtrain.parallel.activation_checkpoint import ATTENTION, _policy
-from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, parallelize
+from meshtrain.parallel.activation_checkpoint import _policy
+from meshtrain.parallel.options import ParallelOptions
+from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.torch_private import ATTENTION_DROPOUT
+from meshtrain.parallel.verify import Moment, Subject, check_model
 from tests.comparing import ALONE
 
 
@@ -117,7 +119,7 @@ def test_a_recomputed_block_may_write_to_its_activations(recompute: str) -> None
 def test_attention_that_draws_is_run_again() -> None:
     """A GPU's kernel draws inside; were its result kept, the dropouts behind it would draw from
     another state."""
-    for operator, position in ATTENTION.items():
+    for operator, position in ATTENTION_DROPOUT.items():
         assert operator._schema.arguments[position].name == "dropout_p"
         before = [None] * position
         runs_again = [_policy(None, operator, *before, 0.1), _policy(None, operator, dropout_p=0.1)]
@@ -130,23 +132,22 @@ def test_attention_that_draws_is_run_again() -> None:
         assert set(is_kept) == {CheckpointPolicy.MUST_SAVE}
 
 
-def test_torchs_own_dropout_is_refused_where_ranks_of_tp_have_the_same_activations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # here is no other rank
-    monkeypatch.setattr(apply, "sum_partial_gradients", lambda *_, **__: None)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+def test_torchs_own_dropout_is_refused_where_ranks_of_tp_have_the_same_activations() -> None:
     mesh = Mesh(Layout({"tp": 2}), 0, "cpu", None, {})
+    plan = {"0": "embedding_rowwise", "1": "colwise_gather_output"}
+
+    def check(p: float, *, sequence_parallel: bool) -> None:
+        model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4), nn.Dropout(p))
+        options = ParallelOptions(tp_plan=plan, sequence_parallel=sequence_parallel, verify=False)
+        subject = Subject(model=model, layout=mesh.layout, mesh=mesh, options=options)
+        check_model(Moment.PLAIN, subject)
+
     with pytest.raises(
-        InputError, match="1 is a Dropout, whose mask each rank of tp would draw for itself"
+        InputError, match="2 is a Dropout, whose mask each rank of tp would draw for itself"
     ):
-        apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=False))
-    apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=True))
-    apply_data_parallel(
-        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)),
-        mesh,
-        ParallelOptions(sequence_parallel=False),
-    )
+        check(0.5, sequence_parallel=False)
+    check(0.5, sequence_parallel=True)
+    check(0.0, sequence_parallel=False)
 
 
 def test_a_block_that_is_never_called_is_said_not_to_be_recomputed() -> None:

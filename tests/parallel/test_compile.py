@@ -32,11 +32,12 @@ from meshtrain.modeling.build import compile_choice
 from meshtrain.parallel import compile as compiling
 from meshtrain.parallel import mixed_precision
 from meshtrain.parallel import parallelize as parallelizing
-from meshtrain.parallel.activation_checkpoint import ATTENTION, _policy
+from meshtrain.parallel.activation_checkpoint import _policy
 from meshtrain.parallel.compile import CACHE, choose_compile, keep_compiled_code, missing_tools
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear import Linear
 from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.torch_private import ATTENTION_DROPOUT
 from tests.comparing import ALONE, CPU, small_llama, tokens
 
 CUDA = torch.device("cuda", 0)
@@ -146,7 +147,7 @@ def test_all_layers_share_a_graph_and_an_evaluation_has_one(
     assert sum(name in PRODUCTS for name in backward) == 2 * products + again
     # in which attention stands inside of an operator that gives it its random state
     if recompute != "full":
-        attention = {operator._schema.name.split("::")[1] for operator in ATTENTION}
+        attention = {operator._schema.name.split("::")[1] for operator in ATTENTION_DROPOUT}
         assert len(attention.intersection(forward)) == 1
         assert not attention.intersection(backward)
 

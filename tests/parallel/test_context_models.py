@@ -384,7 +384,7 @@ def test_gradients_of_rounding_and_sums_over_ranks_are_taken(cp: Mesh) -> None:
 @pytest.mark.ranks(2)
 def test_after_the_first_forward_its_hooks_are_gone(cp: Mesh) -> None:
     part = ContextParallel(cp).shard(batch_of(0))
-    verified = meshtrain.parallelize(small_llama(), cp)
+    verified = meshtrain.parallelize(small_llama(), cp, verify=True)
     model = meshtrain.parallelize(small_llama(), cp, verify=False, recompute="full")
     model(*part.inputs).sum().backward()
     assert torch.equal(model(*part.inputs), verified(*part.inputs))

@@ -14,7 +14,9 @@ from meshtrain.metrics.logger import read
 from meshtrain.parallel import ddp, fsdp
 from meshtrain.parallel.ddp import _group_into_buckets
 from meshtrain.parallel.fsdp import _group_into_units
-from meshtrain.parallel.parallelize import ParallelOptions, apply_tensor_parallel, parallelize
+from meshtrain.parallel.options import ParallelOptions
+from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.verify import Moment, Subject, check_model
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
@@ -128,8 +130,12 @@ def test_what_several_ranks_would_change_is_refused(
 ) -> None:
     model = nn.Module()
     setattr(model, name, part)
+    mesh = Mesh(Layout(layout), 0, "cpu", None, {})
+    subject = Subject(
+        model=model, layout=mesh.layout, mesh=mesh, options=ParallelOptions(verify=False)
+    )
     with pytest.raises(AgreedError, match=message):
-        apply_tensor_parallel(model, Mesh(Layout(layout), 0, "cpu", None, {}), ParallelOptions())
+        check_model(Moment.PLAIN, subject)
 
 
 def test_one_data_rank_has_all_of_the_batch() -> None:

@@ -23,9 +23,12 @@ from meshtrain.job.process import Job
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.parallel import tensor_parallel
+from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
-from meshtrain.parallel.verify import comparison
+from meshtrain.parallel.verify import checks, compares
+from meshtrain.parallel.verify.comparison import Plain, Verdict
+from meshtrain.parallel.verify.recording import Recording
 from tests.comparing import B, D, S, V, compare, llama, same, small_llama, tokens, train
 from tests.parity.experiments import MODELS as OWN_MODELS
 
@@ -191,7 +194,7 @@ def losses_of_any(model: nn.Module, data_rank: int, microbatch: int) -> Tensor:
 def test_models_that_compute_the_same_are_accepted(
     tp: Mesh, name: str, options: dict[str, Any], recwarn: pytest.WarningsRecorder
 ) -> None:
-    compare(MODELS[name], tp, losses_of_any, **options)
+    compare(MODELS[name], tp, losses_of_any, **{"verify": True, **options})
     assert not [warning for warning in recwarn if "compared" in str(warning.message)]
 
 
@@ -403,7 +406,7 @@ def test_one_wrong_rank_suffices_and_the_others_are_told(
         tensor_parallel.RowParallelLinear, "forward", lambda layer, x: forward(layer, x) * wrong
     )
     with pytest.raises(InputError, match=r"model\.layers\.0: output 0 differs by 0\.0"):
-        meshtrain.parallelize(small_llama(), tp)
+        meshtrain.parallelize(small_llama(), tp, verify=True)
 
 
 def test_the_check_leaves_all_alone(tp: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +420,7 @@ def test_the_check_leaves_all_alone(tp: Mesh, monkeypatch: pytest.MonkeyPatch) -
         return forward(*inputs)
 
     def runs_of_checks() -> int:
-        return sum(isinstance(thing, comparison.Run) for thing in gc.get_objects())
+        return sum(isinstance(thing, Recording) for thing in gc.get_objects())
 
     monkeypatch.setattr(llama.Layer, "forward", count)
     plain = small_llama(num_hidden_layers=6)
@@ -426,7 +429,7 @@ def test_the_check_leaves_all_alone(tp: Mesh, monkeypatch: pytest.MonkeyPatch) -
     gc.collect()
     gc.disable()
     runs = runs_of_checks()
-    model = meshtrain.parallelize(plain, tp, precision="float64")
+    model = meshtrain.parallelize(plain, tp, precision="float64", verify=True)
     runs_that_are_held = runs_of_checks() - runs
     gc.enable()
     assert runs_that_are_held == 0
@@ -502,3 +505,36 @@ def test_a_run_says_that_nothing_splits_the_sequence(
     )
     off = "parallel.sequence_parallel is off: the tp_plan has no embedding_rowwise layer"
     assert capsys.readouterr().out.count(off) == (job.rank == 0)
+
+
+def test_only_models_from_elsewhere_are_compared_unless_it_is_asked_for(tp: Mesh) -> None:
+    own, elsewhere, derived = small_llama(), small_llama(), small_llama()
+    elsewhere.model.layers[0].mlp = Mlp(lambda _, x: x)
+    derived.__class__ = type("Derived", (llama.Model,), {"__module__": __name__})
+    answers = {True: (True,) * 4, False: (False,) * 4, "auto": (False, True, True, True)}
+    for verify, expected in answers.items():
+        options = ParallelOptions(verify=verify)  # type: ignore[arg-type]
+        models = (own, elsewhere, derived, Around(Attention()))
+        assert tuple(compares(model, options) for model in models) == expected
+    assert compares(own, ParallelOptions(tp_plan={})), "a plan that no parity test knows"
+    assert not compares(elsewhere, ParallelOptions(trace=True)), "nothing has values"
+    parallel = meshtrain.parallelize(small_llama(), tp, precision="bfloat16", recompute="full")
+    assert not compares(parallel, ParallelOptions())
+
+
+def test_a_model_of_meshtrains_own_is_split_without_a_comparison(
+    tp: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Plain] = []
+
+    def compare_split(plain: Plain, *unused: Any, **named: Any) -> Verdict:
+        asked.append(plain)
+        return Verdict(None, None)
+
+    monkeypatch.setattr(checks, "compare_split", compare_split)
+    meshtrain.parallelize(small_llama(), tp)
+    meshtrain.parallelize(small_llama(), tp, **WHOLE)
+    assert asked == []
+    meshtrain.parallelize(small_llama(), tp, verify=True)
+    meshtrain.parallelize(Around(Mlp(lambda _, x: x)), tp, tp_plan=MLP)
+    assert len(asked) == 2

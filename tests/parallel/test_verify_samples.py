@@ -17,7 +17,9 @@ from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.loss import attach, seen_terms
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.parallel.parallelize import ParallelOptions, parallelize, refuse_dependent_samples
+from meshtrain.parallel.options import ParallelOptions
+from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.verify import Moment, Subject, check_model
 from meshtrain.parallel.verify.side_effects import refuse_side_effects
 from tests.comparing import ALONE, D, V
 from tests.launching import forked
@@ -68,10 +70,13 @@ def check(model: nn.Module, mesh: Mesh, samples: int = 2, **options: Any) -> str
     """Why the model is refused, or nothing."""
     sample = (torch.randint(V, (samples, 8)), None)
     settings = ParallelOptions(precision="float64", sample=sample, **options)
+    subject = Subject(
+        model=model, layout=mesh.layout, mesh=mesh, options=settings, terms=seen_terms
+    )
     state = torch.get_rng_state()
     problem = ""
     try:
-        refuse_dependent_samples(model, mesh, settings, seen_terms)
+        check_model(Moment.PLAIN, subject)
     except InputError as error:
         problem = str(error)
     assert torch.equal(torch.get_rng_state(), state)

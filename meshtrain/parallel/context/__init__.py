@@ -16,14 +16,12 @@ can be combined:
 The first two are in `attention.py`, the third in `heads.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshtrain.attention import AttentionContext
 from meshtrain.data.batch import IGNORE, Batch
@@ -221,46 +219,3 @@ class ShardedContext(AttentionContext):
         without_documents = replace(self, documents=None)
         moved = without_documents.apply(lambda x: x.to(device, non_blocking=non_blocking))
         return replace(moved, documents=self.documents)
-
-
-@contextmanager
-def misplaced_calls(
-    model: nn.Module, modules: Sequence[str], context: AttentionContext
-) -> Iterator[list[str]]:
-    """Yields a list of problems: attention calls outside these modules, and modules that do not
-    call it just once."""
-    misplaced: list[str] = []
-    calls = [0]  # number of calls outside these modules, and in each running one
-    kind: Any = type(context)  # not the record itself: FSDP gives each unit a copy
-    attend = kind.attend
-
-    def count(*arguments: Any) -> Tensor:
-        calls[-1] += 1
-        if len(calls) == 1:
-            misplaced.append(
-                "attention is called elsewhere than in the modules that the cp_plan names"
-            )
-        return attend(*arguments)
-
-    def counted(name: str, forward: Callable) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            calls.append(0)
-            output = forward(*args, **kwargs)
-            count = calls.pop()
-            if count != 1:
-                misplaced.append(
-                    f"{name} calls attention {count} times, and what the cp_plan names has to call "
-                    "it once"
-                )
-            return output
-
-        return run
-
-    with ExitStack() as stack:
-        for name in modules:
-            module = model.get_submodule(name)
-            stack.callback(setattr, module, "forward", module.forward)
-            module.forward = counted(name, module.forward)
-        kind.attend = count
-        stack.callback(setattr, kind, "attend", attend)
-        yield misplaced

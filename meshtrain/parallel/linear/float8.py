@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from meshtrain.parallel.float8_layers import float8_layers, name_pattern
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.matmul import PRODUCTS, Maximum, Products
-from meshtrain.parallel.torch_private import to_local
+from meshtrain.parallel.torch_private import multiply_float8, to_local
 
 E4M3 = torch.float8_e4m3fn  # its largest value is 448 = 1.75 * 2**8
 
@@ -97,10 +97,7 @@ class ScaledProducts:
     ) -> Tensor:
         if self.emulated:
             return dequantize(a, a_scales, dtype) @ dequantize(b, b_scales, dtype).t()
-        # Sums in fewer bits: rounding the operands loses more than that.
-        return torch._scaled_mm(
-            a, b.t(), a_scales, b_scales.t(), out_dtype=dtype, use_fast_accum=True
-        )
+        return multiply_float8(a, b, a_scales, b_scales, dtype)
 
     def record(self, name: str) -> Products:
         """The record of products that linear layers use."""

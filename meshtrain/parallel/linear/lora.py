@@ -84,27 +84,6 @@ def add_adapters(
         _attach(layer, lora_a, lora_b, Dropout(dropout), alpha / rank)
 
 
-def idle_adapters(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str]:
-    """The layers with an adapter that a forward does not call, because it uses their weights
-    directly or not at all, so that their hooks never run. `model`: plain, on the meta device; empty
-    if it does not run there."""
-    adapted = {name: module for name, module in model.named_modules() if has_adapter(module)}
-    called: set[nn.Module] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _: called.add(module))
-        for module in adapted.values()
-    ]
-    try:
-        with torch.no_grad():
-            model(*(None if x is None else x.to("meta") for x in inputs))
-    except Exception:  # any error of a model that reads values of a tensor
-        return []
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [name for name, module in adapted.items() if module not in called]
-
-
 def move_adapter(plain: nn.Module, layer: nn.Module, columns: slice | None = None) -> None:
     """Moves the adapter of a plain layer, if any, to the layer that replaces it. `columns`: this
     rank's part of its inputs, if they are split."""

@@ -2,8 +2,7 @@
 recomputation of a block, would have another."""
 
 from collections.abc import Collection, Iterator
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,15 @@ from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
-from meshtrain.parallel.torch_private import persistent_buffers, to_local
+from meshtrain.parallel.torch_private import own_parameters, persistent_buffers, to_local
+
+
+class Digest(NamedTuple):
+    """What a tensor is compared by."""
+
+    shape: torch.Size
+    # Sum and norm, in float64. Both, because normalised values keep their norm when they change.
+    numbers: Tensor
 
 
 def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Module]) -> None:
@@ -26,20 +33,25 @@ def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Modul
             are checked.
     """
     several = mesh.size(*LOSS_AXES) > 1
-    parameters = several and not mesh.uses_fsdp  # FSDP itself refuses writes to gathered parameters
-    before: dict[str, tuple[torch.Size, Tensor]] = {}
+    before: dict[str, Digest] = {}
 
-    def digests() -> Iterator[tuple[str, tuple[torch.Size, Tensor]]]:
+    def state_of(module: nn.Module) -> dict[str, Tensor | None]:
+        """The tensors of a module itself that its forward may not change."""
+        if isinstance(module, SyncBatchNorm) and module not in again:
+            return {}  # each rank has the same statistics
+        state: dict[str, Tensor | None] = {}
+        if several or module in again:
+            state |= persistent_buffers(module)
+        # FSDP itself refuses writes to gathered parameters.
+        if several and not mesh.uses_fsdp:
+            state |= own_parameters(module)
+        return state
+
+    def digests() -> Iterator[tuple[str, Digest]]:
         for module_name, module in model.named_modules():
-            if isinstance(module, SyncBatchNorm) and module not in again:
-                continue  # each rank has the same statistics
-            own = persistent_buffers(module) if several or module in again else {}
-            own |= module._parameters if parameters else {}
-            yield from (
-                (f"{module_name}.{name}".lstrip("."), _digest(x))
-                for name, x in own.items()
-                if x is not None
-            )
+            for name, tensor in state_of(module).items():
+                if tensor is not None:
+                    yield f"{module_name}.{name}".lstrip("."), _digest(tensor)
 
     def begin(model: nn.Module, *unused: Any) -> None:
         if model.training and torch.is_grad_enabled():
@@ -52,33 +64,38 @@ def refuse_side_effects(model: nn.Module, mesh: Mesh, again: Collection[nn.Modul
             hook.remove()
         if not before:
             return
-        after = dict(digests())
-        names = [name for name, (shape, _) in before.items() if name in after and 0 not in shape]
-        shapes = [[of[name][0] for name in names] for of in (before, after)]
-        values = [
-            torch.stack([of[name][1] for name in names]).tolist() if names else []
-            for of in (before, after)
-        ]
+        problems = [_refusal(name, several) for name in _changed(before, dict(digests()))]
         before.clear()
-        pairs = zip(
-            names,
-            zip(shapes[0], values[0], strict=True),
-            zip(shapes[1], values[1], strict=True),
-            strict=True,
-        )
-        problems = [_refusal(name, several) for name, old, new in pairs if repr(old) != repr(new)]
-        if mesh.size("pp") > 1:  # stages run their first forwards at different times
+        if mesh.size("pp") > 1:
+            # Stages run their first forwards at different times, so ranks cannot agree here.
             if problems:
                 raise InputError(problems[0])
             return
-        every = [problems]
+        of_ranks = [problems]
         if mesh.world is not None:
-            every = [[] for _ in range(mesh.layout.world_size)]
-            dist.all_gather_object(every, problems[:1], group=mesh.world)
-        for problem in chain(*every):
-            raise AgreedError(problem)
+            of_ranks = [[] for _ in range(mesh.layout.world_size)]
+            dist.all_gather_object(of_ranks, problems[:1], group=mesh.world)
+        for of_rank in of_ranks:
+            if of_rank:
+                raise AgreedError(of_rank[0])
 
     hooks = (model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end))
+
+
+def _changed(before: dict[str, Digest], after: dict[str, Digest]) -> list[str]:
+    """The tensors that differ, but for those that were empty or are gone."""
+    names = [name for name, old in before.items() if name in after and 0 not in old.shape]
+    if not names:
+        return []
+    # All numbers in one tensor, so that the host waits for the device once.
+    old_numbers = torch.stack([before[name].numbers for name in names]).tolist()
+    new_numbers = torch.stack([after[name].numbers for name in names]).tolist()
+    changed = []
+    for name, old, new in zip(names, old_numbers, new_numbers, strict=True):
+        # As text, in which NaN equals itself.
+        if before[name].shape != after[name].shape or repr(old) != repr(new):
+            changed.append(name)
+    return changed
 
 
 def _refusal(name: str, several: bool) -> str:
@@ -92,18 +109,19 @@ def _refusal(name: str, several: bool) -> str:
             "rank and cp: 1"
         )
     else:
-        reason, remedy = "a block that is recomputed would change it twice", "use recompute: none"
+        reason = "a block that is recomputed would change it twice"
+        remedy = "use recompute: none"
     return (
         f"the model's forward changes {name} in training, and {reason}: {remedy}, or, if no result "
-        "follows from it, "
-        "leave this check out by parallel.verify: false (verify=False)"
+        "follows from it, leave this check out by parallel.verify: false (verify=False)"
     )
 
 
-def _digest(tensor: Tensor) -> tuple[torch.Size, Tensor]:
-    """Shape, sum and norm of a tensor. Both, because normalised values keep their norm when they
-    change."""
+def _digest(tensor: Tensor) -> Digest:
     x = to_local(tensor.detach())
-    x = torch.view_as_real(x) if x.is_complex() else x if x.is_floating_point() else x.double()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    elif not x.is_floating_point():
+        x = x.double()
     norm = torch.linalg.vector_norm(x, dtype=torch.float64)
-    return x.shape, torch.stack([x.sum(dtype=torch.float64), norm])
+    return Digest(x.shape, torch.stack([x.sum(dtype=torch.float64), norm]))
