@@ -150,40 +150,27 @@ def plan_exchange(
 ) -> ExchangePlan:
     """The plan of the rank at the index `me` of the ranks of a stage, all of which have the same
     parameters, each with its table `stored_as`."""
-    shapes: list[Shape] = []
-    parts: list[tuple[int, Part]] = []  # of all matrices, with the index of the parameter
-    for i, (spec, table) in enumerate(parameters):
-        of_parameter = matrices_of(spec, table)
-        shapes.append(shape_of(of_parameter[0])[-2:])
-        parts += [(i, part) for part in of_parameter]
-    owners = deal_out([shape_of(part)[-2:] for _, part in parts], len(ranks))
-
-    # Layers are alike: there are few kinds of parameters, and many ranks.
-    of_kind: dict[object, list[tuple[Part, list[int]]]] = {}
-    for spec, _ in parameters:
-        if (spec.dims, spec.cuts) not in of_kind:
-            of_kind[spec.dims, spec.cuts] = holders_of(spec, layout, ranks)
-    holders = [of_kind[spec.dims, spec.cuts] for spec, _ in parameters]
-
+    matrices = _assigned(parameters, len(ranks))
+    holders = _holders(parameters, layout, ranks)
     held: list[Piece] = []
     computed: list[Piece] = []
-    for number, ((i, part), owner) in enumerate(zip(parts, owners, strict=True)):
-        matrix = Matrix(number, i, part, owner)
-        for rows, who in holders[i]:
+    for matrix in matrices:
+        for part, who in holders[matrix.parameter]:
             holds = me in who
-            if not holds and owner != me:
+            if not holds and matrix.owner != me:
                 continue
-            piece = piece_of(matrix, rows, who, len(ranks))
+            piece = piece_of(matrix, part, who, len(ranks))
             if piece is None:
                 continue
             if holds:
                 held.append(piece)
-            if owner == me:
+            if matrix.owner == me:
                 computed.append(piece)
 
+    shape_of_matrix = {matrix.parameter: matrix.shape for matrix in matrices}
     own = [next((part for part, who in known if me in who), ()) for known in holders]
     return ExchangePlan(
-        shapes=shapes,
+        shapes=[shape_of_matrix[i] for i in range(len(parameters))],
         own=own,
         to_owners=Transfer.of(
             outgoing=[(piece.matrix.owner, piece) for piece in held if piece.source == me],
@@ -194,3 +181,27 @@ def plan_exchange(
             arriving=[(piece.matrix.owner, piece) for piece in held],
         ),
     )
+
+
+def _assigned(parameters: Sequence[tuple[ParameterSpec, Table]], ranks: int) -> list[Matrix]:
+    """All matrices, numbered, each with the rank that computes it."""
+    parts: list[tuple[int, Part]] = []  # with the index of the parameter
+    for i, (spec, table) in enumerate(parameters):
+        parts += [(i, part) for part in matrices_of(spec, table)]
+    owners = deal_out([shape_of(part)[-2:] for _, part in parts], ranks)
+    return [
+        Matrix(number, i, part, owner)
+        for number, ((i, part), owner) in enumerate(zip(parts, owners, strict=True))
+    ]
+
+
+def _holders(
+    parameters: Sequence[tuple[ParameterSpec, Table]], layout: Layout, ranks: Sequence[int]
+) -> list[list[tuple[Part, list[int]]]]:
+    """`holders_of` each parameter."""
+    # Layers are alike: there are few kinds of parameters, and many ranks.
+    of_kind: dict[object, list[tuple[Part, list[int]]]] = {}
+    for spec, _ in parameters:
+        if (spec.dims, spec.cuts) not in of_kind:
+            of_kind[spec.dims, spec.cuts] = holders_of(spec, layout, ranks)
+    return [of_kind[spec.dims, spec.cuts] for spec, _ in parameters]
