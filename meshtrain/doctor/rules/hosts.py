@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.doctor.findings import Finding, Groups, finding, names_text
-from meshtrain.doctor.nccl import slow_settings
+from meshtrain.doctor.nccl import SlowSetting, slow_settings
 from meshtrain.doctor.records import ClusterFacts, Host
 from meshtrain.job.environment import OWN_DESCRIPTORS, is_of_host
 from meshtrain.layout import LayoutError
@@ -149,9 +149,9 @@ def _code(cluster: ClusterFacts) -> Iterator[Finding]:
     usual = codes[same[0]]
     for hosts in others:
         other = codes[hosts[0]]
-        all_files = sorted(usual.keys() | other.keys())
-        differing = [file for file in all_files if usual.get(file) != other.get(file)]
-        files = names_text(differing)
+        # Files that only one of them has differ, too.
+        differing = {file for file, _ in usual.items() ^ other.items()}
+        files = names_text(sorted(differing))
         yield finding("code-differs", hosts, same=names_text(same), files=files)
 
 
@@ -197,15 +197,13 @@ def _should_agree(variable: str) -> bool:
 
 
 def _slow_settings(cluster: ClusterFacts) -> Iterator[Finding]:
-    hosts_of: dict[tuple[str, str, str], list[str]] = {}
+    hosts_of: dict[SlowSetting, list[str]] = {}
     for name, host in cluster.labelled:
-        for setting, effect in slow_settings(host).items():
-            variable = setting.partition("=")[0]
-            sentence = "slow-switch/file" if variable in host.nccl_conf else "slow-switch"
-            hosts_of.setdefault((sentence, setting, effect), []).append(name)
-    for (sentence, setting, effect), names in hosts_of.items():
-        variable = setting.partition("=")[0]
-        yield finding(sentence, names, setting=setting, effect=effect, variable=variable)
+        for setting in slow_settings(host):
+            hosts_of.setdefault(setting, []).append(name)
+    for setting, names in hosts_of.items():
+        sentence = "slow-switch/file" if setting.of_file else "slow-switch"
+        yield finding(sentence, names, setting=setting)
 
 
 def _clocks(cluster: ClusterFacts) -> Iterator[Finding]:
