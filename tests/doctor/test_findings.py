@@ -121,7 +121,7 @@ def test_every_finding_has_a_row_a_rule_and_a_place_in_the_docs() -> None:
         if f'"{key}"' not in rules and f'"{key.partition("/")[0]}/{{' not in rules
     }
     assert {id_ for id_ in unused if not id_.startswith("endpoint-")} == set()
-    document = (ROOT / "docs" / "multi-node.md").read_text()
+    document = (ROOT / "docs" / "troubleshooting.md").read_text()
     document = document.partition("\n## Troubleshooting\n")[2].partition("\n## ")[0]
     documented = set(re.findall(r"`([a-z]+(?:-[a-z]+)+|transport|unsteady)`", document))
     explained_by_themselves = {
