@@ -90,6 +90,29 @@ def any_of(names: Sequence[str], word: str = "or") -> str:
     return f" {word} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def yaml_text(value: Any) -> str:
+    """A value as YAML on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        items = [yaml_text(item) for item in value]
+        return f"[{', '.join(items)}]"
+    if isinstance(value, dict):
+        items = [f"{key}: {yaml_text(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if value == "":
+        return '""'
+    return shorten(str(value))
+
+
+def shorten(text: str) -> str:
+    """Text on one line, truncated to 100 characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else line[:97] + "..."
+
+
 def plural(count: int, noun: str) -> str:
     """`1 stage`, `1,024 stages`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -33,8 +33,7 @@ from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
-from meshtrain.config.schema import Train
+from meshtrain.config.schema import TrainSection
 from meshtrain.data import OpenData
 from meshtrain.data.cache import cache_folder
 from meshtrain.data.mixture import sample_order
@@ -49,6 +48,7 @@ from meshtrain.job.consistency import (
 )
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit, refuse_start
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job, join
 from meshtrain.job.storage import show_any_text
 from meshtrain.job.watchdog.deadlines import process_group_timeout
@@ -383,7 +383,7 @@ def start_timeout(arguments: Sequence[str] | None, world_size: int) -> float:
     if world_size > 1:
         with suppress(Exception):
             return read_config(arguments, world_size, "cpu").train.start_timeout_s
-    return Train.start_timeout_s
+    return TrainSection.start_timeout_s
 
 
 def train_parser() -> argparse.ArgumentParser:

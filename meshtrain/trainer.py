@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
 from meshtrain.experts import load_metrics
+from meshtrain.job.locate import model_file
 from meshtrain.layout import DATA_AXES
 from meshtrain.loss import (
     Field,

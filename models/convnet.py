@@ -18,10 +18,7 @@ class Config:
     image_size: int = 28  # height and width of the images in pixels
     in_channels: int = 1  # 1 for grey, 3 for colour
     # width of each stage; after each except the last the image is halved
-    channels: tuple[int, ...] = (
-        32,
-        64,
-    )
+    channels: tuple[int, ...] = (32, 64)
     num_classes: int = 10  # number of classes
 
 
@@ -60,9 +57,9 @@ class Model(nn.Module):
         super().__init__()
         widths = (config.in_channels, *config.channels)
         last = len(config.channels) - 1
-        self.stages = nn.ModuleList(
-            Stage(c_in, c_out, halve=i < last) for i, (c_in, c_out) in enumerate(pairwise(widths))
-        )
+        self.stages = nn.ModuleList()
+        for i, (c_in, c_out) in enumerate(pairwise(widths)):
+            self.stages.append(Stage(c_in, c_out, halve=i < last))
         self.head = Head(widths[-1], config.num_classes)
 
     def blocks(self) -> list[nn.Module]:
@@ -85,26 +82,20 @@ def groups(channels: int) -> int:
 def check(config: Config) -> list[tuple[str, str]]:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     if not config.channels or min(config.channels) < 1:
-        return [
-            (
-                "channels",
-                "at least one stage is needed, each at least 1 wide, for instance [32, 64]",
-            )
-        ]
+        message = "at least one stage is needed, each at least 1 wide, for instance [32, 64]"
+        return [("channels", message)]
     for key in ("image_size", "in_channels", "num_classes"):
         if getattr(config, key) < 1:
             return [(key, f"{key} is {getattr(config, key)}: use at least 1")]
-    halvings = len(config.channels) - 1
+    stages = len(config.channels)
+    halvings = stages - 1
     if config.image_size < 2**halvings:
-        most = config.image_size.bit_length()
-        halved = f"{len(config.channels)} stages halve the image {halvings} times"
-        return [
-            (
-                "channels",
-                f"{halved}, and {config.image_size} pixels allow {most - 1}: use at most {most} "
-                "stages",
-            )
-        ]
+        most = config.image_size.bit_length()  # stages that leave a pixel
+        message = (
+            f"{stages} stages halve the image {halvings} times, and {config.image_size} pixels "
+            f"allow {most - 1}: use at most {most} stages"
+        )
+        return [("channels", message)]
     return []
 
 

@@ -78,57 +78,80 @@ class Config(keys.DecoderConfig):
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1): the
-    keys and values of all heads are projected from one narrow latent, and the rotary part of the
-    key is shared by all heads."""
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
+
+    Keys and values of all heads are made of one narrow latent c, and a short rotary key that the
+    heads share: in generation a cache need not keep more of a token. For a token x, in the paper's
+    names of the weights, with rows of W_UQ, W_QR, W_UK and W_UV for each head:
+
+        c_Q      = norm(W_DQ x)                    q_lora_rank      q_a_proj
+        q        = [W_UQ c_Q, RoPE(W_QR c_Q)]      nope + rope      q_b_proj
+        c        = norm(W_DKV x)                   kv_lora_rank     kv_a_proj_with_mqa, first part
+        k_R      = RoPE(W_KR x)                    rope             kv_a_proj_with_mqa, second part
+        k        = [W_UK c, k_R]                   nope + rope      kv_b_proj, first part
+        v        = W_UV c                          v_head_dim       kv_b_proj, second part
+        o_i      = sum_j softmax_j(q_i . k_j / sqrt(nope + rope)) v_j
+        y        = W_O [o of all heads]            hidden_size      o_proj
+
+    Why are the rotated features apart? q_i . W_UK c_j = (W_UK^T q_i) . c_j, so attention can be
+    computed with the latents of a cache alone. RoPE of W_UK c_j would put a rotation, another one
+    for each pair of tokens, in between. Training computes with the keys and values of all heads.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        d, h, rope = config.hidden_size, config.num_attention_heads, config.qk_rope_head_dim
+        d, h = config.hidden_size, config.num_attention_heads
+        nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.num_heads = h
-        # output widths of three projections, in turn
-        self.latent_widths = [
-            config.kv_lora_rank,
-            rope,
-        ]
-        self.query_widths = [config.qk_nope_head_dim, rope]
-        self.kv_widths = [config.qk_nope_head_dim, config.v_head_dim]
-        self.rotate = rotate_interleaved if config.rope_interleave else rotate
-        self.scale = sum(self.query_widths) ** -0.5 * rotary_score_factor(config.rope[1])
+        # output widths of three projections: what is split, in turn
+        self.query_widths = [nope, rope]
+        self.latent_widths = [config.kv_lora_rank, rope]
+        self.kv_widths = [nope, config.v_head_dim]
+
         self.q_a_proj = None
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(d, h * sum(self.query_widths), bias=False)
+            self.q_proj = nn.Linear(d, h * (nope + rope), bias=False)
         else:
             self.q_a_proj = nn.Linear(d, config.q_lora_rank, bias=False)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=LATENT_EPS)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, h * sum(self.query_widths), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(d, sum(self.latent_widths), bias=False)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, h * (nope + rope), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d, config.kv_lora_rank + rope, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_EPS)
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, h * sum(self.kv_widths), bias=False)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, h * (nope + config.v_head_dim), bias=False)
         self.rotary_key = nn.Identity()  # a name for the tp_plan
         self.o_proj = nn.Linear(h * config.v_head_dim, d, bias=False)
 
+        self.rotate = rotate_interleaved if config.rope_interleave else rotate
+        _, scaling = config.rope
+        self.scale = (nope + rope) ** -0.5 * rotary_score_factor(scaling)
+
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
-        q = (
-            self.q_proj(x)
-            if self.q_a_proj is None
-            else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        )
-        latent, rotary_key = self.kv_a_proj_with_mqa(x).split(self.latent_widths, dim=-1)
+        # Queries: (b, s, d) -> (b, s, h, nope + rope), through a latent of their own or directly.
+        if self.q_a_proj is None:
+            q = self.q_proj(x)
+        else:
+            q_latent = self.q_a_layernorm(self.q_a_proj(x))  # (b, s, q_lora_rank)
+            q = self.q_b_proj(q_latent)
+        q = rearrange(q, "b s (h e) -> b s h e", e=sum(self.query_widths))
+        q_nope, q_rope = q.split(self.query_widths, dim=-1)
+
+        # One latent and one rotary key for all heads: (b, s, kv_lora_rank) and (b, s, rope).
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split(self.latent_widths, dim=-1)
+        k_rope = rearrange(self.rotary_key(k_rope), "b s e -> b s 1 e")
+
+        # Keys and values of each head from the latent: (b, s, h, nope) and (b, s, h, v_head_dim).
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
-        q, q_rotary = rearrange(q, "b s (h e) -> b s h e", e=sum(self.query_widths)).split(
-            self.query_widths, dim=-1
-        )
-        k, v = rearrange(kv, "b s (h e) -> b s h e", e=sum(self.kv_widths)).split(
-            self.kv_widths, dim=-1
-        )
-        k_rotary = self.rotate(
-            rearrange(self.rotary_key(rotary_key), "b s e -> b s 1 e"), rotary.cos, rotary.sin
-        )
-        q = torch.cat((q, self.rotate(q_rotary, rotary.cos, rotary.sin)), dim=-1)
-        k = torch.cat((k, k_rotary.expand(-1, -1, k.shape[2], -1)), dim=-1)
+        kv = rearrange(kv, "b s (h e) -> b s h e", e=sum(self.kv_widths))
+        k_nope, v = kv.split(self.kv_widths, dim=-1)
+
+        # A score is q_nope . k_nope + q_rope . k_rope: one product of the concatenated features.
+        q_rope = self.rotate(q_rope, rotary.cos, rotary.sin)
+        k_rope = self.rotate(k_rope, rotary.cos, rotary.sin).expand(-1, -1, k_nope.shape[2], -1)
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        k = torch.cat((k_nope, k_rope), dim=-1)
+
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, context, scale=self.scale)
+        y = attention(q, k, v, context, scale=self.scale)  # (b, h, s, v_head_dim)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 
 
@@ -146,7 +169,8 @@ class MLP(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        d, f, n = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        d, f = config.hidden_size, config.moe_intermediate_size
+        n = config.n_routed_experts
         balance = Balance(
             n,
             config.num_hidden_layers - config.first_k_dense_replace,
@@ -178,16 +202,14 @@ class MixtureOfExperts(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: Config, number: int) -> None:
         super().__init__()
-        dense = number < config.first_k_dense_replace
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.self_attn_dropout = Dropout(config.hidden_dropout)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = (
-            MLP(config.hidden_size, config.intermediate_size)
-            if dense
-            else MixtureOfExperts(config, number)
-        )
+        if number < config.first_k_dense_replace:
+            self.mlp: nn.Module = MLP(config.hidden_size, config.intermediate_size)
+        else:
+            self.mlp = MixtureOfExperts(config, number)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
@@ -228,12 +250,19 @@ class Model(nn.Module):
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
-        width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(
-            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        x = self.model.dropout(self.model.embed_tokens(tokens))  # (b, s, d)
+        theta, scaling = self.config.rope
+        cos, sin = cos_sin(
+            positions,
+            theta,
+            scaling,
+            width=self.config.rotary_width,
+            max_position_embeddings=self.config.max_position_embeddings,
+            dtype=x.dtype,
+            length=context.length,
         )
+        rotary = Rotary(cos, sin)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -246,23 +275,22 @@ del _COUNTS["head_dim"]
 
 def check(config: Config) -> keys.Problems:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
-    if problems := keys.count_problems(config, _COUNTS):
+    problems = keys.count_problems(config, _COUNTS)
+    if problems:
         return problems
     problems = keys.dropout_problems(config) + keys.rope_problems(config)
     if config.kv_heads != config.num_attention_heads:
         message = (
             f"num_key_value_heads is {config.kv_heads}: latent attention makes a key of each of "
-            "the "
+            f"the {config.num_attention_heads} heads: use null"
         )
-        problems.append(
-            ("num_key_value_heads", f"{message}{config.num_attention_heads} heads: use null")
-        )
+        problems.append(("num_key_value_heads", message))
     if config.qk_rope_head_dim % 2:
         message = (
             f"rotary positions turn pairs of features: qk_rope_head_dim {config.qk_rope_head_dim} "
-            "is odd"
+            f"is odd: use {config.qk_rope_head_dim + 1}"
         )
-        problems.append(("qk_rope_head_dim", f"{message}: use {config.qk_rope_head_dim + 1}"))
+        problems.append(("qk_rope_head_dim", message))
     return problems + keys.router_problems(config, "n_routed_experts")
 
 

@@ -55,13 +55,14 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
-        q, k, v = (
-            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (q, k))
+        # (b, s, d) -> (b, s, h, e): heads of e features
+        q = rearrange(self.q_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        k = rearrange(self.k_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        v = rearrange(self.v_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        q = rotate(q, rotary.cos, rotary.sin)
+        k = rotate(k, rotary.cos, rotary.sin)
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, context)
+        y = attention(q, k, v, context)  # (b, h, s, e)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 
 
@@ -132,12 +133,19 @@ class Model(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
-        width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(
-            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        x = self.model.dropout(self.model.embed_tokens(tokens))  # (b, s, d)
+        theta, scaling = self.config.rope
+        cos, sin = cos_sin(
+            positions,
+            theta,
+            scaling,
+            width=self.config.rotary_width,
+            max_position_embeddings=self.config.max_position_embeddings,
+            dtype=x.dtype,
+            length=context.length,
         )
+        rotary = Rotary(cos, sin)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))

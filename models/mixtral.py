@@ -145,10 +145,17 @@ class Model(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
-        width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(
-            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        theta, scaling = self.config.rope
+        cos, sin = cos_sin(
+            positions,
+            theta,
+            scaling,
+            width=self.config.rotary_width,
+            max_position_embeddings=self.config.max_position_embeddings,
+            dtype=x.dtype,
+            length=context.length,
         )
+        rotary = Rotary(cos, sin)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))

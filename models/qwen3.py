@@ -60,13 +60,14 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
-        q, k, v = (
-            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (self.q_norm(q), self.k_norm(k)))
+        # (b, s, d) -> (b, s, h, e): heads of e features
+        q = rearrange(self.q_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        k = rearrange(self.k_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        v = rearrange(self.v_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        q = rotate(self.q_norm(q), rotary.cos, rotary.sin)
+        k = rotate(self.k_norm(k), rotary.cos, rotary.sin)
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, context)
+        y = attention(q, k, v, context)  # (b, h, s, e)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 
 
@@ -130,12 +131,19 @@ class Model(nn.Module):
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
-        width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(
-            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        x = self.model.dropout(self.model.embed_tokens(tokens))  # (b, s, d)
+        theta, scaling = self.config.rope
+        cos, sin = cos_sin(
+            positions,
+            theta,
+            scaling,
+            width=self.config.rotary_width,
+            max_position_embeddings=self.config.max_position_embeddings,
+            dtype=x.dtype,
+            length=context.length,
         )
+        rotary = Rotary(cos, sin)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -144,10 +152,9 @@ class Model(nn.Module):
 def check(config: Config) -> keys.Problems:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config)
-    if not problems and config.layer_types not in (
-        None,
-        ["full_attention"] * config.num_hidden_layers,
-    ):
+    if problems or config.layer_types is None:
+        return problems
+    if config.layer_types != ["full_attention"] * config.num_hidden_layers:
         problems.append(
             ("layer_types", "only full_attention in every layer is built: leave layer_types out")
         )
@@ -211,13 +218,10 @@ presets: dict[str, dict[str, Any]] = {
 }
 
 # Keys of a Hugging Face config.json that have no effect here.
-# without use_sliding_window
-passed_over = keys.passed_over | {
-    "sliding_window",
-    "max_window_layers",
-}
+passed_over = keys.passed_over | {"sliding_window", "max_window_layers"}
 
-# Keys with the only supported value: another value would be another model.
+# Keys with the only supported value: another value would be another model. Without a sliding
+# window, the two keys above have no effect.
 only = keys.only | {"use_sliding_window": False}
 
 # A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.

@@ -81,13 +81,14 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
-        q, k, v = (
-            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (self.q_norm(q), self.k_norm(k)))
+        # (b, s, d) -> (b, s, h, e): heads of e features
+        q = rearrange(self.q_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        k = rearrange(self.k_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        v = rearrange(self.v_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        q = rotate(self.q_norm(q), rotary.cos, rotary.sin)
+        k = rotate(self.k_norm(k), rotary.cos, rotary.sin)
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, context)
+        y = attention(q, k, v, context)  # (b, h, s, e)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 
 
@@ -106,7 +107,8 @@ class MLP(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        d, n = config.hidden_size, config.num_local_experts or config.num_experts
+        d = config.hidden_size
+        n = config.num_local_experts or config.num_experts
         balance = Balance(
             n,
             len(config.sparse_layers),
@@ -131,9 +133,10 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.self_attn_dropout = Dropout(config.hidden_dropout)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = (
-            MixtureOfExperts(config, number) if number in config.sparse_layers else MLP(config)
-        )
+        if number in config.sparse_layers:
+            self.mlp: nn.Module = MixtureOfExperts(config, number)
+        else:
+            self.mlp = MLP(config)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
@@ -174,12 +177,19 @@ class Model(nn.Module):
         """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
-        width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        rotary = Rotary(
-            *cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        x = self.model.dropout(self.model.embed_tokens(tokens))  # (b, s, d)
+        theta, scaling = self.config.rope
+        cos, sin = cos_sin(
+            positions,
+            theta,
+            scaling,
+            width=self.config.rotary_width,
+            max_position_embeddings=self.config.max_position_embeddings,
+            dtype=x.dtype,
+            length=context.length,
         )
+        rotary = Rotary(cos, sin)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -188,19 +198,19 @@ class Model(nn.Module):
 def check(config: Config) -> keys.Problems:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config, keys.COUNTS | {"decoder_sparse_step": 1 << 12})
-    experts = "num_experts" if config.num_local_experts is None else "num_local_experts"
+    both_given = config.num_local_experts is not None
+    experts = "num_local_experts" if both_given else "num_experts"
     problems = problems or keys.router_problems(config, experts)
-    if experts == "num_local_experts" and config.num_experts not in (
-        Config.num_experts,
-        config.num_local_experts,
-    ):
-        both = f"num_experts {config.num_experts} and num_local_experts {config.num_local_experts}"
-        problems.append((experts, f"{both} contradict each other: give num_experts alone"))
+    if both_given and config.num_experts not in (Config.num_experts, config.num_local_experts):
+        message = (
+            f"num_experts {config.num_experts} and num_local_experts {config.num_local_experts} "
+            "contradict each other: give num_experts alone"
+        )
+        problems.append((experts, message))
     if not problems and not config.sparse_layers:
         key = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
-        problems.append(
-            (key, f"none of the {config.num_hidden_layers} layers has experts: use the model qwen3")
-        )
+        message = f"none of the {config.num_hidden_layers} layers has experts: use the model qwen3"
+        problems.append((key, message))
     return problems
 
 
@@ -239,7 +249,8 @@ presets: dict[str, dict[str, Any]] = {
 passed_over = keys.passed_over | {"output_router_logits", "sliding_window", "max_window_layers"}
 
 # Keys with the only supported value: another value would be another model.
-only = keys.only | {"use_sliding_window": False}  # without it the two window keys have no effect
+# Without a sliding window, the two keys of windows above have no effect.
+only = keys.only | {"use_sliding_window": False}
 
 # A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "qwen3_moe"
@@ -261,7 +272,9 @@ def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
     """The keys of `Config` for those of a config.json."""
     values = keys.read_config_json(values, _LEFT_OUT)
     experts = values.pop("num_local_experts", None)
-    return values if experts is None else values | {"num_experts": experts}
+    if experts is not None:
+        values["num_experts"] = experts
+    return values
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import meshtrain
 import meshtrain.train
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import sample_losses

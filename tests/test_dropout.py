@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.order import mix
 from meshtrain.data.sequence import chunks_of, padded_length
 from meshtrain.dropout import Dropout, SequencePart, bind_dropout, keep_mask, set_dropout
+from meshtrain.job.locate import model_file
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.compile import compile_block
 from tests.properties import given, settings, st

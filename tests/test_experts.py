@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
 from meshtrain.experts import Experts, Router, choose, load_metrics
+from meshtrain.job.locate import model_file
 from meshtrain.loss import Field, GlobalCount, StepTerms, sample_losses
 from meshtrain.modeling.flops import sample_flops
 from meshtrain.parallel.linear import grouped, use_products

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from tests.comparing import V, llama, small_llama
 
 convnet = model_file("convnet")

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
+from meshtrain.job.locate import model_file
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.init import initialise
 from tests.data.files import write_pair

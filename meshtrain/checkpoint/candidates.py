@@ -90,6 +90,7 @@ def find_candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
     """
     name = spec.config.checkpoint.resume
     own = Candidates(_all_in(spec.checkpoints))
+    # A job that is started again by its launcher goes on: its key was obeyed the first time.
     if spec.resumes_latest or (restarted and own.queue):
         return own
     if name == "none":

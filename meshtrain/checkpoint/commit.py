@@ -32,28 +32,21 @@ from meshtrain.checkpoint import directory
 from meshtrain.checkpoint.folder_lock import TakenError
 from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.manifest import File, Manifest, file_of
-from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.replica_check import (
     Divergence,
     Sums,
     describe_divergence,
     find_divergence,
 )
-from meshtrain.checkpoint.shard_file import BLOCK, write_shard
+from meshtrain.checkpoint.shard_file import checkpoint_bytes, write_shard
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
 from meshtrain.errors import DamagedError, bytes_text, join_some
-from meshtrain.huggingface.safetensors import Entry
 from meshtrain.job.process import Job
 from meshtrain.job.storage import warn
 from meshtrain.job.store import Round
 
 DIVERGED = "what must be equal on several ranks is not"
-
-# An upper estimate of what a file takes besides its tensors, in bytes.
-PER_ENTRY = 120  # of a header, for each tensor, besides its name
-PER_BLOCK = 11  # of a header, for the checksum of each block
-PER_FILE = 4096  # the unit that file systems round up to
 
 # Failures of the machine: the save has failed, and the run may continue.
 FAILURES = (OSError, DamagedError, MemoryError, TakenError)
@@ -288,7 +281,12 @@ class CheckpointWrite:
             # If it was given up, a rank may have trained on, and written values of a later step.
             self._require_wanted()
             problems = _problems_in(reports)
-            text = None if problems else self._manifest(reports).to_json()
+            text = None
+            if not problems:
+                try:
+                    text = self._manifest(reports).to_json()
+                except FAILURES as error:
+                    problems = [self._describe_error(error, local.own)]
             self._local_round.broadcast([problems, text])
         problems, text = self._local_round.receive()
         try:
@@ -327,7 +325,11 @@ class CheckpointWrite:
             if needed <= free:
                 return None
             directory.abandon(self.folder, self.step)
+        except TakenError as error:
+            return self._failed(error)  # what is there now may be the other job's
         except FAILURES as error:
+            with suppress(OSError):
+                directory.abandon(self.folder, self.step)
             return self._failed(error)
         return Outcome(
             f"it needs {bytes_text(needed)}, and the file system of {self.folder.absolute()} "
@@ -430,15 +432,3 @@ class CheckpointWrite:
 def _problems_in(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the ranks that could not write their files say."""
     return [report["problem"] for report in reports if "problem" in report]
-
-
-def checkpoint_bytes(placements: Mapping[str, Placement], ranks: int) -> int:
-    """Bytes that a checkpoint of these tensors takes, headers included, slightly overestimated."""
-    tensors = 0
-    header = PER_FILE
-    for name, tensor in placements.items():
-        tensors += Entry(name, tensor.dtype, tensor.shape).nbytes
-        # a header names each tensor twice: with its place in the file, and with its checksums
-        header += 2 * len(name) + PER_ENTRY
-    checksums = tensors // BLOCK * PER_BLOCK
-    return tensors + checksums + ranks * header

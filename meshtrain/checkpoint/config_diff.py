@@ -9,8 +9,7 @@ from typing import Any
 
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.run_spec import RunSpec
-from meshtrain.config.errors import yaml_text
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, yaml_text
 from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.job.process import Job
 

@@ -150,6 +150,7 @@ def exchange(state: State) -> None:
     locals_of: dict[str, list[Tensor]] = {}
     for shard in state.shards:
         locals_of.setdefault(shard.name, []).append(shard.local)
+    # In the order of the placements, which is the same on all ranks, as collectives need it.
     for name, tensor in state.placements.items():
         own = locals_of.get(name, [])
         _exchange(state, tensor, own[0] if own else None)
@@ -204,6 +205,7 @@ def _spread(state: State, tensor: Placement, part: Part, target: Tensor, axes: l
             if rows.numel() == 0:
                 continue
             sent = rows.contiguous()  # usually no copy
+            # As bytes: not every backend knows every dtype.
             dist.broadcast(sent.view(-1).view(torch.uint8), source, group)
             if sent.data_ptr() != rows.data_ptr():
                 rows.copy_(sent)

@@ -97,6 +97,7 @@ class Manifest:
         members.append(_table("tensors", {name: _row(t) for name, t in self.tensors.items()}))
         members.append(_table("files", {name: asdict(file) for name, file in self.files.items()}))
         text = "{\n" + ",\n".join(members) + "\n}\n"
+        # What no reader would take is an error now, and not when the run has to resume from it.
         self.parse(text, Path(MANIFEST))
         return text
 

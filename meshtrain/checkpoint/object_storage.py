@@ -71,6 +71,7 @@ class ObjectStorage:
         self._call("pipe_file", self._full(name), content)
 
     def rename(self, old: str, new: str) -> None:
+        """By copying: object storage has no renaming."""
         self._call("cp_file", self._full(old), self._full(new))
         self._call("rm_file", self._full(old))
 
@@ -97,6 +98,7 @@ class ObjectStorage:
         """The result of a client's method. Raises TimeoutError: the call was given up."""
         if not self._client.async_impl:
             return getattr(self._client, method)(*arguments, **options)
+        # The coroutine behind the method: the method itself would wait without a limit.
         answer = getattr(self._client, f"_{method}")(*arguments, **options)
         return self._wait(answer, ANSWER_S, [time.monotonic()])
 

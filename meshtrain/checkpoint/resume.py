@@ -278,6 +278,7 @@ class Resume:
         with self._job.collective_check(f"loading {chosen.path}"):
             try:
                 sources = self._sources(chosen, state)
+                # A file that this host alone does not see may appear a little later.
                 with_retries(partial(self._read, chosen, state, sources), MissingError)
             except DamagedError as error:
                 damage = Damage(str(error), error.file.name)
@@ -289,6 +290,7 @@ class Resume:
         report = [self._job.host, None if damage is None else asdict(damage)]
         reports = self._job.reduce("loading", report, _if_any_is_damaged)
         if not reports:
+            # Only now: a rank that found damage would not come to the collectives.
             exchange(state)
             if self.local is not None:
                 is_local = bool(sources[0])

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.commit import CheckpointWrite, checkpoint_bytes
+from meshtrain.checkpoint.commit import CheckpointWrite
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.replica_check import Sums
 from meshtrain.checkpoint.retention import Pruner, Retention
+from meshtrain.checkpoint.shard_file import checkpoint_bytes
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import LAST_S, Uploads

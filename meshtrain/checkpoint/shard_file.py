@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from meshtrain.checkpoint.json_text import dumps, parse_json
 from meshtrain.checkpoint.manifest import File, Manifest, file_of
+from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.plain_file import open_plain
 from meshtrain.errors import DamagedError, UnreadableError
 from meshtrain.huggingface.safetensors import (
@@ -44,6 +45,11 @@ MAX_HEADER = 2**25  # bytes; the checksums of 8 TiB take 28 million
 # checksums.
 MOST_OPEN = 1024
 _CRC32 = re.compile("[0-9a-f]{8}")
+
+# An upper estimate of what a file takes besides its tensors, in bytes.
+PER_ENTRY = 120  # of a header, for each tensor, besides its name
+PER_BLOCK = 11  # of a header, for the checksum of each block
+PER_FILE = 4096  # the unit that file systems round up to
 
 
 def write_shard(
@@ -366,6 +372,18 @@ def _number_of_blocks(nbytes: int) -> int:
 
 def _block_lengths(entry: Entry) -> list[int]:
     return [min(BLOCK, entry.nbytes - begin) for begin in range(0, entry.nbytes, BLOCK)]
+
+
+def checkpoint_bytes(placements: Mapping[str, Placement], ranks: int) -> int:
+    """Bytes that a checkpoint of these tensors takes, headers included, slightly overestimated."""
+    tensors = 0
+    header = PER_FILE
+    for name, tensor in placements.items():
+        tensors += Entry(name, tensor.dtype, tensor.shape).nbytes
+        # a header names each tensor twice: with its place in the file, and with its checksums
+        header += 2 * len(name) + PER_ENTRY
+    checksums = tensors // BLOCK * PER_BLOCK
+    return tensors + checksums + ranks * header
 
 
 # A CRC is a polynomial remainder over GF(2), so appending n bytes multiplies the CRC before them by

@@ -23,6 +23,7 @@ from meshtrain.checkpoint.retention import Retention, steps_to_keep
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, bytes_text
 from meshtrain.job.storage import read_guarded, write_whole
+from meshtrain.job.threads import NoThreadError, start_thread
 
 # replaces COMPLETE: it is damaged, or a run resumed from an earlier step
 ASIDE = f"{COMPLETE}.aside"
@@ -149,10 +150,10 @@ class Uploads:
         with self._lock:
             self._again = True
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, args=(folder,), name="upload", daemon=True
-                )
-                self._thread.start()
+                try:
+                    self._thread = start_thread(self._run, folder, name="upload")
+                except NoThreadError as error:
+                    self._fail(error)
 
     def wait(self, limit_s: float = LAST_S) -> bool:
         """Waits up to `limit_s` until no upload is in progress; returns whether that is so."""
@@ -169,19 +170,22 @@ class Uploads:
                     self._thread = None
                     return
                 self._again = False
-            failed_before = self.problem is not None
             try:
                 self._bring_up_to_date(folder)
                 self.problem = None
             except Exception as error:
                 # Each client has error types of its own, and none may stop the run.
-                self.problem = f"{type(error).__name__}: {error}"
-                if not failed_before:
-                    self.notes.append(
-                        f"warning: the upload to {self.url} failed: {self.problem}; it is tried "
-                        "again with each checkpoint, and not said again until one has come through"
-                    )
+                self._fail(error)
             self.under_way = None
+
+    def _fail(self, error: Exception) -> None:
+        failed_before = self.problem is not None
+        self.problem = f"{type(error).__name__}: {error}"
+        if not failed_before:
+            self.notes.append(
+                f"warning: the upload to {self.url} failed: {self.problem}; it is tried again with "
+                "each checkpoint, and not said again until one has come through"
+            )
 
     def _bring_up_to_date(self, folder: Path) -> None:
         """Uploads what storage lacks, and deletes there what no rule keeps."""

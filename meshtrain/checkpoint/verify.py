@@ -37,6 +37,7 @@ def verify(checkpoint: Path) -> list[Problem]:
         manifest, _ = read_manifest(checkpoint)
     except (DamagedError, UnreadableError) as error:
         return [_problem(error)]
+    # Threads suffice: neither reading nor CRC-32 holds the GIL.
     ranks = range(len(manifest.files))
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as readers:
         problems_of_files = readers.map(
@@ -62,6 +63,7 @@ def problems_of(checkpoint: Path, manifest: Manifest, rank: int) -> Iterator[Pro
         return
     with shard:
         yield from map(_problem, shard.verify())
+        # A file can be intact and still not hold what the manifest says.
         yield from _contradictions(path, shard, manifest, rank)
 
 

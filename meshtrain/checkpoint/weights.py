@@ -115,6 +115,7 @@ def read_piece(
     for size, span in zip(shape[: dim + 1], inner, strict=False):
         first_row = first_row * size + span.start
 
+    # A slice of a tensor, or one on a device, is filled from a buffer.
     in_place = (
         into.device.type == "cpu"
         and into.is_contiguous()

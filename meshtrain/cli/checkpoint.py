@@ -37,13 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(actions.add_parser, allow_abbrev=False)
     a_path = "a checkpoint, a folder of checkpoints, or a run's folder"
     newest = f"{a_path}, for its newest checkpoint"
+
     ls = add("ls", help="list the checkpoints of a run")
     ls.add_argument("path", type=Path, help=a_path)
+
     show = add("show", help="show the contents of a checkpoint")
     show.add_argument("path", type=Path, help=newest)
     show.add_argument("--tensors", action="store_true", help="list every tensor")
+
     check = add("verify", help="read every byte: exit status 0 if all is intact, 1 if not")
     check.add_argument("path", type=Path, help=f"{a_path}, for all its checkpoints")
+
     prune = add(
         "prune", help="delete checkpoints that none of these rules keeps; the newest always stays"
     )
@@ -63,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also delete checkpoints set aside (step_*.aside-*)",
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
     for action in (ls, show, check, prune):
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
 

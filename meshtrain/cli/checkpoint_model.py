@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtrain.config import locate
 from meshtrain.config.checks import scales_dynamically
 from meshtrain.config.removed import without_removed
 from meshtrain.errors import InputError
 from meshtrain.huggingface.rope_keys import one_form
+from meshtrain.job import locate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,16 +85,17 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     if options.model is None and name not in locate.names("models", ".py"):
         raise InputError(
             f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: "
-            "--model FILE.py "
-            "says which file may be"
+            "--model FILE.py says which file may be"
         )
     overrides = [
         f"model.weights={json.dumps(str(checkpoint))}",
         f"layout={options.layout}",
         *_DEFAULTS,
     ]
-    overrides += [f"model.name={json.dumps(options.model)}"] * (options.model is not None)
-    overrides += [f"train.precision={options.precision}"] * (options.precision is not None)
+    if options.model is not None:
+        overrides.append(f"model.name={json.dumps(options.model)}")
+    if options.precision is not None:
+        overrides.append(f"train.precision={options.precision}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.yaml"
         # JSON is YAML. Older versions of meshtrain wrote a default of rope_theta beside the
@@ -105,9 +106,8 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     if not hasattr(locate.model_file(config.model.name), "cp_plan"):
         raise InputError(
             f"the model {config.model.name} has no cp_plan, by which it says that its attention "
-            "takes what it must "
-            "know of the tokens from an AttentionContext: padding and a cache are not for it "
-            "(docs/context-parallel.md)"
+            "takes what it must know of the tokens from an AttentionContext: padding and a cache "
+            "are not for it (docs/context-parallel.md)"
         )
     return config
 
@@ -118,18 +118,17 @@ def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
     from meshtrain.data.prepare import TEXT
     from meshtrain.data.tokenizer import open_tokenizer
 
-    sources = {part.source or config.data.source for part in config.data.sources} or {
-        config.data.source
-    }
-    if name is None and config.data.tokenizer == "bytes" and not sources <= TEXT.keys():
+    data = config.data
+    sources = {data.source}
+    if data.sources:
+        sources = {part.source or data.source for part in data.sources}
+    # With files of ids the run has read no text, and its key is the default.
+    if name is None and data.tokenizer == "bytes" and not sources <= TEXT.keys():
         raise InputError(
             "the run's data.tokenizer does not say by which tokenizer the ids of its files were "
-            "made: name it with "
-            "--tokenizer FILE.json, or --tokenizer bytes"
+            "made: name it with --tokenizer FILE.json, or --tokenizer bytes"
         )
-    return open_tokenizer(
-        name or config.data.tokenizer, config.data.begin_token, config.data.end_token
-    )
+    return open_tokenizer(name or data.tokenizer, data.begin_token, data.end_token)
 
 
 def ids_of(
@@ -143,12 +142,13 @@ def ids_of(
     except UnicodeEncodeError as error:
         raise InputError(f"{text[:40]!r} is not text in UTF-8: {error.reason}") from error
     ids = with_begin(tokenizer.encode(text, plain=plain), tokenizer)
-    largest, size = max(ids, default=-1), config.model.keys.get("vocab_size")
+    largest = max(ids, default=-1)
+    size = config.model.keys.get("vocab_size")
     if size is not None and largest >= size:
         raise InputError(
             f"the text {text[:40]!r} has the token id {largest} by {tokenizer.identity}, and "
-            "model.vocab_size is "
-            f"{size}: name the tokenizer that the model was trained with by --tokenizer"
+            f"model.vocab_size is {size}: name the tokenizer that the model was trained with by "
+            "--tokenizer"
         )
     return ids
 
@@ -165,13 +165,11 @@ def check_length(length: int, config: "Config") -> None:
     """Raises InputError: a text of `length` tokens is longer than the model supports."""
     keys = config.model.keys
     most = keys.get("max_position_embeddings")
-    if (
-        most is not None
-        and length > most
-        and not scales_dynamically(keys.get("rope_scaling"), keys.get("rope_parameters"))
-    ):
-        raise InputError(
-            f"a prompt and what is added have {length} tokens together, and "
-            f"model.max_position_embeddings is {most}: "
-            "shorten the prompt, or give a smaller --length"
-        )
+    if most is None or length <= most:
+        return
+    if scales_dynamically(keys.get("rope_scaling"), keys.get("rope_parameters")):
+        return
+    raise InputError(
+        f"a prompt and what is added have {length} tokens together, and "
+        f"model.max_position_embeddings is {most}: shorten the prompt, or give a smaller --length"
+    )

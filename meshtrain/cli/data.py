@@ -1,8 +1,8 @@
 """`meshtrain data verify`: whether token files are as they were written, and hold only ids of the
 vocabulary.
 
-meshtrain data verify my_run.yaml          # files that `meshtrain prepare` or a run has made for
-this config meshtrain data verify data/tokens
+    meshtrain data verify my_run.yaml  # what `meshtrain prepare` or a run has made for this config
+    meshtrain data verify data/tokens
 """
 
 import argparse
@@ -33,11 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     status = 0
     for folder, n_outputs in _folders(arguments):
         problems, has_checksums = verify(folder, n_outputs)
-        old = "no checksums, an older meshtrain has written it; sizes and ids are right"
-        state = plural(len(problems), "problem") if problems else "intact" if has_checksums else old
+        if problems:
+            state = plural(len(problems), "problem")
+            status = 1
+        elif has_checksums:
+            state = "intact"
+        else:
+            state = "no checksums, an older meshtrain has written it; sizes and ids are right"
         print(f"{folder}: {state}", flush=True)
-        print(*(f"  {problem}\n" for problem in problems), sep="", end="")
-        status |= bool(problems)
+        for problem in problems:
+            print(f"  {problem}")
     return status
 
 
@@ -47,16 +52,13 @@ def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]
         yield Path(arguments.path), None
         return
     config = Config.load(arguments.path, arguments.overrides)
-    data, n_outputs = config.data, config.model.keys.get("vocab_size")
+    n_outputs = config.model.keys.get("vocab_size")
     paths: list[Path] = []
-    for own in data.each_source():
+    for own in config.data.each_source():
         if own.source == "tokens":
-            paths += [
-                Path(path).expanduser()
-                for path in (own.path, own.validation)
-                if isinstance(path, str)
-            ]
-        elif data.sources and own.source not in TEXT:
+            given = (own.path, own.validation)  # a share of the documents is no path
+            paths += [Path(path).expanduser() for path in given if isinstance(path, str)]
+        elif config.data.sources and own.source not in TEXT:
             print(
                 f"{own.path}: left out, as {own.source} is read as it is and has no checksums",
                 flush=True,
@@ -68,9 +70,9 @@ def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]
             f"{arguments.path} has no source of which token files are made: there is nothing to "
             "verify"
         )
-    for path in paths:
-        if not path.is_dir():
+    for folder in paths:
+        if not folder.is_dir():
             raise InputError(
-                f"there is no folder {path} yet: `meshtrain prepare {arguments.path}` makes it"
+                f"there is no folder {folder} yet: `meshtrain prepare {arguments.path}` makes it"
             )
-        yield path, n_outputs
+        yield folder, n_outputs

@@ -43,19 +43,22 @@ def run(options: argparse.Namespace) -> None:
             "name what to measure, with --tasks or --files, and a --batch of at least 1"
         )
     texts = {name: _text(name) for name in options.files}
+
     from meshtrain.run.scoring import Scorer  # torch comes only now
 
     with opened_model(options) as (model, config, job, _):
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
         tokenizer = tokenizer_of(config, options.tokenizer)
-        scores: dict[str, Any] = {
-            name: _perplexity(scorer, ids_of(text, tokenizer, config, plain=True), text)
-            for name, text in texts.items()
-        }
+        scores: dict[str, Any] = {}
+        for name, text in texts.items():
+            tokens = ids_of(text, tokenizer, config, plain=True)
+            scores[name] = _perplexity(scorer, tokens, text)
         if options.tasks:
             scores |= _tasks(options, scorer, tokenizer)
+
         if job.rank == 0:
-            print("\n".join([json.dumps(scores)] if options.json else _lines(scores)), flush=True)
+            lines = [json.dumps(scores)] if options.json else _lines(scores)
+            print("\n".join(lines), flush=True)
 
 
 def _text(name: str) -> str:
@@ -70,13 +73,14 @@ def _perplexity(scorer: Any, tokens: Sequence[int], text: str) -> dict[str, floa
     """Every token except the first is predicted once, from the tokens before it in its window."""
     if len(tokens) < 2:
         raise InputError("--files: a text has fewer than two tokens: there is nothing to predict")
-    total = sum(value for value, _ in scorer.score(list(windows(tokens, scorer.seq_len))))
-    loss, count = -total / (len(tokens) - 1), len(tokens) - 1
-    bits = -total / math.log(2) / len(text.encode())
+    pairs = list(windows(tokens, scorer.seq_len))
+    log_likelihood = sum(value for value, _ in scorer.score(pairs))
+    count = len(tokens) - 1
+    loss = -log_likelihood / count
     return {
         "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": bits,
+        "perplexity": math.exp(min(loss, 700.0)),  # what a float can hold
+        "bits_per_byte": -log_likelihood / math.log(2) / len(text.encode()),
         "tokens": count,
     }
 
@@ -84,8 +88,9 @@ def _perplexity(scorer: Any, tokens: Sequence[int], text: str) -> dict[str, floa
 def windows(tokens: Sequence[int], seq_len: int) -> Iterator[tuple[list[int], list[int]]]:
     """(before, predicted) for a text: each window begins with the last token of the one before
     it."""
-    for first in range(0, len(tokens) - 1, seq_len):
-        yield list(tokens[first : first + 1]), list(tokens[first + 1 : first + 1 + seq_len])
+    for last in range(0, len(tokens) - 1, seq_len):  # the last token of the window before
+        first = last + 1
+        yield [tokens[last]], list(tokens[first : first + seq_len])
 
 
 def _tasks(options: argparse.Namespace, scorer: Any, tokenizer: Any) -> dict[str, Any]:
@@ -100,7 +105,8 @@ def _tasks(options: argparse.Namespace, scorer: Any, tokenizer: Any) -> dict[str
         ) from error
     names = [name for name in options.tasks.split(",") if name]
     manager = TaskManager(include_path=options.include_path)
-    if unknown := [name for name in names if name not in manager.all_tasks]:
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
         raise InputError(
             f"--tasks: lm_eval knows no {', '.join(unknown)}: --include-path names a folder with "
             "more"
@@ -113,10 +119,11 @@ def _tasks(options: argparse.Namespace, scorer: Any, tokenizer: Any) -> dict[str
 
 
 def _lines(scores: dict[str, Any]) -> list[str]:
-    return [
-        f"{name}: "
-        + ", ".join(
-            f"{key} {value:.6g}" for key, value in of_one.items() if isinstance(value, int | float)
-        )
-        for name, of_one in scores.items()
-    ]
+    """A line per file or task, with its numbers."""
+    lines = []
+    for name, values in scores.items():
+        numbers = [
+            f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, int | float)
+        ]
+        lines.append(f"{name}: {', '.join(numbers)}")
+    return lines

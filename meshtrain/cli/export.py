@@ -9,7 +9,8 @@ file that `--model` names.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,6 @@ import torch
 from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
-from meshtrain.config import locate
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
@@ -33,11 +33,13 @@ from meshtrain.huggingface.export_texts import small_files, tokenizer_files
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, table_of
+from meshtrain.job import locate
 from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 from meshtrain.run.weights_export import source_files
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
+MOST_ITEMSIZE = 8  # bytes of an element, stored or exported
 MAX_TOKENIZER = 2**27  # bytes; files of large vocabularies have a third of that
 
 
@@ -114,18 +116,11 @@ def export(
                 f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of "
                 "a model"
             )
-        kind = compute_dtype(dtype or _precision(manifest))
-        lora, base = manifest.section("train").get("lora"), manifest.section("model").get("weights")
-        source = adapter_source(source) if adapter else merged_source(source, lora)
-        about = adapter_config(source, lora, base) if adapter else None
-        module = None if adapter else _module(manifest, model, say)
-        table: Table = {} if module is None else table_of(module.Model)
-        config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
-        beside = {} if config is None else source_files(base, say)
-        files, parts = plan_export(
-            source.entries.values(), kind, 2**63 if adapter else file_bytes, table
-        )
-        files = {ADAPTER: files[SINGLE]} if adapter else files
+        torch_dtype = compute_dtype(dtype or _precision(manifest))
+        if adapter:
+            content = _adapter(source, manifest, torch_dtype, say)
+        else:
+            content = _weights(source, manifest, torch_dtype, model, file_bytes, say)
         place = ExportFolder(folder)
         if place.target.resolve().is_relative_to(source.path.resolve()):
             raise InputError(
@@ -134,32 +129,81 @@ def export(
         with as_input_errors(place.target):
             place.make()
             try:
-                with WeightFiles(place.making, files) as out:
-                    for file, entries in files.items():
+                with WeightFiles(place.making, content.files) as out:
+                    for file, entries in content.files.items():
                         for entry in entries:
-                            out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
-                texts = small_files(config, kind, tokenizer, manifest.section("data"), beside)
-                place.finish(files, texts if about is None else {**texts, ADAPTER_CONFIG: about})
+                            name, piece = content.parts[entry.name]
+                            out.write(file, entry, _blocks(content.source, entry, name, piece))
+                place.finish(content.files, content.texts)
             finally:
                 place.drop()
-    sizes = [entry.nbytes for entries in files.values() for entry in entries]
+    sizes = [entry.nbytes for entries in content.files.values() for entry in entries]
     say(
         f"weights of step {manifest.step} in {folder}: {len(sizes)} tensors, "
         f"{bytes_text(sum(sizes))}"
     )
 
 
+@dataclass(frozen=True)
+class _Content:
+    """What an export writes."""
+
+    source: WeightSource
+    files: Mapping[str, Sequence[Entry]]
+    parts: Mapping[str, tuple[str, StoredTensor]]  # of `plan_export`
+    texts: Mapping[str, str]  # of the small files, by their names
+
+
+def _weights(
+    source: WeightSource,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    model: str | None,
+    file_bytes: int,
+    say: Callable[[str], None],
+) -> _Content:
+    """The weights, with adapters merged, in the form of the model's published files."""
+    merged = merged_source(source, manifest.section("train").get("lora"))
+    module = _module(manifest, model, say)
+    table: Table = {} if module is None else table_of(module.Model)
+    config = _config(module, manifest, say)
+    tokenizer = _tokenizer(manifest, say)
+    beside: Mapping[str, str] = {}
+    if config is not None:
+        beside = source_files(manifest.section("model").get("weights"), say)
+    files, parts = plan_export(merged.entries.values(), dtype, file_bytes, table)
+    texts = small_files(config, dtype, tokenizer, manifest.section("data"), beside)
+    return _Content(merged, files, parts, texts)
+
+
+def _adapter(
+    source: WeightSource, manifest: Manifest, dtype: torch.dtype, say: Callable[[str], None]
+) -> _Content:
+    """The LoRA adapters alone, in one file, as peft has them; and the run's tokenizer."""
+    lora = manifest.section("train").get("lora")
+    base = manifest.section("model").get("weights")
+    adapters = adapter_source(source)
+    no_limit = 2**63
+    files, parts = plan_export(adapters.entries.values(), dtype, no_limit)
+    texts = {**_tokenizer(manifest, say), ADAPTER_CONFIG: adapter_config(adapters, lora, base)}
+    return _Content(adapters, {ADAPTER: files[SINGLE]}, parts, texts)
+
+
 def _blocks(
     source: WeightSource, entry: Entry, name: str, piece: StoredTensor
 ) -> Iterator[memoryview]:
-    """A tensor's bytes, one block of rows after the other."""
-    dims, kind = entry.shape or (1,), DTYPES[entry.dtype]
+    """A tensor's bytes, one block of rows after the other. `name`, `piece`: the model's tensor, and
+    the part of it that is stored."""
+    dims = entry.shape or (1,)
+    # A stored tensor may lack the first dims of the model's, such as the experts: one index each.
     lead = piece.part[: len(piece.part) - len(dims)]
     rows, *columns = piece.part[len(lead) :]
-    step = max(1, BLOCK // max(1, math.prod(dims[1:]) * 8))
+    row_bytes = math.prod(dims[1:]) * MOST_ITEMSIZE
+    step = max(1, BLOCK // max(1, row_bytes))
     for first in range(rows.start, rows.stop, step):
-        values = source.read(name, (*lead, slice(first, min(first + step, rows.stop)), *columns))
-        yield values.to(kind).contiguous().view(-1).view(torch.uint8).numpy().data
+        block = slice(first, min(first + step, rows.stop))
+        values = source.read(name, (*lead, block, *columns))
+        yield values.to(DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _precision(manifest: Manifest) -> str:
@@ -174,15 +218,16 @@ def _precision(manifest: Manifest) -> str:
 
 def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> ModuleType | None:
     """The model's file; None, with a message, if no file is known that may be run."""
-    name = manifest.section("model").get("name") if model is None else model
-    if model is None and name not in locate.names("models", ".py"):
-        say(
-            "config.json is not written, and tensors keep the names that they have in the model: "
-            "the run's model is "
-            f"the file {name!r}, and a file that a checkpoint names is not run. --model FILE.py "
-            "says which file may be."
-        )
-        return None
+    name = model
+    if name is None:
+        name = manifest.section("model").get("name")
+        if name not in locate.names("models", ".py"):
+            say(
+                "config.json is not written, and tensors keep the names that they have in the "
+                f"model: the run's model is the file {name!r}, and a file that a checkpoint names "
+                "is not run. --model FILE.py says which file may be."
+            )
+            return None
     try:
         return locate.model_file(str(name))
     except FileNotFoundError as error:

@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
         prompts = [ids_of(text, tokenizer, config) for text in options.prompt]
         longest = max(map(len, prompts)) + options.length
         check_length(longest, config)
+        tick = progress(options.length, len(prompts)) if job.rank == 0 else _silent
         rows = generate_batch(
             model,
             prompts,
@@ -67,9 +68,12 @@ def run(options: argparse.Namespace) -> None:
             temperature=options.temperature,
             top_p=options.top_p,
             stops=stops,
-            tick=progress(options.length, len(prompts)) if job.rank == 0 else lambda done: None,
+            tick=tick,
         )
-        most = max(len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True))
+
+        # All texts may have ended before: the line of the progress never came to its end.
+        added = [len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        most = max(added)
         if job.rank == 0 and most < options.length:
             print(f"{most} of at most {options.length} tokens", file=sys.stderr, flush=True)
         for row, prompt in zip(rows, prompts, strict=True):
@@ -87,20 +91,21 @@ def text_of(row: list[int], prompt: int, tokenizer: "Tokenizer", stops: Collecti
 
 def progress(length: int, texts: int) -> Callable[[int], None]:
     """Writes a line to stderr: updated in place if the terminal can, otherwise once at the end."""
-    begin, live = (
-        time.monotonic(),
-        sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"),
-    )
+    begin = time.monotonic()
+    live = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
     def tick(done: int) -> None:
-        if live or done == length:
-            rate = done * texts / max(time.monotonic() - begin, 1e-9)
-            line = f"{done}/{length} tokens, {rate:.1f} tokens/s"
-            print(
-                f"\r{line}" if live else line,
-                end="\n" if done == length else "",
-                file=sys.stderr,
-                flush=True,
-            )
+        is_end = done == length
+        if not live and not is_end:
+            return
+        rate = done * texts / max(time.monotonic() - begin, 1e-9)
+        line = f"{done}/{length} tokens, {rate:.1f} tokens/s"
+        if live:
+            line = f"\r{line}"
+        print(line, end="\n" if is_end else "", file=sys.stderr, flush=True)
 
     return tick
+
+
+def _silent(done: int) -> None:
+    """The progress of ranks other than 0."""

@@ -4,6 +4,7 @@ any layout.
 Every rank runs the harness with the same requests, so that all ranks run the same forwards.
 """
 
+from itertools import islice
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -61,66 +62,77 @@ class HarnessModel(TemplateLM):
         for _, before, predicted in requests:
             is_twice = before == twice == predicted[:1]
             pairs.append((before, predicted[1:] if is_twice else predicted))
-        return self.scorer.score(pairs)
+        return list(self.scorer.score(pairs))
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
         """Each token of a text is predicted once, the first one after the prefix; the last window
         has as much context before it as the model sees."""
-        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
-        windows = [
-            list(get_rolling_token_windows(text, self.prefix_token_id, self.scorer.seq_len, 1))
-            for text in texts
-        ]
-        scores = iter(
-            self.scorer.score([make_disjoint_window(pair) for pairs in windows for pair in pairs])
-        )
-        return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
+        pairs: list[Any] = []  # of all texts, which are scored together
+        counts = []  # pairs of each text
+        for request in requests:
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = list(
+                get_rolling_token_windows(tokens, self.prefix_token_id, self.scorer.seq_len, 1)
+            )
+            pairs += [make_disjoint_window(window) for window in windows]
+            counts.append(len(windows))
+        scores = iter(self.scorer.score(pairs))
+        return [sum(value for value, _ in islice(scores, count)) for count in counts]
 
     def generate_until(self, requests: list[Any], **unused: Any) -> list[str]:
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
         """Raises InputError: the task has a generation option that is not supported here."""
-        if others := [
+        # Values that say nothing (0, 1, null) may be given for any option.
+        others = [
             key
             for key, value in options.items()
             if key not in _OPTIONS and value not in (None, 0, 1)
-        ]:
+        ]
+        if others:
             raise InputError(
                 f"generation_kwargs: {', '.join(others)}: expected of "
                 f"{', '.join(sorted(_OPTIONS))} only, in the task"
             )
-        until = (
-            [options["until"]]
-            if isinstance(options.get("until"), str)
-            else list(options.get("until") or ())
-        )
+
         lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
-        most, length = self.scorer.seq_len, [*lengths, GENERATED][0]
-        # A long prompt is cut at its beginning; but at least half of what the model sees is left
-        # for the prompt.
-        room = max(most - length, most // 2) - (self.tokenizer.begin is not None)
-        tokens = with_begin(
-            self.tok_encode(prompt, add_special_tokens=False)[-room:], self.tokenizer
-        )
-        tokens = tokens or [self.prefix_token_id]
-        length = min(length, most - len(tokens))
-        settings: dict[str, Any] = {
-            "seq_len": self.scorer.seq_len,
-            "device": self.scorer.device,
-            "seed": 0,
-        }
+        length = lengths[0] if lengths else GENERATED
+        tokens = self._prompt_tokens(prompt, length)
+        length = min(length, self.scorer.seq_len - len(tokens))
+
         samples = options.get("do_sample")
-        greedy = samples is False or options.get("top_k") == 1
-        settings["temperature"] = (
-            0.0 if greedy else float(options.get("temperature", 1.0 if samples else 0.0))
+        if samples is False or options.get("top_k") == 1:
+            temperature = 0.0
+        else:
+            temperature = float(options.get("temperature", 1.0 if samples else 0.0))
+        (row,) = generate_batch(
+            self.scorer.model,
+            [tokens],
+            length,
+            seq_len=self.scorer.seq_len,
+            device=self.scorer.device,
+            seed=0,
+            temperature=temperature,
+            top_p=float(options.get("top_p", 1.0)),
+            stops=self.tokenizer.stops,
         )
-        settings["top_p"] = float(options.get("top_p", 1.0))
-        settings["stops"] = self.tokenizer.stops
-        (row,) = generate_batch(self.scorer.model, [tokens], length, **settings)
+
         added = row[len(tokens) :]
-        is_ended = bool(added) and added[-1] in self.tokenizer.stops
-        text = self.tokenizer.decode(added[:-1] if is_ended else added)
-        return text[
-            : min([len(text), *(at for stop in until if stop and (at := text.find(stop)) >= 0)])
-        ]
+        if added and added[-1] in self.tokenizer.stops:
+            added = added[:-1]
+        text = self.tokenizer.decode(added)
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else until
+        ends = [text.find(stop) for stop in stops if stop and stop in text]
+        return text[: min(ends, default=len(text))]
+
+    def _prompt_tokens(self, prompt: str, length: int) -> list[int]:
+        """The tokens of a prompt that `length` more are to follow. A long one is cut at its
+        beginning; but at least half of what the model sees is left for the prompt."""
+        most = self.scorer.seq_len
+        room = max(most - length, most // 2)
+        if self.tokenizer.begin is not None:
+            room -= 1
+        tokens = self.tok_encode(prompt, add_special_tokens=False)[-room:]
+        return with_begin(tokens, self.tokenizer) or [self.prefix_token_id]

@@ -39,9 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        for text in (value if isinstance(value, list) else [value]) or ["none"]:
-            print(f"{name.ljust(width)}  {text}")
-            name = ""
+        texts = value if isinstance(value, list) else [value]
+        for i, text in enumerate(texts or ["none"]):
+            label = name if i == 0 else ""
+            print(f"{label.ljust(width)}  {text}")
 
 
 def describe(host: Host) -> dict[str, Any]:
@@ -50,36 +51,34 @@ def describe(host: Host) -> dict[str, Any]:
 
     from meshtrain.job.consistency import untested_torch
 
-    versions = {
-        name: version for name, version in (host.versions or {}).items() if name != "executable"
-    }
+    versions = {name: version for name, version in host.versions.items() if name != "executable"}
     untested = untested_torch(torch.__version__)
+    launchers = [name for variable, name in LAUNCHERS.items() if variable in os.environ]
+    gpus = [f"{gpu.name}, {gpu.memory_gib:.1f} GiB {gpu.throttled}".rstrip() for gpu in host.gpus]
+    backends = ("gloo", "nccl", "mpi", "ucc")
+
+    ports = []
+    for port in host.ports:
+        down = "" if port.active else ", down"
+        ports.append(f"{port.name} {port.layer} {port.gbit:g} Gb/s{down}")
+
+    variables = []
+    for name, text in host.variables.items():
+        variables.append(f"{name}={'(set)' if name in HIDDEN else text}")
+
     soft, hard = host.open_files or (-1, -1)
     locked = "unlimited" if host.locked_memory_kib is None else f"{host.locked_memory_kib} KiB"
     return {
         "versions": [f"{name} {version}" for name, version in sorted(versions.items())],
         "warnings": [] if untested is None else [untested],
-        "launcher": [name for variable, name in LAUNCHERS.items() if variable in os.environ]
-        or ["none seen"],
-        "GPUs": [
-            f"{gpu.name}, {gpu.memory_gib:.1f} GiB {gpu.throttled}".rstrip() for gpu in host.gpus
-        ],
+        "launcher": launchers or ["none seen"],
+        "GPUs": gpus,
         "GPUs of torch": str(host.gpus_seen),
-        "backends": [
-            name
-            for name in ("gloo", "nccl", "mpi", "ucc")
-            if torch.distributed.is_backend_available(name)
-        ],
-        "RDMA ports": [
-            f"{port.name} {port.layer} {port.gbit:g} Gb/s{'' if port.active else ', down'}"
-            for port in host.ports
-        ],
+        "backends": list(filter(torch.distributed.is_backend_available, backends)),
+        "RDMA ports": ports,
         "CPU": f"{host.cores} cores, load {host.load:.1f}",
         "memory": f"{host.memory_gib:.1f} GiB, {host.memory_free_gib:.1f} free",
         "shared memory": f"{host.shared_memory_gib:.1f} GiB",
         "limits": f"open files {soft} of {hard}, locked memory {locked}",
-        "environment": [
-            f"{name}={'(set)' if name in HIDDEN else text}"
-            for name, text in (host.variables or {}).items()
-        ],
+        "environment": variables,
     }

@@ -139,6 +139,7 @@ def _run(argv: Sequence[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         raise InputError(f"meshtrain has no command {name!r} ({hint})")
+
     module_name, about, example = COMMANDS[name]
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(
@@ -149,6 +150,7 @@ def _run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+
     if getattr(module, "HAS_ACTIONS", False):  # subparsers, which take their arguments in order
         return module.run(parser.parse_args(rest))
     # Options may stand between the overrides.
@@ -157,11 +159,12 @@ def _run(argv: Sequence[str]) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
+    commands = [f"  {name.ljust(width)}  {about}" for name, (_, about, _) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: meshtrain COMMAND ... | --version | --help",
             "",
-            *(f"  {name.ljust(width)}  {about}" for name, (_, about, _) in COMMANDS.items()),
+            *commands,
             "",
             "`meshtrain COMMAND --help` shows the options and an example.",
             "Training: python -m meshtrain.train CONFIG [key.path=value ...]",

@@ -6,8 +6,8 @@ import shlex
 import shutil
 from pathlib import Path
 
-from meshtrain.config import locate
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +20,8 @@ def run(arguments: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise InputError(f"{folder} has files in it, which stay as they are: name a new folder")
-        files = [
-            path for path in sorted(locate.bundled("tools/starter").iterdir()) if path.is_file()
-        ]
+        starter = sorted(locate.bundled("tools/starter").iterdir())
+        files = [path for path in starter if path.is_file()]
         for path in files:
             shutil.copyfile(path, folder / path.name)
         shutil.copyfile(locate.bundled("tools/slurm") / "train.sbatch", folder / "job.sbatch")
@@ -30,8 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(
             f"{folder} cannot be made ({error.strerror}): name another folder"
         ) from error
-    print(f"{folder}: {', '.join([path.name for path in files] + ['job.sbatch'])}")
-    print(
-        f"  cd {shlex.quote(str(folder))}\n  python -m meshtrain.train train.yaml\n  python "
-        "test_model.py"
-    )
+    names = [path.name for path in files] + ["job.sbatch"]
+    print(f"{folder}: {', '.join(names)}")
+    print(f"  cd {shlex.quote(str(folder))}")
+    print("  python -m meshtrain.train train.yaml")
+    print("  python test_model.py")

@@ -92,29 +92,27 @@ def run(arguments: argparse.Namespace) -> None:
     from meshtrain.cli.pipeline_terminal import print_timelines
 
     print_timelines(records, Console(highlight=False))
-    written = [
-        ("picture", arguments.png, ""),
-        ("trace", arguments.trace, " (open it in https://ui.perfetto.dev)"),
-    ]
-    lines = [f"{noun}: {path}{hint}" for noun, path, hint in written if path is not None]
-    if lines:
-        print("", *lines, sep="\n")
+    if arguments.png is not None or arguments.trace is not None:
+        print()
+    if arguments.png is not None:
+        print(f"picture: {arguments.png}")
+    if arguments.trace is not None:
+        print(f"trace: {arguments.trace} (open it in https://ui.perfetto.dev)")
 
 
 def _first_record(arguments: argparse.Namespace, below: Sequence[Record]) -> Record:
     """The timeline of a file, or that of a simulated schedule."""
-    costs = {
-        cost: getattr(arguments, cost)
-        for cost in (*COSTS, "transfer")
-        if getattr(arguments, cost) is not None
-    }
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
     if arguments.schedule.endswith(".json"):
-        wrong = [_option(name) for name in (*SIZES, *costs) if getattr(arguments, name) is not None]
-        if wrong:
-            raise InputError(
-                f"{arguments.schedule} is a timeline, which is drawn as it is: leave {wrong[0]} out"
-            )
+        for name in (*SIZES, *COSTS, "transfer"):
+            if name in given:
+                raise InputError(
+                    f"{arguments.schedule} is a timeline, which is drawn as it is: leave "
+                    f"{_option(name)} out"
+                )
         return read_timeline(arguments.schedule)
+
+    costs = {name: given[name] for name in (*COSTS, "transfer") if name in given}
     try:
         schedule = _schedule(arguments, below)
         title = schedule.title

@@ -4,6 +4,7 @@ meshtrain[plot])."""
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli import pipeline_terminal as terminal
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-QUIET, GROUND, GRID = "#7a8194", "#eef0f5", "#d9dce6"
+QUIET, GROUND = "#7a8194", "#eef0f5"
 
 # Lengths are inches, and y runs down.
 LEFT, RIGHT, TOP = 0.85, 0.3, 0.2
@@ -30,130 +31,154 @@ def picture(records: Sequence[Record]) -> "Figure":
     from matplotlib.figure import Figure
 
     lanes = sum(record.timeline.ranks for record in records)
-    longest = max(record.timeline.makespan for record in records)
-    short, digits = (
-        terminal.short_time(records)[0],
-        max(len(str(record.microbatches - 1)) for record in records),
-    )
-    titles = max(
-        _length(record.title, TEXT, "bold") + _length(_summary(record, records), SMALL)
-        for record in records
-    )
-    lane = max(longest / short * (digits * LABELS[1] * DIGIT + 0.08), titles + 0.4)
-    width = min(max(LEFT + lane + RIGHT, NARROWEST), WIDEST)
+    width = _width(records)
     height = TOP + len(records) * (TITLE + GAP) + lanes * LANE + AXIS + LEGEND
     figure = Figure(figsize=(width, height), dpi=160, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
+
+    longest = max(record.timeline.makespan for record in records)
     scale = (width - LEFT - RIGHT) / longest
-    size = min(max(0.9 * short * scale / (digits * DIGIT), LABELS[0]), LABELS[1])
-    ticks = _ticks(records, scale)
+    short, _ = terminal.short_time(records)
+    largest_label = 0.9 * short * scale / (_digits(records) * DIGIT)
+    least, most = LABELS
+    drawing = _Drawing(axes, records, scale, label_size=min(max(largest_label, least), most))
+
+    ticks = drawing.ticks()
     y = TOP
     for record in records:
-        _write(axes, LEFT, y + TITLE / 2, record.title, terminal.INK, TEXT, weight="bold")
-        _write(axes, width - RIGHT, y + TITLE / 2, _summary(record, records), ha="right")
+        middle = y + TITLE / 2
+        drawing.write(LEFT, middle, record.title, terminal.INK, TEXT, weight="bold")
+        drawing.write(width - RIGHT, middle, _summary(record, records), ha="right")
         y += TITLE
-        _lanes(axes, record, scale, y, size)
+        drawing.lanes(record, y)
+        bottom = y + record.timeline.ranks * LANE
         for x in ticks:
-            axes.plot(
-                [x, x],
-                [y, y + record.timeline.ranks * LANE],
-                color="white",
-                linewidth=0.9,
-                zorder=2,
-            )
-        y += record.timeline.ranks * LANE + GAP
+            axes.plot([x, x], [y, bottom], color="white", linewidth=0.9, zorder=2)
+        y = bottom + GAP
+
+    axis = y - GAP / 2 + AXIS / 2
     for x, text in ticks.items():
-        _write(axes, x, y + AXIS / 2 - GAP / 2, text, ha="center")
-    _write(
-        axes, LEFT - 0.1, y + AXIS / 2 - GAP / 2, terminal.unit_of(records)[1] or "time", ha="right"
-    )
-    _legend(axes, records, height - LEGEND / 2 - 0.05)
+        drawing.write(x, axis, text, ha="center")
+    _, unit = terminal.unit_of(records)
+    drawing.write(LEFT - 0.1, axis, unit or "time", ha="right")
+    drawing.legend(height - LEGEND / 2 - 0.05)
     return figure
 
 
+def _width(records: Sequence[Record]) -> float:
+    """The width with which short actions have room for their numbers, and titles fit."""
+    longest = max(record.timeline.makespan for record in records)
+    short, _ = terminal.short_time(records)
+    _, largest = LABELS
+    box = _digits(records) * largest * DIGIT + 0.08
+    widths = [longest / short * box]
+    for record in records:
+        title = _length(record.title, TEXT, "bold")
+        widths.append(title + _length(_summary(record, records), SMALL) + 0.4)
+    return min(max(LEFT + max(widths) + RIGHT, NARROWEST), WIDEST)
+
+
+def _digits(records: Sequence[Record]) -> int:
+    """Digits of the largest number of a microbatch."""
+    return max(len(str(record.microbatches - 1)) for record in records)
+
+
 def _summary(record: Record, records: Sequence[Record]) -> str:
-    timeline, (factor, name) = record.timeline, terminal.unit_of(records)
+    timeline = record.timeline
+    factor, unit = terminal.unit_of(records)
+    makespan = f"{terminal.number(timeline.makespan * factor)} {unit}".rstrip()
     peaks = timeline.peak_activations
     peak = " ".join(map(str, peaks)) if len(peaks) <= 8 else f"at most {max(peaks)}"
-    makespan = f"{terminal.number(timeline.makespan * factor)} {name}".rstrip()
     return f"makespan {makespan},  idle {100 * timeline.idle_share:.1f} %,  peak activations {peak}"
 
 
-def _lanes(axes: "Axes", record: Record, scale: float, top: float, size: float) -> None:
-    for rank, row in enumerate(record.timeline.events):
-        y, stages = top + rank * LANE, record.stages_of(rank)
-        _write(axes, LEFT - 0.1, y + LANE / 2, f"rank {rank}", ha="right")
-        lane = (y + 0.01, LANE - 0.02)
-        axes.broken_barh(
-            [(LEFT, record.timeline.makespan * scale)], lane, color=GROUND, linewidth=0, zorder=1
-        )
-        boxes: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for event in row:
-            colour, ink = terminal.shade(
-                event.action.kind, stages.index(event.action.stage), len(stages)
-            )
-            x, length = LEFT + (event.start - record.timeline.start) * scale, event.duration * scale
-            boxes[colour].append((x, length))
-            label = str(event.action.microbatch)
-            if len(label) * size * DIGIT < length:
-                _write(axes, x + length / 2, y + LANE / 2, label, ink, size, ha="center")
-        for colour, spans in boxes.items():
-            axes.broken_barh(
-                spans, lane, facecolor=colour, edgecolor="white", linewidth=0.8, zorder=3
-            )
+@dataclass(frozen=True)
+class _Drawing:
+    """The parts of the picture."""
 
+    axes: "Axes"
+    records: Sequence[Record]
+    scale: float  # inches per unit of time
+    label_size: float  # points
 
-def _ticks(records: Sequence[Record], scale: float) -> dict[float, str]:
-    factor, _ = terminal.unit_of(records)
-    step = terminal.round_step(0.8 / scale * factor)
-    count = (
-        math.floor(max(record.timeline.makespan for record in records) * factor / step + 1e-9) + 1
-    )
-    return {LEFT + tick * step / factor * scale: f"{tick * step:.6g}" for tick in range(count)}
+    def lanes(self, record: Record, top: float) -> None:
+        """A lane for each rank, with a box for each action."""
+        start = record.timeline.start
+        for rank, row in enumerate(record.timeline.events):
+            y = top + rank * LANE
+            middle = y + LANE / 2
+            lane = (y + 0.01, LANE - 0.02)
+            ground = [(LEFT, record.timeline.makespan * self.scale)]
+            self.write(LEFT - 0.1, middle, f"rank {rank}", ha="right")
+            self.axes.broken_barh(ground, lane, color=GROUND, linewidth=0, zorder=1)
 
+            # All boxes of a colour are one object, since a timeline may have many thousands.
+            boxes: dict[str, list[tuple[float, float]]] = defaultdict(list)
+            stages = record.stages_of(rank)
+            for event in row:
+                chunk = stages.index(event.action.stage)
+                colour, ink = terminal.shade(event.action.kind, chunk, len(stages))
+                x = LEFT + (event.start - start) * self.scale
+                length = event.duration * self.scale
+                boxes[colour].append((x, length))
+                label = str(event.action.microbatch)
+                if len(label) * self.label_size * DIGIT < length:
+                    self.write(x + length / 2, middle, label, ink, self.label_size, ha="center")
+            for colour, spans in boxes.items():
+                self.axes.broken_barh(
+                    spans, lane, facecolor=colour, edgecolor="white", linewidth=0.8, zorder=3
+                )
 
-def _legend(axes: "Axes", records: Sequence[Record], y: float) -> None:
-    chunks, x, side = terminal.chunks_of(records), LEFT, 0.17
-    for kind in terminal.kinds_of(records):
-        for chunk in range(chunks):
-            colour, _ = terminal.shade(kind, chunk, chunks)
-            axes.broken_barh([(x, side)], (y - side / 2, side), color=colour, linewidth=0)
-            x += side
-        _write(axes, x + 0.08, y, terminal.WORDS[kind], terminal.INK)
-        x += 0.08 + _length(terminal.WORDS[kind], SMALL) + 0.25
-    _write(
-        axes,
-        x,
-        y,
-        "numbers: microbatches" + ("; lighter: later stages of a rank" if chunks > 1 else ""),
-    )
+    def ticks(self) -> dict[float, str]:
+        """x -> the time there, at round numbers."""
+        factor, _ = terminal.unit_of(self.records)
+        step = terminal.round_step(0.8 / self.scale * factor)
+        longest = max(record.timeline.makespan for record in self.records) * factor
+        count = math.floor(longest / step + 1e-9) + 1
+        ticks = {}
+        for tick in range(count):
+            time = tick * step
+            ticks[LEFT + time / factor * self.scale] = f"{time:.6g}"
+        return ticks
 
+    def legend(self, y: float) -> None:
+        """The colours of each kind of action, one for each of a rank's stages."""
+        chunks = terminal.chunks_of(self.records)
+        x, side = LEFT, 0.17
+        for kind in terminal.kinds_of(self.records):
+            for chunk in range(chunks):
+                colour, _ = terminal.shade(kind, chunk, chunks)
+                square = (y - side / 2, side)
+                self.axes.broken_barh([(x, side)], square, color=colour, linewidth=0)
+                x += side
+            word = terminal.WORDS[kind]
+            x += 0.08
+            self.write(x, y, word, terminal.INK)
+            x += _length(word, SMALL) + 0.25
+        remark = "numbers: microbatches"
+        if chunks > 1:
+            remark += "; lighter: later stages of a rank"
+        self.write(x, y, remark)
 
-def _write(
-    axes: "Axes",
-    x: float,
-    y: float,
-    text: str,
-    colour: str = QUIET,
-    size: float = SMALL,
-    **style: Any,
-) -> None:
-    axes.text(
-        x, y, text, color=colour, fontsize=size, **{"va": "center_baseline", "zorder": 4, **style}
-    )
+    def write(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        colour: str = QUIET,
+        size: float = SMALL,
+        **style: Any,
+    ) -> None:
+        style = {"va": "center_baseline", "zorder": 4, **style}
+        self.axes.text(x, y, text, color=colour, fontsize=size, **style)
 
 
 def _length(text: str, size: float, weight: str = "normal") -> float:
+    """The width of a text in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
-    return (
-        float(
-            TextPath((0, 0), text, size=size, prop=FontProperties(weight=weight))
-            .get_extents()
-            .width
-        )
-        / 72
-    )
+    path = TextPath((0, 0), text, size=size, prop=FontProperties(weight=weight))
+    return float(path.get_extents().width) / 72

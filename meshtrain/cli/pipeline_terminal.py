@@ -43,56 +43,67 @@ def print_timelines(records: Sequence[Record], console: Console) -> None:
     """Prints the timelines on one scale, a legend of the colours, and the numbers of each
     timeline."""
     coloured = console.color_system is not None and not console.no_color
-    console.print(Text("\n").join(timeline_lines(records, console.width, coloured)), soft_wrap=True)
+    lines = timeline_lines(records, console.width, coloured)
+    console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 def timeline_lines(records: Sequence[Record], width: int, coloured: bool) -> list[Text]:
     """The lines that `print_timelines` prints, each at most `width` wide."""
     margin = max(len(f"rank {record.timeline.ranks - 1}") for record in records) + 2
     grid = _grid(records, max(width - margin, 12), coloured)
-    row = _mixed_row if grid.mixed else _row
+    unit = unit_of(records)
+    several = len(records) > 1
     lines: list[Text] = []
     for first in range(0, grid.columns, grid.band):
         band = range(first, min(first + grid.band, grid.columns))
         for i, record in enumerate(records):
-            lines += [Text()] * (i > 0)
-            if first == 0 or len(records) > 1:
+            if i > 0:
+                lines.append(Text())
+            if first == 0 or several:
                 lines.append(Text(record.title, "bold"))
-            lines += [
-                Text.assemble((f"rank {rank}".ljust(margin), "dim"), *row(record, rank, band, grid))
-                for rank in range(record.timeline.ranks)
-            ]
-        lines += [_axis(band, margin, unit_of(records), grid), Text()]
+            for rank in range(record.timeline.ranks):
+                name = (f"rank {rank}".ljust(margin), "dim")
+                lines.append(Text.assemble(name, *_row(record, rank, band, grid)))
+        lines.append(_axis(band, margin, unit, grid))
+        lines.append(Text())
     lines += _legend(records, grid)
     for record in records:
-        lines += [Text(), *_numbers(record, unit_of(records), titled=len(records) > 1)]
+        lines.append(Text())
+        lines += _numbers(record, unit, titled=several)
     return lines
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
     """The colour of an action of a rank's `chunk`-th stage of `chunks`, and that of the text on
     it."""
-    light = _LIGHTEST + (1 - _LIGHTEST) * (1 - chunk / max(chunks - 1, 1))
-    red, green, blue = (round(255 - light * (255 - part)) for part in _rgb(COLOURS[kind]))
-    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 150
-    return f"#{red:02x}{green:02x}{blue:02x}", PAPER if dark else INK
+    # Towards white in equal steps, from the full colour to the lightest.
+    intensity = 1 - (1 - _LIGHTEST) * chunk / max(chunks - 1, 1)
+    red, green, blue = (round(255 - intensity * (255 - part)) for part in _rgb(COLOURS[kind]))
+    luma = 0.299 * red + 0.587 * green + 0.114 * blue  # as the eye weighs the three (ITU-R BT.601)
+    return _hex(red, green, blue), PAPER if luma < 150 else INK
 
 
 def _rgb(colour: str) -> bytes:
     return bytes.fromhex(colour[1:])
 
 
+def _hex(red: int, green: int, blue: int) -> str:
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
 def unit_of(records: Sequence[Record]) -> tuple[float, str]:
     """The factor by which to multiply times for display, and their unit."""
     longest = max(record.timeline.makespan for record in records)
-    if all(record.unit == "s" for record in records):
-        return (1e3, "ms") if longest < 2 else (1.0, "s")
-    return 1.0, ""
+    if any(record.unit != "s" for record in records):
+        return 1.0, ""
+    return (1e3, "ms") if longest < 2 else (1.0, "s")
 
 
 def number(value: float) -> str:
     """Four significant digits, or an integer for whole or large numbers."""
-    return str(round(value)) if abs(value) >= 1000 or _whole(value) else f"{value:.4g}"
+    if abs(value) >= 1000 or _whole(value):
+        return str(round(value))
+    return f"{value:.4g}"
 
 
 def numbers(values: Sequence[float]) -> list[str]:
@@ -116,139 +127,183 @@ class _Grid:
     labelled: bool  # whether cells have room for the number of the microbatch
     mixed: bool  # whether a column is longer than an action
 
+    def column(self, time: float, record: Record) -> float:
+        """Where a time of a record is drawn, in columns from its start."""
+        return (time - record.timeline.start) / self.per_column
+
 
 def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
     """The grid, with cells as wide as the terminal allows; folded into bands if labels had no room
-    otherwise."""
+    otherwise. A *cell* is the columns of a short action."""
     short, even = short_time(records)
-    length = max(record.timeline.makespan for record in records) / short
-    label = max(len(str(record.microbatches - 1)) for record in records) + (1 if coloured else 2)
+    cells = max(record.timeline.makespan for record in records) / short
+    digits = max(len(str(record.microbatches - 1)) for record in records)
+    label = digits + (1 if coloured else 2)  # with the gap, and a letter in place of the colour
     lines = sum(record.timeline.ranks + 2 for record in records) + 1  # of a band
 
     def columns(cell: float) -> int:
-        return math.ceil(length * cell - 1e-6)
+        return math.ceil(cells * cell - 1e-6)
 
     def step(cell: float) -> int:
         """The columns by which a band's length grows, so that bands end where cells do."""
         return int(cell) if even and cell >= 1 else 1
 
     def bands(cell: float) -> int:
-        return math.ceil(columns(cell) / (width // step(cell) * step(cell)))
+        longest_band = width // step(cell) * step(cell)
+        return math.ceil(columns(cell) / longest_band)
 
-    def largest(count: int) -> float:
-        """The widest cell with which there are at most `count` bands."""
-        whole = [cell for cell in range(1, _WIDEST + 1) if even and bands(cell) <= count]
-        return max(whole, default=min(count * width / length, _WIDEST))
+    # As many bands as cells with room for their labels need, or else cells of one column; but no
+    # more than a reader takes in.
+    most_bands = max(_MOST_LINES // lines, 1)
+    count = 1
+    for least_cell in (label, 1):
+        if 1 <= bands(least_cell) <= most_bands:
+            count = bands(least_cell)
+            break
 
-    allowed = range(1, max(_MOST_LINES // lines, 1) + 1)
-    cell = largest(next((bands(least) for least in (label, 1) if bands(least) in allowed), 1))
+    # The widest cell with which there are no more: a whole one, if actions are multiples of it.
+    cell: float = min(count * width / cells, _WIDEST)
+    if even:
+        whole_cells = [whole for whole in range(1, _WIDEST + 1) if bands(whole) <= count]
+        cell = max(whole_cells, default=cell)
+
+    # Bands of equal length.
     band = math.ceil(columns(cell) / bands(cell) / step(cell)) * step(cell)
     return _Grid(
-        short / cell, columns(cell), min(band, columns(cell)), coloured, cell >= label, cell < 1
+        per_column=short / cell,
+        columns=columns(cell),
+        band=min(band, columns(cell)),
+        coloured=coloured,
+        labelled=cell >= label,
+        mixed=cell < 1,
     )
 
 
 def short_time(records: Sequence[Record]) -> tuple[float, bool]:
     """The time of a short action, and whether all actions take a whole multiple of it. It need not
     be the shortest: measured times vary, and a few very short actions need no label."""
-    durations = sorted(event.duration for event in _events(records) if event.duration > 0) or [1.0]
+    durations = sorted(event.duration for event in _events(records) if event.duration > 0)
+    if not durations:
+        return 1.0, True
     shortest, middle = durations[0], durations[len(durations) // 2]
     ratios = [duration / shortest for duration in durations]
-    if middle <= 8 * shortest and all(
-        math.isclose(ratio, round(ratio), abs_tol=1e-6) for ratio in ratios
-    ):
+    are_multiples = all(math.isclose(ratio, round(ratio), abs_tol=1e-6) for ratio in ratios)
+    if are_multiples and middle <= 8 * shortest:
         return shortest, True
     return durations[len(durations) // 10], False
 
 
 def _row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
-    """One rank in one band. An action that extends beyond the band has its number in the larger
-    part."""
+    """One rank in one band."""
+    if grid.mixed:
+        return _mixed_row(record, rank, band, grid)
+
     cells: list[Cell] = [_IDLE] * len(band)
-    stages, start = record.stages_of(rank), record.timeline.start
-    draw = _coloured if grid.coloured else _plain
+    stages = record.stages_of(rank)
     for event in record.timeline.events[rank]:
         # Halves are rounded up, not to even numbers, so that equal times are equally wide.
-        first, end = (
-            math.floor((time - start) / grid.per_column + 0.5) for time in (event.start, event.end)
-        )
+        first = math.floor(grid.column(event.start, record) + 0.5)
+        end = math.floor(grid.column(event.end, record) + 0.5)
         part = range(max(first, band.start), min(end, band.stop))
-        if part:
-            labelled = len(part) > (end - first) / 2 or (
-                len(part) == (end - first) / 2 and part.start == first
-            )
-            label = str(event.action.microbatch) if labelled and grid.labelled else ""
-            gap = grid.labelled and part.stop == end
-            drawn = draw(
-                event.action.kind,
-                label,
-                len(part),
-                gap,
-                stages.index(event.action.stage),
-                len(stages),
-            )
-            cells[part.start - band.start : part.stop - band.start] = drawn
+        if not part:
+            continue
+        has_label = grid.labelled and _is_larger_part(part, first, end)
+        box = _Box(
+            kind=event.action.kind,
+            label=str(event.action.microbatch) if has_label else "",
+            width=len(part),
+            has_gap=grid.labelled and part.stop == end,
+            chunk=stages.index(event.action.stage),
+            chunks=len(stages),
+        )
+        drawn = _coloured(box) if grid.coloured else _plain(box)
+        cells[part.start - band.start : part.stop - band.start] = drawn
     return cells
 
 
-def _coloured(kind: Kind, label: str, width: int, gap: bool, chunk: int, chunks: int) -> list[Cell]:
-    colour, ink = shade(kind, chunk, chunks)
-    room = width - gap
-    label = label if len(label) <= room else ""
-    indent = min((width - len(label)) // 2, room - len(label))
-    inside = (" " * indent + label).ljust(room)
-    return [(character, Style(bgcolor=colour, color=ink)) for character in inside] + [
-        (_GAP, Style(color=colour))
-    ] * gap
+def _is_larger_part(part: range, first: int, end: int) -> bool:
+    """Whether this part of the columns of an action has its number: the larger one if it extends
+    beyond the band, the first of two halves."""
+    half = (end - first) / 2
+    return len(part) > half or (len(part) == half and part.start == first)
 
 
-def _plain(kind: Kind, label: str, width: int, gap: bool, chunk: int, chunks: int) -> list[Cell]:
-    letter = str(kind) if chunk == 0 else str(kind).lower()
-    if not gap and not label:
-        return [(letter, Style())] * width
-    room = max(width - gap, 1)
-    return [
-        (character, Style())
-        for character in f"{letter}{label}"[:room].ljust(room, "-").ljust(width)
-    ]
+@dataclass(frozen=True)
+class _Box:
+    """An action, or the part of it that is in a band."""
+
+    kind: Kind
+    label: str  # the number of its microbatch, or nothing
+    width: int  # columns
+    has_gap: bool  # whether its last column keeps it apart from the next one
+    chunk: int  # which of the rank's stages, ...
+    chunks: int  # ... of how many
+
+
+def _coloured(box: _Box) -> list[Cell]:
+    """A box in its colour, with its number in the middle."""
+    colour, ink = shade(box.kind, box.chunk, box.chunks)
+    room = box.width - 1 if box.has_gap else box.width
+    label = box.label if len(box.label) <= room else ""
+    indent = min((box.width - len(label)) // 2, room - len(label))
+    text = (" " * indent + label).ljust(room)
+    cells: list[Cell] = [(character, Style(bgcolor=colour, color=ink)) for character in text]
+    if box.has_gap:
+        cells.append((_GAP, Style(color=colour)))
+    return cells
+
+
+def _plain(box: _Box) -> list[Cell]:
+    """A box in letters: `F3--`; a small letter for a later stage of the rank."""
+    letter = str(box.kind) if box.chunk == 0 else str(box.kind).lower()
+    if not box.has_gap and not box.label:
+        return [(letter, Style())] * box.width
+    room = max(box.width - 1, 1) if box.has_gap else box.width
+    text = f"{letter}{box.label}"[:room].ljust(room, "-").ljust(box.width)
+    return [(character, Style()) for character in text]
 
 
 def _mixed_row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
     """One rank, if a column has several actions: their colours are mixed, weighted by time."""
-    # of each column: colour -> columns
+    # Of each column: colour -> the share of the column that it takes.
     shares: list[dict[str, float]] = [defaultdict(float) for _ in band]
-    stages, start = record.stages_of(rank), record.timeline.start
+    stages = record.stages_of(rank)
     for event in record.timeline.events[rank]:
-        first, end = (
-            (time - start) / grid.per_column - band.start for time in (event.start, event.end)
-        )
-        colour, _ = shade(event.action.kind, stages.index(event.action.stage), len(stages))
-        for column in range(max(math.floor(first), 0), min(math.ceil(end), len(band))):
-            shares[column][colour] += min(end, column + 1) - max(first, column)
-    return [
-        _mixed(share, grid.coloured) if sum(share.values()) >= 0.5 else _IDLE for share in shares
-    ]
+        chunk = stages.index(event.action.stage)
+        colour, _ = shade(event.action.kind, chunk, len(stages))
+        start = grid.column(event.start, record) - band.start
+        end = grid.column(event.end, record) - band.start
+        first_column = max(math.floor(start), 0)
+        end_column = min(math.ceil(end), len(band))
+        for column in range(first_column, end_column):
+            shares[column][colour] += min(end, column + 1) - max(start, column)
+    return [_mixed(share, grid.coloured) for share in shares]
 
 
 def _mixed(shares: Mapping[str, float], coloured: bool) -> Cell:
+    """A column in the mean of its colours; idle if it is so for more than half of its time."""
+    busy = sum(shares.values())
+    if busy < 0.5:
+        return _IDLE
     if not coloured:
         return _BUSY
-    total = sum(shares.values())
-    parts = [
-        round(sum(part * _rgb(colour)[i] for colour, part in shares.items()) / total)
-        for i in range(3)
-    ]
-    return " ", Style(bgcolor="#{:02x}{:02x}{:02x}".format(*parts))
+    mean = [0.0, 0.0, 0.0]  # red, green, blue
+    for colour, share in shares.items():
+        for i, part in enumerate(_rgb(colour)):
+            mean[i] += share / busy * part
+    red, green, blue = map(round, mean)
+    return " ", Style(bgcolor=_hex(red, green, blue))
 
 
 def _axis(band: range, margin: int, unit: tuple[float, str], grid: _Grid) -> Text:
+    """Times below the columns, at round numbers."""
     factor, name = unit
     per_column = grid.per_column * factor
-    step = round_step(8 * per_column)
+    step = round_step(8 * per_column)  # room for a number and a space
+    first = math.ceil(band.start * per_column / step - 1e-9)
+    end = math.ceil(band.stop * per_column / step)
     line = name.ljust(margin)
-    for tick in range(
-        math.ceil(band.start * per_column / step - 1e-9), math.ceil(band.stop * per_column / step)
-    ):
+    for tick in range(first, end):
         column = margin + round(tick * step / per_column) - band.start
         line = line.ljust(column) + f"{tick * step:.6g}"
     return Text(line[: margin + len(band)], "dim")
@@ -257,7 +312,10 @@ def _axis(band: range, margin: int, unit: tuple[float, str], grid: _Grid) -> Tex
 def round_step(least: float) -> float:
     """The smallest of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, ... that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
+    for digit in (1, 2, 5):
+        if digit * power >= least * (1 - 1e-9):
+            return digit * power
+    return 10 * power
 
 
 def kinds_of(records: Sequence[Record]) -> list[Kind]:
@@ -266,55 +324,74 @@ def kinds_of(records: Sequence[Record]) -> list[Kind]:
 
 
 def chunks_of(records: Sequence[Record]) -> int:
-    return max(
+    """The most stages of a rank."""
+    counts = [
         len(record.stages_of(rank)) for record in records for rank in range(record.timeline.ranks)
-    )
+    ]
+    return max(counts)
 
 
 def _legend(records: Sequence[Record], grid: _Grid) -> list[Text]:
-    chunks, idle = chunks_of(records), f"{_IDLE[0]} idle"
+    character, _ = _IDLE
+    idle = f"{character} idle"
     several = "a column has several actions: a wider terminal or --png shows each"
     if grid.mixed and not grid.coloured:
-        return [Text(f"{_BUSY[0]} busy   {idle}"), Text(several, "dim")]
+        busy, _ = _BUSY
+        return [Text(f"{busy} busy   {idle}"), Text(several, "dim")]
+
+    chunks = chunks_of(records)
     line = Text()
     for kind in kinds_of(records):
         if grid.coloured:
-            line.append_text(
-                Text.assemble(*(("██", shade(kind, chunk, chunks)[0]) for chunk in range(chunks)))
-            )
+            for chunk in range(chunks):
+                colour, _ = shade(kind, chunk, chunks)
+                line.append("██", colour)
         else:
             line.append(kind)
         line.append(f" {WORDS[kind]}   ")
-    remarks = ["numbers are microbatches"] * grid.labelled
-    remarks += [f"{'lighter' if grid.coloured else 'small letters'}: later stages of a rank"] * (
-        chunks > 1
-    )
-    remarks += [f"mixed colours: {several}"] * grid.mixed
-    return [line.append(idle), *(Text(remark, "dim") for remark in remarks)]
+    line.append(idle)
+
+    remarks = []
+    if grid.labelled:
+        remarks.append("numbers are microbatches")
+    if chunks > 1:
+        shape = "lighter" if grid.coloured else "small letters"
+        remarks.append(f"{shape}: later stages of a rank")
+    if grid.mixed:
+        remarks.append(f"mixed colours: {several}")
+    return [line, *(Text(remark, "dim") for remark in remarks)]
 
 
 def _numbers(record: Record, unit: tuple[float, str], titled: bool) -> list[Text]:
     """Makespan and idle share, and a table of each rank's idle time and peak activations."""
-    timeline, (factor, name) = record.timeline, unit
+    timeline = record.timeline
+    factor, name = unit
     ranks = range(timeline.ranks)
+    stages = [", ".join(map(str, record.stages_of(rank))) for rank in ranks]
+    idle = numbers([time * factor for time in timeline.idle])
+    shares = [f"{100 * time / timeline.makespan:.0f} %" for time in timeline.idle]
+    idle_in_span = numbers([time * factor for time in timeline.idle_in_span])
+    peaks = [str(peak) for peak in timeline.peak_activations]
     columns = [
         ["", *(f"rank {rank}" for rank in ranks)],
-        ["stages", *(", ".join(map(str, record.stages_of(rank))) for rank in ranks)],
-        ["idle", *numbers([idle * factor for idle in timeline.idle])],
-        ["", *(f"{100 * idle / timeline.makespan:.0f} %" for idle in timeline.idle)],
-        ["idle in span", *numbers([idle * factor for idle in timeline.idle_in_span])],
-        ["peak activations", *map(str, timeline.peak_activations)],
+        ["stages", *stages],
+        ["idle", *idle],
+        ["", *shares],
+        ["idle in span", *idle_in_span],
+        ["peak activations", *peaks],
     ]
-    widths = [max(map(len, column)) for column in columns]
-    rows = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in zip(*columns, strict=True)
-    ]
+    # The names of the ranks stand to the left of their column, all else to the right.
+    for i, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[i] = [cell.ljust(width) if i == 0 else cell.rjust(width) for cell in column]
+    titles, *rows = ["  ".join(row) for row in zip(*columns, strict=True)]
+
     head = Text(f"{record.title}: " if titled else "", "bold")
     makespan = f"{number(timeline.makespan * factor)} {name}".rstrip()
     head.append(f"makespan {makespan}, {100 * timeline.idle_share:.1f} % of it idle", "not bold")
-    return [head, Text(rows[0], "dim"), *map(Text, rows[1:])]
+    return [head, Text(titles, "dim"), *map(Text, rows)]
 
 
 def _events(records: Sequence[Record]) -> Iterator[Event]:
-    return (event for record in records for row in record.timeline.events for event in row)
+    for record in records:
+        yield from record.events

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli.memory import parameter_json, table
-from meshtrain.config import Config, Data
+from meshtrain.config import Config, spec_of
 from meshtrain.config.layout_advice import host_warnings
-from meshtrain.config.model_spec import spec_of
+from meshtrain.config.schema import DataSection
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text, writing
 from meshtrain.foresight.parameters import MemoryUse, held_by_ranks, parameter_specs
@@ -162,7 +162,7 @@ def _notes(config: Config) -> list[str]:
     return notes
 
 
-def _loss_shares(data: Data) -> list[str]:
+def _loss_shares(data: DataSection) -> list[str]:
     """Which share of the tokens has a loss, of data that may have prompts and lie prepared on this
     host."""
     from meshtrain.data.prepare import loss_share, preparations  # it imports numpy

@@ -52,45 +52,46 @@ def run(arguments: argparse.Namespace) -> int:
     a text is wrong."""
     if arguments.workers < 1:
         raise InputError(f"--workers is {arguments.workers}: expected at least 1")
-    for preparation in list(preparations(Config.load(arguments.config, arguments.overrides).data)):
+    host, hosts = arguments.host
+    config = Config.load(arguments.config, arguments.overrides)
+    for preparation in list(preparations(config.data)):  # all of them exist before the first begins
         try:
-            _prepare(preparation, arguments.workers, *arguments.host)
+            _prepare(preparation, arguments.workers, host, hosts)
         except (OSError, KeyboardInterrupt) as error:
-            total, name = len(preparation.shards), preparation.folder
-            finished = (
-                f"{total - len(preparation.missing())} of {plural(total, 'shard')} are finished"
-            )
-            reason = str(error) or "stopped"
+            total = len(preparation.shards)
+            finished = total - len(preparation.missing())
             warn(
-                f"{name} is not prepared: {reason}; {finished}, and the same command goes on with "
-                "the others"
+                f"{preparation.folder} is not prepared: {str(error) or 'stopped'}; {finished} of "
+                f"{plural(total, 'shard')} are finished, and the same command goes on with the "
+                "others"
             )
             return 1
     return 0
 
 
 def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
+    """Makes a token file, or this host's share of its shards."""
     preparation.take_earlier(_say)
     share = len([shard for shard in preparation.missing() if shard % hosts == host])
-    if workers > 1 and share > 1:
-        _say(
-            f"preparing {preparation.source.name}: {plural(share, 'shard')} in "
-            f"{min(workers, share)} processes"
-        )
-        _work_together(preparation, min(workers, share), host, hosts)
-    if preparation.run(_say, host, hosts):
-        header = parse_json((preparation.folder / "header.json").read_bytes())
-        size = f"{plural(header['documents'], 'document')}, {plural(header['tokens'], 'token')}"
-        _say(f"{preparation.folder} is prepared: {size}, fingerprint {header['fingerprint'][:16]}")
-        with_loss = loss_share(preparation.folder)
-        if with_loss is not None:
-            _say(with_loss)
-    else:
+    processes = min(workers, share)
+    if processes > 1:
+        shards = plural(share, "shard")
+        _say(f"preparing {preparation.source.name}: {shards} in {processes} processes")
+        _work_together(preparation, processes, host, hosts)
+
+    # What the workers have left, if one was killed, and the header.
+    is_whole = preparation.run(_say, host, hosts)
+    folder = preparation.folder
+    if not is_whole:
         missing = plural(len(preparation.missing()), "shard")
-        _say(
-            f"host {host}/{hosts} has done its share of {preparation.folder}; the others have "
-            f"{missing} to do"
-        )
+        _say(f"host {host}/{hosts} has done its share of {folder}; the others have {missing} to do")
+        return
+    header = parse_json((folder / "header.json").read_bytes())
+    size = f"{plural(header['documents'], 'document')}, {plural(header['tokens'], 'token')}"
+    _say(f"{folder} is prepared: {size}, fingerprint {header['fingerprint'][:16]}")
+    with_loss = loss_share(folder)
+    if with_loss is not None:
+        _say(with_loss)
 
 
 def _work_together(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
@@ -101,21 +102,25 @@ def _work_together(preparation: Preparation, workers: int, host: int, hosts: int
     arguments = (preparation, host, hosts, errors, os.getpid())
     processes = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(workers)]
     start = last_message = time.monotonic()
-    total, name = len(preparation.missing()), preparation.source.name
+    total = len(preparation.missing())
     try:
         for process in processes:
             process.start()
-        while errors.empty() and (
-            running := [process.sentinel for process in processes if process.is_alive()]
-        ):
-            wait(running, 1.0)
+        while errors.empty():
+            running = [process.sentinel for process in processes if process.is_alive()]
+            if not running:
+                break
+            wait(running, timeout=1.0)
             now = time.monotonic()
             if now - last_message >= _SAY_EVERY_S:
-                last_message, done = now, total - len(preparation.missing())
+                last_message = now
+                done = total - len(preparation.missing())
                 _say(
-                    f"preparing {name}: {done:,} of {plural(total, 'shard')} in {now - start:.0f} s"
+                    f"preparing {preparation.source.name}: {done:,} of {plural(total, 'shard')} in "
+                    f"{now - start:.0f} s"
                 )
     finally:
+        # On an error or an interrupt the others have no more to do.
         for process in processes:
             if process.pid:
                 process.kill()

@@ -15,35 +15,38 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meshtrain.config import locate, schema
 from meshtrain.config.checks import check_chaos, check_rules
 from meshtrain.config.convert import read_section
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_text
+from meshtrain.config.errors import ConfigError, ConfigErrors, nearest
 from meshtrain.config.file_checks import check_files
 from meshtrain.config.keys import Key, keys_of
 from meshtrain.config.layout_checks import check_groups, check_layout, expert_ranks
 from meshtrain.config.layout_section import read_layout, resolve_layout
 from meshtrain.config.model_section import read_model
+from meshtrain.config.model_spec import ModelSpec, model_spec
 from meshtrain.config.schema import (
     NAMES,
     OWN_MODEL_KEYS,
     SECTIONS,
-    Data,
-    Fault,
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    MetricsSection,
     ModelSection,
-    Optimizer,
+    OptimizerSection,
+    ParallelSection,
+    PipelineSection,
+    TrainSection,
 )
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, yaml_text
+from meshtrain.job import locate
 from meshtrain.layout import AXES, Layout
 
-if TYPE_CHECKING:
-    from meshtrain.config.model_spec import ModelSpec
-
-__all__ = ["Config", "ConfigErrors", "Data", "Fault"]
+__all__ = ["Config", "ConfigErrors", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,15 @@ class Config:
     """The checked and complete config of a run: the file's values, overrides, and defaults."""
 
     model: ModelSection
-    data: Data
+    data: DataSection
     layout: dict[str, int]  # axis -> size, outermost first, as written: one may be -1
-    batch: schema.Batch
-    parallel: schema.Parallel
-    pipeline: schema.Pipeline
-    optimizer: Optimizer
-    train: schema.Train
-    checkpoint: schema.Checkpoint
-    metrics: schema.Metrics
+    batch: BatchSection
+    parallel: ParallelSection
+    pipeline: PipelineSection
+    optimizer: OptimizerSection
+    train: TrainSection
+    checkpoint: CheckpointSection
+    metrics: MetricsSection
     # the layout of all processes; None: a size is -1
     resolved: Layout | None = field(default=None, compare=False)
     name: str = field(default="", compare=False)  # the file's name without its extension
@@ -67,7 +70,7 @@ class Config:
     # a line to print for each, with its origin
     overrides: tuple[str, ...] = field(default=(), compare=False)
     # in the place of the model that the keys describe: it without some blocks, in a trace
-    spec: "ModelSpec | None" = field(default=None, compare=False)
+    spec: ModelSpec | None = field(default=None, compare=False)
 
     @classmethod
     def load(
@@ -127,6 +130,7 @@ class Config:
         if errors or sizes is None:
             raise ConfigErrors(file, errors)
 
+        # Derived axes: of cp, the ranks that swap heads; of all, those that share experts.
         if layout is not None:
             if layout.size("cp") > 1:
                 layout = layout.with_context_heads(draft.values["parallel.context_heads"])
@@ -177,6 +181,13 @@ class Config:
         ]
         comments = [f"# {' '.join(remark.split())}\n" for remark in remarks]
         return "".join(comments) + write(self.plain())
+
+
+def spec_of(config: Config) -> ModelSpec:
+    """The model of a config: its module and keys, and its copy on the meta device."""
+    if config.spec is not None:
+        return config.spec
+    return model_spec(config.model.name, config.model.keys, config.train.freeze, config.train.lora)
 
 
 def _read_sections(root: Node, errors: list[ConfigError]) -> ConfigDraft:

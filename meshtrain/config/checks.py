@@ -12,7 +12,7 @@ from typing import Any
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.keys import seconds
-from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup, Source
+from meshtrain.config.schema import SINKS, SOURCES, FaultSection, ParamGroupSection, SourceSection
 from meshtrain.data.order import MOST_SOURCES, BatchSizes, changes_of, whole_weights
 from meshtrain.errors import any_of
 
@@ -127,14 +127,14 @@ def average_is_kept(use_ema: bool, ema_decay: float | None) -> Problems:
 
 
 @rule("optimizer.groups")
-def one_rate(groups: tuple[ParamGroup, ...]) -> Problems:
+def one_rate(groups: tuple[ParamGroupSection, ...]) -> Problems:
     for i, group in enumerate(groups):
         if group.lr is not None and group.lr_scale != 1:
             yield f"optimizer.groups: group {i} has an lr and an lr_scale: take one of the two away"
 
 
 @rule("optimizer.state_precision", "optimizer.name", "optimizer.groups")
-def states_round(precision: str, name: str, groups: tuple[ParamGroup, ...]) -> Problems:
+def states_round(precision: str, name: str, groups: tuple[ParamGroupSection, ...]) -> Problems:
     names = {name}
     names |= {group.name for group in groups if group.name is not None}
     others = sorted(names - {"adamw"})
@@ -197,7 +197,7 @@ def sinks_have_names(sinks: tuple[str, ...], options: dict[str, Any]) -> Problem
 
 
 @rule("data.path", "data.source", "data.sources")
-def path_for_source(path: str | None, source: str, sources: tuple[Source, ...]) -> Problems:
+def path_for_source(path: str | None, source: str, sources: tuple[SourceSection, ...]) -> Problems:
     if sources:
         if path is not None:
             yield (
@@ -218,7 +218,7 @@ def path_for_source(path: str | None, source: str, sources: tuple[Source, ...]) 
 
 
 @rule("data.sources", "data.source")
-def sources_mix(sources: tuple[Source, ...], source: str) -> Problems:
+def sources_mix(sources: tuple[SourceSection, ...], source: str) -> Problems:
     names = [own.name for own in sources]
     for name in sorted(set(names)):
         count = names.count(name)
@@ -255,7 +255,7 @@ def sources_mix(sources: tuple[Source, ...], source: str) -> Problems:
 
 
 @rule("data.text_field", "data.source", "data.sources")
-def field_of_source(field: str, source: str, sources: tuple[Source, ...]) -> Problems:
+def field_of_source(field: str, source: str, sources: tuple[SourceSection, ...]) -> Problems:
     kinds = {source, *(own.source for own in sources)}
     if field != "text" and not kinds & {"jsonl", "parquet"}:
         yield (
@@ -342,7 +342,9 @@ def tokens_of_documents_have_names(begin: str | None, end: str | None, tokenizer
 
 
 @rule("data.begin_token", "data.source", "data.sources")
-def begin_token_of_source(begin: str | None, source: str, sources: tuple[Source, ...]) -> Problems:
+def begin_token_of_source(
+    begin: str | None, source: str, sources: tuple[SourceSection, ...]
+) -> Problems:
     kinds = {own.source or source for own in sources} or {source}
     if begin is not None and not kinds & set(_OF_TEXT):
         yield (
@@ -352,7 +354,7 @@ def begin_token_of_source(begin: str | None, source: str, sources: tuple[Source,
 
 
 @rule("data.loss_on", "data.source", "data.sources")
-def answers_of_source(loss_on: str, source: str, sources: tuple[Source, ...]) -> Problems:
+def answers_of_source(loss_on: str, source: str, sources: tuple[SourceSection, ...]) -> Problems:
     if loss_on != "all" and not {source, *(own.source for own in sources)} & {"jsonl"}:
         yield (
             f"data.loss_on {loss_on} is for conversations, which data.source {source} does not "
@@ -451,7 +453,7 @@ def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
 FaultProblems = Iterator[tuple[str, str]]
 
 
-def _problems_of_rank(fault: Fault, world_size: int | None) -> FaultProblems:
+def _problems_of_rank(fault: FaultSection, world_size: int | None) -> FaultProblems:
     if fault.rank is None and fault.fault != "fail-save":
         yield "fault", f"{fault.fault} needs a rank: say whose, such as rank: 1"
     if fault.rank is not None and world_size is not None and fault.rank >= world_size:
@@ -459,7 +461,7 @@ def _problems_of_rank(fault: Fault, world_size: int | None) -> FaultProblems:
         yield "rank", f"there is no rank {fault.rank}: this job {ranks}"
 
 
-def _problems_of_step(fault: Fault, steps: int | None, every: object) -> FaultProblems:
+def _problems_of_step(fault: FaultSection, steps: int | None, every: object) -> FaultProblems:
     """`steps`: the length of the run; None: not known, so that any step may be its last."""
     if steps is not None and fault.step > steps:
         yield (
@@ -481,7 +483,7 @@ def _problems_of_step(fault: Fault, steps: int | None, every: object) -> FaultPr
         )
 
 
-def _problems_of_kind(fault: Fault) -> FaultProblems:
+def _problems_of_kind(fault: FaultSection) -> FaultProblems:
     """Keys that only `slow` has."""
     if fault.fault == "slow" and fault.seconds is None:
         yield "fault", "slow needs seconds: how much longer each step takes, such as seconds: 0.5"

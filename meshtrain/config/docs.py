@@ -15,8 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from meshtrain.config import locate
-from meshtrain.config.errors import yaml_text
 from meshtrain.config.keys import (
     NO_LIMITS,
     Key,
@@ -30,6 +28,8 @@ from meshtrain.config.keys import (
     stepwise_type,
 )
 from meshtrain.config.schema import NAMES, OWN_MODEL_KEYS, SECTIONS, ModelSection
+from meshtrain.errors import yaml_text
+from meshtrain.job import locate
 
 _AXES = {
     "pp": "Pipeline stages: each holds some of the blocks.",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshtrain.errors import InputError, plural
+from meshtrain.errors import InputError, plural, shorten
 
 
 @dataclass(frozen=True, order=True)
@@ -61,26 +61,3 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     plain = {candidate.lower().replace("-", "_"): candidate for candidate in known}
     match = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
     return plain[match[0]] if match else None
-
-
-def yaml_text(value: Any) -> str:
-    """A value as YAML on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        items = [yaml_text(item) for item in value]
-        return f"[{', '.join(items)}]"
-    if isinstance(value, dict):
-        items = [f"{key}: {yaml_text(item)}" for key, item in value.items()]
-        return f"{{{', '.join(items)}}}"
-    if value == "":
-        return '""'
-    return shorten(str(value))
-
-
-def shorten(text: str) -> str:
-    """Text on one line, truncated to 100 characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= 100 else line[:97] + "..."

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.directory import find_checkpoint
-from meshtrain.config import locate
 from meshtrain.config.checks import OF_TOKENS
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
@@ -13,6 +12,7 @@ from meshtrain.config.errors import nearest
 from meshtrain.config.schema import SOURCES
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
+from meshtrain.job import locate
 
 
 def check_files(draft: ConfigDraft) -> None:

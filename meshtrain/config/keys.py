@@ -14,8 +14,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from meshtrain.config.errors import yaml_text
-from meshtrain.errors import any_of
+from meshtrain.errors import any_of, yaml_text
 
 # Where the declaration of a key stands in the metadata of its field, which may have more of others.
 _DECLARED = "meshtrain.key"

@@ -13,12 +13,12 @@ from typing import Any
 from meshtrain.config.checks import OF_TOKENS
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.errors import nearest, yaml_text
-from meshtrain.config.locate import model_file
+from meshtrain.config.errors import nearest
 from meshtrain.config.model_spec import draft_model
-from meshtrain.config.schema import SOURCES, ParamGroup
+from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
-from meshtrain.errors import any_of
+from meshtrain.errors import any_of, yaml_text
+from meshtrain.job.locate import model_file
 from meshtrain.layout import DATA_AXES, NOT_WITH_FSDP, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
@@ -137,14 +137,14 @@ def check_groups(draft: ConfigDraft) -> None:
             )
 
 
-def _first_match(groups: Sequence[ParamGroup], name: str) -> int | None:
+def _first_match(groups: Sequence[ParamGroupSection], name: str) -> int | None:
     for i, group in enumerate(groups):
         if fnmatchcase(name, group.match):
             return i
     return None
 
 
-def _why_empty(groups: Sequence[ParamGroup], empty: int, names: list[str]) -> str:
+def _why_empty(groups: Sequence[ParamGroupSection], empty: int, names: list[str]) -> str:
     """Where the parameters that a group matches are instead, or the names near its pattern."""
     pattern = groups[empty].match
     earlier = set()

@@ -16,14 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from meshtrain.checkpoint.directory import MANIFEST, find_checkpoint, open_manifest
-from meshtrain.config import locate
 from meshtrain.config.convert import INVALID, convert, describe_unknown_key, meant_key
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.errors import Place, nearest, yaml_text
+from meshtrain.config.errors import Place, nearest
 from meshtrain.config.keys import Key, describe_type, keys_of
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.config.yaml_reader import Node, describe, read_text
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, yaml_text
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.rope_keys import (
     BOTH_FORMS,
@@ -32,6 +31,7 @@ from meshtrain.huggingface.rope_keys import (
     rope_contradictions,
     split_rope,
 )
+from meshtrain.job import locate
 
 # Advice for keys of `only` for which using the supported value is no way out.
 _WAYS_OUT = {

@@ -8,16 +8,15 @@ from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.config import locate
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.schema import OWN_MODEL_KEYS
+from meshtrain.job import locate
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshtrain.config import Config
-    from meshtrain.config.schema import Lora
+    from meshtrain.config.schema import LoraSection
 
 
 class ModelSpec:
@@ -28,7 +27,7 @@ class ModelSpec:
         module: ModuleType,
         keys: Mapping[str, Any],
         freeze: tuple[str, ...] = (),
-        lora: "Lora | None" = None,
+        lora: "LoraSection | None" = None,
     ) -> None:
         self.module = module
         self.keys = dict(keys)
@@ -98,7 +97,10 @@ _latest: list[ModelSpec] = []  # the last one asked for comes first
 
 
 def model_spec(
-    name: str, keys: Mapping[str, Any], freeze: tuple[str, ...] = (), lora: "Lora | None" = None
+    name: str,
+    keys: Mapping[str, Any],
+    freeze: tuple[str, ...] = (),
+    lora: "LoraSection | None" = None,
 ) -> ModelSpec:
     """The spec of a model; equal arguments share one object. Raises what `locate.model_file`
     raises."""
@@ -112,12 +114,6 @@ def model_spec(
     others = [other for other in _latest if other is not spec]
     _latest[:] = [spec, *others][:MOST_SPECS]
     return spec
-
-
-def spec_of(config: "Config") -> ModelSpec:
-    if config.spec is not None:
-        return config.spec
-    return model_spec(config.model.name, config.model.keys, config.train.freeze, config.train.lora)
 
 
 def draft_model(draft: ConfigDraft) -> ModelSpec | None:

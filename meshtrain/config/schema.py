@@ -60,7 +60,7 @@ OWN_MODEL_KEYS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceSection:
     """One source of a mixture. Samples of the sources are mixed in exact shares: see
     [data](data.md#mixtures)."""
 
@@ -80,7 +80,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSection:
     """The data that the model is trained and evaluated on."""
 
     source: str = key(
@@ -98,7 +98,7 @@ class Data:
         path=True,
         also="data_path file dataset_path dir root",
     )
-    sources: tuple[Source, ...] = key((), also="mixture blend data_mixture datasets")
+    sources: tuple[SourceSection, ...] = key((), also="mixture blend data_mixture datasets")
     """Several sources to mix, instead of `path`; the keys of each are below."""
     validation: float | str = key(
         0.02, path=True, minimum=0, below=1, also="val valid split validation_split"
@@ -143,7 +143,7 @@ class Data:
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
 
-    def each_source(self) -> "list[Data]":
+    def each_source(self) -> "list[DataSection]":
         """One section per source, as if it were alone; a validation set given by a path goes to the
         first one."""
         alone = []
@@ -162,7 +162,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSection:
     """The number of samples per step, and per forward."""
 
     global_size: int | tuple[tuple[int, int], ...] = key(
@@ -182,7 +182,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelSection:
     """How ranks store and run the model. No key changes what is computed, except that
     `reduce_precision` rounds."""
 
@@ -256,7 +256,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineSection:
     """With `pp`: how the model's blocks form stages, and in which order a rank runs its stages."""
 
     schedule: str = key(
@@ -276,7 +276,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class ParamGroup:
+class ParamGroupSection:
     """Parameters with optimizer settings of their own. A parameter is in the first group that
     matches its name."""
 
@@ -294,7 +294,7 @@ class ParamGroup:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerSection:
     """The optimizer, and the learning rate over the run."""
 
     name: OptimizerName = key("adamw", also="type optimizer")
@@ -324,7 +324,7 @@ class Optimizer:
     ema_decay: float | None = key(None, above=0, below=1, also="ema ema_beta ema_alpha use_ema")
     """The decay rate per update of an exponential moving average (EMA) of all weights. null: no
     average is kept."""
-    groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
+    groups: tuple[ParamGroupSection, ...] = key((), also="param_groups parameter_groups")
     """Parameters with a learning rate, decay or optimizer of their own; the keys of each group are
     below."""
     clip_norm: float | None = key(
@@ -343,7 +343,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraSection:
     """Low-rank adapters on linear layers; only the adapters are trained. See docs/finetuning.md."""
 
     rank: int = key(minimum=1, also="r lora_rank lora_r")
@@ -358,7 +358,7 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultSection:
     """One injected fault: what happens to which rank, and when."""
 
     fault: Literal["kill", "stop", "slow", "raise", "fail-save"] = key(also="kind type what")
@@ -378,7 +378,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainSection:
     """The run: its length, its precision, and where it writes."""
 
     steps: int | None = key(
@@ -391,7 +391,7 @@ class Train:
     """Determines the initial weights and the order of the samples."""
     freeze: tuple[str, ...] = key((), also="frozen freeze_modules freeze_layers")
     """Name patterns of parameters that are not trained, for instance `model.embed_tokens.*`."""
-    lora: Lora | None = key(None, also="peft adapters")
+    lora: LoraSection | None = key(None, also="peft adapters")
     """Low-rank adapters, the only parameters trained then; the keys are below."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
@@ -445,7 +445,7 @@ class Train:
     docs/monitoring.md."""
     sample_tokens: int = key(200, minimum=0)
     """Tokens of sample text that a language model generates at the end; 0 for none."""
-    chaos: tuple[Fault, ...] = key((), also="faults fault_injection")
+    chaos: tuple[FaultSection, ...] = key((), also="faults fault_injection")
     """Faults injected on purpose, in the first start of a job, to rehearse failures; the keys of
     each are below."""
 
@@ -455,7 +455,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointSection:
     """When checkpoints are saved, which of them are kept, and from which a run starts."""
 
     every: int | Literal["epoch"] = key(
@@ -501,7 +501,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class MetricsSection:
     """What is recorded for monitoring, besides the progress line and `metrics.jsonl`."""
 
     sinks: tuple[str, ...] = key((), also="report_to loggers logger log_with trackers")
@@ -520,14 +520,14 @@ class Metrics:
 # The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the
 # axes of the mesh.
 SECTIONS: dict[str, Any] = {
-    "data": Data,
-    "batch": Batch,
-    "parallel": Parallel,
-    "pipeline": Pipeline,
-    "optimizer": Optimizer,
-    "train": Train,
-    "checkpoint": Checkpoint,
-    "metrics": Metrics,
+    "data": DataSection,
+    "batch": BatchSection,
+    "parallel": ParallelSection,
+    "pipeline": PipelineSection,
+    "optimizer": OptimizerSection,
+    "train": TrainSection,
+    "checkpoint": CheckpointSection,
+    "metrics": MetricsSection,
 }
 # in the order they are written
 NAMES = (

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from meshtrain.config.errors import ConfigError, Place, shorten, yaml_text
+from meshtrain.config.errors import ConfigError, Place
 from meshtrain.config.layout_advice import add_axis
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, shorten, yaml_text
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32

@@ -19,18 +19,9 @@ Item = tuple[tuple[Tensor | None, ...], Tensor]
 Input = Tensor | AttentionContext | None
 
 # a language model's inputs, in order; a classifier takes images
-LANGUAGE = (
-    "tokens",
-    "positions",
-    "documents",
-)
+LANGUAGE = ("tokens", "positions", "documents")
 # sequence dim of each named tensor
-SEQUENCE_DIM = {
-    "tokens": 1,
-    "positions": 1,
-    "documents": 1,
-    "targets": 1,
-}
+SEQUENCE_DIM = {"tokens": 1, "positions": 1, "documents": 1, "targets": 1}
 
 
 @dataclass(frozen=True)
@@ -53,9 +44,11 @@ class Batch:
         """Names inputs given in the model's order: a language model's if targets are (b, s), else a
         classifier's."""
         names = LANGUAGE if targets.ndim == 2 else ("images",)
-        return cls(
-            {names[i] if i < len(names) else f"input_{i}": x for i, x in enumerate(inputs)}, targets
-        )
+        tensors = {}
+        for i, x in enumerate(inputs):
+            name = names[i] if i < len(names) else f"input_{i}"
+            tensors[name] = x
+        return cls(tensors, targets)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -76,30 +69,27 @@ class Batch:
         length = self.targets.shape[-1]
 
         def changed(name: str, x: Input) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            dim = SEQUENCE_DIM.get(name)
             # An additional input of a user's data set that has the targets' shape has their
             # sequence dim, too.
-            is_text = (
-                self.targets.ndim == 2 and isinstance(x, Tensor) and x.shape == self.targets.shape
-            )
-            dim = SEQUENCE_DIM.get(name, 1 if is_text else None)
-            lies_along = (
-                isinstance(x, Tensor)
-                and dim is not None
-                and dim < x.ndim
-                and x.shape[dim] == length
-            )
-            return function(x, dim) if lies_along else x  # type: ignore[arg-type]
+            if dim is None and x.ndim == 2 and x.shape == self.targets.shape:
+                dim = 1
+            if dim is None or dim >= x.ndim or x.shape[dim] != length:
+                return x
+            return function(x, dim)
 
-        return Batch(
-            {name: changed(name, x) for name, x in self.tensors.items()},
-            changed("targets", self.targets),
-        )
+        tensors = {name: changed(name, x) for name, x in self.tensors.items()}
+        return Batch(tensors, changed("targets", self.targets))
 
     def shortened(self, length: int) -> "Batch":
         """The batch with each sample cut to its first `length` tokens."""
-        return self.along_sequence(
-            lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim])).contiguous()
-        )
+
+        def cut(x: Tensor, dim: int) -> Tensor:
+            return x.narrow(dim, 0, min(length, x.shape[dim])).contiguous()
+
+        return self.along_sequence(cut)
 
     def with_context(self) -> "Batch":
         """The batch with an `AttentionContext` in place of documents, for a model that takes
@@ -110,12 +100,10 @@ class Batch:
         lengths = None
         if documents is not None:
             lengths = cumulative_lengths(documents)
-            lengths = (
-                lengths.pin_memory() if lengths is not None and documents.is_pinned() else lengths
-            )
-        return Batch(
-            {**self.tensors, "documents": AttentionContext(documents, lengths)}, self.targets
-        )
+            if lengths is not None and documents.is_pinned():
+                lengths = lengths.pin_memory()
+        context = AttentionContext(documents, lengths)
+        return Batch({**self.tensors, "documents": context}, self.targets)
 
     def to(
         self, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True
@@ -125,12 +113,15 @@ class Batch:
         where they are."""
 
         def moved(x: Any) -> Any:
-            typed = not isinstance(x, Tensor) or x.is_floating_point()
-            return x if x is None else x.to(device, dtype if typed else None, non_blocking=True)
+            if x is None:
+                return None
+            is_ids = isinstance(x, Tensor) and not x.is_floating_point()
+            return x.to(device, None if is_ids else dtype, non_blocking=True)
 
-        tensors = {
-            name: moved(x) if i or first else x for i, (name, x) in enumerate(self.tensors.items())
-        }
+        tensors = {}
+        for i, (name, x) in enumerate(self.tensors.items()):
+            stays = i == 0 and not first
+            tensors[name] = x if stays else moved(x)
         return Batch(tensors, moved(self.targets) if last else self.targets)
 
     def pin_memory(self) -> "Batch":
@@ -185,24 +176,18 @@ class Samples(ABC):
             RuntimeError: reading a sample failed; names the sample.
         """
         rows = [self._row(index, epoch) for epoch, index in items]
-        shapes = [
-            [None if x is None else tuple(x.shape) for x in (*inputs, target)]
-            for inputs, target in rows
-        ]
-        if other := next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None):
-            raise InputError(
-                f"{self.name}: the inputs and the target of sample {items[0][1]} have the shapes "
-                f"{shapes[0]}, and of "
-                f"sample {items[other][1]} {shapes[other]}: samples of a microbatch are of one "
-                "shape (pad a text at "
-                f"its end, with targets of {IGNORE})"
-            )
-        inputs = tuple(
-            _stack(column) for column in zip(*(inputs for inputs, _ in rows), strict=True)
-        )
+        shapes = [_shapes(row) for row in rows]
+        for (_, index), shape in zip(items, shapes, strict=True):
+            if shape != shapes[0]:
+                raise InputError(
+                    f"{self.name}: the inputs and the target of sample {items[0][1]} have the "
+                    f"shapes {shapes[0]}, and of sample {index} {shape}: samples of a microbatch "
+                    f"are of one shape (pad a text at its end, with targets of {IGNORE})"
+                )
+        columns = zip(*[inputs for inputs, _ in rows], strict=True)
         targets = torch.stack([target for _, target in rows])
         targets[valid:] = IGNORE
-        return Batch.of(inputs, targets)
+        return Batch.of([_stack(column) for column in columns], targets)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         """Lengths of the document parts in these samples, in any order; None: not known without
@@ -239,7 +224,14 @@ class Subset(Samples):
         return self.base.item(int(self.indices[index]), epoch)
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
-        return self.base.read([(epoch, int(self.indices[index])) for epoch, index in items], valid)
+        of_base = [(epoch, int(self.indices[index])) for epoch, index in items]
+        return self.base.read(of_base, valid)
+
+
+def _shapes(row: Item) -> list[tuple[int, ...] | None]:
+    """Of each input of a sample, and of its target."""
+    inputs, target = row
+    return [None if x is None else tuple(x.shape) for x in (*inputs, target)]
 
 
 def _stack(column: tuple[Tensor | None, ...]) -> Tensor | None:

@@ -27,10 +27,8 @@ Say = Callable[[str], None]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # first and longest polling interval; backing off spares a file server
-_POLL_S, _LONGEST_POLL_S = (
-    0.1,
-    5.0,
-)
+_POLL_S = 0.1
+_LONGEST_POLL_S = 5.0
 _SAY_EVERY_S = 10.0
 # another host's temporary folder counts as abandoned if it was not written to for so long
 _ABANDONED_S = 3600.0
@@ -63,8 +61,7 @@ def prepare_once(
     except OSError as error:
         raise InputError(
             f"the cache {folder.parent} cannot be written ({error.filename}: {error.strerror}): "
-            "prepared data goes "
-            "there; name a folder on a disk of this host in data.cache"
+            "prepared data goes there; name a folder on a disk of this host in data.cache"
         ) from error
     try:
         if _lock_unless_there(path, lock, folder, say, wait):
@@ -97,7 +94,8 @@ def _open_lock(folder: Path) -> tuple[Path, int]:
 def _lock_unless_there(path: Path, lock: int, folder: Path, say: Say, wait: bool) -> bool:
     """Waits for the lock or the folder, if `wait`. True: this process holds the lock and has to
     prepare the folder."""
-    last_message, pause = time.monotonic(), _POLL_S
+    last_message = time.monotonic()
+    pause = _POLL_S
     written = 0.0  # when the other process last wrote
     while not folder.is_dir():
         if _try_lock(path, lock):
@@ -110,8 +108,9 @@ def _lock_unless_there(path: Path, lock: int, folder: Path, say: Say, wait: bool
         if time.monotonic() - last_message >= _SAY_EVERY_S:
             last_message = time.monotonic()
             say(f"waiting for {folder}: {_holder(path)}")
-            before, written = written, _last_written(folder)
-            if written != before:
+            now_written = _last_written(folder)
+            if now_written != written:
+                written = now_written
                 advance()  # this process waits for one that gets on
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_POLL_S)
@@ -171,13 +170,12 @@ def _clean(folder: Path) -> None:
     prefix = temporary_prefix(folder)
     for leftover in folder.parent.glob(f"{prefix}*.tmp"):
         with suppress(OSError):  # it has just become the folder, or is another user's
-            own = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")
-            own = own and leftover.lstat().st_uid == os.geteuid()
-            newest = max(
-                (path.lstat().st_mtime for path in leftover.glob("*")),
-                default=leftover.lstat().st_mtime,
-            )
-            if own or time.time() - newest > _ABANDONED_S:
+            about = leftover.lstat()
+            of_host = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")
+            written = [path.lstat().st_mtime for path in leftover.glob("*")]
+            is_own = of_host and about.st_uid == os.geteuid()
+            is_abandoned = time.time() - max(written, default=about.st_mtime) > _ABANDONED_S
+            if is_own or is_abandoned:
                 shutil.rmtree(leftover)
 
 
@@ -185,7 +183,8 @@ class Progress:
     """Reports every 10 s how many documents have been processed."""
 
     def __init__(self, name: str, say: Say) -> None:
-        self._name, self._say = name, say
+        self._name = name
+        self._say = say
         self._start = self._last_message = time.monotonic()
         self._documents = self._tokens = 0
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshtrain.config import locate
 from meshtrain.data.batch import IGNORE, Batch, Item, Packed, Samples
 from meshtrain.data.tokens import outside_vocabulary
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 
 if TYPE_CHECKING:
-    from meshtrain.config import Data
+    from meshtrain.config.schema import DataSection
 
 
 class CustomSamples(Samples):
@@ -31,7 +31,9 @@ class CustomSamples(Samples):
     def __init__(
         self, name: str, dataset: Any, n_outputs: int | None, vocab_size: int | None = None
     ) -> None:
-        self.name, self.n_outputs, self.vocab_size = name, n_outputs, vocab_size
+        self.name = name
+        self.n_outputs = n_outputs
+        self.vocab_size = vocab_size
         self._dataset = dataset
         self._by_epoch = hasattr(dataset, "item")
 
@@ -45,12 +47,16 @@ class CustomSamples(Samples):
                 f"{self.name}: item {index} is {type(item).__name__}, expected a pair (inputs, "
                 "target)"
             )
-        inputs = tuple(item[0]) if isinstance(item[0], (tuple, list)) else (item[0],)
-        inputs = tuple(None if x is None else torch.as_tensor(x) for x in inputs)
-        target = torch.as_tensor(item[1])
-        if problem := _problem(inputs, target):
+        given, target = item
+        if not isinstance(given, (tuple, list)):
+            given = (given,)
+        inputs = tuple(None if x is None else torch.as_tensor(x) for x in given)
+        target = torch.as_tensor(target)
+        problem = _problem(inputs, target)
+        if problem is not None:
             raise InputError(f"{self.name}: item {index}: {problem}")
         target = target.long()
+        # Text whose positions count from its beginning, and which is one document.
         if target.ndim == 1 and len(inputs) == 1:
             inputs = (inputs[0], torch.arange(len(target)), None)
         return inputs, target
@@ -58,31 +64,39 @@ class CustomSamples(Samples):
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
         batch = super().read(items, valid)
         assert isinstance(batch, Batch)
+        self._check_targets(batch, items)
+        self._check_tokens(batch, items)
+        return batch
+
+    def _check_targets(self, batch: Batch, items: Sequence[tuple[int, int]]) -> None:
         wrong = (batch.targets < 0) & (batch.targets != IGNORE)
         if self.n_outputs is not None:
             wrong |= batch.targets >= self.n_outputs
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0, 0])
+            target = int(batch.targets[wrong][0])
             raise InputError(
-                f"{self.name}: the target {int(batch.targets[wrong][0])} of sample {items[row][1]} "
-                "is outside of the "
+                f"{self.name}: the target {target} of sample {items[row][1]} is outside of the "
                 f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or "
                 f"{IGNORE} for no loss"
             )
+
+    def _check_tokens(self, batch: Batch, items: Sequence[tuple[int, int]]) -> None:
         tokens = batch.tensors.get("tokens")
-        if self.vocab_size is not None and isinstance(tokens, torch.Tensor):
-            wrong = (tokens < 0) | (tokens >= self.vocab_size)
-            if bool(wrong.any()):
-                place = f"{self.name}: sample {items[int(wrong.nonzero()[0, 0])][1]}"
-                raise outside_vocabulary(place, int(tokens[wrong][0]), self.vocab_size, None)
-        return batch
+        if self.vocab_size is None or not isinstance(tokens, torch.Tensor):
+            return
+        wrong = (tokens < 0) | (tokens >= self.vocab_size)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0, 0])
+            place = f"{self.name}: sample {items[row][1]}"
+            raise outside_vocabulary(place, int(tokens[wrong][0]), self.vocab_size, None)
 
 
 def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str | None:
-    if target.is_floating_point() and not bool((target == target.round()).all()):
-        return (
-            f"its target holds {float(target[target != target.round()][0])}: expected whole numbers"
-        )
+    if target.is_floating_point():
+        broken = target[target != target.round()]
+        if len(broken):
+            return f"its target holds {float(broken[0])}: expected whole numbers"
     if target.ndim == 1 and any(x is not None and x.ndim == 0 for x in inputs):
         return (
             f"its inputs are {len(inputs)} numbers: expected a tensor of tokens, and not a list of "
@@ -92,7 +106,7 @@ def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str
 
 
 def open_custom(
-    config: "Data", n_outputs: int | None, vocab_size: int | None = None
+    config: "DataSection", n_outputs: int | None, vocab_size: int | None = None
 ) -> tuple[CustomSamples, Samples | None]:
     """The training and validation sets of the file `data.source`. Raises InputError: it does not
     provide them."""
@@ -110,18 +124,16 @@ def open_custom(
                 f"{config.source}: dataset(config, {split!r}) cannot be used: "
                 f"{locate.raised(error)}"
             ) from error
-        if dataset is not None and not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
+        if dataset is None:
+            samples[split] = None
+            continue
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise InputError(
                 f"{config.source}: dataset(config, {split!r}) gave {type(dataset).__name__}; "
-                "expected an object with "
-                "len() and [index], or None"
+                "expected an object with len() and [index], or None"
             )
         name = f"{config.source} ({split})"
-        samples[split] = (
-            None if dataset is None else CustomSamples(name, dataset, n_outputs, vocab_size)
-        )
+        samples[split] = CustomSamples(name, dataset, n_outputs, vocab_size)
     train = samples["train"]
     if train is None or len(train) == 0:
         raise InputError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshtrain.errors import InputError
 
 if TYPE_CHECKING:
-    from meshtrain.config import Data
+    from meshtrain.config.schema import DataSection
 
 SAMPLES = 64  # of the bytes of a data set
 SAMPLE_BYTES = 1 << 16  # of one sample
@@ -30,7 +30,7 @@ class Files(NamedTuple):
         return cls(path.parent, [path.name], [size])
 
 
-def data_path(config: "Data", meaning: str) -> Path:
+def data_path(config: "DataSection", meaning: str) -> Path:
     """`data.path` as a Path. Raises InputError if it is not set; `meaning` says what it should
     name."""
     if config.path is None:

@@ -24,7 +24,7 @@ from meshtrain.data.fingerprint import Files, data_path, files_below
 from meshtrain.errors import InputError
 
 if TYPE_CHECKING:
-    from meshtrain.config import Data
+    from meshtrain.config.schema import DataSection
 
 _SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -63,18 +63,22 @@ class ArrayImages(Samples):
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch:
         indices = [index for _, index in items]
-        pixels = self.pixels[indices]
+        pixels = self.pixels[indices]  # a copy, so that shifts leave the originals alone
+
         if self.augment_seed is not None:
             for row, (epoch, index) in enumerate(items):
                 pixels[row] = _shift(pixels[row], _generator(self.augment_seed, epoch, index))
+
         images = torch.from_numpy(pixels).to(torch.float32)
         images = images.unsqueeze(1).div_(self.white)  # (b, 1, height, width), 0 to 1
         size = (self.image_size, self.image_size)
         if images.shape[2:] != size:
             images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
+        images = (images - self.mean) / self.std
+
         targets = torch.from_numpy(self.labels[indices])
         targets[valid:] = IGNORE
-        return Batch({"images": (images - self.mean) / self.std}, targets)
+        return Batch({"images": images}, targets)
 
 
 def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:
@@ -156,7 +160,7 @@ class ImageSource(NamedTuple):
     files: Mapping[str, Files] = {}  # keyed by a name for people
 
 
-def _open_digits(config: "Data") -> ImageSource:
+def _open_digits(config: "DataSection") -> ImageSource:
     """scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
     try:
         from sklearn.datasets import load_digits
@@ -175,6 +179,7 @@ def _open_digits(config: "Data") -> ImageSource:
         pixels=digits.images.astype(np.uint8),
         labels=digits.target.astype(np.int64),
         white=16,
+        # of all its pixels, from 0 to 1
         mean=0.305,
         std=0.376,
         image_size=config.image_size or 8,
@@ -182,7 +187,7 @@ def _open_digits(config: "Data") -> ImageSource:
     return _array_source(images, images)
 
 
-def _open_mnist(config: "Data") -> ImageSource:
+def _open_mnist(config: "DataSection") -> ImageSource:
     """MNIST's original files in a folder, plain or .gz; a validation path is the folder with the
     t10k files."""
     folder = data_path(config, "the folder with MNIST's own files")
@@ -211,6 +216,7 @@ def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
         pixels=pixels,
         labels=labels.astype(np.int64),
         white=255,
+        # of its training images, as everybody uses them
         mean=0.1307,
         std=0.3081,
         image_size=image_size or pixels.shape[1],
@@ -259,7 +265,7 @@ def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
     return ImageSource(train, other, classes=largest + 1, fingerprint=" ".join(digests))
 
 
-def _open_folder(config: "Data") -> ImageSource:
+def _open_folder(config: "DataSection") -> ImageSource:
     """Images as folder/class/file, classes sorted by name; a validation path is a folder of the
     same form."""
     path = data_path(config, "a folder with one folder of images per class")
@@ -297,7 +303,7 @@ SOURCES = {"digits": _open_digits, "mnist": _open_mnist, "images": _open_folder}
 
 
 def _with_sizes(images: FolderImages) -> Files:
-    sizes = array("q")  # there may be millions
+    sizes = array("q")  # there may be millions: 8 bytes each instead of an object
     for file in images.files:
         sizes.append((images.root / file).stat().st_size)
     return Files(images.root, images.files, sizes)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.config import locate
 from meshtrain.data.fingerprint import Files
 from meshtrain.data.tokens import PIECE, Corpus, MappedArray, Piece, check_size, read_blocks
 from meshtrain.errors import InputError, plural
+from meshtrain.job import locate
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {
@@ -47,49 +47,56 @@ class MegatronCorpus(Corpus):
 
     def piece(self, first: int, stop: int) -> Piece:
         bounds = self.bounds.array[first : stop + 1]
-        inside = slice(int(bounds[0]), int(bounds[-1]))
-        starts = self.offsets.array[inside] // self.tokens.dtype.itemsize
-        return Piece(
-            slice(first, stop), starts, self.lengths.array[inside].astype(np.int64), np.diff(bounds)
-        )
+        sequences = slice(int(bounds[0]), int(bounds[-1]))
+        starts = self.offsets.array[sequences] // self.tokens.dtype.itemsize
+        lengths = self.lengths.array[sequences].astype(np.int64)
+        return Piece(slice(first, stop), starts, lengths, np.diff(bounds))
 
     def begins(self, documents: np.ndarray) -> np.ndarray:
-        return self._begins(documents) if self._sorted is None else self._sorted[documents]
+        if self._sorted is None:
+            return self._begins(documents)
+        return self._sorted[documents]
 
     def first_from(self, places: np.ndarray) -> np.ndarray:
-        low, high = np.zeros(len(places), np.int64), np.full(len(places), self.documents)
-        while (is_open := low < high).any():  # a binary search for each place
+        # A binary search for each place, all of them at once: the answer is in [low, high].
+        low = np.zeros(len(places), np.int64)
+        high = np.full(len(places), self.documents)
+        while True:
+            is_open = low < high
+            if not is_open.any():
+                return low
             middle = (low + high) // 2
-            before = is_open & (self.begins(np.minimum(middle, self.documents - 1)) < places)
-            low, high = np.where(before, middle + 1, low), np.where(is_open & ~before, middle, high)
-        return low
+            begins = self.begins(np.minimum(middle, self.documents - 1))
+            above = is_open & (begins < places)
+            below = is_open & ~above
+            low = np.where(above, middle + 1, low)
+            high = np.where(below, middle, high)
 
     def _begins(self, documents: np.ndarray) -> np.ndarray:
         sequences = self.bounds.array[documents]  # for an empty document, the sequence after it
-        starts = (
-            self.offsets.array[np.minimum(sequences, self.offsets.count - 1)]
-            // self.tokens.dtype.itemsize
-        )
-        return np.where(sequences < self.offsets.count, starts, self.tokens.count)
+        last = self.offsets.count - 1
+        starts = self.offsets.array[np.minimum(sequences, last)] // self.tokens.dtype.itemsize
+        return np.where(sequences <= last, starts, self.tokens.count)
 
     @cached_property
     def _sorted(self) -> np.ndarray | None:
         """Where documents begin, sorted; None: documents are stored in the order of their numbers
         and no sequence is empty, as Megatron writes them."""
-        last, in_order = np.array([-1]), True
+        last = np.array([-1])
+        in_order = True
         for piece in self.pieces():
             begins = self._begins(np.arange(piece.documents.start, piece.documents.stop))
-            in_order &= bool(
-                (np.diff(begins, prepend=last) >= 0).all() and (piece.lengths > 0).all()
-            )
+            rises = (np.diff(begins, prepend=last) >= 0).all()
+            in_order &= bool(rises and (piece.lengths > 0).all())
             last = begins[-1:]
         if in_order:
             return None
-        sequences = np.flatnonzero(self.lengths.array)
-        starts = np.append(
-            self.offsets.array[sequences] // self.tokens.dtype.itemsize, self.tokens.count
-        )
-        return np.sort(starts[np.searchsorted(sequences, self.bounds.array[: self.documents])])
+        # A document begins where its first sequence that has tokens does, or else at the end.
+        filled = np.flatnonzero(self.lengths.array)
+        starts = self.offsets.array[filled] // self.tokens.dtype.itemsize
+        starts = np.append(starts, self.tokens.count)
+        first_filled = np.searchsorted(filled, self.bounds.array[: self.documents])
+        return np.sort(starts[first_filled])
 
 
 def open_megatron(prefix: str) -> Corpus:
@@ -97,29 +104,17 @@ def open_megatron(prefix: str) -> Corpus:
     a damaged one."""
     data, index = (Path(file).expanduser() for file in locate.data_files("megatron", prefix))
     dtype, sequences, bounds, start = _read_header(index)
+    # Three arrays, one after the other.
     lengths = MappedArray(index, "int32", sequences, start)
     offsets = MappedArray(index, "int64", sequences, start + 4 * sequences)
     documents = MappedArray(index, "int64", bounds, start + 12 * sequences)
-    size, end = np.dtype(dtype).itemsize, 0
-    for first in range(0, sequences, PIECE):
-        tokens, places = (
-            part.array[first : first + PIECE].astype(np.int64) for part in (lengths, offsets)
-        )
-        if (tokens < 0).any() or (places < 0).any() or (places % size).any():
-            raise InputError(f"{index} is damaged: it holds negative lengths or places; {_REMEDY}")
-        end = max(end, int((places + tokens * size).max()))
+
+    size = np.dtype(dtype).itemsize
+    end = _end_of_sequences(index, lengths, offsets, size)
     check_size(data, end, _REMEDY)
     if end == 0:
         raise InputError(f"{data} holds no tokens: there is nothing to train on")
-    rise = (
-        np.diff(documents.array[first : first + PIECE + 1]) for first in range(0, bounds, PIECE)
-    )
-    if (
-        bounds == 0
-        or documents.array[0] != 0
-        or documents.array[-1] > sequences
-        or any((up < 0).any() for up in rise)
-    ):
+    if not _rises(documents, sequences):
         raise InputError(
             f"{index} is damaged: expected document bounds that rise from 0 to {sequences}; "
             f"{_REMEDY}"
@@ -129,10 +124,8 @@ def open_megatron(prefix: str) -> Corpus:
     if left_over:
         raise InputError(
             f"{index}: its documents leave out the last {plural(left_over, 'sequence')} of "
-            f"{sequences:,}, as old tools "
-            "that merge data sets write it, or a writer without end_document; Megatron-LM refuses "
-            "such a file, too: "
-            "merge or write it anew"
+            f"{sequences:,}, as old tools that merge data sets write it, or a writer without "
+            "end_document; Megatron-LM refuses such a file, too: merge or write it anew"
         )
     return MegatronCorpus(
         name=str(data),
@@ -146,6 +139,28 @@ def open_megatron(prefix: str) -> Corpus:
     )
 
 
+def _end_of_sequences(index: Path, lengths: MappedArray, offsets: MappedArray, size: int) -> int:
+    """Where the last sequence of the .bin ends, in bytes; a token has `size` of them."""
+    end = 0
+    for first in range(0, lengths.count, PIECE):
+        tokens = lengths.array[first : first + PIECE].astype(np.int64)
+        places = offsets.array[first : first + PIECE].astype(np.int64)
+        if (tokens < 0).any() or (places < 0).any() or (places % size).any():
+            raise InputError(f"{index} is damaged: it holds negative lengths or places; {_REMEDY}")
+        end = max(end, int((places + tokens * size).max()))
+    return end
+
+
+def _rises(bounds: MappedArray, sequences: int) -> bool:
+    """Whether the bounds of documents rise from 0 to at most the number of sequences."""
+    if bounds.count == 0 or bounds.array[0] != 0 or bounds.array[-1] > sequences:
+        return False
+    for first in range(0, bounds.count, PIECE):
+        if (np.diff(bounds.array[first : first + PIECE + 1]) < 0).any():
+            return False
+    return True
+
+
 def _read_header(index: Path) -> tuple[str, int, int, int]:
     """The token type, the numbers of sequences and of document bounds, and where the lengths
     begin."""
@@ -155,8 +170,7 @@ def _read_header(index: Path) -> tuple[str, int, int, int]:
     except OSError as error:
         raise InputError(
             f"{index} cannot be read ({error.strerror}): with data.source megatron, data.path is "
-            "the prefix of a .bin "
-            "and an .idx file"
+            "the prefix of a .bin and an .idx file"
         ) from error
     if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
         raise InputError(
@@ -171,8 +185,7 @@ def _read_header(index: Path) -> tuple[str, int, int, int]:
     if code not in _DTYPES or _DTYPES[code].startswith("float"):
         raise InputError(
             f"{index} holds tokens of type {_DTYPES.get(code, 'unknown')} (code {code}): expected "
-            "a whole number, "
-            "code 1, 2, 3, 4, 5 or 8"
+            "a whole number, code 1, 2, 3, 4, 5 or 8"
         )
     expected = _HEADER.size + 12 * sequences + 8 * bounds
     if index.stat().st_size != expected + sequences:  # with modes

@@ -17,7 +17,8 @@ from meshtrain.data.packing import PackedTokens, TokenSamples
 from meshtrain.errors import InputError, plural
 
 if TYPE_CHECKING:
-    from meshtrain.config import Config, Data
+    from meshtrain.config import Config
+    from meshtrain.config.schema import DataSection
 
 
 class MixedSamples(Samples):
@@ -68,7 +69,7 @@ class MixedSamples(Samples):
 
 
 def mixture_of(
-    config: "Data", samples: Samples, sizes: BatchSizes, steps: int | None = None
+    config: "DataSection", samples: Samples, sizes: BatchSizes, steps: int | None = None
 ) -> Mixture | None:
     """The mixture of a run's sources; None if the run has only one.
 
@@ -77,6 +78,7 @@ def mixture_of(
     """
     if not isinstance(samples, MixedSamples):
         return None
+    # Weights change at steps, and a mixture counts samples.
     by_step = changes_of([own.weight for own in config.sources])
     changes = [(sizes.before(step), weights) for step, weights in by_step]
     mixture = Mixture(samples.names, [len(part) for part in samples.parts], changes)

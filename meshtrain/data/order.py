@@ -37,7 +37,8 @@ def items(seed: int | str, positions: range, n_samples: int) -> list[tuple[int, 
     if n_samples < 1:
         raise ValueError(f"there are {n_samples} samples to take batches from: expected at least 1")
     pairs = []
-    epoch, permutation = -1, None
+    epoch = -1
+    permutation = None
     for position in positions:
         if permutation is None or position // n_samples != epoch:
             epoch = position // n_samples
@@ -254,6 +255,7 @@ class Mixture:
         """The number of samples of each source before a position."""
         part = self._part(position)
         period = mixture_period(part.weights)
+        # Whole periods have each source as often as its weight says; the rest is counted.
         periods, rest = divmod(position - part.first, len(period))
         counts = []
         for source, weight in enumerate(part.weights):

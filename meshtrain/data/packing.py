@@ -2,7 +2,9 @@
 a split.
 
 The concatenation is never materialized: a split is a list of runs of the token file, a sample one
-or more slices of it.
+or more slices of it. Runs are few where a split takes neighbouring documents, and as many as there
+are documents where it picks single ones: all that is done with them is done by numpy, for many
+samples at once.
 """
 
 from collections.abc import Sequence
@@ -36,13 +38,16 @@ class Stream:
     @classmethod
     def of(cls, corpus: Corpus, selected: np.ndarray) -> "Stream":
         """The stream of the selected documents, (D,) bool, one after the other."""
-        runs = []
+        starts = []
+        lengths = []
         for piece in corpus.pieces():
             sequences = np.repeat(selected[piece.documents], piece.counts)
-            runs.append(_merge(piece.starts[sequences], piece.lengths[sequences]))
-        starts = np.concatenate([of_piece for of_piece, _ in runs])
-        lengths = np.concatenate([of_piece for _, of_piece in runs])
-        return cls(corpus, starts, lengths, int(np.count_nonzero(selected)))
+            # Merged piece by piece: there may be many millions of documents.
+            merged = _merge(piece.starts[sequences], piece.lengths[sequences])
+            starts.append(merged[0])
+            lengths.append(merged[1])
+        documents = int(np.count_nonzero(selected))
+        return cls(corpus, np.concatenate(starts), np.concatenate(lengths), documents)
 
     def __len__(self) -> int:
         return self.size
@@ -168,13 +173,16 @@ class PackedTokens:
             targets[self.loss == 0] = IGNORE
         targets[self.valid :] = IGNORE
 
-        # Within a document positions count from its beginning.
         positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
         documents = None
         if self.begins is not None:
+            # The number of a token's document within its sample, and its place in that document:
+            #   begins     1 0 0 1 0
+            #   documents  0 0 0 1 1
+            #   positions  0 1 2 0 1
             documents = torch.from_numpy(np.cumsum(self.begins, axis=1) - 1)
-            last_begin = np.maximum.accumulate(np.where(self.begins, positions, 0), axis=1)
-            positions = positions - last_begin
+            begin_places = np.where(self.begins, positions, 0)
+            positions = positions - np.maximum.accumulate(begin_places, axis=1)
 
         inputs = (torch.from_numpy(tokens), torch.from_numpy(np.array(positions)), documents)
         return Batch(dict(zip(LANGUAGE, inputs, strict=True)), torch.from_numpy(targets))
@@ -202,8 +210,8 @@ class TokenSamples(Samples):
         self.mask_documents = mask_documents
         self.n_outputs = n_outputs
         self.limit = stream.corpus.limit(n_outputs)
+        # Only a dtype that can hold an invalid id is looked at in each microbatch.
         values = np.iinfo(stream.corpus.tokens.dtype)
-        # whether the dtype can hold an invalid id at all
         self.checked = values.min < 0 or values.max >= self.limit
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ from meshtrain.errors import InputError, any_of, plural
 from meshtrain.job.storage import fsync_folder
 
 if TYPE_CHECKING:
-    from meshtrain.config import Data
+    from meshtrain.config.schema import DataSection
 
 _PART = 1 << 22  # tokens looked at once
 
@@ -169,7 +169,7 @@ def loss_share(folder: Path) -> str | None:
     return line
 
 
-def preparations(config: "Data") -> Iterator[Preparation]:
+def preparations(config: "DataSection") -> Iterator[Preparation]:
     """Preparations of the training data, and of the validation set if it is a path. Raises
     InputError: invalid data."""
     if config.sources:

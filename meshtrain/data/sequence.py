@@ -24,17 +24,20 @@ def padded_length(length: int, parts: int, tp: int = 1) -> int:
 
 def chunks_of(length: int, parts: int, index: int, tp: int = 1) -> tuple[range, range]:
     """The positions of rank `index` in the padded sequence: its two chunks, ascending."""
-    m = padded_length(length, parts, tp) // (2 * parts)
-    first, second = index, 2 * parts - 1 - index
-    return range(first * m, (first + 1) * m), range(second * m, (second + 1) * m)
+    size = padded_length(length, parts, tp) // (2 * parts)  # of a chunk
+    first = index * size
+    second = (2 * parts - 1 - index) * size
+    return range(first, first + size), range(second, second + size)
 
 
 def owner(position: int, length: int, parts: int, tp: int = 1) -> tuple[int, int]:
     """The owner of a position: (index of the `cp` rank, the position's place among those of that
     rank)."""
-    m = padded_length(length, parts, tp) // (2 * parts)
-    chunk, place = divmod(position, m)
-    return (chunk, place) if chunk < parts else (2 * parts - 1 - chunk, m + place)
+    size = padded_length(length, parts, tp) // (2 * parts)  # of a chunk
+    chunk, place = divmod(position, size)
+    if chunk < parts:
+        return chunk, place
+    return 2 * parts - 1 - chunk, size + place
 
 
 def sees_chunk(first: Sequence[int], chunk: int, reader: int, x: int) -> bool:
@@ -43,20 +46,27 @@ def sees_chunk(first: Sequence[int], chunk: int, reader: int, x: int) -> bool:
     `first`: for each chunk, the first position that any of its queries attends to, in any row.
     `chunk`: chunk length.
     """
-    return any(x <= y and first[y] < (x + 1) * chunk for y in (reader, len(first) - 1 - reader))
+    end = (x + 1) * chunk
+    own_chunks = (reader, len(first) - 1 - reader)
+    return any(x <= own and first[own] < end for own in own_chunks)
 
 
 def head_ranges(heads: int, kv_heads: int, parts: int, index: int) -> tuple[range, range]:
     """The query heads of rank `index` out of `parts` ranks, and the key/value heads that these
     use."""
     own = range(index * heads // parts, (index + 1) * heads // parts)
-    return own, range(own[0] * kv_heads // heads, own[-1] * kv_heads // heads + 1)
+    first = own[0] * kv_heads // heads
+    last = own[-1] * kv_heads // heads
+    return own, range(first, last + 1)
 
 
 def kv_heads_of(heads: int, kv_heads: int, parts: int, index: int) -> tuple[int, ...]:
     """The rank's key/value head that each of its query heads uses; () if equal runs of query heads
     share one each."""
     own, kv = head_ranges(heads, kv_heads, parts, index)
-    looks = [head * kv_heads // heads - kv.start for head in own]
-    even = len(own) % len(kv) == 0 and looks == [n * len(kv) // len(own) for n in range(len(own))]
-    return () if even else tuple(looks)
+    used = tuple(head * kv_heads // heads - kv.start for head in own)
+    # Equal runs share one each: 0 0 0 1 1 1.
+    equal_runs = tuple(n * len(kv) // len(own) for n in range(len(own)))
+    if len(own) % len(kv) == 0 and used == equal_runs:
+        return ()
+    return used

@@ -33,7 +33,7 @@ from meshtrain.data.tokens import Corpus, open_tokens
 from meshtrain.errors import InputError, any_of, plural
 
 if TYPE_CHECKING:
-    from meshtrain.config import Data
+    from meshtrain.config.schema import DataSection
 
 Task = Literal["language", "classification"]
 
@@ -65,7 +65,7 @@ class OpenData:
         return {name: sampled_digest(file, self.fingerprint) for name, file in self.files.items()}
 
 
-def prepare_data(config: "Data", *, say: Say) -> None:
+def prepare_data(config: "DataSection", *, say: Say) -> None:
     """The preparation step of `open_data`: one process per host runs it, while the others wait off
     the file system."""
     if config.sources or config.source in TEXT:
@@ -74,7 +74,12 @@ def prepare_data(config: "Data", *, say: Say) -> None:
 
 
 def open_data(
-    config: "Data", *, n_outputs: int | None, seed: int, say: Say, vocab_size: int | None = None
+    config: "DataSection",
+    *,
+    n_outputs: int | None,
+    seed: int,
+    say: Say,
+    vocab_size: int | None = None,
 ) -> OpenData:
     """Opens what `data.source` names, preparing it first where that has not been done on this host.
 
@@ -104,7 +109,7 @@ def open_data(
     )
 
 
-def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
+def _open_mixture(config: "DataSection", n_outputs: int | None, say: Say) -> OpenData:
     """The data of several sources; their held-out parts form one validation set."""
     parts = [_open_language(own, n_outputs, say) for own in config.each_source()]
     named = list(zip([own.name for own in config.sources], parts, strict=True))
@@ -145,6 +150,7 @@ def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
 
 def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
     """Bytes of text per target over the validation parts of several sources together."""
+    # A mean weighted by targets, as the loss of the validation is.
     total_targets = 0
     total_bytes = 0.0
     for part in parts:
@@ -158,7 +164,7 @@ def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
     return total_bytes / total_targets if total_targets else None
 
 
-def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
+def _open_language(config: "DataSection", n_outputs: int | None, say: Say) -> OpenData:
     """The data of one corpus, or of two if `data.validation` is a path."""
     if config.source in TEXT:
         tokenizer, corpora = _open_text(config, n_outputs, say)
@@ -169,6 +175,8 @@ def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
         corpus.check_ids(n_outputs)
 
     corpus, other = corpora[0], corpora[-1]  # the same one unless `data.validation` is a path
+    # Documents of text lie in the order of their files: a hash takes some of each. Files of tokens
+    # were made elsewhere, where it is usual to hold out their end.
     if isinstance(config.validation, str):
         held_out = np.ones(other.documents, bool)
         selection = f"from {config.validation}"
@@ -181,10 +189,11 @@ def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
 
 
 def _open_text(
-    config: "Data", n_outputs: int | None, say: Say
+    config: "DataSection", n_outputs: int | None, say: Say
 ) -> tuple[Tokenizer | None, list[Corpus]]:
     """The corpora of text files, which are prepared first where they have to be."""
     tokenizer = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
+    # Another tokenizer may have tokens that the text does not need: its ids are looked at later.
     if config.tokenizer == "bytes" and n_outputs is not None and n_outputs < tokenizer.vocab_size:
         raise InputError(
             f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256"
@@ -196,7 +205,7 @@ def _open_text(
     return tokenizer, corpora
 
 
-def _open_token_files(config: "Data") -> list[Corpus]:
+def _open_token_files(config: "DataSection") -> list[Corpus]:
     """The corpora of files that hold tokens already."""
     if config.source == "megatron":
         path = data_path(config, "the prefix of .bin and .idx")
@@ -210,7 +219,7 @@ def _open_token_files(config: "Data") -> list[Corpus]:
     return [open_tokens(path.expanduser()) for path in paths]
 
 
-def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | None:
+def _file_tokenizer(config: "DataSection", corpora: Sequence[Corpus]) -> Tokenizer | None:
     """The tokenizer of the files, None if unknown. `bytes`, the key's default, counts only if the
     files agree."""
     tokenizer = open_tokenizer(config.tokenizer, end_token=config.end_token)
@@ -226,7 +235,7 @@ def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | No
 
 
 def _language_data(
-    config: "Data",
+    config: "DataSection",
     corpus: Corpus,
     other: Corpus,
     split: Split,
@@ -283,7 +292,7 @@ def _language_data(
     )
 
 
-def _corpus_line(config: "Data", corpus: Corpus) -> str:
+def _corpus_line(config: "DataSection", corpus: Corpus) -> str:
     size = ""
     if corpus.text_bytes is not None:
         size = f"{int(corpus.text_bytes.array.sum()):,} bytes of text -> "
@@ -293,7 +302,7 @@ def _corpus_line(config: "Data", corpus: Corpus) -> str:
     return f"{source}: {plural(corpus.documents, 'document')}, {size}{tokens:,} tokens{masked}"
 
 
-def _tokenizer_lines(config: "Data", tokenizer: Tokenizer | None) -> list[str]:
+def _tokenizer_lines(config: "DataSection", tokenizer: Tokenizer | None) -> list[str]:
     """Which tokens begin and end a document; files of tokens have their own."""
     if config.source not in TEXT or tokenizer is None or tokenizer.about is None:
         return []
@@ -305,7 +314,7 @@ def _split_line(name: str, samples: TokenSamples) -> str:
     return f"{name} {documents}, {plural(len(samples), 'sample')} of {samples.seq_len} tokens"
 
 
-def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
+def _open_images(config: "DataSection", n_outputs: int | None, seed: int) -> OpenData:
     train, validation, classes, fingerprint, files = images.SOURCES[config.source](config)
     if n_outputs is not None and classes > n_outputs:
         raise InputError(
@@ -323,7 +332,7 @@ def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
     return replace(data, files=files)
 
 
-def _open_custom(config: "Data", n_outputs: int | None, vocab_size: int | None) -> OpenData:
+def _open_custom(config: "DataSection", n_outputs: int | None, vocab_size: int | None) -> OpenData:
     samples, validation = open_custom(config, n_outputs, vocab_size)
     split = SampleSplit(samples, validation, f"as {config.source} gives it")
     if validation is None and not isinstance(config.validation, str):
@@ -340,7 +349,7 @@ def _open_custom(config: "Data", n_outputs: int | None, vocab_size: int | None) 
 
 
 def _sample_data(
-    config: "Data", task: Task, split: SampleSplit, about: str, fingerprint: str
+    config: "DataSection", task: Task, split: SampleSplit, about: str, fingerprint: str
 ) -> OpenData:
     train, validation, selection = split
     required = isinstance(config.validation, str) or config.validation > 0

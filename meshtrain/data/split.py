@@ -38,8 +38,10 @@ def held_out_mask(share: float, count: int) -> np.ndarray:
     """
     _check_share(share)
     mask = np.empty(count, bool)
-    limit = np.uint64(int(share * 2**53) << 11)  # the share of 2**64, as far as a float has digits
-    lowest = (1 << 64, 0)  # (hash, position)
+    # The share of 2**64, from the 53 binary digits that a float has: the same on every machine.
+    limit = np.uint64(int(share * 2**53) << 11)
+    # (hash, position): the first to be held out, and the last.
+    lowest = (1 << 64, 0)
     highest = (-1, 0)
     for first in range(0, count, PIECE):
         positions = np.arange(first, min(first + PIECE, count), dtype=np.uint64)

@@ -32,7 +32,8 @@ class _StopError(BaseException):
 def joined(pieces: Iterable[str]) -> str:
     """The text that a template writes piece by piece. Raises TemplateLimitError: it is longer than
     allowed."""
-    texts, size = [], 0
+    texts = []
+    size = 0
     for piece in pieces:
         texts.append(piece)
         size += len(piece)

@@ -197,9 +197,7 @@ class FileTokenizer:
         self.about: str | None = f"documents {starts}end with {end} (id {self.end})"
 
         # The control tokens, which text may spell, but does not have.
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = {token.content: number for number, token in added.items() if token.special}
-        control = dict(special)
+        control = self._special_tokens()
         for name in (begin, end):
             if name is not None:
                 control[name] = ids[name]
@@ -210,14 +208,19 @@ class FileTokenizer:
         self._controls = np.zeros(self.vocab_size, bool)
         self._controls[sorted(self._control_ids - self._unknown_ids(ids, named))] = True
 
-        marks: list[object] = []
-        if begin is not None:
-            marks.append(("begin", self.begin))
-        if end != end_name(ids, None):
-            marks.append(("end", self.end))
-        if special or self.chat is not None:
-            marks.append("control tokens in text are text")
-        self.marks = tuple(marks)
+        self.marks = tuple(self._marks(end_is_usual=end == end_name(ids, None)))
+
+    def _marks(self, *, end_is_usual: bool) -> Iterator[object]:
+        if self.begin is not None:
+            yield "begin", self.begin
+        if not end_is_usual:
+            yield "end", self.end
+        if self._special_tokens() or self.chat is not None:
+            yield "control tokens in text are text"
+
+    def _special_tokens(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     def _read(self) -> bytes:
         try:
@@ -339,12 +342,16 @@ class FileTokenizer:
         self, text: str, spans: Sequence[Span], plain: Sequence[Span] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
         ids, offsets = self._encode_partly_plain(text, plain)
-        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        pairs = np.array(offsets, np.int64).reshape(-1, 2)
+        starts = pairs[:, 0]
+        ends = pairs[:, 1]
         loss = np.zeros(len(ids), np.uint8)
         for first, last in spans:
             # A token across the beginning is learned for the answer's part of it. An empty one
             # belongs to what follows.
-            loss[((starts >= first) | (ends > first)) & (starts < last)] = 1
+            begins_inside = starts >= first
+            reaches_inside = ends > first
+            loss[(begins_inside | reaches_inside) & (starts < last)] = 1
         return np.array(ids, self._dtype), loss
 
     def _encode_partly_plain(

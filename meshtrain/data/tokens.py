@@ -156,8 +156,9 @@ class Corpus:
         vocabulary."""
         if n_outputs is not None and self.largest_id is not None and self.largest_id >= n_outputs:
             raise outside_vocabulary(self.name, self.largest_id, n_outputs, None)
-        first = self.tokens.array[: _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize]
-        for token in (int(first.max()), int(first.min())):
+        count = _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize
+        beginning = self.tokens.array[:count]
+        for token in (int(beginning.max()), int(beginning.min())):
             if token < 0 or token >= self.limit(n_outputs):
                 raise outside_vocabulary(self.name, token, n_outputs, self.largest_id)
 
@@ -368,6 +369,7 @@ class _Writer:
             self._digest.update(block)
 
         files = [self._tokens, self._offsets]
+        # Written as they came; whether they say anything is known only now.
         for file, is_kept in ((self._losses, self._any_masked), (self._sizes, self._all_sized)):
             if is_kept:
                 files.append(file)
@@ -453,6 +455,7 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
 
     problems = []
     for path, expected in checksums.items():
+        # Block by block, as they were summed: the place of damage is known to 4 MiB.
         for index, block in enumerate(read_blocks(path)):
             place = f"{path}: bytes {index * BLOCK:,} to {index * BLOCK + len(block):,}"
             if expected and [f"{zlib.crc32(block):08x}"] != expected[index : index + 1]:

@@ -220,6 +220,7 @@ class _Worker:
         messages = self._messages()
         if "result" not in messages:
             self.process.kill()
+        # One with a result may still be leaving its process groups, or hang there.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         self.process.kill()
@@ -261,6 +262,8 @@ def run_workers(spec: Spec, ranks: Sequence[int], address: str, serves: bool) ->
             if now > deadline:
                 break
             failed = any(worker.process.poll() not in (None, 0) for worker in workers)
+            # The others then wait in vain. What they say when they notice it tells more than that
+            # they were killed.
             if failed:
                 deadline = min(deadline, now + PATIENCE_S)
             time.sleep(0.05)

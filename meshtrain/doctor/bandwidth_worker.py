@@ -45,7 +45,9 @@ MATRIX = {"cpu": 384, "cuda": 4096}
 def main(task: dict[str, Any]) -> None:
     end_with_parent(task["parent"])
     spec = from_json(Spec, task["spec"])
-    log = tempfile.TemporaryFile()  # noqa: SIM115  # an unnamed file for NCCL's log
+    # NCCL says only in its log which transports it has chosen. The file has no name, so that
+    # nothing is left of it.
+    log = tempfile.TemporaryFile()  # noqa: SIM115
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{log.fileno()}"}
     at("meeting")
     environment = Environment(
@@ -160,6 +162,7 @@ def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ..
     def seconds(size: int, times: int = REPETITIONS) -> list[float]:
         return _repeat(job, group, collective, size, times)
 
+    # A number of four bytes for each rank.
     latency = statistics.median(seconds(4 * dist.get_world_size(group)))
     small = torch.tensor([statistics.median(seconds(SMALL, 2))], device=job.device)
     dist.all_reduce(small, dist.ReduceOp.MAX, group=group)  # all ranks choose the same size
@@ -194,7 +197,7 @@ def _repeat(
     for _ in range(times + 1):
         dist.all_reduce(torch.zeros(1, device=job.device), group=group)  # all begin together
         seconds.append(_clocked(job, calls[collective]))
-    return seconds[1:]
+    return seconds[1:]  # in the first call connections are opened
 
 
 if __name__ == "__main__":

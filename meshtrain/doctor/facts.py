@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 
-from meshtrain.config import Config, locate
+from meshtrain.config import Config
 from meshtrain.doctor import nccl
 from meshtrain.doctor.files import free_gib, named_paths, probe
 from meshtrain.doctor.records import Host, Interface, Place, Port
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 from meshtrain.job.host_memory import memory_gib
 from meshtrain.job.sockets import resolve
 from meshtrain.metrics.nvml import Gpu, host_gpus
@@ -64,6 +65,7 @@ def collect(
     name = socket.gethostname()
     resolves, slow_names = look_up({name, place.address})
 
+    # The driver knows all GPUs of the host, and torch those that a process may use.
     gpus = host_gpus()
     gpus_seen = torch.cuda.device_count()
     rdma_ports = ports()
@@ -118,11 +120,16 @@ def look_up(names: set[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...
         return resolve(name), time.monotonic() - start
 
     # All at once: a name server that does not answer costs seconds for each name.
+    ordered = sorted(names)
     with ThreadPoolExecutor(min(max(len(names), 1), 64)) as pool:
-        answers = dict(zip(sorted(names), pool.map(timed, sorted(names)), strict=True))
-    addresses = {name: found for name, (found, _) in answers.items()}
-    slow = tuple(name for name, (_, seconds) in answers.items() if seconds > SLOW_S)
-    return addresses, slow
+        answers = list(pool.map(timed, ordered))
+    addresses = {}
+    slow = []
+    for name, (found, seconds) in zip(ordered, answers, strict=True):
+        addresses[name] = found
+        if seconds > SLOW_S:
+            slow.append(name)
+    return addresses, tuple(slow)
 
 
 def processes_of(option: str, gpus: int, cores: int) -> int:

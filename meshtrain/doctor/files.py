@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from meshtrain.config import Config, locate
+from meshtrain.config import Config
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.doctor.records import PathFacts
+from meshtrain.job import locate
 from meshtrain.job.sockets import call_with_timeout
 
 PROBE_S = 8.0  # for all checks of one path

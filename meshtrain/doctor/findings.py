@@ -54,24 +54,33 @@ def names_text(names: Sequence[str]) -> str:
     return join_some(names, MOST_NAMES)
 
 
-def group_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """From the value of each name: value -> the names that have it, most frequent value first; ties
-    in the order of the names."""
-    groups = group_values((value, name) for name, value in values.items())
-    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+@dataclass(frozen=True)
+class Groups:
+    """Names, by the value that each of them has; `2 on mth1, mth2; 3 on mth3` as text."""
 
+    by_value: Mapping[str, Sequence[str]]  # the most frequent value first, then as the names come
 
-def groups_text(groups: Mapping[str, Sequence[str]]) -> str:
-    """`2 on mth1, mth2; 3 on mth3`."""
-    return "; ".join(
-        f"{value or '(none)'} on {names_text(names)}" for value, names in groups.items()
-    )
+    @classmethod
+    def of(cls, values: Mapping[str, str]) -> "Groups":
+        """From the value of each name."""
+        groups = group_values((value, name) for name, value in values.items())
+        return cls(dict(sorted(groups.items(), key=lambda group: -len(group[1]))))
 
+    @property
+    def differ(self) -> bool:
+        return len(self.by_value) > 1
 
-def minority(groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """The names in all groups but the first."""
-    _, *others = groups.values()
-    return [name for names in others for name in names]
+    @property
+    def minority(self) -> list[str]:
+        """The names that do not have the most frequent value."""
+        _, *others = self.by_value.values()
+        return [name for names in others for name in names]
+
+    def __str__(self) -> str:
+        parts = []
+        for value, names in self.by_value.items():
+            parts.append(f"{value or '(none)'} on {names_text(names)}")
+        return "; ".join(parts)
 
 
 def median_of(values: Sequence[float]) -> float:

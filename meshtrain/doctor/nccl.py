@@ -50,6 +50,19 @@ LAST_CHOICES = ("docker", "lo", "virbr")
 
 
 @dataclass(frozen=True)
+class SlowSetting:
+    """A setting that makes a job slower; `of_file`: it stands in a file of NCCL's."""
+
+    variable: str
+    value: str
+    effect: str
+    of_file: bool
+
+    def __str__(self) -> str:
+        return f"{self.variable}={self.value}"
+
+
+@dataclass(frozen=True)
 class Sockets:
     """The interfaces over which a host's library for communication opens sockets."""
 
@@ -58,20 +71,21 @@ class Sockets:
     interfaces: Sequence[Interface]  # in the library's order
 
 
-def slow_settings(host: Host) -> dict[str, str]:
-    """`NAME=value` of each setting that makes a job slower on this host -> its effect."""
-    if not host.gpus_seen:
-        return {}
+def slow_settings(host: Host) -> list[SlowSetting]:
+    """The settings that make a job slower on this host."""
+    if not host.gpus_seen:  # gloo does not read them
+        return []
     has = {
         "": True,
         "rdma": bool(host.rdma_name),
         "network": bool(host.rdma_name or host.net_plugin),
     }
-    slow = {}
+    slow = []
     for name, values, needs, effect in SLOW_SETTINGS:
         value = host.settings.get(name, "")
-        if re.match(values, value) and has[needs]:
-            slow[f"{name}={value}"] = effect.format(rdma=host.rdma_name)
+        if has[needs] and re.match(values, value):
+            text = effect.format(rdma=host.rdma_name)
+            slow.append(SlowSetting(name, value, text, of_file=name in host.nccl_conf))
     return slow
 
 
@@ -246,5 +260,5 @@ def communicates_by(host: Host) -> Sockets:
         setting = host.settings.get("NCCL_SOCKET_IFNAME")
         return Sockets("NCCL_SOCKET_IFNAME", setting, nccl_interfaces(host.interfaces, setting))
     setting = host.settings.get("GLOO_SOCKET_IFNAME")
-    own = (host.resolves or {}).get(host.host, ())
+    own = host.resolves.get(host.host, ())
     return Sockets("GLOO_SOCKET_IFNAME", setting, gloo_interfaces(host.interfaces, setting, own))

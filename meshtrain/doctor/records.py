@@ -4,7 +4,7 @@ from a network."""
 import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshtrain.metrics.nvml import Gpu
@@ -115,15 +115,17 @@ class Host:
     processes: int  # how many the node was told to start
     ranks: tuple[int, ...] = ()
     # its own name and the endpoint's -> their addresses here
-    resolves: dict[str, tuple[str, ...]] | None = None
+    resolves: dict[str, tuple[str, ...]] = field(default_factory=dict)
     slow_names: tuple[str, ...] = ()  # names whose resolution took seconds
     interfaces: tuple[Interface, ...] = ()
     route: str = ""  # its own address on the route to the endpoint, or from there to the others
-    variables: dict[str, str] | None = None  # those that change how a job communicates or computes
+    variables: dict[str, str] = field(
+        default_factory=dict
+    )  # those that change how a job communicates or computes
     # settings that NCCL reads from its files for variables not set
-    nccl_conf: dict[str, str] | None = None
-    versions: dict[str, str] | None = None
-    code: dict[str, str] | None = None  # file -> digest
+    nccl_conf: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)  # file -> digest
     config: tuple[str, ...] = ()  # resolved, line by line
     config_error: str = ""
     layout: dict[str, int] | None = None
@@ -166,7 +168,7 @@ class Host:
 
     @property
     def settings(self) -> dict[str, str]:
-        return (self.nccl_conf or {}) | (self.variables or {})
+        return self.nccl_conf | self.variables
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class PeerChecks:
 
     reach: tuple[PortCheck, ...] = ()
     # of the other hosts -> addresses, as this host resolves them
-    names: dict[str, tuple[str, ...]] | None = None
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()  # the other hosts' files that this host sees
     blind: tuple[str, ...] = ()  # config keys of the folders in which it could not look
     # seconds by which it is ahead of the leader's, and the error
@@ -248,9 +250,11 @@ class Timings:
     backend: str = ""
     timings: tuple[Timing, ...] = ()
     links: tuple[Link, ...] = ()
-    compute: dict[str, float] | None = None  # rank -> seconds of the same small computation on each
+    compute: dict[str, float] = field(
+        default_factory=dict
+    )  # rank -> seconds of the same small computation on each
     # rank -> what it was doing when time ran out, or how it failed
-    stuck: dict[str, str] | None = None
+    stuck: dict[str, str] = field(default_factory=dict)
     skipped: str = ""  # why nothing was measured
     left_out: tuple[str, ...] = ()  # collectives for which there was no time
     # from NCCL's log: "NET/IB : Using ..." and "via P2P/CUMEM", each once

@@ -31,7 +31,7 @@ from meshtrain.job.parsing import parse_json
 from meshtrain.job.sockets import is_loopback
 from meshtrain.job.storage import print_error
 
-VERSION = 2
+VERSION = 3
 PREFIX = "meshtrain/doctor/"
 # for the peer that accepted the connection to prove to be a store, and a doctor's
 HANDSHAKE_S = 5.0
@@ -134,6 +134,7 @@ class Leader:
                 last_arrival = time.monotonic()
             progress.say(self._who_came())
             time.sleep(POLL_S)
+        # From now on who comes is told so, and waits for nobody.
         self.board.set("closed", True)
         waited_until = last_arrival if self._complete(last_arrival) else time.monotonic()
 
@@ -168,6 +169,7 @@ class Leader:
         if len(places) >= max(place.most for place in places):
             return True
         mine = self._place
+        # Nodes that are told something else will never be as many as they say.
         odd = any((place.nodes, place.id) != (mine.nodes, mine.id) for place in places)
         enough = len(places) >= min(place.fewest for place in places)
         return odd and enough and time.monotonic() - last_arrival > QUIET_S

@@ -1,6 +1,5 @@
 """The doctor's report, as text and as JSON."""
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from meshtrain.errors import plural, printable, ranges
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
 WIDTH = 140  # of output that does not go to a terminal
 MOST_HOSTS = 32  # in the table; `--json` has all
-MOST_DIGESTS = 4  # of one kind that are shown
 
 
 def print_report(cluster: ClusterFacts, findings: Sequence[Finding], as_json: bool) -> None:
@@ -27,7 +25,6 @@ def print_report(cluster: ClusterFacts, findings: Sequence[Finding], as_json: bo
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
     if cluster.attempt is None:
         console.print(_hosts_table(cluster))
-        console.print(digests_text(cluster) + "\n")
     if cluster.timings is not None and cluster.timings.timings:
         console.print(_timings_table(cluster.timings.timings, cluster.timings.backend))
     print(findings_text(findings), flush=True)
@@ -63,37 +60,10 @@ def block(finding: Finding) -> str:
     return f"{MARKS[finding.severity]} {finding.id}: {message}{fix}"
 
 
-def digests(cluster: ClusterFacts) -> dict[str, dict[str, list[str]]]:
-    """What should be the same on all hosts -> its digest -> the hosts that have it."""
-    kinds: dict[str, dict[str, list[str]]] = {}
-    for name, host in cluster.labelled:
-        values = {
-            "code": host.code,
-            "versions": host.versions,
-            "config": host.config,
-            "environment": host.variables,
-        }
-        for kind, value in values.items():
-            digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-            kinds.setdefault(kind, {}).setdefault(digest, []).append(name)
-    return kinds
-
-
-def digests_text(cluster: ClusterFacts) -> str:
-    """`digests: code 3f2a90c1, versions ...` for comparing jobs; differences between hosts are
-    among the findings."""
-    kinds = digests(cluster).items()
-    return "digests: " + ", ".join(
-        f"{kind} {'/'.join(row)}" for kind, row in kinds if len(row) <= MOST_DIGESTS
-    )
-
-
 def report_json(cluster: ClusterFacts, findings: Sequence[Finding]) -> dict[str, Any]:
-    rows = [asdict(finding) for finding in findings]
     return {
         "status": status(findings),
-        "findings": rows,
-        "digests": digests(cluster),
+        "findings": [asdict(finding) for finding in findings],
         "seen": asdict(cluster),
     }
 

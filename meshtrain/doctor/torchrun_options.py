@@ -83,6 +83,7 @@ def read_place(arguments: argparse.Namespace, variables: Mapping[str, str]) -> P
     """The place of the node that was started with these options; they override a launcher's
     variables in the environment. Raises InputError: torchrun would not understand an option's
     value."""
+    # As torchrun does, it takes from PET_NNODES and so on what the command line does not say.
     options: dict[str, str | None] = {}
     for option in OPTIONS:
         name = option.removeprefix("--").replace("-", "_")
@@ -118,7 +119,7 @@ def _of_options(options: Mapping[str, str | None]) -> Place:
         conf[name] = value
     node_rank, serves = None, None
     if backend == "static":
-        fewest = most
+        fewest = most  # it waits for all of them, whatever MIN:MAX says
         node_rank = _node_rank(options["node_rank"] or conf.get("rank", "0"), most)
         serves = node_rank == 0
         master = f"{options['master_addr'] or '127.0.0.1'}:{options['master_port'] or STATIC_PORT}"
@@ -195,6 +196,8 @@ def _of_torchrun(environment: Environment, variables: Mapping[str, str]) -> Plac
 def _of_srun(environment: Environment, variables: Mapping[str, str]) -> Place:
     """The place of one task of a job step. As in training, the first node of the list serves the
     endpoint."""
+    # A job step may have fewer nodes and tasks than the job, and only newer versions of SLURM set
+    # its own variables.
     names = slurm_nodes(variables)
     name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in variables else "SLURM_NNODES"
     nodes = _count(variables.get(name, str(len(names) or 1)), name)

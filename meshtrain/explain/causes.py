@@ -4,11 +4,9 @@ proposes options of the run's config that help, with their current values (`opti
 import fcntl
 import os
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +25,8 @@ from meshtrain.layout import AXES
 
 NAMED = 6  # the most ranks that a text names
 RANK = re.compile(r"(?P<kind>(?:local )?rank) (?P<number>\d+)(?: of node (?P<node>\d+))?")
-# folders above a log with its run's config.yaml: logs/slurm-7.0/node_0/ID/attempt_0/3/stderr.log is
-# 7
+# Folders above a log with its run's config.yaml: logs/slurm-7.0/node_0/ID/attempt_0/3/stderr.log
+# has 7.
 LEVELS = 8
 OPTIONS: dict[str, list[dict[str, str]]] = yaml.safe_load(
     Path(__file__).with_name("options.yaml").read_text()
@@ -61,16 +59,19 @@ class Settings:
 
     def __init__(self, sections: Mapping[str, Any] | None) -> None:
         self.known = sections is not None
-        by_section = defaultdict[str, Any](dict, {} if sections is None else sections)
-        keys = {
-            name: by_section[name] if isinstance(by_section[name], Mapping) else {}
-            for name in SECTIONS
-        }
-        keys["layout"] = dict.fromkeys(AXES if self.known else (), 1) | dict(keys["layout"])
         self._names: dict[str, Any] = {
-            name: _Section(**{str(k): v for k, v in keys[name].items()}) for name in keys
+            "known": self.known,
+            "now": _now,
+            "max": max,
+            "__builtins__": {},
         }
-        self._names |= {"known": self.known, "now": _now, "max": max, "__builtins__": {}}
+        for name in SECTIONS:
+            keys = (sections or {}).get(name)
+            if not isinstance(keys, Mapping):
+                keys = {}
+            if name == "layout" and self.known:
+                keys = {**dict.fromkeys(AXES, 1), **keys}
+            self._names[name] = _Section(**{str(key): value for key, value in keys.items()})
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of options.yaml. Raises TypeError: a value in it is missing or
@@ -95,20 +96,20 @@ class Cause:
     matches: Matches
 
     def to_json(self) -> dict[str, Any]:
-        fix = " ".join([self.fix, *(f"{option};" for option in self.options)]).rstrip(";")
-        of_line = ("file", "line", "text", "rank")
         evidence = [
-            {name: getattr(line, name) for name in of_line} for line in self.matches.evidence
+            {"file": line.file, "line": line.line, "text": line.text, "rank": line.rank}
+            for line in self.matches.evidence
         ]
-        cause = {
+        return {
             "id": self.id,
             "role": self.role,
             "cause": self.cause,
-            "fix": fix,
+            "fix": " ".join([self.fix, "; ".join(self.options)]).rstrip(),
             "evidence": evidence,
+            "options": list(self.options),
+            "count": self.matches.count,
+            "ranks": sorted(self.matches.ranks, key=_number),
         }
-        ranks = sorted(self.matches.ranks, key=_number)
-        return cause | {"options": list(self.options), "count": self.matches.count, "ranks": ranks}
 
 
 def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[Cause]:
@@ -121,43 +122,46 @@ def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[C
     ends = [_end_of_run(Path(folder)) for folder in folders]
     if not logs and not any(ends):
         raise InputError(f"{', '.join(folders)} has no logs and is no run's folder: give the files")
+    only_folders = bool(folders) and len(folders) == len(paths)
+    if only_folders and all(end is not None and end.status == "well" for end in ends):
+        return []  # whatever the logs show, the run continued and ended well
+
     search = Search(tuple(load_rules() if rules is None else rules))
     for log in logs:
         search.read(log, alone=len(logs) == 1)
     for file, text in not_entered(logs):
         search.read_text(file, text)
     for folder, end in zip(folders, ends, strict=True):
-        if end is not None and end[0] == "failed":
-            file, reason = str(Path(folder) / "exit.json"), end[1]
-            if not search.read_text(file, reason):  # a reason that no rule knows is still a failure
-                search.read_text(file, f"the run wrote down that it failed: {reason}")
-    if (
-        ends
-        and len(folders) == len(paths)
-        and all(end is not None and end[0] == "well" for end in ends)
-    ):
-        return []  # whatever the logs show, the run continued and ended well
-    beside = (settings_beside(path) for path in paths)
-    return _rank_causes(
-        search, next((settings for settings in beside if settings.known), Settings(None))
-    )
+        if end is not None and end.status == "failed":
+            file = str(Path(folder) / "exit.json")
+            if not search.read_text(file, end.reason):
+                # a reason that no rule knows is still a failure
+                search.read_text(file, f"the run wrote down that it failed: {end.reason}")
+    return _rank_causes(search, _settings_of(paths))
 
 
-def _end_of_run(folder: Path) -> tuple[str, str] | None:
-    """How the last job of a run's folder ended (failed, well or running) and why; None: it is not a
-    run's folder."""
+@dataclass(frozen=True)
+class _End:
+    """How the last job of a run ended."""
+
+    status: str  # "failed", "well" or "running"
+    reason: str = ""
+
+
+def _end_of_run(folder: Path) -> _End | None:
+    """How the last job of a run's folder ended; None: it is not a run's folder."""
     if not (folder / "config.yaml").is_file():
         return None
     try:
-        ended = parse_json(read_limited(folder / "exit.json"))
-        status, reason = ended["status"], str(ended.get("reason"))
+        written = parse_json(read_limited(folder / "exit.json"))
+        status, reason = written["status"], str(written.get("reason"))
     except FileNotFoundError:
         if _is_locked(folder):
-            return "running", ""
-        return "failed", "there is no exit.json, and nobody holds the folder"
+            return _End("running")
+        return _End("failed", "there is no exit.json, and nobody holds the folder")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return "failed", f"exit.json cannot be read: {error!r}"
-    return ("failed", reason) if status == "failed" else ("well", "")
+        return _End("failed", f"exit.json cannot be read: {error!r}")
+    return _End("failed", reason) if status == "failed" else _End("well")
 
 
 def _is_locked(folder: Path) -> bool:
@@ -175,41 +179,57 @@ def _is_locked(folder: Path) -> bool:
 def _rank_causes(search: Search, settings: Settings) -> list[Cause]:
     """The causes, most likely first: roots by certainty and time, then suspects, then
     consequences."""
-    matches = {
-        name: match
-        for name, match in search.matches.items()
-        if match.rule.role != "noise"
-        and (not match.rule.only_with or set(match.rule.only_with) & set(search.matches))
-    }
+    matches = {}
+    for name, match in search.matches.items():
+        needs = match.rule.only_with
+        if match.rule.role != "noise" and (not needs or search.matches.keys() & set(needs)):
+            matches[name] = match
     failed = any(match.rule.role in ("root", "consequence") for match in matches.values())
     if not failed and search.worked:  # warnings of a job that has begun training are no failure
         return []
-    last = max((match.attempt for match in matches.values()), default=0)
+    # A job that was restarted failed for what its last start shows.
+    last_attempt = max((match.attempt for match in matches.values()), default=0)
     roles = {name: _role(match, matches) for name, match in matches.items()}
 
-    def key(match: Matches) -> tuple:
-        role, rule = roles[match.rule.id], match.rule
-        tier = 0 if role == "root" else 1 if role == "suspect" else 2 if rule.role == "root" else 3
-        if tier == 2 and rule.outside:
-            tier = 4
-        return tier, last - match.attempt, CERTAINTIES.index(rule.certainty), match.evidence[0].key
+    def order(match: Matches) -> tuple:
+        rule = match.rule
+        return (
+            _tier(rule, roles[rule.id]),
+            last_attempt - match.attempt,
+            CERTAINTIES.index(rule.certainty),
+            match.evidence[0].key,
+        )
 
+    # Where ranks waited in vain, those that say nothing of it are the ones to look at.
     victims = {rank for match in matches.values() if _is_victim(match.rule) for rank in match.ranks}
     silent = [rank for rank in search.ranks if rank not in victims]
-    ordered = sorted(matches.values(), key=key)
+    ordered = sorted(matches.values(), key=order)
     return [_cause(match, roles[match.rule.id], silent, settings) for match in ordered]
+
+
+def _tier(rule: Rule, role: str) -> int:
+    """How early a cause comes: roots and suspects, then what follows from them."""
+    if role == "root":
+        return 0
+    if role == "suspect":
+        return 1
+    if rule.role != "root":
+        return 3
+    # What would be a root by itself tells more than what never is; an end from outside tells least.
+    return 4 if rule.outside else 2
 
 
 def _role(match: Matches, matches: dict[str, Matches]) -> str:
     """A rule's role here: a root explained by another rule is a consequence, as is an end from
     outside after a hang."""
     rule = match.rule
-    if any(name in matches and rule.id not in matches[name].rule.follows for name in rule.follows):
-        return "consequence"
-    if rule.outside and any(
-        other.rule.waits and _long_before(other, match) for other in matches.values()
-    ):
-        return "consequence"
+    for name in rule.follows:
+        if name in matches and rule.id not in matches[name].rule.follows:
+            return "consequence"
+    if rule.outside:
+        hangs = [other for other in matches.values() if other.rule.waits]
+        if any(_long_before(hang, match) for hang in hangs):
+            return "consequence"
     return rule.role
 
 
@@ -260,15 +280,16 @@ def _fill_in(text: str, groups: dict[str, str]) -> str:
 def names(ranks: Sequence[str]) -> str:
     """`rank 1-3, 8`; with logs of several nodes `local rank 0-1 of node 0 and local rank 1 of node
     1`."""
+    by_node: dict[tuple[int, str], list[int]] = {}
+    for node, kind, number in sorted(map(_number, ranks)):
+        by_node.setdefault((node, kind), []).append(number)
     parts = []
-    for (node, kind), numbers in groupby(
-        sorted(map(_number, ranks)), key=lambda parsed: parsed[:2]
-    ):
+    for (node, kind), numbers in by_node.items():
         of = f" of node {node}" if node >= 0 else ""
-        parts.append(f"{kind} {join_some(ranges(number for *_, number in numbers), NAMED)}{of}")
-    return " and ".join(
-        [*parts[:NAMED], *([f"{len(parts) - NAMED} more"] if len(parts) > NAMED else [])]
-    )
+        parts.append(f"{kind} {join_some(ranges(numbers), NAMED)}{of}")
+    if len(parts) > NAMED:
+        parts = [*parts[:NAMED], f"{len(parts) - NAMED} more"]
+    return " and ".join(parts)
 
 
 def _number(rank: str) -> tuple[int, str, int]:
@@ -276,6 +297,15 @@ def _number(rank: str) -> tuple[int, str, int]:
     match = RANK.match(rank)
     assert match is not None  # log_reader.py writes this form
     return int(match["node"] or -1), match["kind"], int(match["number"])
+
+
+def _settings_of(paths: Sequence[str]) -> Settings:
+    """The config of the first path that has one."""
+    for path in paths:
+        settings = settings_beside(path)
+        if settings.known:
+            return settings
+    return Settings(None)
 
 
 def settings_beside(path: str) -> Settings:
@@ -286,14 +316,14 @@ def settings_beside(path: str) -> Settings:
     be read is passed over, and only texts of a config's form are looked at.
     """
     log = Path(path).resolve()
-    for folder in ([log] if log.is_dir() else []) + list(log.parents)[:LEVELS]:
-        file = folder / "config.yaml"
+    folders = list(log.parents)[:LEVELS]
+    if log.is_dir():
+        folders.insert(0, log)
+    for folder in folders:
+        # A file in a folder that the user names may be a link.
+        read = read_limited if folder == log else read_guarded
         with suppress(OSError, InputError):
-            named = folder == log  # a file in a folder that the user names may be a link
-            text = (
-                read_limited(file, MOST_OF_CONFIG) if named else read_guarded(file, MOST_OF_CONFIG)
-            )
-            sections = parse_yaml(text)
+            sections = parse_yaml(read(folder / "config.yaml", MOST_OF_CONFIG))
             if isinstance(sections, dict) and {"model", "batch", "train"} <= set(sections):
                 return Settings(sections)
     return Settings(None)
@@ -314,10 +344,8 @@ def _now(value: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

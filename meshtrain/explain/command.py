@@ -19,9 +19,8 @@ NARROWEST = 40
 NOTHING = "no failure found"
 SILENT_END = (
     "If the job did end too early, it was killed without a word: look at its exit status (137 is "
-    "SIGKILL, 138 SIGUSR1, "
-    "143 SIGTERM), at what the scheduler says (sacct -j JOB, kubectl describe pod) and at dmesg of "
-    "its hosts."
+    "SIGKILL, 138 SIGUSR1, 143 SIGTERM), at what the scheduler says (sacct -j JOB, kubectl "
+    "describe pod) and at dmesg of its hosts."
 )
 ROOTLESS = "only what followed a failure; its root is not in these logs"
 
@@ -40,9 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([cause.to_json() for cause in causes], indent=1))
     else:
-        print(
-            explanation(causes, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)), end=""
-        )
+        columns = shutil.get_terminal_size((WIDEST, 24)).columns
+        print(explanation(causes, min(columns, WIDEST)), end="")
     return 1 if causes else 0
 
 
@@ -51,21 +49,21 @@ def explanation(causes: Sequence[Cause], width: int = WIDEST) -> str:
     if not causes:
         return "\n".join([NOTHING, *textwrap.wrap(SILENT_END, width)]) + "\n"
     shown = [cause for cause in causes if cause.role != "consequence"] or [causes[0]]
-    lines = [
-        line
-        for number, cause in enumerate(shown, 1)
-        for line in [*_block(number, cause, width), ""]
-    ]
+    lines = []
+    for number, cause in enumerate(shown, 1):
+        lines += [*_block(number, cause, width), ""]
     followed = [cause for cause in causes if cause not in shown]
     if followed:
         lines.append("What followed from it:")
-        lines += [line for cause in followed for line in _in_short(cause, width)]
+        for cause in followed:
+            lines += _in_short(cause, width)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _block(number: int, cause: Cause, width: int) -> list[str]:
     matches = cause.matches
-    lines = [f"{number}. {cause.id} ({ROOTLESS if cause.role == 'consequence' else cause.role})"]
+    role = ROOTLESS if cause.role == "consequence" else cause.role
+    lines = [f"{number}. {cause.id} ({role})"]
     lines += _paragraph("cause", cause.cause, width)
     for evidence in matches.evidence:
         by = f" ({evidence.rank})" if evidence.rank else ""
@@ -74,20 +72,24 @@ def _block(number: int, cause: Cause, width: int) -> list[str]:
         of = f", of {names(list(matches.ranks))}" if matches.ranks else ""
         lines += _paragraph("", f"... {matches.count} lines in all{of}", width)
     lines += _paragraph("fix", cause.fix, width)
-    return lines + [
-        line for option in cause.options for line in _paragraph("", f"- {option}", width)
-    ]
+    for option in cause.options:
+        lines += _paragraph("", f"- {option}", width)
+    return lines
 
 
 def _in_short(cause: Cause, width: int) -> list[str]:
-    first, ranks = cause.matches.evidence[0], list(cause.matches.ranks)
+    first = cause.matches.evidence[0]
+    ranks = list(cause.matches.ranks)
     of = f" of {names(ranks)}" if ranks else ""
     return _paragraph("", f"- {cause.id}{of}: {first.file}:{first.line}: {first.text[:120]}", width)
 
 
 def _paragraph(title: str, text: str, width: int) -> list[str]:
-    paragraph = textwrap.TextWrapper(
-        max(width, NARROWEST), f"   {title.ljust(6)} ", subsequent_indent=" " * 10
+    return textwrap.wrap(
+        text,
+        width=max(width, NARROWEST),
+        initial_indent=f"   {title.ljust(6)} ",
+        subsequent_indent=" " * 10,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    paragraph.break_long_words = paragraph.break_on_hyphens = False
-    return paragraph.wrap(text)

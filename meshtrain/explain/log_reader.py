@@ -83,16 +83,23 @@ class Log:
                 yield from _blocks(stream)
             return
         try:
-            with open(self.path, "rb") as start:
-                packed = start.read(2) == GZIP if os.path.isfile(self.path) else False
-            with gzip.open(self.path) if packed else open(self.path, "rb") as stream:
+            with _open(self.path) as stream:
                 yield from _blocks(stream)
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror or error}") from error
 
 
+def _open(path: str) -> io.BufferedIOBase:
+    if os.path.isfile(path):  # a pipe can be read only once
+        with open(path, "rb") as start:
+            if start.read(len(GZIP)) == GZIP:
+                return gzip.open(path)
+    return open(path, "rb")
+
+
 def _blocks(stream: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
-    number, rest = 1, b""
+    number = 1
+    rest = b""
     while data := _read(stream):
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if end == 0:
@@ -150,15 +157,19 @@ def time_of(text: str) -> float | None:
     lines of one year."""
     for form in TIMES:
         match = form.search(text[:120])
-        if match is not None:
-            name = match.groupdict().get("name")
-            if name is not None and name not in MONTHS:
-                continue
-            month = MONTHS.index(name) if name else int(match["month"]) - 1
-            days = month * 31 + int(match["day"])  # a month of 31 days keeps the order
-            return ((days * 24 + int(match["h"])) * 60 + int(match["m"])) * 60 + float(
-                match["s"].replace(",", ".")
-            )
+        if match is None:
+            continue
+        name = match.groupdict().get("name")
+        if name is None:
+            month = int(match["month"]) - 1
+        elif name in MONTHS:
+            month = MONTHS.index(name)
+        else:
+            continue
+        days = month * 31 + int(match["day"])  # a month of 31 days keeps the order
+        hours = days * 24 + int(match["h"])
+        minutes = hours * 60 + int(match["m"])
+        return minutes * 60 + float(match["s"].replace(",", "."))
     return None
 
 
@@ -181,32 +192,35 @@ def logs_of(paths: list[str]) -> list[Log]:
 def _in_folder(folder: str) -> list[str]:
     files = []
     for root, folders, names in os.walk(folder):
+        # os.walk goes on with what is left of its list.
         folders[:] = sorted(
             name for name in folders if name != "checkpoints" and not name.startswith(".")
         )
-        # the last one only: the run has recovered from earlier ones
         if os.path.basename(root) == "failures":
-            folders[:] = sorted(
+            # the last one only: the run has recovered from earlier ones
+            newest_last = sorted(
                 folders, key=lambda name: os.path.getmtime(os.path.join(root, name))
-            )[-1:]
-        logs = [
-            name
-            for name in sorted(names)
-            if (name.endswith(ENDINGS) or NAMES.match(name)) and name != "layout.txt"
-        ]
-        files += [str(Path(root, name)) for name in logs if Path(root, name).is_file()]
+            )
+            folders[:] = newest_last[-1:]
+        for name in sorted(names):
+            is_log = name.endswith(ENDINGS) or NAMES.match(name)
+            path = Path(root, name)
+            if is_log and name != "layout.txt" and path.is_file():
+                files.append(str(path))
     return files
 
 
 def _log(path: str) -> Log:
-    local, by_name = LOCAL.search(path), IN_NAME.search(path)
+    local = LOCAL.search(path)
     if local is not None:
+        rank = f"local rank {int(local['number'])}"
         # the last one: a folder above may be called node7, too
         nodes = NODE.findall(path[: local.start() + 1])
-        rank = f"local rank {int(local['number'])}" + (
-            f" of node {int(nodes[-1])}" if nodes else ""
-        )
-        return Log(path, rank, os.path.dirname(path), int(local["attempt"]))
-    return Log(
-        path, None if by_name is None else f"rank {int(next(filter(None, by_name.groups())))}"
-    )
+        if nodes:
+            rank += f" of node {int(nodes[-1])}"
+        return Log(path, rank, process=os.path.dirname(path), attempt=int(local["attempt"]))
+    by_name = IN_NAME.search(path)
+    if by_name is None:
+        return Log(path)
+    number = next(filter(None, by_name.groups()))
+    return Log(path, f"rank {int(number)}")

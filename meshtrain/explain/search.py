@@ -19,6 +19,7 @@ Rules = Sequence[Rule]
 
 KEPT_LINES = 4  # of each rule
 KEPT_RANKS = 100_000  # of each rule
+KEPT_GROUPS = 400  # process groups of each rule
 LONGEST_SHOWN = 400  # characters of a line that is evidence
 TRACEBACK = "Traceback (most recent call last)"
 STARTED = re.compile(r": \d+ process(?:es)? = .{1,300}, met at ")
@@ -95,20 +96,20 @@ class Matches:
         self.count += 1
         if attempt > self.attempt:  # what ended an earlier start counts less
             self.evidence.clear()
-        self.attempt = max(attempt, self.attempt)
-        if rank is not None and len(self.ranks) < KEPT_RANKS:
-            self.ranks[rank] = None
-        enqueued, group = groups.get("enqueued"), groups.get("pg")
-        if (
-            enqueued is not None
-            and group is not None
-            and rank is not None
-            and len(self.work) < KEPT_LINES * 100
-        ):
-            ranks = self.work.setdefault(group.strip(), {})
-            if len(ranks) < KEPT_RANKS:
-                ranks[rank] = int(enqueued)
+            self.attempt = attempt
+        if rank is not None:
+            if len(self.ranks) < KEPT_RANKS:
+                self.ranks[rank] = None
+            self._note_work(rank, groups)
         return True
+
+    def _note_work(self, rank: str, groups: Mapping[str, str | None]) -> None:
+        enqueued, group = groups.get("enqueued"), groups.get("pg")
+        if enqueued is None or group is None or len(self.work) >= KEPT_GROUPS:
+            return
+        ranks = self.work.setdefault(group.strip(), {})
+        if len(ranks) < KEPT_RANKS:
+            ranks[rank] = int(enqueued)
 
     def keeps(self, time: float | None, order: tuple[int, int], attempt: int) -> bool:
         """Whether a line is among the first, which are evidence: of millions the others are only
@@ -122,18 +123,18 @@ class Matches:
             self.groups = {
                 name: value.strip() for name, value in groups.items() if value is not None
             }
-        self.evidence = sorted([*self.evidence, evidence], key=lambda line: line.key)[:KEPT_LINES]
+        lines = sorted([*self.evidence, evidence], key=lambda line: line.key)
+        self.evidence = lines[:KEPT_LINES]
 
 
 def _shown(text: str, start: int) -> str:
     """The part of a line around a match, as it is printed."""
     line = " ".join(C1.sub("", text).split())
     start = max(0, min(start - LONGEST_SHOWN // 2, len(line) - LONGEST_SHOWN))
-    return (
-        "..." * (start > 0)
-        + line[start : start + LONGEST_SHOWN]
-        + "..." * (len(line) > start + LONGEST_SHOWN)
-    )
+    end = start + LONGEST_SHOWN
+    before = "..." if start > 0 else ""
+    after = "..." if end < len(line) else ""
+    return before + line[start:end] + after
 
 
 def _rules_by_literal(rules: Rules) -> dict[bytes, list[int]]:
@@ -141,11 +142,11 @@ def _rules_by_literal(rules: Rules) -> dict[bytes, list[int]]:
     tracebacks only."""
     numbers: dict[bytes, list[int]] = {}
     for number, rule in enumerate(rules):
-        literals = {
-            literal.encode(): None for pattern in rule.match for literal in pattern.literals
-        }
-        for literal in () if rule.in_traceback else literals:
-            numbers.setdefault(literal, []).append(number)
+        if rule.in_traceback:
+            continue
+        literals = {literal for pattern in rule.match for literal in pattern.literals}
+        for literal in literals:
+            numbers.setdefault(literal.encode(), []).append(number)
     return numbers
 
 
@@ -158,6 +159,8 @@ class Search:
         self.worked = False  # whether a line shows that training had begun
         self._by_kind = {rule.kind: rule for rule in rules if rule.kind is not None}
         self._by_literal = _rules_by_literal(rules)
+        self._rules_for_lines = [rule for rule in rules if not rule.in_traceback]
+        self._rules_for_endings = [rule for rule in rules if rule.in_traceback]
         self._ranks: dict[str, None] = {}  # named by some line or file
         self._processes: dict[str, Log] = {}  # known only by a local rank
         self._identified: set[str] = set()  # those of them whose lines have their global rank
@@ -177,17 +180,14 @@ class Search:
         for first, block in log.blocks():
             lower = block.lower()
             self.worked = self.worked or WORKED.search(lower) is not None
-            by_line = self._rules_by_line(lower)
-            if (
-                not by_line
-                and not position.tracebacks
-                and not any(word in lower for word in CONTEXT_BYTES)
-            ):
-                position.time = None
+            rules_by_line = self._rules_by_line(lower)
+            matters = bool(rules_by_line) or any(word in lower for word in CONTEXT_BYTES)
+            if not matters and not position.tracebacks:
+                position.time = None  # its last lines may have another time
                 continue
             for number, line in enumerate(block.split(b"\n")):
                 position.line = first + number
-                rules = by_line.get(number, ())
+                rules = rules_by_line.get(number, ())
                 for text in pieces(line):
                     self._line(position, text, rules)
 
@@ -205,32 +205,35 @@ class Search:
                 places += [(at, number) for number in numbers]
                 end = lower.find(b"\n", at)  # once in a line is enough
                 at = lower.find(literal, end) if end >= 0 else -1
-        by_line: dict[int, set[int]] = {}
-        line = counted = 0
+
+        # Lines are counted from one place to the next.
+        numbers_by_line: dict[int, set[int]] = {}
+        line = counted_to = 0
         for at, number in sorted(places):
-            line, counted = line + lower.count(b"\n", counted, at), at
-            by_line.setdefault(line, set()).add(number)
-        return {
-            line: [self.rules[number] for number in sorted(numbers)]
-            for line, numbers in by_line.items()
-        }
+            line += lower.count(b"\n", counted_to, at)
+            counted_to = at
+            numbers_by_line.setdefault(line, set()).add(number)
+        by_line = {}
+        for line, found in numbers_by_line.items():
+            by_line[line] = [self.rules[number] for number in sorted(found)]
+        return by_line
 
     @property
     def ranks(self) -> list[str]:
         """Ranks named by lines or files, and of torchrun's last start the local ranks without a
         global one."""
+        ranks = dict(self._ranks)
         last = max((log.attempt for log in self._processes.values()), default=0)
-        nameless = [
-            log for process, log in self._processes.items() if process not in self._identified
-        ]
-        return list(self._ranks | {str(log.rank): None for log in nameless if log.attempt == last})
+        for process, log in self._processes.items():
+            if process not in self._identified and log.attempt == last:
+                ranks[str(log.rank)] = None
+        return list(ranks)
 
     def read_text(self, file: str, text: str) -> bool:
         """Matches a line that is in no log; returns whether a rule matches."""
         self._files += 1
-        return self._match_blamed(
-            _Position(Log(file), self._files, False), text, self.rules, None, True
-        )
+        position = _Position(Log(file), self._files, alone=False)
+        return self._match_blamed(position, text, self._rules_for_lines, rank=None, last=True)
 
     def _line(self, position: "_Position", text: str, rules: Rules) -> None:
         position.time = time_of(text) or position.time
@@ -238,20 +241,22 @@ class Search:
         candidates = [rule for rule in rules if rule.may_match(lower)]
         if not candidates and not position.tracebacks and not position.may_matter(text):
             return
-        text, rank = without_prefix(text)
+        text, named = without_prefix(text)
         if position.notes(text):
             return
-        if rank is not None and rank.startswith("rank ") and position.log.process is not None:
+        rank = named or position.rank
+        if position.log.process is None:
+            if rank is not None:
+                self._add_rank(rank)
+        elif named is not None and named.startswith("rank "):
             self._identified.add(position.log.process)
-            self._add_rank(rank)
-        rank = rank or position.rank
-        if rank is not None and position.log.process is None:
-            self._add_rank(rank)
+            self._add_rank(named)
+
         if FAILURE_MARK in text:
             self._failure(position, text.partition(FAILURE_MARK)[2])
             return
         last = position.ends_traceback(rank, text)
-        self._match_blamed(position, text, self.rules if last else candidates, rank, last)
+        self._match_blamed(position, text, candidates, rank, last)
 
     def _failure(self, position: "_Position", line: str) -> None:
         """Reads the line of JSON: its kind belongs to a rule, or it is an exception whose text
@@ -270,7 +275,7 @@ class Search:
             self._add(rule, None, position, text, first)
             self.matches[rule.id].ranks |= dict.fromkeys(ranks)
         elif text.partition("\n")[0] not in self._headlines:
-            self._match_blamed(position, text, self.rules, first, True)
+            self._match_blamed(position, text, self._rules_for_lines, first, last=True)
 
     def _match_blamed(
         self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool
@@ -280,27 +285,32 @@ class Search:
         blamed = BLAMED.search(text)
         if blamed is None:
             return self._match(position, text, rules, rank, last)
+        reporter, culprit = text[: blamed.start(2)], blamed[1]
         if len(self._headlines) < KEPT_RANKS:
             self._headlines.add(text[blamed.start(1) :].partition("\n")[0])
-        self._add_rank(blamed[1])
-        self._match(position, text[: blamed.start(2)], rules, rank, False)
-        return self._match(position, blamed[2], self.rules, blamed[1], True)
+        self._add_rank(culprit)
+        self._match(position, reporter, rules, rank, last=False)
+        return self._match(position, blamed[2], self._rules_for_lines, culprit, last=True)
 
     def _match(
         self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool
     ) -> bool:
         """Rules for the last line of a traceback are tried only on such a line, and only if no
         other rule matches."""
-        lower, known = text.lower(), False
-        for ending in (False, True) if last else (False,):
-            for rule in self.rules if ending else rules:
-                if (
-                    rule.in_traceback == ending
-                    and not (ending and known)
-                    and (match := rule.search(text, lower))
-                ):
-                    known = True
-                    self._add(rule, match, position, text, rank)
+        known = self._try(position, text, rules, rank)
+        # Any exception ends a traceback: what a rule knows of it by name goes first.
+        if last and not known:
+            return self._try(position, text, self._rules_for_endings, rank)
+        return known
+
+    def _try(self, position: "_Position", text: str, rules: Rules, rank: str | None) -> bool:
+        lower = text.lower()
+        known = False
+        for rule in rules:
+            match = rule.search(text, lower)
+            if match is not None:
+                known = True
+                self._add(rule, match, position, text, rank)
         return known
 
     def _add(
@@ -315,19 +325,19 @@ class Search:
         kind."""
         by_kind = match is None
         matches = self.matches.setdefault(rule.id, Matches(rule))
+        # The job's own diagnosis knows more than the lines that repeat it.
         if by_kind and not matches.by_kind:
             matches = self.matches[rule.id] = Matches(rule, by_kind=True)
         elif matches.by_kind and not by_kind:
             return
         order = (position.order, position.line)
-        if not matches.count_line(
-            order, rank, {} if match is None else match.groupdict(), position.attempt
-        ):
+        groups = {} if match is None else match.groupdict()
+        if not matches.count_line(order, rank, groups, position.attempt):
             return
         if matches.keeps(position.time, order, position.attempt):
             shown = _shown(text, 0 if match is None else match.start())
             evidence = Evidence(position.log.path, position.line, shown, rank, position.time, order)
-            matches.keep(evidence, {} if match is None else match.groupdict())
+            matches.keep(evidence, groups)
 
     def _add_rank(self, rank: str) -> None:
         if len(self._ranks) < KEPT_RANKS:
@@ -361,7 +371,8 @@ class _Position:
         if self.alone and STARTED.search(text):
             self.attempt += 1
             return True
-        if (summary := SUMMARY_RANK.match(text)) is not None:
+        summary = SUMMARY_RANK.match(text)
+        if summary is not None:
             self._summary = f"rank {summary[1]}"
             return True
         if self._summary is not None and SUMMARY_END.match(text):

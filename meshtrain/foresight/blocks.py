@@ -33,6 +33,7 @@ from meshtrain.mesh import CommBytes, Mesh
 from meshtrain.parallel.collectives import implementations
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
+from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
 
@@ -265,6 +266,11 @@ class LiveSizes:
 class CountedStep(TracedStep):
     """A step whose operators are counted by block and by pass."""
 
+    last: str  # name of the last block
+    # Of the current microbatch:
+    tallies: dict[tuple[str, str], Tally]  # (block, pass) -> its counts
+    sizes: dict[str, LiveSizes]  # block -> live bytes around it
+
     def works(self, configs: Sequence[Config]) -> list[tuple[Work, ...]]:
         """Works of all blocks, for one microbatch of each config. What runs outside of blocks
         counts with the last."""
@@ -276,28 +282,34 @@ class CountedStep(TracedStep):
         assert isinstance(self.mesh.comm_bytes, _SentBytes)
         self.mesh.comm_bytes.listener = self._send
 
-        works = []
+        works: list[tuple[Work, ...]] = []
         with watched(self.live), around_weight_grads(self._in_weight_grad):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            # The first step creates lasting state and is not counted.
-            for config in (configs[0], *configs):
-                batch = prepared_batch(config, self.mesh)
-                self.live.rows = routed_rows(config, batch, self.mesh)
-                self.tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
-                self.sizes: dict[str, LiveSizes] = defaultdict(LiveSizes)
-                self.live.watch = self._count
-                self.live.block = ""
-                self.trainer.forward_backward(1, [batch])
+            self._run_microbatch(configs[0])  # creates lasting state, and is not counted
+            for config in configs:
+                self._run_microbatch(config)
                 works.append(tuple(self._work(block, names[block]) for block in blocks))
-        return works[1:]
+        return works
+
+    def _run_microbatch(self, config: Config) -> None:
+        batch = prepared_batch(config, self.mesh)
+        self.live.rows = routed_rows(config, batch, self.mesh)
+        self.tallies = defaultdict(Tally)
+        self.sizes = defaultdict(LiveSizes)
+        self.live.watch = self._count
+        self.live.block = ""
+        self.trainer.forward_backward(1, [batch])
 
     def _work(self, block: nn.Module, name: str) -> Work:
         sizes = self.sizes[name]
+        whole = state_parameters(block)
         named = block.named_parameters(prefix=name)
         return Work(
             name,
-            parameters=tuple(_before_fsdp(own, parameter) for own, parameter in named),
+            parameters=tuple(
+                _before_fsdp(own, parameter, parameter in whole) for own, parameter in named
+            ),
             forward=self.tallies[name, FORWARD].as_pass(),
             input_grad=self.tallies[name, BACKWARD].as_pass(),
             weight_grad=self.tallies[name, WEIGHT_GRAD].as_pass(),
@@ -362,16 +374,21 @@ class CountedStep(TracedStep):
             sizes.look(self.live.total, in_forward=self._pass() == FORWARD)
 
 
-def _before_fsdp(name: str, parameter: nn.Parameter) -> Parameter:
-    """A parameter as tp and ep have left it."""
+def _before_fsdp(name: str, parameter: nn.Parameter, is_state: bool) -> Parameter:
+    """A parameter as tp and ep have left it. `is_state`: of a module, which is never sharded."""
     local = to_local(parameter.detach())
     mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
-    axes = () if mesh is None else mesh.mesh_dim_names
+    if is_state:
+        axis = ""
+    elif mesh is not None and "ep" in mesh.mesh_dim_names:
+        axis = "efsdp"
+    else:
+        axis = "fsdp"
     return Parameter(
         name,
         tuple(local.shape),
         trained=parameter.requires_grad,
-        axis="efsdp" if "ep" in axes else "fsdp",
+        axis=axis,
         whole=tuple(parameter.shape),
     )
 
@@ -383,8 +400,11 @@ def _nbytes(tree: Any) -> float:
 def _attention_flops(name: str, args: Any) -> float:
     """FLOPs over all pairs of tokens, without causality, by convention."""
     is_backward = "backward" in name
-    q, k, v = args[1:4] if is_backward else args[:3]  # first the gradient of the output
-    keys = k.shape[2 if "dot_product" in name else 1]
+    if is_backward:
+        args = args[1:]  # without the gradient of the output
+    q, k, v = args[:3]
+    key_dim = 2 if "dot_product" in name else 1
+    keys = k.shape[key_dim]
     queries = q.numel() // q.shape[-1]
     forward = 2 * queries * keys * (q.shape[-1] + v.shape[-1])
     # The backward has five products for the forward's two, as it computes the scores again.
@@ -394,8 +414,10 @@ def _attention_flops(name: str, args: Any) -> float:
 def _product(name: str, args: Any, out: Any) -> Product | None:
     """The matrix product that an operator computes, if any."""
     name = name.removesuffix("_")
-    if name in ("aten::convolution", "aten::convolution_backward"):
-        return _convolution(args, out, is_backward=name.endswith("backward"))
+    if name == "aten::convolution":
+        return _convolution(args, out, is_backward=False)
+    if name == "aten::convolution_backward":
+        return _convolution(args, out, is_backward=True)
     if name in ("aten::addmm", "aten::baddbmm"):
         args = args[1:]  # without the sum that the product is added to
     if len(args) < 2:
@@ -406,7 +428,8 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
     if name in ("aten::bmm", "aten::baddbmm"):
         return Product(a.shape[1], b.shape[2], a.shape[2], times=a.shape[0])
     if name in ("aten::linear", "aten::matmul"):
-        return Product(a.numel() // a.shape[-1], b.numel() // a.shape[-1], a.shape[-1])
+        width = a.shape[-1]
+        return Product(a.numel() // width, b.numel() // width, width)
     if name.startswith("meshtrain::grouped"):
         return _grouped(a, b)
     return None

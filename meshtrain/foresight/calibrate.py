@@ -20,9 +20,14 @@ from meshtrain.metrics.logger import read
 
 WARM_UP = 3  # first steps, which do not count: caches fill, blocks are compiled
 PHASES = ("forward", "backward", "communication", "update", "step")
-COLUMNS = {"update": "time_optimizer_s", "step": "step_time_s"} | {
-    name: f"time_{name}_s" for name in PHASES[:3]
+COLUMNS = {  # phase -> column of a run's metrics.jsonl
+    "forward": "time_forward_s",
+    "backward": "time_backward_s",
+    "communication": "time_communication_s",
+    "update": "time_optimizer_s",
+    "step": "step_time_s",
 }
+SENT = "sent_bytes_"  # begin of the columns with the bytes sent over an axis
 ERROR = 0.05  # standard error of the logarithm of a measured phase
 SMALL = 0.02  # share of a step that is added to both sides, so that tiny phases carry no weight
 PRIORS = {  # fitted constant -> standard error of the logarithm of the file's value
@@ -34,11 +39,8 @@ PRIORS = {  # fitted constant -> standard error of the logarithm of the file's v
     "between_hosts": 0.6,
 }
 # constants that are shares of a data sheet's rate: at most 1
-SHARES = (
-    "stream",
-    "matmul",
-    "attention",
-)
+SHARES = ("stream", "matmul", "attention")
+NARROWEST = 0.005  # step of the search for a factor's logarithm at which it ends
 
 Foresee = Callable[[Hardware], StepTime]  # predicts one run
 
@@ -64,7 +66,8 @@ class MeasuredRun:
     def load(cls, folder: Path) -> "MeasuredRun":
         """Raises InputError: the folder is not that of a run with more than `WARM_UP` steps."""
         try:
-            rows, table = read(folder / "metrics.jsonl"), (folder / "layout.txt").read_text()
+            rows = read(folder / "metrics.jsonl")
+            table = (folder / "layout.txt").read_text()
         except OSError as error:
             raise InputError(f"{folder} is not the folder of a run: {error}") from error
         steps = [row for row in rows[WARM_UP:] if row.get("step_time_s")]
@@ -77,17 +80,27 @@ class MeasuredRun:
         config = Config.load(str(folder / "config.yaml"), world_size=sum(placed.values()))
         assert config.resolved is not None
         layout = config.resolved.on_hosts(list(placed.values()), list(placed))
-        last, reserved = steps[-1], steps[-1].get("memory_reserved_gib")
-        fullest = [row["memory_max_gib"] for row in rows if "memory_max_gib" in row]
+
+        last = steps[-1]
+        memory = usable = None
+        reserved = last.get("memory_reserved_gib")
+        if reserved:  # on a GPU
+            of_fullest_rank = [row["memory_max_gib"] for row in rows if "memory_max_gib" in row]
+            memory = max([last["memory_gib"], *of_fullest_rank])
+            usable = last["memory_gib"] / reserved
+        # Medians: a step in which a checkpoint is written, or a neighbour is busy, is no measure.
+        seconds = {}
+        for phase, column in COLUMNS.items():
+            seconds[phase] = median(row[column] for row in steps)
         return cls(
-            replace(config, resolved=layout),
-            {name: median(row[column] for row in steps) for name, column in COLUMNS.items()},
-            max([last["memory_gib"], *fullest]) if reserved else None,
-            last["memory_gib"] / reserved if reserved else None,
-            {
-                name.removeprefix("sent_bytes_"): n
-                for name, n in last.items()
-                if name.startswith("sent_bytes_")
+            config=replace(config, resolved=layout),
+            seconds=seconds,
+            memory=memory,
+            usable=usable,
+            sent={
+                column.removeprefix(SENT): nbytes
+                for column, nbytes in last.items()
+                if column.startswith(SENT)
             },
         )
 
@@ -96,9 +109,10 @@ class MeasuredRun:
 
 
 def _hosts(table: str) -> Counter[str]:
-    """Host -> number of its processes, from the table of a `layout.txt`."""
-    rows = table.split("\n\n")[1].splitlines()[1:]
-    return Counter(row.split()[1] for row in rows)
+    """Host -> number of its processes, from the table of a `layout.txt`: `rank  host  local ...`
+    below the first empty line."""
+    _, rows, *_ = table.split("\n\n")
+    return Counter(row.split()[1] for row in rows.splitlines()[1:])
 
 
 def phases(step: StepTime) -> dict[str, float]:
@@ -117,13 +131,16 @@ class Comparison:
     measured: float | None
 
     def describe(self) -> str:
-        both, off = (self.predicted, self.measured), ""
-        numbers = [
-            "-" if x is None else f"{x:,.0f}" if self.unit == "B" else f"{x:.4g}" for x in both
-        ]
+        off = ""
         if self.predicted is not None and self.measured:
             off = f"{100 * (self.predicted / self.measured - 1):+.1f} %"
-        return f"{self.name:24}{numbers[0]:>18}{numbers[1]:>18} {self.unit:3}  {off}".rstrip()
+        predicted, measured = self._text(self.predicted), self._text(self.measured)
+        return f"{self.name:24}{predicted:>18}{measured:>18} {self.unit:3}  {off}".rstrip()
+
+    def _text(self, value: float | None) -> str:
+        if value is None:
+            return "-"
+        return f"{value:,.0f}" if self.unit == "B" else f"{value:.4g}"
 
 
 def against(
@@ -136,33 +153,34 @@ def against(
         sent: axis -> predicted bytes that the blocks of rank 0 send in a step.
     """
     step = run.foresee(hardware)
-    foreseen, sent = phases(step), {**sent, **step.sent}
+    foreseen = phases(step)
     rows = [
-        Comparison(name, "s", foreseen[name], run.seconds[name]) for name in ("step", *PHASES[:-1])
+        Comparison(name, "s", foreseen[name], run.seconds[name])
+        for name in ("step", "forward", "backward", "communication", "update")
     ]
     rows.append(Comparison("memory", "GiB", memory, run.memory))
-    axes = [*run.sent, *(axis for axis in sent if axis not in run.sent)]
-    return [
-        *rows,
-        *(
-            Comparison(f"sent over {axis}", "B", sent.get(axis), run.sent.get(axis, 0.0))
-            for axis in axes
-        ),
-    ]
+    foreseen_bytes = {**sent, **step.sent}
+    for axis in dict.fromkeys((*run.sent, *foreseen_bytes)):
+        measured = run.sent.get(axis, 0.0)
+        rows.append(Comparison(f"sent over {axis}", "B", foreseen_bytes.get(axis), measured))
+    return rows
 
 
 def calibrate(paths: Sequence[str], hardware: Hardware) -> Hardware:
     """The hardware that best fits runs (folders) and reports of `meshtrain doctor --json`
     (files)."""
-    runs = [MeasuredRun.load(Path(path)) for path in paths if not Path(path).is_file()]
     reports = [Path(path) for path in paths if Path(path).is_file()]
+    runs = [MeasuredRun.load(Path(path)) for path in paths if not Path(path).is_file()]
     for report in reports:
         hardware = with_links(hardware, report)
-    measured_links = {"within_host", "between_hosts"} if reports else set[str]()
-    fitted = fit([(run.foresee, run.seconds) for run in runs], hardware, fixed=measured_links)
-    shares = [run.usable for run in runs if run.usable is not None]
-    device = replace(fitted.device, usable=min([1.0, *shares])) if shares else fitted.device
-    return replace(fitted, device=device, source=f"measured by {', '.join(paths)}")
+    # The doctor has measured the links by themselves: runs do not change them.
+    fixed = ("within_host", "between_hosts") if reports else ()
+    hardware = fit([(run.foresee, run.seconds) for run in runs], hardware, fixed)
+    usable = [run.usable for run in runs if run.usable is not None]
+    if usable:
+        device = replace(hardware.device, usable=min(1.0, *usable))
+        hardware = replace(hardware, device=device)
+    return replace(hardware, source=f"measured by {', '.join(paths)}")
 
 
 def as_yaml(hardware: Hardware) -> str:
@@ -174,6 +192,9 @@ def as_yaml(hardware: Hardware) -> str:
         return float(f"{value:.4g}") if isinstance(value, float) else value
 
     return write(rounded(asdict(hardware)))
+
+
+# Fit ----------------------------------------------------------------------------------------------
 
 
 def scaled(hardware: Hardware, constant: str, factor: float) -> Hardware:
@@ -197,10 +218,11 @@ def misfit(runs: Iterable[tuple[Foresee, Mapping[str, float]]], hardware: Hardwa
     `ERROR`."""
     total = 0.0
     for foresee, measured in runs:
-        small, foreseen = SMALL * measured["step"], phases(foresee(hardware))
-        total += sum(
-            (math.log((foreseen[n] + small) / (measured[n] + small)) / ERROR) ** 2 for n in PHASES
-        )
+        small = SMALL * measured["step"]
+        foreseen = phases(foresee(hardware))
+        for name in PHASES:
+            ratio = (foreseen[name] + small) / (measured[name] + small)
+            total += (math.log(ratio) / ERROR) ** 2
     return total
 
 
@@ -217,36 +239,37 @@ def fit(
             phases.
         fixed: constants that keep their values.
     """
-    # constant -> logarithm of its factor
-    moved = dict.fromkeys((name for name in PRIORS if name not in fixed), 0.0)
+    if not runs:
+        return hardware
 
     def built(logs: Mapping[str, float]) -> Hardware:
-        moved_hardware = hardware
+        changed = hardware
         for name, log in logs.items():
-            moved_hardware = scaled(moved_hardware, name, math.exp(log))
-        return moved_hardware
+            changed = scaled(changed, name, math.exp(log))
+        return changed
 
     def cost(logs: Mapping[str, float]) -> float:
-        return misfit(runs, built(logs)) + sum(
-            (log / PRIORS[name]) ** 2 for name, log in logs.items()
-        )
+        prior = sum((log / PRIORS[name]) ** 2 for name, log in logs.items())
+        return misfit(runs, built(logs)) + prior
 
-    best, width = cost(moved), 1.0
-    # coordinate search: there are few constants, and the misfit is not smooth
-    while runs and width > 0.005:
+    # Coordinate search: there are few constants, and the misfit is not smooth.
+    logs = {name: 0.0 for name in PRIORS if name not in fixed}  # of each constant's factor
+    best = cost(logs)
+    width = 1.0
+    while width > NARROWEST:
         before = best
-        for name in moved:
-            for log in (moved[name] - width, moved[name] + width):
-                total = cost({**moved, name: log})
+        for name in logs:
+            for log in (logs[name] - width, logs[name] + width):
+                total = cost({**logs, name: log})
                 if total < best:
-                    best, moved[name] = total, log
+                    best = total
+                    logs[name] = log
         if best == before:
             width /= 2
-    fitted = built(moved)
-    worst = [
-        abs(math.log(foresee(fitted).seconds / measured["step"])) for foresee, measured in runs
-    ]
-    return replace(fitted, error=min(0.5, max([0.02, *worst]))) if runs else fitted
+
+    fitted = built(logs)
+    off = [abs(math.log(foresee(fitted).seconds / measured["step"])) for foresee, measured in runs]
+    return replace(fitted, error=min(0.5, max(0.02, *off)))
 
 
 def with_links(hardware: Hardware, report: Path) -> Hardware:
@@ -260,26 +283,31 @@ def with_links(hardware: Hardware, report: Path) -> Hardware:
         raise InputError(
             f"{report} is not what `meshtrain doctor --json` prints of a job with ranks: {error!r}"
         ) from error
-    rounds = {"all-reduce": STEPS["all_reduce"]}  # all other collectives: 1
-    inside, outside = hardware.within_host, hardware.between_hosts
+
+    # Seconds of one step of a ring within a host; see `collective.seconds`.
+    inside = hardware.within_host
     near = [row for row in timings if not row["crosses"] and row["ranks"] > 1]
     if near:
-        latency = median(
-            row["latency"] / rounds.get(row["what"], 1) / (row["ranks"] - 1) for row in near
-        )
-        inside = replace(
-            inside, bandwidth=median(row["bandwidth"] for row in near) / 1e9, latency=latency
-        )
-    hops = math.ceil(math.log2(max(2, len(cluster["hosts"]))))
-    far = [row["latency"] / rounds.get(row["what"], 1) / hops for row in timings if row["crosses"]]
+        latencies = [row["latency"] / _rounds(row) / (row["ranks"] - 1) for row in near]
+        bandwidth = median(row["bandwidth"] for row in near) / 1e9
+        inside = replace(inside, bandwidth=bandwidth, latency=median(latencies))
+
+    # ... and of one level of the tree between hosts.
+    outside = hardware.between_hosts
+    levels = math.ceil(math.log2(max(2, len(cluster["hosts"]))))
+    far = [row["latency"] / _rounds(row) / levels for row in timings if row["crosses"]]
+    if far:
+        outside = replace(outside, latency=median(far))
     between = [
         pair["bandwidth"] / 1e9
         for pair in pairs
         if host_of[pair["source"]] != host_of[pair["target"]]
     ]
-    outside = replace(
-        outside,
-        latency=median(far) if far else outside.latency,
-        bandwidth=median(between) if between else outside.bandwidth,
-    )
+    if between:
+        outside = replace(outside, bandwidth=median(between))
     return replace(hardware, within_host=inside, between_hosts=outside)
+
+
+def _rounds(timing: Mapping[str, Any]) -> int:
+    """Rounds of a collective that the doctor has timed: an all-reduce is a scatter and a gather."""
+    return STEPS["all_reduce"] if timing["what"] == "all-reduce" else 1

@@ -9,13 +9,7 @@ from meshtrain.foresight.hardware import Hardware
 from meshtrain.layout import Layout
 
 # rounds of n - 1 messages
-STEPS = {
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_reduce": 2,
-    "all_to_all": 1,
-}
-
+STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 _groups: dict[tuple[object, ...], "Group"] = {}
 
@@ -57,18 +51,19 @@ def seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float
     if group.ranks == 1:
         return 0.0
     inside, outside = hardware.within_host, hardware.between_hosts
-    hosts = math.ceil(group.ranks / group.on_host)
     if kind == "p2p":
         link = outside if group.crosses_hosts else inside
         return link.latency + link.message + nbytes / (link.bandwidth * 1e9)
-    bandwidth = (
-        min(inside.bandwidth, group.on_host * outside.bandwidth)
-        if group.crosses_hosts
-        else inside.bandwidth
-    )
-    if kind == "all_to_all" and group.crosses_hosts:  # each rank sends by its own interface
-        bandwidth = min(
-            inside.bandwidth, outside.bandwidth * (group.ranks - 1) / (group.ranks - group.on_host)
-        )
-    steps = (group.on_host - 1) * inside.latency + math.ceil(math.log2(hosts)) * outside.latency
-    return STEPS[kind] * steps + nbytes / (bandwidth * 1e9)
+
+    bandwidth = inside.bandwidth
+    if group.crosses_hosts and kind == "all_to_all":
+        # A rank sends by its own interface what is not for its host.
+        share = (group.ranks - group.on_host) / (group.ranks - 1)
+        bandwidth = min(inside.bandwidth, outside.bandwidth / share)
+    elif group.crosses_hosts:
+        bandwidth = min(inside.bandwidth, group.on_host * outside.bandwidth)
+
+    hosts = math.ceil(group.ranks / group.on_host)
+    ring = (group.on_host - 1) * inside.latency
+    tree = math.ceil(math.log2(hosts)) * outside.latency
+    return STEPS[kind] * (ring + tree) + nbytes / (bandwidth * 1e9)

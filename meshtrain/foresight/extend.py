@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import spec_of
+from meshtrain.config import Config, spec_of
 from meshtrain.data.order import microbatches
 from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.memory import RankMemory, held_forwards, schedule_of, short_schedule
@@ -44,14 +43,23 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     bounds = _bounds_of(config, layout, pp)
     count = _microbatches(config, layout)
     blocks = sum(end - first for first, end in bounds)
-    cases = _small_cases(config, layout, pp, bounds, count) if count * blocks > whole else []
+    cases = []
+    if count * blocks > whole:
+        cases = _small_cases(config, layout, pp, bounds, count)
     if not cases:
-        trace = trace_rank(config, layout, layout.group(0, "pp")[pp])
-        return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp, trace.compiled)
+        rank = layout.group(0, "pp")[pp]
+        trace = trace_rank(config, layout, rank)
+        return RankMemory(
+            resident={**trace.resident},
+            parts={**trace.parts},
+            moment=trace.moment,
+            pp=pp,
+            compiled=trace.compiled,
+        )
     with shared_graphs():
         traces = [trace_rank(case.config, case.layout, case.rank, case.skipped) for case in cases]
-    memory = _extrapolated(traces, _weights(cases, held_of(config, layout, pp, count)))
-    return replace(memory, pp=pp)
+    weights = _weights(cases, target=held_of(config, layout, pp, count))
+    return replace(_extrapolated(traces, weights), pp=pp)
 
 
 def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
@@ -80,6 +88,7 @@ def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
     as much, and small groups are made faster."""
     if layout.size("dp_replicate") < 3 or config.parallel.shard_optimizer:
         return config, layout
+    # As many microbatches as before, on fewer ranks.
     few = layout.resized({**layout.sizes, "dp_replicate": 2})
     global_size = _microbatches(config, layout) * config.batch.micro_size * few.size(*DATA_AXES)
     return _resized(config, few, global_size), few
@@ -121,10 +130,11 @@ def _weights(cases: Sequence[Case], target: float) -> list[float]:
 
 def _extrapolated(traces: Sequence[RankTrace], weights: Sequence[float]) -> RankMemory:
     # A moment that not all traces have, has no line.
-    shared = set.intersection(*(set(trace.moments) for trace in traces))
-    moments = {
-        moment: _weighed([trace.moments[moment] for trace in traces], weights) for moment in shared
-    }
+    shared = set(traces[0].moments).intersection(*(trace.moments for trace in traces))
+    moments = {}
+    for moment in shared:
+        parts = [trace.moments[moment] for trace in traces]
+        moments[moment] = _weighed(parts, weights)
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
     words = peak.strip()
     for trace in traces:
@@ -169,8 +179,8 @@ def _small_cases(config: Config, layout: Layout, pp: int, bounds: Bounds, count:
     cases = []
     for world in _small_worlds(layout.size("pp"), pp, count):
         small = layout.resized({**layout.sizes, "pp": world.ranks})
-        samples = world.microbatches * config.batch.micro_size * small.size(*DATA_AXES)
-        small_config = _resized(config, small, samples)
+        samples_at_once = config.batch.micro_size * small.size(*DATA_AXES)
+        small_config = _resized(config, small, world.microbatches * samples_at_once)
         if layout.size("pp") > 1:
             split = _split_like(config, world, bounds)
             if min(split) < 1:
@@ -224,8 +234,9 @@ def _split(own: dict[int, tuple[int, int]], stages: int, blocks: int) -> tuple[i
         begins[stage] = first
         begins[stage + 1] = end
     known = sorted(begins)
-    all_begins = np.interp(range(stages + 1), known, [begins[stage] for stage in known])
-    return tuple(int(end - first) for first, end in pairwise(all_begins.astype(int)))
+    first_blocks = [begins[stage] for stage in known]
+    between = np.interp(range(stages + 1), known, first_blocks)
+    return tuple(int(end - first) for first, end in pairwise(between.astype(int)))
 
 
 def _without_some_blocks(
@@ -241,7 +252,9 @@ def _without_some_blocks(
     blocks_of_kind: dict[int, list[list[int]]] = {}  # kind -> its blocks in each stage
     left_out: dict[int, int] = {}  # kind -> how many blocks of it each stage does without
     for kind in set(kinds):
-        in_stages = [[i for i in range(*stage) if kinds[i] == kind] for stage in bounds]
+        in_stages = []
+        for first, end in bounds:
+            in_stages.append([i for i in range(first, end) if kinds[i] == kind])
         blocks_of_kind[kind] = in_stages
         many = min(len(blocks) for blocks in in_stages)
         if many > FEW_BLOCKS + 1 and not _shares_unit(config, layout, kind):

@@ -4,12 +4,12 @@ own."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.config import locate
 from meshtrain.config.convert import INVALID, convert
 from meshtrain.config.errors import ConfigError, ConfigErrors
 from meshtrain.config.keys import key
 from meshtrain.config.yaml_reader import read_file
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshtrain.config import Config
 from meshtrain.foresight.parameters import HeldBytes, compute_size, held_bytes, master_size
-from meshtrain.foresight.work import Work, over_shards
+from meshtrain.foresight.work import Work, of_each, over_shards, shard_counts
 from meshtrain.layout import Layout
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
@@ -103,23 +103,21 @@ def _estimate_rank(
 
 def _held(config: Config, layout: Layout, works: Sequence[Work]) -> HeldBytes:
     """What the rank keeps of these blocks between steps."""
-    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
-    of_kind: dict[int, HeldBytes] = {}  # blocks of a kind share one Work
-    total = HeldBytes()
-    for work in works:
-        if id(work) not in of_kind:
-            own = HeldBytes()
-            for parameter in work.parameters:
-                own += held_bytes(
-                    parameter.over(shards[parameter.axis]),
-                    layout,
-                    config.train.precision,
-                    config.optimizer,
-                    config.parallel.shard_optimizer,
-                )
-            of_kind[id(work)] = own
-        total += of_kind[id(work)]
-    return total
+    shards = shard_counts(layout)
+
+    def of_block(work: Work) -> HeldBytes:
+        own = HeldBytes()
+        for parameter in work.parameters:
+            own += held_bytes(
+                parameter.over(shards[parameter.axis]),
+                layout,
+                config.train.precision,
+                config.optimizer,
+                config.parallel.shard_optimizer,
+            )
+        return own
+
+    return sum(of_each(works, of_block), HeldBytes())
 
 
 def _peak_of_microbatch(works: Sequence[Work]) -> tuple[float, float, str]:

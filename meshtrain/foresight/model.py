@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import ModelSpec, spec_of
+from meshtrain.config import Config, spec_of
+from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import set_dropout
 from meshtrain.errors import InputError
@@ -25,15 +25,7 @@ from meshtrain.parallel.verify import compares
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_input, skip_blocks
 
 # names of a layer's index
-NUMBERS = (
-    "layer",
-    "layer_idx",
-    "layer_index",
-    "layer_id",
-    "layer_number",
-    "idx",
-    "index",
-)
+NUMBERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")
 
 
 class UntracedError(InputError):
@@ -55,12 +47,14 @@ def without_sequence_parts(config: Config) -> Config | None:
     """The config of a run that has turned sequence parallelism off, because the check of its model
     passes only without it (`parallel.verify`). None: such a run does not do so, or does not have it
     on."""
-    spec, layout, parallel = spec_of(config), config.resolved, config.parallel
+    layout, parallel = config.resolved, config.parallel
     assert layout is not None
-    is_default = parallel.sequence_parallel is None and shards_sequence(
-        getattr(spec.module, "tp_plan", None) or {}
-    )
-    if not is_default or layout.size("tp") == 1 or layout.size("ep") > 1:
+    if layout.size("tp") == 1 or layout.size("ep") > 1:
+        return None
+    spec = spec_of(config)
+    plan = getattr(spec.module, "tp_plan", None)
+    is_on_by_default = parallel.sequence_parallel is None and shards_sequence(plan or {})
+    if not is_on_by_default:
         return None
     if not compares(spec.meta, ParallelOptions(verify=parallel.verify)):
         return None
@@ -77,32 +71,36 @@ def batch_of(config: Config) -> Batch:
 
 def _batch(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Batch:
     if "vocab_size" in spec.keys:
-        tokens = torch.zeros(size, seq_len, dtype=torch.int64)
-        documents = torch.zeros_like(tokens) if mask_documents else None
-        batch = Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
-        return batch.with_context() if hasattr(spec.module, "cp_plan") else batch
+        return _batch_of_tokens(spec, size, seq_len, mask_documents)
     settings = spec.config
     if not hasattr(settings, "image_size") or not hasattr(settings, "in_channels"):
         raise UntracedError(
             "a classifier's Config says by image_size and in_channels how large images are: not "
             "this one"
         )
-    shape = size, settings.in_channels, settings.image_size, settings.image_size
-    return Batch.of((torch.zeros(shape),), torch.zeros(size, dtype=torch.int64))
+    images = torch.zeros(size, settings.in_channels, settings.image_size, settings.image_size)
+    return Batch.of((images,), torch.zeros(size, dtype=torch.int64))
+
+
+def _batch_of_tokens(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Batch:
+    tokens, positions, targets = (torch.zeros(size, seq_len, dtype=torch.int64) for _ in range(3))
+    documents = torch.zeros_like(tokens) if mask_documents else None
+    batch = Batch.of((tokens, positions, documents), targets)
+    return batch.with_context() if hasattr(spec.module, "cp_plan") else batch
 
 
 def kind_of(block: nn.Module) -> tuple[Any, ...]:
     """A key that is equal for blocks that compute alike: types of modules, their settings (such as
     a window, but not a layer's index), and shapes of parameters and whether they are trained."""
-    modules = list(block.modules())
-    settings = [
-        (name, repr(value))
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, SETTINGS) and name.strip("_") not in NUMBERS
-    ]
-    shapes = tuple((*parameter.shape, parameter.requires_grad) for parameter in block.parameters())
-    return tuple(map(type, modules)), tuple(settings), shapes
+    types, settings = [], []
+    for module in block.modules():
+        types.append(type(module))
+        for name, value in vars(module).items():
+            # Plain values decide what a forward does; a layer's own number seldom does.
+            if isinstance(value, SETTINGS) and name.strip("_") not in NUMBERS:
+                settings.append((name, repr(value)))
+    parameters = [(*parameter.shape, parameter.requires_grad) for parameter in block.parameters()]
+    return tuple(types), tuple(settings), tuple(parameters)
 
 
 @dataclass(frozen=True)
@@ -134,33 +132,48 @@ def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
     """Finds the blocks that are alike, and confirms by a forward on the meta device, in which
     repeated blocks are the identity, that inputs and outputs of alike blocks have the same shapes.
     Raises UntracedError: see `batch_of`."""
-    blocks = blocks_of(spec.meta)
-    users = Counter(parameter for block in blocks for parameter in block.parameters())
-    kinds: list[Any] = []
-    # whether anything before the block is trained, so that its input has a gradient
-    trained = False
-    for i, block in enumerate(blocks):
-        shares = any(users[parameter] > 1 for parameter in block.parameters())
-        kinds.append(i if shares or block is blocks[-1] else (trained, kind_of(block)))
-        trained = trained or any(parameter.requires_grad for parameter in block.parameters())
-    itself, batch = tuple(range(len(blocks))), _batch(spec, 1, seq_len, mask_documents)
-    for first in (tuple(map(kinds.index, kinds)), itself):
+    batch = _batch(spec, 1, seq_len, mask_documents)
+    each_its_own = tuple(range(len(blocks_of(spec.meta))))
+    for first in (_alike_by_kind(spec), each_its_own):
         with suppress(Exception):  # of the model's code, which may need what skipped blocks do
             inputs, outputs = _passed_on(without(spec, repeated(first)).copy(), batch)
-            if all(inputs[i] == inputs[j] == outputs[j] for i, j in enumerate(first) if i != j):
-                calls = [outputs[i][:1] for i in first]
-                return Blocks(
-                    first, tuple(sum(math.prod(x) for call in of for x, _ in call) for of in calls)
-                )
-    return Blocks(itself, (0,) * len(blocks))
+            # A skipped block hands on its input: it has to look like its substitute's output.
+            if all(inputs[i] == inputs[first[i]] == outputs[first[i]] for i in repeated(first)):
+                return Blocks(first, tuple(_first_elements(outputs[i]) for i in first))
+    return Blocks(each_its_own, (0,) * len(each_its_own))
 
 
-def _passed_on(model: nn.Module, batch: Batch) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Shapes of each block's inputs and outputs in a forward."""
-    inputs, outputs = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
+def _alike_by_kind(spec: ModelSpec) -> tuple[int, ...]:
+    """For each block the index of the first one with the same code, settings and shapes."""
+    blocks = blocks_of(spec.meta)
+    # A parameter that blocks share gets gradients from all of them: none stands for another.
+    uses = Counter(parameter for block in blocks for parameter in block.parameters())
+    kinds: list[Any] = []
+    # Whether anything before the block is trained, so that its input has a gradient.
+    trained = False
+    for i, block in enumerate(blocks):
+        shares_parameters = any(uses[parameter] > 1 for parameter in block.parameters())
+        if shares_parameters or block is blocks[-1]:
+            kinds.append(i)
+        else:
+            kinds.append((trained, kind_of(block)))
+        trained = trained or any(parameter.requires_grad for parameter in block.parameters())
+    return tuple(kinds.index(kind) for kind in kinds)
+
+
+Sizes = list[tuple[torch.Size, torch.dtype]]  # of the tensors in one call's input or output
+
+
+def _passed_on(
+    model: nn.Module, batch: Batch
+) -> tuple[dict[int, list[Sizes]], dict[int, list[Sizes]]]:
+    """Sizes of each block's inputs and outputs in a forward, call by call."""
+    inputs: dict[int, list[Sizes]] = defaultdict(list)
+    outputs: dict[int, list[Sizes]] = defaultdict(list)
 
     def record(i: int, block: nn.Module, arguments: Any, named: Any, output: Any) -> None:
-        inputs[i].append(_sizes(first_input(first_argument(block.forward), arguments, named)))
+        name = first_argument(block.forward)
+        inputs[i].append(_sizes(first_input(name, arguments, named)))
         outputs[i].append(_sizes(output))
 
     for i, block in enumerate(blocks_of(model)):
@@ -171,7 +184,12 @@ def _passed_on(model: nn.Module, batch: Batch) -> tuple[dict[int, Any], dict[int
     return inputs, outputs
 
 
-def _sizes(values: Any) -> list[tuple[torch.Size, torch.dtype]]:
+def _first_elements(calls: list[Sizes]) -> int:
+    """Elements of the output of a block's first call."""
+    return sum(math.prod(shape) for sizes in calls[:1] for shape, _ in sizes)
+
+
+def _sizes(values: Any) -> Sizes:
     return [(x.shape, x.dtype) for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshtrain.config import Optimizer as OptimizerConfig
 from meshtrain.config.model_spec import ModelSpec
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.huggingface.stored_names import is_weight
 from meshtrain.layout import EXPERT_AXES, FSDP_AXES, Layout
 from meshtrain.optim.groups import state_specs
@@ -138,7 +138,7 @@ def held_bytes(
     parameter: ParameterSpec,
     layout: Layout,
     precision: str,
-    optimizer: OptimizerConfig,
+    optimizer: OptimizerSection,
     shard_optimizer: bool = False,
 ) -> HeldBytes:
     """What the rank keeps of a parameter that is the first one on every axis: no other rank's part
@@ -181,7 +181,7 @@ def held_by_ranks(
     parameters: Iterable[ParameterSpec],
     layout: Layout,
     precision: str,
-    optimizer: OptimizerConfig,
+    optimizer: OptimizerSection,
     placement: Sequence[int] = (0,),
     shard_optimizer: bool = False,
 ) -> MemoryUse:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from meshtrain.config import Config
-from meshtrain.config.errors import yaml_text
-from meshtrain.config.model_spec import ModelSpec, spec_of
+from meshtrain.config import Config, spec_of
+from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.order import microbatches
+from meshtrain.errors import yaml_text
 from meshtrain.foresight import extend, memory, steptime
 from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight.blocks import works_of
@@ -159,6 +159,7 @@ class Prediction:
             between = max(range(1, ranks - 1), key=in_flight.__getitem__)
             chosen = [0, between, ranks - 1]
         alike(self.config)  # fill its cache before processes are forked
+        # All traces begin before the first is waited for.
         traces = [self._begin(self.config, pp) for pp in chosen]
         if ranks == 1 and self.hardware is not None:
             _ = self._savings  # begins their traces at the same time
@@ -224,9 +225,8 @@ class Prediction:
         """How the ranks run a step."""
         config, parallel, train = self.config, self.config.parallel, self.config.train
         samples = config.batch.sizes.largest
-        message_size = (
-            2 if parallel.reduce_precision == "bfloat16" else master_size(train.precision)
-        )
+        in_bfloat16 = parallel.reduce_precision == "bfloat16"
+        message_size = 2 if in_bfloat16 else master_size(train.precision)
         return StepPlan(
             layout=self.layout,
             schedule=self.schedule,
@@ -234,15 +234,26 @@ class Prediction:
             microbatches=self.microbatches,
             handed_on=self.handed_on,
             precision=train.precision,
-            product_precision=None if train.linear_precision is None else "float8",
+            product_precision=self.product_precision,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
             message_size=message_size,
             optimizer=config.optimizer,
             shards_optimizer=parallel.shard_optimizer,
             stored_as=getattr(self.spec.module, "stored_as", {}),
-            tokens=samples * (config.data.seq_len if self.is_text else 1),
-            flops=samples * 3 * self._forward_flops if self.is_text else 0,  # unknown for images
+            tokens=samples * self.tokens_per_sample,
+            # A backward has two products for each of the forward. For images they are unknown.
+            flops=3 * samples * self._forward_flops if self.is_text else 0,
         )
+
+    @property
+    def product_precision(self) -> str | None:
+        """Precision of matrix products, if it is not that of the step."""
+        return None if self.config.train.linear_precision is None else "float8"
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """1 for an image."""
+        return self.config.data.seq_len if self.is_text else 1
 
     @property
     def _forward_flops(self) -> float:
@@ -255,10 +266,9 @@ class Prediction:
     def block_costs(self) -> list[steptime.BlockCost]:
         """Costs of each block, for one microbatch."""
         assert self.hardware is not None
-        train = self.config.train
-        product_precision = None if train.linear_precision is None else "float8"
+        precision = self.config.train.precision
         return steptime.block_costs(
-            self.works, self.layout, self.hardware, train.precision, product_precision
+            self.works, self.layout, self.hardware, precision, self.product_precision
         )
 
     @cached_property

@@ -162,12 +162,15 @@ class Search:
     # Best first -----------------------------------------------------------------------------------
 
     def _find(self, show: int, error: float) -> None:
+        # Blocks of all candidates are counted before the first bound, in processes side by side.
         candidates = list(self.space.candidates())
         configs = [candidate.apply(self.config) for candidate in candidates]
         self.forecast.begin(configs)
         for candidate, config in zip(candidates, configs, strict=True):
             with self._refusals():
                 self._push(candidate, self.forecast.bound(config), has_schedule=False)
+        # The candidate with the lowest bound may be the best: it gets a tighter bound, with each
+        # schedule, or is predicted.
         while self.heap:
             bound, _, has_schedule, candidate = heapq.heappop(self.heap)
             if self._is_enough(bound, show, error):
@@ -245,8 +248,10 @@ class Search:
             self.space.reject("do not fit", "")
         elif self._fits(candidate):
             self._keep(candidate, group if self.goal == "time" else candidate.key(), show)
+            # For the least memory, candidates that fit make way for leaner ones, too.
             if self.goal == "memory":
                 self._push_all(self.space.savings(candidate), bound)
+        # Only if the leanest candidate of the group fits is it worth to go there step by step.
         elif group in self.can_fit or self._fits(self.space.savings(candidate, most=True)[0]):
             self.can_fit.add(group)
             self._push_all(self.space.savings(candidate), bound)
@@ -256,11 +261,15 @@ class Search:
 
     def _keep(self, candidate: Candidate, key: tuple[Any, ...], show: int) -> None:
         seconds = candidate.prediction.step.seconds
-        shape = candidate.layout.shape
-        stages, _ = candidate.parts
-        if key not in self.fitting or seconds < self.fitting[key].prediction.step.seconds:
+        known = self.fitting.get(key)
+        if known is None or seconds < known.prediction.step.seconds:
             self.fitting[key] = candidate
-        self.fastest_of[stages] = min(seconds, self.fastest_of.get(stages, math.inf))
+
+        stages, _ = candidate.parts
+        fastest_of = self.fastest_of.get(stages, math.inf)
+        self.fastest_of[stages] = min(seconds, fastest_of)
+
+        shape = candidate.layout.shape
         if seconds < self.fastest.get(shape, math.inf):
             self.fastest[shape] = seconds
             self.times = heapq.nsmallest(show, self.fastest.values())

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshtrain.config import Config
-from meshtrain.config.errors import yaml_text
+from meshtrain.config import Config, spec_of
 from meshtrain.config.layout_advice import factorizations
 from meshtrain.config.layout_checks import (
     OF_LAYOUT,
@@ -19,9 +18,8 @@ from meshtrain.config.layout_checks import (
     check_split,
     check_stages,
 )
-from meshtrain.config.model_spec import spec_of
 from meshtrain.config.schema import SECTIONS
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, yaml_text
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.prediction import SAVINGS, usable_savings
 from meshtrain.foresight.rules import RememberedRules, Rule
@@ -202,11 +200,14 @@ class Space:
         # ZeRO-1 also where FSDP refuses it: there it has to be false.
         for key in {*usable_savings(layout), ZERO}:
             options[key] = [SAVINGS[key][0]]
-        return {
-            key: options[key] if key in options and key in self.vary else [self._own_value(key)]
-            for key in KEYS
-            if key != "layout"
-        }
+
+        chosen = {}
+        for key in KEYS:
+            if key in options and key in self.vary:
+                chosen[key] = options[key]
+            elif key != "layout":
+                chosen[key] = [self._own_value(key)]
+        return chosen
 
     def _own_value(self, key: str) -> Any:
         return value_of(self.config, key)
@@ -282,8 +283,9 @@ def value_of(config: Config, key: str) -> Any:
 
 def _values_of(config: Config) -> dict[str, Any]:
     """All values of a config by their keys, as its rules read them."""
-    values = {f"model.{key}": value for key, value in config.model.keys.items()}
-    values["model.name"] = config.model.name
+    values = {"model.name": config.model.name}
+    for key, value in config.model.keys.items():
+        values[f"model.{key}"] = value
     for section in SECTIONS:
         for key, value in vars(getattr(config, section)).items():
             values[f"{section}.{key}"] = value

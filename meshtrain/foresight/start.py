@@ -28,9 +28,12 @@ FILE = "memory.txt"  # in the run's folder
 
 def device_gib(device: torch.device) -> float | None:
     """Memory of a device in GiB; None for a CPU."""
-    if override := os.environ.get(ROOM):
+    override = os.environ.get(ROOM)
+    if override:
         return float(override)
-    return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[1] / 2**30
 
 
 class MemoryForecast:
@@ -38,9 +41,13 @@ class MemoryForecast:
     notes to an out-of-memory error: predicted memory, its parts, and settings that save memory."""
 
     def __init__(self, folder: Path, device: torch.device, config: Config, rank: int) -> None:
-        self.file, self.config = folder / FILE, config
+        self.file = folder / FILE
+        self.source = folder / f"{FILE}.yaml"  # the config, for the other process
+        self.config = config
         self.process: subprocess.Popen[bytes] | None = None
-        self.gib = device_gib(device) if rank == 0 and config.resolved is not None else None
+        self.gib: float | None = None
+        if rank == 0 and config.resolved is not None:
+            self.gib = device_gib(device)
         self._begin(config)
 
     def follow(self, model: nn.Module) -> None:
@@ -48,7 +55,8 @@ class MemoryForecast:
         that takes memory."""
         if self.process is None or shares_sequence(model) is not False:
             return
-        if (config := without_sequence_parts(self.config)) is not None:
+        config = without_sequence_parts(self.config)
+        if config is not None:
             self._end()
             self._begin(config)
 
@@ -58,9 +66,9 @@ class MemoryForecast:
         assert config.resolved is not None
         with optional("how much memory the run takes is not foreseen"):
             self.file.unlink(missing_ok=True)
-            source = Path(f"{self.file}.yaml")
-            write_whole(source, config.to_yaml())
-            arguments = [source, self.file, config.resolved.world_size, self.gib]
+            write_whole(self.source, config.to_yaml())
+            arguments = [self.source, self.file, config.resolved.world_size, self.gib]
+            # It must not touch the GPU, whose memory it foresees, nor take the run's cores.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "meshtrain.foresight.start", *map(str, arguments)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -71,11 +79,13 @@ class MemoryForecast:
     def note(self) -> list[str]:
         """Lines for people if the run is about to run out of memory; none if it fits, or no
         prediction came in time."""
-        if self.process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(PATIENCE_S)
-        lines = self._read() if self.process is not None else []
-        return [] if lines and lines[0].endswith(": fits") else lines
+        if self.process is None:
+            return []
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE_S)
+        lines = self._read()
+        fits = bool(lines) and lines[0].endswith(": fits")
+        return [] if fits else lines
 
     def _read(self) -> list[str]:
         with suppress(OSError):  # not written yet
@@ -93,9 +103,10 @@ class MemoryForecast:
 
     def _end(self) -> None:
         if self.process is not None and self.process.poll() is None:
+            # The run does not wait for a prediction that is no longer of use.
             self.process.kill()
             self.process.wait()
-            Path(f"{self.file}.yaml").unlink(missing_ok=True)
+            self.source.unlink(missing_ok=True)
 
 
 def main(source: str, file: str, world_size: str, gib: str) -> None:
@@ -105,21 +116,23 @@ def main(source: str, file: str, world_size: str, gib: str) -> None:
 
     config = Config.load(source, world_size=int(world_size))
     Path(source).unlink()
-    prediction, room = Prediction(config, traced=True), Device(name="", memory_gib=float(gib)).room
+    prediction = Prediction(config, traced=True)
     memory = prediction.memory
-    parts = ", ".join(
-        f"{name} {bytes_text(size)}"
-        for name, size in sorted(memory.parts.items(), key=lambda x: -x[1])
-    )
+    room = Device(name="", memory_gib=float(gib)).room
     verdict = memory.verdict(room)
+    largest_first = sorted(memory.parts.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest_first)
     lines = [
         f"memory: {bytes_text(memory.total)} at the peak, {bytes_text(room)} available to tensors: "
         f"{verdict}",
         f"  in the {memory.moment}: {parts}",
     ]
     if verdict != "fits":
-        saves = (f"{knob} {bytes_text(less)}" for knob, (less, _) in prediction.saves.items())
-        lines.append(f"  would save: {'; '.join(saves)}")
+        savings = [
+            f"{change} {bytes_text(fewer_bytes)}"
+            for change, (fewer_bytes, _) in prediction.saves.items()
+        ]
+        lines.append(f"  would save: {'; '.join(savings)}")
     write_whole(Path(file), "\n".join(lines) + "\n")
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshtrain.config import Optimizer as OptimizerConfig
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.parameters import compute_size, first_part, master_size
-from meshtrain.foresight.work import Pass, Work, over_shards
+from meshtrain.foresight.work import Pass, Work, of_each, over_shards, shard_counts
 from meshtrain.layout import Layout
 from meshtrain.optim.groups import update_bytes, update_flops
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
@@ -50,7 +50,7 @@ class StepPlan:
     # FSDP gathers and reduces for every forward and backward, instead of once per step
     gathers_again: bool = False
     message_size: int = 4  # bytes per gradient element when gradients are summed over data ranks
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     # each copy over `dp_replicate` updates a part and gathers the others' (ZeRO-1)
     shards_optimizer: bool = False
     # how files divide the model's tensors, for an optimizer that updates matrix by matrix
@@ -178,12 +178,12 @@ def block_costs(
     product: str | None = None,
 ) -> list[BlockCost]:
     """Costs of each block for one microbatch. `precision`, `product`: see `cost`."""
-    of_kind: dict[int, BlockCost] = {}  # blocks of a kind share one Work
-    for work in works:
-        if id(work) not in of_kind:
-            costs = [cost(one, layout, hardware, precision, product) for one in work.passes]
-            of_kind[id(work)] = BlockCost(tuple(costs))
-    return [of_kind[id(work)] for work in works]
+
+    def of_block(work: Work) -> BlockCost:
+        costs = [cost(one, layout, hardware, precision, product) for one in work.passes]
+        return BlockCost(tuple(costs))
+
+    return of_each(works, of_block)
 
 
 # Pipelines ----------------------------------------------------------------------------------------
@@ -309,38 +309,14 @@ def step_time(
 ) -> StepTime:
     """Time of a step in which each rank does `works`, or its stages' part of them. `clock`:
     `least_makespan` makes the result a lower bound."""
-    layout, schedule = plan.layout, plan.schedule
-    costs = block_costs(works, layout, hardware, plan.precision, plan.product_precision)
-
-    # The blocks of the rank with most work, and how long it idles.
-    if schedule is None:
-        blocks = list(range(len(works)))
-        microbatches = plan.microbatches
-        idle = 0.0
-    else:
-        microbatches = schedule.microbatches
-        stages = stage_costs(costs, plan.bounds)
-        seconds_of_ranks = [sum(passes) for passes in _work_of_ranks(schedule, stages)]
-        busiest = max(range(schedule.ranks), key=seconds_of_ranks.__getitem__)
-        message = seconds("p2p", plan.handed_on, Group.of(layout, "pp"), hardware)
-        idle = clock(schedule, stages, message) - microbatches * seconds_of_ranks[busiest]
-        blocks = []
-        for stage in schedule.stages_of(busiest):
-            blocks += range(*plan.bounds[stage])
-    own_costs = [costs[i] for i in blocks]
-    own_works = [works[i] for i in blocks]
-
-    forward, backward = Cost(), Cost()
-    for block, count in Counter(own_costs).items():
-        of_forward, of_input_grad, of_weight_grad = block.costs
-        forward.add(of_forward, microbatches * count)
-        backward.add(of_input_grad, microbatches * count)
-        backward.add(of_weight_grad, microbatches * count)
+    layout = plan.layout
+    share = _largest_share(works, plan, hardware, clock)
+    forward, backward = _computing(share)
     messages = _Messages(layout, hardware)
     if layout.size("fsdp") > 1:
-        messages.of_fsdp(own_works, own_costs, plan, microbatches)
+        messages.of_fsdp(share, plan)
     if layout.size("dp_replicate") > 1:
-        messages.of_copies(own_works, own_costs, plan)
+        messages.of_copies(share, plan)
 
     parts = {
         "forward": sum(forward[name] for name in NAMES),
@@ -349,9 +325,9 @@ def step_time(
     for axis in (*forward, *backward):
         if axis not in NAMES:
             parts[axis] = forward[axis] + backward[axis]
-    parts["idle of pp"] = idle
+    parts["idle of pp"] = share.idle
     parts |= messages.added
-    parts["update"] = _update_seconds(own_works, plan, hardware)
+    parts["update"] = _update_seconds(share.works, plan, hardware)
     parts = {name: part for name, part in parts.items() if part}
 
     total = sum(parts.values())
@@ -367,40 +343,89 @@ def step_time(
     )
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What one rank computes in a step."""
+
+    works: Sequence[Work]
+    costs: Sequence[BlockCost]
+    microbatches: int
+    idle: float = 0.0  # seconds in which it waits for other ranks of the pipeline
+
+
+def _largest_share(
+    works: Sequence[Work], plan: StepPlan, hardware: Hardware, clock: Clock
+) -> _Share:
+    """The share of the pipeline rank with most work."""
+    layout, schedule = plan.layout, plan.schedule
+    costs = block_costs(works, layout, hardware, plan.precision, plan.product_precision)
+    if schedule is None:
+        return _Share(works, costs, plan.microbatches)
+    stages = stage_costs(costs, plan.bounds)
+    of_ranks = [sum(passes) for passes in _work_of_ranks(schedule, stages)]
+    busiest = max(range(schedule.ranks), key=of_ranks.__getitem__)
+    message = seconds("p2p", plan.handed_on, Group.of(layout, "pp"), hardware)
+    busy = schedule.microbatches * of_ranks[busiest]
+    own_works: list[Work] = []
+    own_costs: list[BlockCost] = []
+    for stage in schedule.stages_of(busiest):
+        first, end = plan.bounds[stage]
+        own_works += works[first:end]
+        own_costs += costs[first:end]
+    idle = clock(schedule, stages, message) - busy
+    return _Share(own_works, own_costs, schedule.microbatches, idle)
+
+
+def _computing(share: _Share) -> tuple[Cost, Cost]:
+    """Costs of all forwards and of all backwards of a step."""
+    forward, backward = Cost(), Cost()
+    for block, count in Counter(share.costs).items():  # blocks of a kind share one BlockCost
+        of_forward, of_input_grad, of_weight_grad = block.costs
+        forward.add(of_forward, share.microbatches * count)
+        backward.add(of_input_grad, share.microbatches * count)
+        backward.add(of_weight_grad, share.microbatches * count)
+    return forward, backward
+
+
 def _update_seconds(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> float:
     """Seconds of the optimizer's update: its traffic, and its products of matrices."""
-    layout = plan.layout
-    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
-    stage_ranks = layout.world_size // layout.size("pp")
-    of_kind: dict[int, tuple[float, float]] = {}  # blocks of a kind share one Work
-    nbytes = flops = 0.0
-    for work in works:
-        if id(work) not in of_kind:
-            moved = multiplied = 0.0
-            for parameter in work.parameters:
-                if not parameter.trained:
-                    continue
-                # A rank moves the bytes of the elements that it updates.
-                updated = parameter.over(shards[parameter.axis])
-                if plan.shards_optimizer:
-                    updated = optimizer_shard(updated, layout)
-                part = ParameterSpec(parameter.name, parameter.shape)
-                share = first_part(updated) / first_part(part)
-                moved += share * update_bytes(plan.optimizer, part, master_size(plan.precision))
-                # The ranks of a stage share the products, which take whole matrices.
-                whole = ParameterSpec(parameter.name, parameter.whole or parameter.shape)
-                multiplied += update_flops(plan.optimizer, whole, plan.stored_as) / stage_ranks
-            of_kind[id(work)] = moved, multiplied
-        moved, multiplied = of_kind[id(work)]
-        nbytes += moved
-        flops += multiplied
-
+    updates = of_each(works, lambda work: _update_of_block(work, plan))
+    nbytes = sum(update.nbytes for update in updates)
+    flops = sum(update.flops for update in updates)
     took = nbytes / _memory_rate(hardware)
     if flops:
         # Matrices are multiplied in bfloat16, whatever blocks compute with, or in float64.
         precision = "float64" if plan.precision == "float64" else "bfloat16"
         took += flops / _product_rate(hardware, precision)
     return took
+
+
+class _Update(NamedTuple):
+    """What a rank does to update the parameters of a block."""
+
+    nbytes: float  # that it reads and writes
+    flops: float  # of products of matrices
+
+
+def _update_of_block(work: Work, plan: StepPlan) -> _Update:
+    layout = plan.layout
+    shards = shard_counts(layout)
+    stage_ranks = layout.world_size // layout.size("pp")
+    nbytes = flops = 0.0
+    for parameter in work.parameters:
+        if not parameter.trained:
+            continue
+        # A rank moves the bytes of the elements that it updates.
+        updated = parameter.over(shards[parameter.axis])
+        if plan.shards_optimizer:
+            updated = optimizer_shard(updated, layout)
+        unsharded = ParameterSpec(parameter.name, parameter.shape)
+        share = first_part(updated) / max(1, first_part(unsharded))
+        nbytes += share * update_bytes(plan.optimizer, unsharded, master_size(plan.precision))
+        # The ranks of a stage share the products, which take whole matrices.
+        whole = ParameterSpec(parameter.name, parameter.whole or parameter.shape)
+        flops += update_flops(plan.optimizer, whole, plan.stored_as) / stage_ranks
+    return _Update(nbytes, flops)
 
 
 class _Messages:
@@ -414,39 +439,33 @@ class _Messages:
         self.hidden = Cost()
         self.sent = Cost()
 
-    def of_fsdp(
-        self,
-        works: Sequence[Work],
-        costs: Sequence[BlockCost],
-        plan: StepPlan,
-        microbatches: int,
-    ) -> None:
+    def of_fsdp(self, share: _Share, plan: StepPlan) -> None:
         """FSDP gathers parameters before each block and reduces their gradients after it."""
         axis = "dp_shard" if self.layout.size("cp") == 1 else "fsdp"
-        times = microbatches if plan.gathers_again else 1
-        forward = [cost.forward for cost in costs]
-        backward = [cost.backward for cost in reversed(costs)]
-        elements = [work.elements for work in works]
+        times = share.microbatches if plan.gathers_again else 1
+        forward = [cost.forward for cost in share.costs]
+        backward = [cost.backward for cost in reversed(share.costs)]
+        elements = [work.elements for work in share.works]
 
-        gathered = [shards.others for shards in over_shards(works, self.layout)]
+        gathered = [shards.others for shards in over_shards(share.works, self.layout)]
         ahead, again = gathers_of_units(elements, gathered)
         size = compute_size(plan.precision)
         self._add(axis, "all_gather", [size * n for n in ahead], forward, times)
         if plan.gathers_again:
             self._add(axis, "all_gather", [size * n for n in reversed(again)], backward, times)
 
-        summed = [shards.others for shards in over_shards(works, self.layout, trained=True)]
+        summed = [shards.others for shards in over_shards(share.works, self.layout, trained=True)]
         after, _ = gathers_of_units(elements, summed)
         size = plan.message_size
         self._add(axis, "reduce_scatter", [size * n for n in reversed(after)], backward, times)
 
-    def of_copies(self, works: Sequence[Work], costs: Sequence[BlockCost], plan: StepPlan) -> None:
+    def of_copies(self, share: _Share, plan: StepPlan) -> None:
         """DDP sums gradients over copies; with ZeRO-1 each copy gets a part of the sum, and its
         part of the updated parameters is gathered."""
         copies = self.layout.size("dp_replicate")
         sent = (copies - 1) / copies  # bytes of a scatter or a gather per byte
-        backward = [cost.backward for cost in reversed(costs)]
-        summed = [shards.own for shards in over_shards(works, self.layout, trained=True)]
+        backward = [cost.backward for cost in reversed(share.costs)]
+        summed = [shards.own for shards in over_shards(share.works, self.layout, trained=True)]
         scattered = [sent * plan.message_size * n for n in reversed(summed)]
         if not plan.shards_optimizer:
             # An all-reduce is a scatter and a gather.

@@ -119,6 +119,31 @@ def resizes_seen(seen: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def compiled_by(backend: Callable[..., Any]) -> Iterator[None]:
+    """Context in which `torch.compile` uses this backend."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # torch caches this list: fill it before functions are patched.
+    torch.overrides.get_overridable_functions()
+    compile_ = torch.compile
+
+    def with_backend(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        return compile_(function, backend=backend, **settings)
+
+    with (
+        patch.object(torch, "compile", with_backend),
+        # A graph for each shape, however many blocks.
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        # It would fold a graph on the meta device into constants.
+        torch._inductor.config.patch(joint_graph_constant_folding=False),
+    ):
+        yield
+
+
 @dataclass(frozen=True)
 class Chunks:
     """The chunks of a tensor, made lazily: FSDP reads two of its thousands of shards."""

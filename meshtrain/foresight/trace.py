@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import spec_of
+from meshtrain.config import Config, spec_of
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import microbatches
 from meshtrain.dropout import set_dropout
@@ -141,6 +140,7 @@ class TracedStep:
     ) -> None:
         self.mesh = mesh
         self.live = LiveBytes(device.type)
+        # Symmetric memory takes GPUs that reach each other's; a fake group has no other rank.
         config = replace(config, parallel=replace(config.parallel, symmetric_memory=False))
         few = _with_few_blocks(config, skipped)
         kind = mesh.device_type
@@ -182,16 +182,15 @@ class TracedStep:
                 moments[moment] = live.parts(self.owners())
 
         with watched(live):
+            # Made before anything was watched.
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
             self._run(self.first_microbatches)
             peaks = self._run(self.microbatches)
             live.actions = {peak.operators: partial(look, moment) for moment, peak in peaks.items()}
             peaks_again = self._run(self.microbatches)
-        for counted in (peaks, peaks_again):
-            if len(counted) > 1:
-                counted.pop(" ", None)  # between phases the host computes with tensors of its own
-        assert peaks == peaks_again  # every step allocates alike
+        peaks = _in_phases(peaks)
+        assert peaks == _in_phases(peaks_again)  # every step allocates alike
         gc.collect()
 
         moment = max(peaks, key=lambda moment: peaks[moment].nbytes)
@@ -231,6 +230,8 @@ class TracedStep:
             for sync in gradient_syncs(module):
                 if isinstance(sync, ComputeCopies):
                     own(COPIES, *(copy.values for copy in sync._copies.values()))
+            # FSDP holds a parameter several times: its shard, what it has gathered, and, between
+            # microbatches, a gradient that is not yet reduced.
             for p in _fsdp_parameters(module):
                 gathered = getattr(p, "_unsharded_param", None)
                 own(GATHERED, *p.all_gather_outputs, gathered)
@@ -274,6 +275,7 @@ class TracedStep:
                     tensor.register_hook(lambda _: then())
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            # A backward enters where the forward left: it comes to the outputs first.
             at_gradient((args, kwargs), leave)
             enter()
             output = forward(*args, **kwargs)
@@ -311,6 +313,12 @@ class TracedStep:
         for stage, (begin, _) in enumerate(split.bounds):
             if stage > 0:
                 self.model.tell_shape(key, stage, outputs[first[begin - 1]])
+
+
+def _in_phases(peaks: dict[str, Peak]) -> dict[str, Peak]:
+    """Without moments between phases, where the host computes with tensors of its own, and those of
+    the step before are still alive."""
+    return {moment: peak for moment, peak in peaks.items() if not moment.startswith(" ")}
 
 
 def _fsdp_parameters(module: nn.Module) -> list[Any]:

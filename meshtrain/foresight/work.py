@@ -2,12 +2,15 @@
 and saved."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from meshtrain.foresight.parameters import first_part
 from meshtrain.layout import Layout
 from meshtrain.parallel.sharding import Cut, ParameterSpec, expert_shard_dim
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     trained: bool = True
-    axis: str = "fsdp"  # that shards it: `efsdp` for experts
+    axis: str = "fsdp"  # that shards it: `efsdp` for experts; "": every rank holds it whole
     whole: tuple[int, ...] = ()  # its shape before tp and ep; (): the same
 
     def over(self, shards: int) -> ParameterSpec:
@@ -88,6 +91,18 @@ class Work:
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
 
+def shard_counts(layout: Layout) -> dict[str, int]:
+    """Axis of a parameter -> the number of its shards."""
+    return {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp"), "": 1}
+
+
+def of_each(works: Sequence[Work], compute: Callable[[Work], Value]) -> list[Value]:
+    """`compute` of each block. Blocks of a kind share one Work, for which it is called once."""
+    kinds = {id(work): work for work in works}
+    of_kind = {key: compute(work) for key, work in kinds.items()}
+    return [of_kind[id(work)] for work in works]
+
+
 @dataclass(frozen=True)
 class Shards:
     """Elements of a block's parameters: of the first rank's shards, and of all shards together with
@@ -105,11 +120,9 @@ class Shards:
 def over_shards(works: Sequence[Work], layout: Layout, trained: bool = False) -> list[Shards]:
     """For each block its parameters over the shards of a layout, all or the trained ones alone.
     FSDP pads shards: of 8 rows over 64 ranks each rank allocates one."""
-    shards = {"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp")}
-    of_kind: dict[int, Shards] = {}  # blocks of a kind share one Work
-    for work in works:
-        if id(work) in of_kind:
-            continue
+    shards = shard_counts(layout)
+
+    def of_block(work: Work) -> Shards:
         own = total = 0
         for parameter in work.parameters:
             if parameter.trained or not trained:
@@ -117,5 +130,6 @@ def over_shards(works: Sequence[Work], layout: Layout, trained: bool = False) ->
                 part = first_part(parameter.over(ranks))
                 own += part
                 total += part * ranks
-        of_kind[id(work)] = Shards(own, total)
-    return [of_kind[id(work)] for work in works]
+        return Shards(own, total)
+
+    return of_each(works, of_block)

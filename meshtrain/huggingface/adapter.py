@@ -16,7 +16,7 @@ from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
 
 if TYPE_CHECKING:
-    from meshtrain.config.schema import Lora
+    from meshtrain.config.schema import LoraSection
 
 PREFIX = "base_model.model."  # prefix of names in peft's files
 
@@ -88,7 +88,7 @@ def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def check_scale(source: WeightSource, lora: "Lora | None") -> None:
+def check_scale(source: WeightSource, lora: "LoraSection | None") -> None:
     """Raises InputError: the adapters a run starts from were trained with another scale, alpha /
     rank."""
     if lora is None or not any(map(is_adapter, source.entries)):

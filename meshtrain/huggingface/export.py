@@ -105,6 +105,8 @@ class ExportFolder:
         fsync_folder(self.making)
         # the target may have been changed meanwhile: do not delete what is not an export
         self._refuse()
+        # A folder cannot be replaced in one step: the earlier export makes way first, and is there
+        # until the new one has its name.
         before = self.target.with_name(f".{self.target.name}.old")
         _remove_folder(before)
         if self.target.exists():

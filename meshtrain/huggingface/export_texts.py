@@ -14,6 +14,7 @@ import torch
 
 from meshtrain.data.prepare import TEXT
 from meshtrain.data.tokenizer import end_name
+from meshtrain.errors import InputError
 from meshtrain.huggingface.safetensors import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -22,6 +23,7 @@ from meshtrain.huggingface.safetensors import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
 )
+from meshtrain.job.parsing import parse_json
 
 
 def small_files(
@@ -229,9 +231,11 @@ def _generation_config(
 
 def _json_object(text: str | None) -> dict[str, Any]:
     """The object that a text is; empty for any other text."""
+    if not text:
+        return {}
     try:
-        content = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        content = parse_json(text, most=len(text))  # whoever has read the file has a limit
+    except InputError:
         return {}
     return content if isinstance(content, dict) else {}
 

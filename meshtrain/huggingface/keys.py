@@ -92,27 +92,32 @@ class DecoderConfig:
     @property
     def rope(self) -> tuple[float, dict[str, Any]]:
         """The base of the rotary angles and their scaling, from whichever keys give them."""
-        scaling = (
-            self.rope_parameters if self.rope_parameters is not None else self.rope_scaling or {}
-        )
+        scaling = self.rope_parameters
+        if scaling is None:
+            scaling = self.rope_scaling or {}
         return scaling.get("rope_theta", self.rope_theta), scaling
 
 
 def decoder_problems(config: DecoderConfig, counts: Mapping[str, int] = COUNTS) -> Problems:
     """All problems of the common keys; if counts are wrong, only those."""
-    return count_problems(config, counts) or dropout_problems(config) + head_problems(
-        config
-    ) + rope_problems(config)
+    problems = count_problems(config, counts)
+    if problems:
+        return problems
+    return dropout_problems(config) + head_problems(config) + rope_problems(config)
 
 
 def count_problems(config: Any, counts: Mapping[str, int]) -> Problems:
     """Problems of keys that must be a number from 1 to `counts[key]`, or null."""
-    values = {key: getattr(config, key) for key in counts}
-    return [
-        (key, f"{key} is {value}: use at {'least 1' if value < 1 else f'most {counts[key]:,}'}")
-        for key, value in values.items()
-        if value is not None and not 1 <= value <= counts[key]
-    ]
+    problems = []
+    for key, most in counts.items():
+        value = getattr(config, key)
+        if value is None:
+            continue
+        if value < 1:
+            problems.append((key, f"{key} is {value}: use at least 1"))
+        elif value > most:
+            problems.append((key, f"{key} is {value}: use at most {most:,}"))
+    return problems
 
 
 def dropout_problems(config: DecoderConfig) -> Problems:
@@ -160,9 +165,10 @@ def rope_problems(config: DecoderConfig) -> Problems:
         written = getattr(config, key)
         if written is None:
             continue
+        base, _ = config.rope
         scaling = {name: value for name, value in written.items() if not _is_own_key(config, name)}
-        problem = next(scaling_problems(config.rope[0], scaling, config.rotary_width, key), None)
-        if problem:
+        problem = next(scaling_problems(base, scaling, config.rotary_width, key), None)
+        if problem is not None:
             problems.append((key, problem))
     return problems
 
@@ -184,13 +190,17 @@ def router_problems(config: Any, experts: str) -> Problems:
         "n_group",
         "topk_group",
     )
-    if problems := count_problems(config, {key: 1 << 22 for key in counts if hasattr(config, key)}):
+    problems = count_problems(config, {key: 1 << 22 for key in counts if hasattr(config, key)})
+    if problems:
         return problems
-    n, j, layers = getattr(config, experts), config.num_experts_per_tok, config.num_hidden_layers
-    groups, best = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
+    n = getattr(config, experts)
+    j = config.num_experts_per_tok
+    groups = getattr(config, "n_group", 1)
+    best = getattr(config, "topk_group", 1)  # groups from which a token's experts come
+    # A group is scored by its two best experts, so it needs two.
     working = [count for count in _divisors(n) if count == 1 or n // count > 1]
     inside = n // groups * best
-    if groups not in working:  # a group is scored by its two best experts, so it needs two
+    if groups not in working:
         way_out = f"use {nearest(working, groups)}"
         problems.append(
             ("n_group", f"{n} experts do not divide into {groups} groups of two or more: {way_out}")
@@ -200,36 +210,32 @@ def router_problems(config: Any, experts: str) -> Problems:
             ("topk_group", f"topk_group {best} is more than n_group {groups}: use at most {groups}")
         )
     elif j > inside:
-        whose = (
-            f"{experts} {n}"
-            if groups == 1
-            else f"the {inside} experts of {best} of {groups} groups"
-        )
-        problems.append(
-            (
-                "num_experts_per_tok",
-                f"num_experts_per_tok {j} is more than {whose}: use at most {inside}",
-            )
-        )
+        whose = f"{experts} {n}"
+        if groups > 1:
+            whose = f"the {inside} experts of {best} of {groups} groups"
+        message = f"num_experts_per_tok {j} is more than {whose}: use at most {inside}"
+        problems.append(("num_experts_per_tok", message))
+
     dense = getattr(config, "first_k_dense_replace", 0)
+    layers = config.num_hidden_layers
     if not 0 <= dense < layers:
         message = (
             f"first_k_dense_replace is {dense}, and some of the {layers} layers have to have "
-            "experts"
+            f"experts: use 0 to {layers - 1}"
         )
-        problems.append(("first_k_dense_replace", f"{message}: use 0 to {layers - 1}"))
+        problems.append(("first_k_dense_replace", message))
+
     factors = (
         "router_aux_loss_coef",
         "router_z_loss_coef",
         "router_bias_speed",
         "routed_scaling_factor",
     )
-    values = {key: getattr(config, key, 0.0) for key in factors}
-    return problems + [
-        (key, f"{key} is {value}: expected a number of at least 0")
-        for key, value in values.items()
-        if not 0 <= value < math.inf
-    ]
+    for key in factors:
+        value = getattr(config, key, 0.0)
+        if not 0 <= value < math.inf:
+            problems.append((key, f"{key} is {value}: expected a number of at least 0"))
+    return problems
 
 
 def nearest(working: list[int], value: int) -> str:

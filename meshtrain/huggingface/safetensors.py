@@ -87,6 +87,7 @@ def pack_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: in
     if len(about) <= len(entries):
         raise ValueError("two tensors of a file have one name")
     text = json.dumps(about, separators=(",", ":")).encode()
+    # Spaces at the end of JSON mean nothing, and let the data begin where they should.
     text += b" " * (-(8 + len(text)) % align)
     return struct.pack("<Q", len(text)) + text
 
@@ -136,6 +137,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         entry, begin, end = parsed
         entries[name] = entry
         spans.append((begin, end))
+    # The format allows no gaps: whatever lies in one was not written by it.
     if not _are_contiguous(spans, data_bytes):
         raise InputError(
             f"{path} is no whole safetensors file: its tensors do not lie one behind the other in "

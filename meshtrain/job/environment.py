@@ -79,58 +79,61 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         _need(
             variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all"
         )
-        rank, restarts = (
-            _number(variables, "RANK"),
-            _number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
-        )
-        # torchrun's default where no id is given
-        if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":
-            launch = variables["TORCHELASTIC_RUN_ID"]
-        world_size, local_rank = _number(variables, "WORLD_SIZE"), _number(variables, "LOCAL_RANK")
-        endpoint = variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")
-        serves = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        retries = _number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts
-        return Environment(
-            "torchrun",
-            rank,
-            world_size,
-            local_rank,
-            host,
-            endpoint,
-            serves,
-            restarts,
-            requeues,
-            retries,
-            launch=launch,
-        )
+        return _of_torchrun(variables, host, requeues, launch)
     # The shell of an sbatch script has SLURM_PROCID=0, too, but is no task of a step: Python runs
     # alone there.
     batch_shell = variables.get("ENVIRONMENT") == "BATCH" and not variables.get("SLURM_STEP_ID")
     if "SLURM_PROCID" in variables and not batch_shell:
         _need(variables, SLURM, "srun sets them all")
-        rank, local_rank, world_size = (_number(variables, name) for name in SLURM)
-        # An exported address is that of task 0. Otherwise it is the first node's, wherever task 0
-        # was put.
-        chosen = "MASTER_ADDR" in variables or "SLURM_NODEID" not in variables
-        serves = (
-            rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0)
-        )
-        host, master = (
-            variables.get("SLURMD_NODENAME", host),
-            _slurm_master(variables) if world_size > 1 else None,
-        )
-        return Environment(
-            "srun",
-            rank,
-            world_size,
-            local_rank,
-            host,
-            master,
-            serves,
-            requeues=requeues,
-            launch=launch,
-        )
+        return _of_srun(variables, host, requeues, launch)
     return Environment("none", 0, 1, 0, host, None, requeues=requeues, launch=launch)
+
+
+def _of_torchrun(
+    variables: Mapping[str, str], host: str, requeues: int, launch: str | None
+) -> Environment:
+    rank = _number(variables, "RANK")
+    restarts = _number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
+    run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":  # torchrun's default where no id is given
+        launch = run_id
+    agent_serves = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Environment(
+        "torchrun",
+        rank,
+        world_size=_number(variables, "WORLD_SIZE"),
+        local_rank=_number(variables, "LOCAL_RANK"),
+        host=host,
+        master=(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
+        hosts_store=rank == 0 and not agent_serves,
+        restarts=restarts,
+        requeues=requeues,
+        restarts_left=_number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts,
+        launch=launch,
+    )
+
+
+def _of_srun(
+    variables: Mapping[str, str], host: str, requeues: int, launch: str | None
+) -> Environment:
+    rank, local_rank, world_size = (_number(variables, name) for name in SLURM)
+    # An exported address is that of task 0. Otherwise it is the first node's, wherever task 0 was
+    # put.
+    if "MASTER_ADDR" in variables or "SLURM_NODEID" not in variables:
+        serves = rank == 0
+    else:
+        serves = local_rank == 0 and _number(variables, "SLURM_NODEID") == 0
+    return Environment(
+        "srun",
+        rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        host=variables.get("SLURMD_NODENAME", host),
+        master=_slurm_master(variables) if world_size > 1 else None,
+        hosts_store=serves,
+        requeues=requeues,
+        launch=launch,
+    )
 
 
 def _need(variables: Mapping[str, str], names: tuple[str, ...], reason: str) -> None:
@@ -160,8 +163,7 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
         if not nodes:
             raise InputError(
                 "the environment has neither MASTER_ADDR nor a node list "
-                f"({', '.join(SLURM_NODES)}): "
-                "export MASTER_ADDR as the host of task 0"
+                f"({', '.join(SLURM_NODES)}): export MASTER_ADDR as the host of task 0"
             )
         address = nodes[0]
     if "MASTER_PORT" in variables:
@@ -178,7 +180,10 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
 def slurm_nodes(variables: Mapping[str, str]) -> tuple[str, ...]:
     """The nodes of a job step, or else of its job, in SLURM's order; none where no list is given.
     Raises InputError."""
-    return next((expand_hosts(variables[name]) for name in SLURM_NODES if name in variables), ())
+    for name in SLURM_NODES:
+        if name in variables:
+            return expand_hosts(variables[name])
+    return ()
 
 
 def expand_hosts(nodes: str) -> tuple[str, ...]:
@@ -237,7 +242,8 @@ def already_printed(text: str, variables: Mapping[str, str]) -> bool:
     folder = _agent_folder(variables)
     if folder is None:
         return False
-    digest, mark = hashlib.sha256(text.encode()).hexdigest(), folder / "told"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    mark = folder / "told"
     before = mark.exists() and mark.read_text() == digest
     mark.write_text(digest)
     return before
@@ -263,27 +269,26 @@ def _one_sentence(text: str) -> str:
     """Of a text of many lines the first one: the rest stands in the log once, and would be in the
     report again."""
     lines = [line.strip() for line in text.strip().splitlines()]
-    return " ".join(lines) if len(lines) <= 2 else f"{lines[0]} (the rest is printed above)"
+    if len(lines) <= 2:
+        return " ".join(lines)
+    return f"{lines[0]} (the rest is printed above)"
 
 
 def _agent_folder(variables: Mapping[str, str]) -> Path | None:
     """The folder above `attempt_0/LOCAL_RANK/error.json`; None where no torchrun has made one."""
     file = Path(variables.get("TORCHELASTIC_ERROR_FILE", ""))
-    return (
-        file.parents[2] if len(file.parts) > 3 and file.parts[-3].startswith("attempt_") else None
-    )
+    if len(file.parts) > 3 and file.parts[-3].startswith("attempt_"):
+        return file.parents[2]
+    return None
 
 
 def stale_store(variables: Mapping[str, str]) -> str:
     """A hint where ranks do not meet at one store: torchrun may have given some of them that of an
     earlier start."""
-    if (
-        variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        or variables.get("GROUP_WORLD_SIZE") == "1"
-    ):
+    agent_serves = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not agent_serves or variables.get("GROUP_WORLD_SIZE") == "1":
         return ""
     return (
         "; if nodes have joined or left since torchrun was started, it may have given ranks the "
-        "store of an earlier "
-        f"start: export {OWN_STORE}=1 before torchrun, on every node"
+        f"store of an earlier start: export {OWN_STORE}=1 before torchrun, on every node"
     )

@@ -13,7 +13,6 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from meshtrain.config.locate import line_of
 from meshtrain.errors import (
     INPUT_STATUS,
     AgreedError,
@@ -24,6 +23,7 @@ from meshtrain.errors import (
     UnreadableError,
 )
 from meshtrain.job.environment import already_printed, tell_launcher
+from meshtrain.job.locate import line_of
 from meshtrain.job.process import Job
 from meshtrain.job.signals import ignore_signals, in_main_thread
 from meshtrain.job.storage import DISK_ERRORS, print_error
@@ -125,12 +125,8 @@ def is_of_machine(error: OSError) -> bool:
     rights on it."""
     if isinstance(error, UnreadableError):
         return True
-    return error.filename is not None and error.errno in (
-        *DISK_ERRORS,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-    )
+    of_machine = (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.EROFS)
+    return error.filename is not None and error.errno in of_machine
 
 
 def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> None:
@@ -143,13 +139,13 @@ def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> No
 
 def signal_of(error: BaseException) -> str | None:
     """The name of the signal that ends this process with `error`; None: no signal does."""
-    if (
-        isinstance(error, SystemExit)
-        and isinstance(error.code, int)
-        and error.code - 128 in signal.valid_signals()
-    ):
-        return signal.Signals(error.code - 128).name
-    return "SIGINT" if isinstance(error, KeyboardInterrupt) else None
+    if isinstance(error, KeyboardInterrupt):
+        return "SIGINT"
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        number = error.code - 128
+        if number in signal.valid_signals():
+            return signal.Signals(number).name
+    return None
 
 
 def _barrier_and_destroy(job: Job) -> None:
@@ -162,11 +158,10 @@ def _barrier_and_destroy(job: Job) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    # The process that serves the store leaves last.
     job.store.add("left", 1)
+    if not job.environment.hosts_store:
+        return
     deadline = time.monotonic() + GRACE_S
-    while (
-        job.environment.hosts_store
-        and job.store.add("left", 0) < job.world_size
-        and time.monotonic() < deadline
-    ):
+    while job.store.add("left", 0) < job.world_size and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_stacks: dict[
-    int, list["PendingWait"]
-] = {}  # thread -> its waits, innermost last; only that thread changes its list
+# thread -> its waits, innermost last; only that thread changes its list
+_stacks: dict[int, list["PendingWait"]] = {}
 
 
 class _Work:
@@ -61,11 +60,9 @@ class PendingWait:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _stacks[threading.get_ident()].pop()
-        if (
-            error is not None
-            and self.resource is Resource.RANKS
-            and wait_that_failed(error) is None
-        ):
+        if error is None or self.resource is not Resource.RANKS:
+            return
+        if wait_that_failed(error) is None:  # the innermost wait counts
             error._meshtrain_wait = self  # type: ignore[attr-defined]
 
 
@@ -74,7 +71,8 @@ waiting = PendingWait  # reads well after `with`
 
 def pending_waits() -> dict[int, tuple[PendingWait, ...]]:
     """The waits of each waiting thread, by thread identifier; innermost last."""
-    return {thread: waits for thread, stack in _stacks.copy().items() if (waits := tuple(stack))}
+    waits = {thread: tuple(stack) for thread, stack in _stacks.copy().items()}
+    return {thread: of_thread for thread, of_thread in waits.items() if of_thread}
 
 
 def wait_that_failed(error: BaseException) -> PendingWait | None:

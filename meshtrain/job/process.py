@@ -1,20 +1,17 @@
-"""A process of a job: how it joins (device, store, process groups) and exchanges small values with
-the other ranks.
+"""A process of a job: how it joins (device, process groups) and exchanges small values with the
+other ranks.
 
 Before any process group exists, the ranks communicate through the launcher's key-value store.
 """
 
 import ctypes
 import faulthandler
-import json
 import math
 import os
 import resource
 import socket
 import sys
-import time
-import uuid
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -24,51 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshtrain.config.locate import line_of
 from meshtrain.errors import (
     AgreedError,
     DiskError,
     InputError,
-    StartError,
     TrainingError,
     UnreadableError,
-    any_of,
     group_values,
     join_some,
-    plural,
     ranges,
 )
-from meshtrain.job.environment import (
-    OWN_DESCRIPTORS,
-    Environment,
-    slurm_nodes,
-    stale_store,
-    started_before,
-)
-from meshtrain.job.programs import ProgramError, run_program
-from meshtrain.job.sockets import call_with_timeout, is_loopback
-from meshtrain.job.storage import DISK_ERRORS, print_error
-from meshtrain.job.store import LATER_S, SAY_EVERY_S, Failures, Round
+from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, started_before
+from meshtrain.job.locate import line_of
+from meshtrain.job.rendezvous import MOST_LISTED, address_of_node, lost_store, meet_at_store
+from meshtrain.job.sockets import is_loopback
+from meshtrain.job.storage import DISK_ERRORS
+from meshtrain.job.store import Failures, Round
 from meshtrain.layout import Layout, LayoutError
-
-ATTEMPT_S = 5.0  # of one attempt to reach the store
-MOST_FAILURES = 8  # of hosts or ranks that are listed in one message
-# between two polls of the store while the ranks meet; longer in large jobs
-POLL_S, LONGEST_POLL_S = (
-    0.02,
-    0.25,
-)
-LOOK_FOR_TWIN_S = 2.0  # between looks for another process of the same rank
-TWINS = "twins"  # a key: two processes have the same rank
-REFUSED = "refused "  # in an answer of rank 0, in place of the name of the start
-LOOK_S = 30.0  # for a process that imports torch, and asks a store that answers at once
-# `hello/0` is what rank 0 of a job of ours has put into its store.
-LOOK_FOR_RANK_0 = (
-    "import sys; from torch.distributed import TCPStore; "
-    "print(TCPStore(sys.argv[1], int(sys.argv[2]), None, False, "
-    "wait_for_workers=False).check(['hello/0']))"
-)
-ADDRESS_S = 20.0  # for SLURM to answer where a node is
 
 
 @dataclass
@@ -109,29 +78,26 @@ class Job:
         return self.name_of(self.rank, self.host)
 
     def name_of(self, rank: int, host: str) -> str:
-        place = ""
-        if self.layout is not None and self.layout.axes:
-            place = (
-                " ("
-                + ", ".join(f"{axis} {i}" for axis, i in self.layout.coordinate(rank).items())
-                + ")"
-            )
-        return f"rank {rank} on host {host}{place}"
+        name = f"rank {rank} on host {host}"
+        if self.layout is None or not self.layout.axes:
+            return name
+        coordinate = self.layout.coordinate(rank).items()
+        return f"{name} ({', '.join(f'{axis} {i}' for axis, i in coordinate)})"
 
     def device_name(self) -> str:
         """The device and the communication backend in log lines: `cpu over gloo`, or the GPU's name
         and `over NCCL`."""
-        if self.device.type == "cpu":
-            return "cpu" if self.store is None else "cpu over gloo"
-        return torch.cuda.get_device_name(self.device) + (
-            "" if self.store is None else " over NCCL"
-        )
+        is_cpu = self.device.type == "cpu"
+        name = "cpu" if is_cpu else torch.cuda.get_device_name(self.device)
+        if self.store is None:
+            return name
+        return f"{name} over gloo" if is_cpu else f"{name} over NCCL"
 
     def meeting_point(self) -> str:
-        master = self.environment.master
-        return (
-            f"met at {master[0]}:{master[1]} by {self.environment.launcher}" if master else "alone"
-        )
+        if self.environment.master is None:
+            return "alone"
+        address, port = self.environment.master
+        return f"met at {address}:{port} by {self.environment.launcher}"
 
     def say(self, text: str) -> None:
         """Rank 0 prints; the others keep quiet."""
@@ -153,16 +119,16 @@ class Job:
         except dist.DistError:
             if math.isinf(self.limit_s):  # a watchdog finds out who has ended
                 raise
-            raise _lost_store(self.environment) from None
+            raise lost_store(self.environment) from None
 
     def _reduce(
         self, meeting: Round, activity: str, value: object, combine: Callable[[list], Any]
     ) -> Any:
+        # Rank 0 may delete an answer once all have put the next value: they have received it.
         meeting.put(value)
         if self.rank == 0:
             values = meeting.gather(activity)
             if self._last_round is not None:
-                # a rank that has put a value has received the previous answer
                 self._last_round.delete()
             self._last_round = meeting
             meeting.broadcast(combine(values))
@@ -175,7 +141,8 @@ class Job:
         meeting = Round(
             self.store, self.rank, self.world_size, f"round {self._rounds}", self.failures.is_lost
         )
-        meeting.limit_s, meeting.hosts = self.limit_s, self.known_hosts
+        meeting.limit_s = self.limit_s
+        meeting.hosts = self.known_hosts
         return meeting
 
     @contextmanager
@@ -190,14 +157,15 @@ class Job:
             yield
         except (InputError, LayoutError) as error:
             problem = str(error)
+        except UnreadableError as error:
+            failure = f"host {self.host} {error}"
         except OSError as error:
-            known = isinstance(error, UnreadableError)
-            if error.filename is None and not known:
+            if error.filename is None:
                 raise
-            passes = known or error.errno in DISK_ERRORS
-            # no program has to be mended
-            place = "" if error.errno in DISK_ERRORS else f" ({line_of(error)})"
-            failure = f"host {self.host} {error}" if known else f"host {self.host}: {error}{place}"
+            failure = f"host {self.host}: {error}"
+            passes = error.errno in DISK_ERRORS
+            if not passes:  # else no program has to be mended
+                failure += f" ({line_of(error)})"
         failed, wrong, passes = self.reduce(
             activity, [problem, failure, passes], _describe_problems
         )
@@ -209,11 +177,7 @@ class Job:
     def hosts(self) -> tuple[list[str], list[int]]:
         """The hosts in rank order and how many consecutive ranks each has; a host may appear again
         later."""
-        runs = self.reduce(
-            "comparing hosts",
-            self.host,
-            lambda hosts: [(k, len(list(of))) for k, of in groupby(hosts)],
-        )
+        runs = self.reduce("comparing hosts", self.host, _runs_of)
         return [host for host, _ in runs], [count for _, count in runs]
 
     def connect(self, timeout_s: float) -> None:
@@ -222,41 +186,40 @@ class Job:
         a loopback address."""
         if self.store is None or dist.is_initialized():
             return
-        name, gpu = socket.gethostname(), None
-        if self.device.type == "cuda":
-            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        name = socket.gethostname()
+        is_cuda = self.device.type == "cuda"
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if is_cuda else None
         shared, alone = self.reduce(
             "comparing GPUs and names", [self.host, gpu, name], _compare_devices
         )
         with self.collective_check("connecting"):
-            sharing: Sequence[int] = next(
-                (ranks for *of, ranks in shared if of == [self.host, gpu]), ()
-            )
-            # NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow
-            # it.
-            if sharing and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-                raise InputError(
-                    f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same "
-                    f"GPU ({self.device}): "
-                    f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use "
-                    "the CPU with "
-                    "CUDA_VISIBLE_DEVICES="
-                )
+            self._check_own_gpu(gpu, shared)
             if not alone:
                 self._check_own_name(name)
-        cuda = self.device.type == "cuda"
-        if not cuda:
+        if not is_cuda:
             _schedule_as_batch()  # before gloo starts its thread, which inherits the policy
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            "nccl" if is_cuda else "gloo",
             store=dist.PrefixStore("groups", self.store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=self.device
-            if cuda
-            else None,  # NCCL connects now, and smaller groups are split off this one
+            # NCCL connects now, and smaller groups are split off this one.
+            device_id=self.device if is_cuda else None,
         )
+
+    def _check_own_gpu(self, gpu: str | None, shared: list) -> None:
+        """NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow
+        it."""
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            return
+        for host, shared_gpu, ranks in shared:
+            if (host, shared_gpu) == (self.host, gpu):
+                raise InputError(
+                    f"ranks {', '.join(ranges(ranks))} on host {self.host} were given the same GPU "
+                    f"({self.device}): start as many processes as GPUs, here "
+                    f"{torch.cuda.device_count()}, or use the CPU with CUDA_VISIBLE_DEVICES="
+                )
 
     def _check_own_name(self, name: str) -> None:
         """gloo listens on the address that the host's own name resolves to, unless it is given an
@@ -269,10 +232,8 @@ class Job:
             leads = "leads to no address of it" if own is None else f"is {own}"
             raise InputError(
                 f"on host {name} its own name {leads}: gloo would listen where no other host gets "
-                "to. Give it its "
-                "address in /etc/hosts, or export GLOO_SOCKET_IFNAME with the interface that leads "
-                "to the others "
-                f"(there is {', '.join(interfaces)})"
+                "to. Give it its address in /etc/hosts, or export GLOO_SOCKET_IFNAME with the "
+                f"interface that leads to the others (there is {', '.join(interfaces)})"
             )
 
 
@@ -280,20 +241,30 @@ def _describe_problems(reports: list) -> tuple[str | None, str | None, bool]:
     """From [problem, failure, whether it may pass] of every rank: a text of the failures, or else,
     if there are none, of the problems; and whether all failures may pass."""
     problems, failures, passing = zip(*reports, strict=True)
-    if different := list(dict.fromkeys(text for text in failures if text is not None)):
+    different = list(dict.fromkeys(text for text in failures if text is not None))
+    if different:
+        listed = "; ".join(different[:MOST_LISTED])
+        if len(different) > MOST_LISTED:
+            listed += ", ..."
         healthy = failures.count(None)
-        others = f"; {healthy} of {len(failures)} ranks had no such trouble" if healthy else ""
-        listed = "; ".join(different[:MOST_FAILURES]) + ", ..." * (len(different) > MOST_FAILURES)
-        return f"{listed}{others}", None, all(passing)
+        if healthy:
+            listed += f"; {healthy} of {len(failures)} ranks had no such trouble"
+        return listed, None, all(passing)
     if problems[0]:
         return None, problems[0], False
+
     by_text = group_values((text, rank) for rank, text in enumerate(problems) if text)
-    lines = [
-        f"rank {join_some(ranges(ranks), MOST_FAILURES)}: {text}" for text, ranks in by_text.items()
-    ]
-    if len(lines) > MOST_FAILURES:
-        lines[MOST_FAILURES:] = [f"and {len(lines) - MOST_FAILURES} other problems on other ranks"]
+    lines = []
+    for text, ranks in by_text.items():
+        lines.append(f"rank {join_some(ranges(ranks), MOST_LISTED)}: {text}")
+    if len(lines) > MOST_LISTED:
+        lines[MOST_LISTED:] = [f"and {len(lines) - MOST_LISTED} other problems on other ranks"]
     return None, "\n".join(lines) or None, False
+
+
+def _runs_of(hosts: list[str]) -> list[tuple[str, int]]:
+    """Each host, with how many consecutive ranks it has."""
+    return [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
 
 
 def _compare_devices(rows: list) -> tuple[list, bool]:
@@ -301,8 +272,9 @@ def _compare_devices(rows: list) -> tuple[list, bool]:
     have; and whether all ranks have the same own name (SLURM may have several names for one
     host)."""
     by_gpu = group_values(((host, gpu), rank) for rank, (host, gpu, _) in enumerate(rows) if gpu)
-    shared = [[*of, ranks] for of, ranks in by_gpu.items() if len(ranks) > 1]
-    return shared, len({name for _, _, name in rows}) == 1
+    shared = [[host, gpu, ranks] for (host, gpu), ranks in by_gpu.items() if len(ranks) > 1]
+    names = {name for _, _, name in rows}
+    return shared, len(names) == 1
 
 
 def _own_address(name: str) -> str | None:
@@ -333,6 +305,7 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
     this host has fewer GPUs than the job has processes on it, or too few descriptors for the store,
     or the store's port is taken; StartError: not all ranks have come within `timeout_s` seconds:
     names those that are missing."""
+    # Before CUDA is initialized, and before anything takes much memory.
     _report_crashes()
     choose_allocator(os.environ)
     device = pick_device(environment.local_rank)
@@ -342,14 +315,12 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
         _keep_freed_memory()
     _open_files(environment)
     environment = replace(environment, started_before=started_before(os.environ))
-    if (
-        environment.launcher == "srun"
-        and environment.master is not None
-        and "MASTER_ADDR" not in os.environ
-    ):
+    of_slurm = environment.launcher == "srun" and "MASTER_ADDR" not in os.environ
+    if of_slurm and environment.master is not None:
         node, port = environment.master
         environment = replace(environment, master=(address_of_node(node), port))
-    job = Job(environment, device, _store(environment, timeout_s), limit_s=timeout_s)
+    store = meet_at_store(environment, timeout_s)
+    job = Job(environment, device, store, limit_s=timeout_s)
 
     def meet(rows: list) -> bool:
         again, hosts = zip(*rows, strict=True)
@@ -368,25 +339,11 @@ def _report_crashes() -> None:
             faulthandler.enable(all_threads=True)
 
 
-def address_of_node(node: str) -> str:
-    """Where a node of SLURM is reached: under its name, or if that leads nowhere, at the NodeAddr
-    that SLURM has for it. In clouds, and where several slurmd run on a host, the NodeName is no
-    name of a host."""
-    with suppress(OSError):
-        socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)
-        return node
-    try:
-        shown = run_program(("scontrol", "--oneliner", "show", "node", node), ADDRESS_S)
-    except ProgramError:
-        return node
-    fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
-    return fields.get("NodeAddr", node)
-
-
 def choose_allocator(variables: MutableMapping[str, str]) -> None:
     """Makes torch's CUDA allocator use expandable segments, which fragment less, unless the
     environment configures the allocator. Call it before CUDA is initialized."""
-    if not any(f"PYTORCH_{backend}ALLOC_CONF" in variables for backend in ("", "CUDA_", "HIP_")):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in variables for name in names):
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
@@ -406,11 +363,9 @@ def _open_files(environment: Environment) -> None:
     if environment.hosts_store and 0 <= hard < needed:  # RLIM_INFINITY is negative
         raise InputError(
             f"rank {environment.rank} on host {environment.host} serves the job's store to "
-            f"{environment.world_size} "
-            f"ranks, which takes {needed} descriptors, and its limit is {hard}: raise the hard "
-            "limit there ("
-            "ulimit -Hn, LimitNOFILE of the service that starts jobs, or nofile in "
-            "/etc/security/limits.conf)"
+            f"{environment.world_size} ranks, which takes {needed} descriptors, and its limit is "
+            f"{hard}: raise the hard limit there (ulimit -Hn, LimitNOFILE of the service that "
+            "starts jobs, or nofile in /etc/security/limits.conf)"
         )
     if soft != hard:
         # "unlimited" may exceed what the system allows: keep the soft limit
@@ -431,306 +386,3 @@ def pick_device(local_rank: int) -> torch.device:
             "processes here"
         )
     return torch.device("cuda", local_rank if count > 1 else 0)
-
-
-def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
-    if environment.world_size == 1 or environment.master is None:
-        return None
-    address, port = environment.master
-    deadline = time.monotonic() + timeout_s
-    if not environment.hosts_store:
-        _wait_for_listener(environment, deadline)
-    try:
-        seconds = max(ATTEMPT_S, deadline - time.monotonic())
-        store = _open_store(address, port, environment.hosts_store, seconds)
-    except (dist.DistError, TimeoutError) as error:
-        if environment.hosts_store and "EADDRINUSE" in str(error):
-            raise InputError(_port_taken(environment)) from None
-        raise StartError(
-            f"rank {environment.rank} on host {environment.host} could not reach the job's store "
-            f"at {address}:{port} "
-            f"({str(error) or 'what listens there does not answer'}): is that host's process "
-            "running, and does the "
-            "network let this host through to that port?" + stale_store(os.environ)
-        ) from None
-    try:
-        return dist.PrefixStore(_agree_on_start(environment, store, deadline), store)
-    except dist.DistError:
-        raise _lost_store(environment) from None
-
-
-def _open_store(address: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:
-    """The store that listens there. Raises DistError, or TimeoutError: torch's client would wait
-    for ever for an answer of another program that has the port."""
-    limit = timedelta(seconds=seconds)
-    return call_with_timeout(
-        seconds + ATTEMPT_S, dist.TCPStore, address, port, None, serves, limit, False
-    )
-
-
-def _port_taken(environment: Environment) -> str:
-    """What to do where the port of the job's store is taken: by another rank 0, or by another
-    program."""
-    assert environment.master is not None
-    address, port = environment.master
-    # In a process of its own, which can be ended: torch's client waits for ever for the answer of
-    # another program.
-    try:
-        is_ours = "True" in run_program(
-            (sys.executable, "-c", LOOK_FOR_RANK_0, address, str(port)), LOOK_S
-        )
-    except ProgramError:
-        is_ours = False
-    what = (
-        f"port {port} of host {environment.host}, at which the ranks of this job should meet "
-        "(MASTER_PORT),"
-    )
-    if is_ours:
-        return (
-            f"{what} is held by another rank {environment.rank} of such a job: two processes were "
-            "started as rank "
-            f"{environment.rank}, or an earlier job still runs there. Give each process a RANK of "
-            "its own, or export "
-            "another MASTER_PORT on all hosts"
-        )
-    return (
-        f"{what} is in use by another program (ss -ltnp 'sport = :{port}' names it): export "
-        "another MASTER_PORT on "
-        "all hosts"
-    )
-
-
-def _wait_for_listener(environment: Environment, deadline: float) -> None:
-    """Waits until the store's port accepts connections. torch would wait, too, but handle no
-    signals then. The first process of each host says after a while that nobody listens, and why."""
-    assert environment.master is not None
-    address, port = environment.master
-    begun = time.monotonic()
-    said_at, pause = begun, SAY_EVERY_S
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((address, port), timeout=ATTEMPT_S).close()
-            return
-        except OSError as error:  # not yet; if it never listens, torch's own attempt reports why
-            now = time.monotonic()
-            if environment.local_rank == 0 and now - said_at > pause:
-                said_at, pause = now, 2 * pause
-                print_error(
-                    f"starting: rank {environment.rank} on host {environment.host} does not reach "
-                    "rank 0 at "
-                    f"{address}:{port} ({error.strerror or error}), {now - begun:.0f} s now"
-                )
-            time.sleep(POLL_S)
-
-
-def _agree_on_start(environment: Environment, store: dist.Store, deadline: float = math.inf) -> str:
-    """A name for this start of the job that all its ranks know and no earlier start had.
-
-    torchrun keeps its store when it restarts workers, and each agent has its own count of restarts.
-    So every rank sets its own token, and rank 0 answers with that token and the name: an answer
-    with another token is from an earlier start. The store's one thread serves all ranks, so they
-    poll at growing intervals.
-
-    Raises StartError at `deadline`; InputError: two processes have the same rank. Rank 0 tells
-    those that have come.
-    """
-    token, rank = uuid.uuid4().hex, environment.rank
-    store.set(f"hello/{rank}", f"{token} {environment.host}")
-    if rank != 0:
-        return _join_start(environment, store, token, deadline)
-    try:
-        return _begin_start(environment, store, token, deadline)
-    except (InputError, StartError) as error:
-        _refuse_start(environment, store, error)
-        raise
-
-
-def _pauses(world_size: int) -> Iterator[float]:
-    """Seconds between two polls of the store, without end: it has one thread for all ranks."""
-    pause, longest = max(POLL_S, world_size / 50_000), max(LONGEST_POLL_S, world_size / 2000)
-    while True:
-        yield pause
-        pause = min(1.5 * pause, longest)
-
-
-def _join_start(environment: Environment, store: dist.Store, token: str, deadline: float) -> str:
-    rank = environment.rank
-    begun = looked_at = time.monotonic()
-    for pause in _pauses(environment.world_size):
-        time.sleep(pause)
-        if store.check([f"welcome/{rank}"]):
-            answered, _, name = store.get(f"welcome/{rank}").decode().partition(" ")
-            if answered == token:
-                break
-        now = time.monotonic()
-        if now - looked_at > LOOK_FOR_TWIN_S:
-            looked_at = now
-            _check_for_twin(environment, store, token)
-        # Rank 0 names the missing ranks; this one must not end before it has.
-        if now > deadline + LATER_S:
-            raise StartError(
-                f"rank {rank} on host {environment.host} has waited {now - begun:.0f} s for rank 0 "
-                "to begin the job"
-            )
-    if name.startswith(REFUSED):
-        is_input, text = json.loads(name.removeprefix(REFUSED))
-        raise InputError(text) if is_input else StartError(text)
-    store.append(f"{name}/met", f"{rank}\n")  # type: ignore[attr-defined]  # not in stubs
-    return name
-
-
-def _begin_start(environment: Environment, store: dist.Store, token: str, deadline: float) -> str:
-    world = environment.world_size
-    begun = printed_at = time.monotonic()
-    keys = [f"hello/{rank}" for rank in range(1, world)]
-    # the token each was answered with: one of an earlier start may be read first
-    answered = [""] * len(keys)
-    store.append(f"{token}/met", "0\n")  # type: ignore[attr-defined]  # from now on it can be read
-    for pause in _pauses(world):
-        met = list(map(int, store.get(f"{token}/met").split()))
-        if len(set(met)) < len(met):
-            twice = next(rank for rank in met if met.count(rank) > 1)
-            raise InputError(_two_processes(twice, []))
-        if len(met) == world:
-            break
-        _check_for_twins(store)
-        if store.check(keys):
-            tokens = [hello.decode().split()[0] for hello in store.multi_get(keys)]
-            new = [
-                i
-                for i, (hello, before) in enumerate(zip(tokens, answered, strict=True))
-                if hello != before
-            ]
-            if new:
-                values = [f"{tokens[i]} {token}" for i in new]
-                store.multi_set([f"welcome/{i + 1}" for i in new], values)  # type: ignore[attr-defined]  # not in stubs
-                answered = tokens
-        time.sleep(pause)
-        now = time.monotonic()
-        if now - printed_at > SAY_EVERY_S or now > deadline:
-            printed_at = now
-            hint = stale_store(os.environ)
-            missing = _missing_ranks(environment, store, met)
-            if now > deadline:
-                raise StartError(
-                    f"the job does not begin: after {now - begun:.0f} s it still waits for "
-                    f"{missing}{hint}"
-                )
-            print(f"starting: waiting for {missing}, {now - begun:.0f} s now{hint}", flush=True)
-    return token
-
-
-def _refuse_start(
-    environment: Environment, store: dist.Store, error: InputError | StartError
-) -> None:
-    """Rank 0 tells the ranks that have come why there is no start, and gives them time to read
-    it."""
-    text = json.dumps([isinstance(error, InputError), str(error)])
-    for rank in range(1, environment.world_size):
-        if store.check([f"hello/{rank}"]):
-            token = store.get(f"hello/{rank}").decode().split()[0]
-            store.set(f"welcome/{rank}", f"{token} {REFUSED}{text}")
-    time.sleep(2 * max(LONGEST_POLL_S, environment.world_size / 2000))
-
-
-def _check_for_twin(environment: Environment, store: dist.Store, token: str) -> None:
-    """Raises InputError, and has rank 0 raise it: another process has said hello with this one's
-    rank since. In an earlier start of the job there may have been one; a later start begins when no
-    process of this one is left."""
-    rank, host = environment.rank, environment.host
-    other, its_host = store.get(f"hello/{rank}").decode().split()
-    if other != token:
-        store.set(TWINS, f"{rank} {other} {host}")
-        raise InputError(_two_processes(rank, [host, its_host]))
-
-
-def _check_for_twins(store: dist.Store) -> None:
-    """Raises InputError, on rank 0: a rank has found another process with its number."""
-    if not store.check([TWINS]):
-        return
-    rank, other, host = store.get(TWINS).decode().split()
-    token, its_host = store.get(f"hello/{rank}").decode().split()
-    if token == other:  # else it was in an earlier start
-        raise InputError(_two_processes(int(rank), [host, its_host]))
-
-
-def _two_processes(rank: int, hosts: Sequence[str]) -> str:
-    where = (
-        f", on host{'s' * (len(set(hosts)) > 1)} {any_of(list(dict.fromkeys(hosts)), 'and')}"
-        if hosts
-        else ""
-    )
-    return (
-        f"two processes were started as rank {rank}{where}: give each process of the job a RANK of "
-        "its own"
-    )
-
-
-def _lost_store(environment: Environment) -> StartError:
-    """What a rank says whose launcher, or the rank that serves the store, has ended while it waits
-    there."""
-    assert environment.master is not None
-    address, port = environment.master
-    return StartError(
-        f"rank {environment.rank} on host {environment.host} has lost the job's store at "
-        f"{address}:{port} before the "
-        "job began: rank 0, or its launcher, has ended, and its output says why",
-        follows=True,
-    )
-
-
-def _missing_ranks(environment: Environment, store: dist.Store, met: Collection[int]) -> str:
-    """The ranks that are not among those that have `met`, for people, with their hosts as far as
-    these are known."""
-    hosts: list[str | None] = [None] * environment.world_size
-    for rank in met:
-        hosts[rank] = store.get(f"hello/{rank}").decode().split()[-1]
-    # Where one rank is missing, none has been answered: those that have said hello in this or in an
-    # earlier start.
-    if len(met) == 1:
-        for rank in range(1, environment.world_size):
-            if store.check([f"hello/{rank}"]):
-                hosts[rank] = store.get(f"hello/{rank}").decode().split()[-1]
-    if None not in hosts:
-        return plural(environment.world_size - len(met), "rank")
-    nodes: tuple[str, ...] = ()
-    with suppress(InputError):
-        nodes = slurm_nodes(os.environ)
-    return describe_missing(hosts, nodes)
-
-
-def describe_missing(hosts: Sequence[str | None], nodes: Sequence[str] = ()) -> str:
-    """`rank 5 (host b)`, `ranks 8-15 (no rank of host gpu02 has come)`. A pure function.
-
-    Args:
-        hosts: by rank, None for a rank that has not come.
-        nodes: the hosts of the job as SLURM lists them, if it does.
-    """
-    missing = [rank for rank, host in enumerate(hosts) if host is None]
-    named = f"rank{'s' * (len(missing) > 1)} {join_some(ranges(missing), MOST_FAILURES)}"
-    # A rank between two of one host is on that host, too: launchers count host by host.
-    partly = dict.fromkeys(
-        host for rank in missing if (host := _host_around(hosts, rank)) is not None
-    )
-    come = {host.partition(".")[0] for host in hosts if host is not None}
-    absent = [node for node in nodes if node.partition(".")[0] not in come]
-    reasons = []
-    if partly:
-        reasons.append(f"host{'s' * (len(partly) > 1)} {join_some(list(partly), MOST_FAILURES)}")
-    if absent:
-        reasons.append(
-            f"no rank of host{'s' * (len(absent) > 1)} {join_some(absent, MOST_FAILURES)} has come"
-        )
-    if not reasons:
-        known = list(dict.fromkeys(host for host in hosts if host is not None))
-        reasons.append(
-            f"ranks have come from host{'s' * (len(known) > 1)} {join_some(known, MOST_FAILURES)}"
-        )
-    return f"{named} ({'; '.join(reasons)})"
-
-
-def _host_around(hosts: Sequence[str | None], rank: int) -> str | None:
-    """The host of the nearest ranks before and after this one that have come, if it is the same."""
-    before = next((host for host in reversed(hosts[:rank]) if host is not None), None)
-    after = next((host for host in hosts[rank + 1 :] if host is not None), None)
-    return before if before == after else None

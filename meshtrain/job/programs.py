@@ -18,7 +18,8 @@ def run_program(command: Sequence[str], seconds: float) -> str:
     """The stdout of a program. Raises ProgramError. `subprocess.run` would wait for one that
     SIGKILL does not end."""
     name = command[0]
-    if (path := shutil.which(name)) is None:
+    path = shutil.which(name)
+    if path is None:
         raise ProgramError(f"there is no {name} on this host")
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -39,11 +40,9 @@ def run_program(command: Sequence[str], seconds: float) -> str:
             raise ProgramError(f"{name} did not end within {seconds:g} s") from None
         output.seek(0)
         errors.seek(0)
-        printed, problem = (
-            file.read().decode("utf-8", errors="replace") for file in (output, errors)
-        )
+        printed = output.read().decode("utf-8", errors="replace")
+        problem = errors.read().decode("utf-8", errors="replace")
     if status != 0:
-        raise ProgramError(
-            f"{name} has failed, with exit status {status}: {(problem or printed).strip()[-500:]}"
-        )
+        last = (problem or printed).strip()[-500:]
+        raise ProgramError(f"{name} has failed, with exit status {status}: {last}")
     return printed

@@ -3,21 +3,18 @@
 import errno
 import ipaddress
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from meshtrain.job.threads import start_thread
 
 T = TypeVar("T")
 
 CONNECT_S = 4.0  # for one attempt to connect
 LOOK_UP_S = 5.0  # for a name to be resolved
 # open or closed, a host that is up answers on one of them, unless a firewall drops all
-OTHER_PORTS = (
-    22,
-    111,
-    9,
-)
+OTHER_PORTS = (22, 111, 9)
 
 
 def call_with_timeout(seconds: float, call: Callable[..., T], *arguments: Any) -> T:
@@ -27,7 +24,8 @@ def call_with_timeout(seconds: float, call: Callable[..., T], *arguments: Any) -
 
 
 def in_thread(call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Runs a call in its own daemon thread, which does not delay the exit of the process."""
+    """Runs a call in a thread of its own, which does not delay the exit of the process. Raises
+    NoThreadError."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -36,7 +34,7 @@ def in_thread(call: Callable[..., T], *arguments: Any) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    start_thread(run, name=getattr(call, "__name__", "call"))
     return future
 
 
@@ -63,6 +61,7 @@ def connect_failure(error: OSError) -> str:
 def answers(address: str) -> bool:
     """Whether a host answers on any of a few ports; a refusal counts as an answer."""
     for port in OTHER_PORTS:
+        # A refusal comes from the host itself; silence may be a firewall's, or that of a dead host.
         try:
             connect([address], port, 1.5).close()
             return True
@@ -80,7 +79,8 @@ def resolve(name: str, seconds: float = LOOK_UP_S) -> tuple[str, ...]:
         )
     except (OSError, UnicodeError):  # TimeoutError is an OSError too
         return ()
-    return tuple(dict.fromkeys(plain_address(str(row[4][0])) for row in rows))
+    addresses = [plain_address(str(address[0])) for *_, address in rows]
+    return tuple(dict.fromkeys(addresses))
 
 
 def address_towards(other: str) -> str:

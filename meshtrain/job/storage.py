@@ -75,31 +75,30 @@ def open_guarded(
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(
-                errno.ELOOP, "it is a link, which is not followed here", str(path)
-            ) from None
+            reason = "it is a link, which is not followed here"
+            raise OSError(errno.ELOOP, reason, str(path)) from None
         raise
     try:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        own = (os.geteuid(), os.stat(path.parent).st_uid)
-        if about.st_uid not in own and about.st_uid != _uid_of_new_files(path.parent):
-            owner = (
-                f"it belongs to {user_name(about.st_uid)}, who is neither this user nor the owner "
-                "of its folder"
-            )
-            raise PermissionError(errno.EPERM, owner, str(path))
-        if most is not None and about.st_size > most:
-            raise OSError(
-                errno.EFBIG,
-                f"it has {about.st_size:,} bytes, and at most {most:,} are read",
-                str(path),
-            )
+        _check_guarded(path, os.fstat(descriptor), most)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _check_guarded(path: Path, about: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    own = (os.geteuid(), os.stat(path.parent).st_uid)
+    if about.st_uid not in own and about.st_uid != _uid_of_new_files(path.parent):
+        owner = (
+            f"it belongs to {user_name(about.st_uid)}, who is neither this user nor the owner of "
+            "its folder"
+        )
+        raise PermissionError(errno.EPERM, owner, str(path))
+    if most is not None and about.st_size > most:
+        size = f"it has {about.st_size:,} bytes, and at most {most:,} are read"
+        raise OSError(errno.EFBIG, size, str(path))
 
 
 def _uid_of_new_files(folder: Path) -> int | None:
@@ -137,14 +136,11 @@ def make_private_folder(folder: Path, *, may_be_shared: bool = True) -> Path:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     above = folder.parent.resolve()
-    for parent in (above, *above.parents) if may_be_shared else ():
-        about = os.stat(parent)
-        # as in /tmp: only the owner of a folder can exchange it
-        sticky = bool(about.st_mode & stat.S_ISVTX)
-        if about.st_uid not in (0, os.geteuid()) or (_others_write(about) and not sticky):
-            raise PermissionError(
-                errno.EPERM, f"others can write to the folder above it, {parent}", str(folder)
-            )
+    if may_be_shared:
+        for parent in (above, *above.parents):
+            if _others_exchange(os.stat(parent)):
+                reason = f"others can write to the folder above it, {parent}"
+                raise PermissionError(errno.EPERM, reason, str(folder))
     folder = above / folder.name  # whoever can exchange a link on the way to it changes nothing
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -153,11 +149,18 @@ def make_private_folder(folder: Path, *, may_be_shared: bool = True) -> Path:
         raise NotADirectoryError(errno.ENOTDIR, "it is no folder, or a link to one", str(folder))
     if about.st_uid != os.geteuid() or _others_write(about):
         whose = f"it is {user_name(about.st_uid)}'s, with mode {stat.S_IMODE(about.st_mode):04o}"
-        raise PermissionError(
-            errno.EPERM, f"{whose}, and others may have put code there", str(folder)
-        )
+        reason = f"{whose}, and others may have put code there"
+        raise PermissionError(errno.EPERM, reason, str(folder))
     folder.chmod(0o700)
     return folder
+
+
+def _others_exchange(about: os.stat_result) -> bool:
+    """Whether others can exchange what lies in a folder."""
+    if about.st_uid not in (0, os.geteuid()):
+        return True
+    sticky = bool(about.st_mode & stat.S_ISVTX)  # as /tmp: only the owner of a file can exchange it
+    return _others_write(about) and not sticky
 
 
 def _others_write(about: os.stat_result) -> bool:
@@ -176,9 +179,11 @@ def optional(message: str) -> Iterator[None]:
 
 def move_damaged(path: Path, reason: object) -> Path:
     """Renames a damaged file out of the way, prints a warning, and returns its new path."""
-    number, moved = 1, path.with_name(f"{path.name}.damaged")
+    moved = path.with_name(f"{path.name}.damaged")
+    number = 1
     while os.path.lexists(moved):
-        number, moved = number + 1, path.with_name(f"{path.name}.damaged-{number}")
+        moved = path.with_name(f"{path.name}.damaged-{number}")
+        number += 1
     path.rename(moved)
     warn(f"{path} is damaged ({reason}): it is {moved.name} now")
     return moved
@@ -195,12 +200,15 @@ class SideFile:
     def __init__(self, path: Path, start: int = 0, end: int | None = 0) -> None:
         """`start`, `end`: byte offsets of the file's last line; anything after `end` is truncated.
         `end` None: lines are appended to the existing content."""
-        self.path, self._start, self._end = path, start, end
+        self.path = path
+        self._start = start
+        self._end = end
         self._size: int | None = None  # of the file after this writer's last write, if known
         self._shared = False  # another process writes to it, too
         self._file: BinaryIO | None = None
         self._waiting: deque[bytes] = deque()
-        self._fails, self._lost = False, 0
+        self._fails = False  # whether the last write failed
+        self._lost = 0  # lines
         self._looked_at = time.monotonic()
         self._write()
 
@@ -231,24 +239,7 @@ class SideFile:
 
     def _write(self) -> None:
         try:
-            if self._file is not None and self._is_removed(self._file):
-                self._begin_anew()
-            if self._file is None:
-                descriptor = open_guarded(self.path, os.O_RDWR | os.O_CREAT)
-                self._file = os.fdopen(descriptor, "r+b", buffering=0)
-            size = os.fstat(self._file.fileno()).st_size
-            at = self._end
-            if at is None or size < at or self._size not in (None, size):
-                at = size
-                self._share()
-            self._file.seek(at)
-            self._end, self._size = at, None
-            data = memoryview(b"".join(self._waiting))
-            while data:
-                data = data[self._file.write(data) :]
-            end = self._file.tell()
-            if end < size:
-                self._file.truncate()
+            start, end = self._write_waiting()
         except OSError as error:
             self._let_go()
             if not self._fails:
@@ -259,15 +250,39 @@ class SideFile:
             self._fails = True
             return
         if self._waiting:
-            self._start = max(at, end - len(self._waiting[-1]))
+            self._start = max(start, end - len(self._waiting[-1]))
         self._end = self._size = end
         self._waiting.clear()
         if self._fails:
-            warn(
-                f"{self.path} is written again"
-                + (f"; {self._lost} lines of it are lost" if self._lost else "")
-            )
-        self._fails, self._lost = False, 0
+            lost = f"; {self._lost} lines of it are lost" if self._lost else ""
+            warn(f"{self.path} is written again{lost}")
+        self._fails = False
+        self._lost = 0
+
+    def _write_waiting(self) -> tuple[int, int]:
+        """Writes the lines that wait; returns where they begin and end. Raises OSError: a part of
+        them may be there."""
+        if self._file is not None and self._is_removed(self._file):
+            self._begin_anew()
+        if self._file is None:
+            descriptor = open_guarded(self.path, os.O_RDWR | os.O_CREAT)
+            self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        size = os.fstat(self._file.fileno()).st_size
+        start = self._end
+        if start is None or size < start or self._size not in (None, size):
+            # Somebody else has written, or cut the file off: never truncate their lines.
+            start = size
+            self._share()
+        self._file.seek(start)
+        self._end = start
+        self._size = None  # unknown until all is written
+        data = memoryview(b"".join(self._waiting))
+        while data:
+            data = data[self._file.write(data) :]
+        end = self._file.tell()
+        if end < size:
+            self._file.truncate()
+        return start, end
 
     def _is_removed(self, file: BinaryIO) -> bool:
         """Whether what is written goes into a file that no longer has its name: its folder was
@@ -288,13 +303,13 @@ class SideFile:
     def _begin_anew(self) -> None:
         warn(
             f"{self.path} was removed or renamed while this run writes to it: its lines so far are "
-            "gone from there, "
-            "and a new file has those from now on"
+            "gone from there, and a new file has those from now on"
         )
         file, self._file = self._file, None
         if file is not None:
             file.close()
-        self._start, self._end, self._size = 0, None, None
+        self._start = 0
+        self._end = self._size = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def _share(self) -> None:
@@ -311,13 +326,10 @@ class SideFile:
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
-                if (
-                    self._size is None
-                    and self._end is not None
-                    and os.fstat(file.fileno()).st_size >= self._end
-                ):
-                    file.truncate(self._end)
-                    self._size = self._end
+                end = self._end if self._size is None else None  # of the whole lines
+                if end is not None and os.fstat(file.fileno()).st_size >= end:
+                    file.truncate(end)
+                    self._size = end
             with suppress(OSError):
                 file.close()
 

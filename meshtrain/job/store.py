@@ -45,10 +45,10 @@ class Failures:
         consequences."""
         if self._store is None or not isinstance(error, Exception):
             return None
-        kind, text = DiagnosisKind.FAILED, f"{name} failed: {describe(error)}"
         if is_input(error):
-            kind, text = DiagnosisKind.INPUT, f"{name}: {error}"
-        own = f"{kind} {text}"
+            own = f"{DiagnosisKind.INPUT} {name}: {error}"
+        else:
+            own = f"{DiagnosisKind.FAILED} {name} failed: {describe(error)}"
         try:
             first = self._store.compare_set("failure", "", own).decode()
         except RuntimeError:  # the store ended with the process that served it
@@ -99,7 +99,9 @@ class Round:
     def __post_init__(self) -> None:
         self._store = dist.HashStore() if self.store is None else self.store
         self._cancelled = threading.Event()
-        self._count, self._values = 0, dict[int, Any]()  # what rank 0 has read
+        # What rank 0 has read: how many values, and those of which ranks.
+        self._count = 0
+        self._values: dict[int, Any] = {}
 
     def put(self, value: object) -> None:
         """Puts this rank's value; does not wait."""
@@ -149,9 +151,8 @@ class Round:
         count = self._store.add(f"{self.name}/count", 0)
         if count != self._count:
             self._count = count
-            self._values = dict(
-                json.loads(line) for line in self._store.get(f"{self.name}/given").splitlines()
-            )
+            lines = self._store.get(f"{self.name}/given").splitlines()
+            self._values = dict(json.loads(line) for line in lines)
         return self.missing()
 
     def _pending(self, activity: str | None, missing: list[int]) -> PendingWait:
@@ -165,8 +166,10 @@ class Round:
         pause = max(0.001, self.world_size / 50_000)  # the store's one thread serves all ranks
         missing: list[int] = []
         with self._pending(activity, missing):
-            while remaining := look():
-                missing[:] = remaining
+            while True:
+                missing[:] = look()
+                if not missing:
+                    return
                 if self.is_lost():
                     raise RuntimeError("another rank has failed")
                 self.meanwhile()
@@ -175,21 +178,20 @@ class Round:
                     raise CancelledError(f"rank {self.rank} waits no longer for ranks {ranks}")
                 pause = min(pause * 1.5, max(0.25, self.world_size / 2000))
                 now = time.monotonic()
-                if now - start > self.limit_s + (0.0 if self.rank == 0 else LATER_S):
+                later_s = 0.0 if self.rank == 0 else LATER_S
+                if now - start > self.limit_s + later_s:
                     waits = f"{activity or self.name}: {self._describe(missing)} did not come"
                     raise StartError(f"the job does not begin: {waits} within {self.limit_s:g} s")
                 if activity is not None and self.rank == 0 and now - printed_at > SAY_EVERY_S:
                     printed_at = now
-                    print(
-                        f"{activity}: waiting for {self._describe(missing)}, {now - start:.0f} s "
-                        "now",
-                        flush=True,
-                    )
+                    waits = f"{activity}: waiting for {self._describe(missing)}"
+                    print(f"{waits}, {now - start:.0f} s now", flush=True)
 
     def _describe(self, missing: Sequence[int]) -> str:
         """`2 of 16 ranks (8-9 on host b)`."""
         ranks = join_some(ranges(missing), 8)
         if self.hosts:
             names = list(dict.fromkeys(self.hosts[rank] for rank in missing))
-            ranks += f" on host{'s' * (len(names) > 1)} {join_some(names, 8)}"
+            hosts = "hosts" if len(names) > 1 else "host"
+            ranks += f" on {hosts} {join_some(names, 8)}"
         return f"{len(missing)} of {self.world_size} ranks ({ranks})"

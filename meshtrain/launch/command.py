@@ -18,20 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from meshtrain.config import Config, locate
+from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.data.order import describe_ramp
 from meshtrain.doctor.files import filesystem, named_paths
 from meshtrain.errors import InputError, plural
-from meshtrain.launch.request import (
-    Request,
-    add_options,
-    block,
-    directives_of,
-    read_request,
-    render,
-    variables_of,
-)
+from meshtrain.job import locate
+from meshtrain.launch.request import Request, add_options, read_request
+from meshtrain.launch.script import block, directives_of, render, variables_of
 from meshtrain.layout import DATA_AXES, Layout, LayoutError
 
 SCRIPT = "launch.sbatch"  # in the run's folder
@@ -63,17 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     plan = fit_on_nodes(words[0], words[1:], request)
     script = script_of(words, request, plan)
     path = _write_script(Path(plan.config.train.output).expanduser(), script)
-    lines = [*plan.about, *(f"note: {note}" for note in plan.notes)]
+    about = "\n".join([*plan.about, *(f"note: {note}" for note in plan.notes)])
     if arguments.dry_run:
+        # The script alone goes to standard output, so that it can be piped.
         print(script, end="")
-        print(
-            *lines,
-            f"written to {path}, not submitted: sbatch {shlex.quote(str(path))}",
-            sep="\n",
-            file=sys.stderr,
-        )
+        print(about, file=sys.stderr)
+        command = f"sbatch {shlex.quote(str(path))}"
+        print(f"written to {path}, not submitted: {command}", file=sys.stderr)
         return 0
-    print(*lines, sep="\n")
+    print(about)
     return _submit(path)
 
 
@@ -84,11 +76,13 @@ def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
     taken = []
     for place, text in enumerate(arguments.srun):
         name, equals, _ = text.partition("=")
-        if text and (not equals or "." in name or name in sections):
+        is_override = bool(equals) and ("." in name or name in sections)
+        is_config = bool(text) and not equals
+        if is_override or is_config:
             taken.append(text)
             arguments.srun[place] = ""
     words = [word for word in (*taken, arguments.config, *arguments.overrides) if word]
-    words.sort(key=lambda word: "=" in word)
+    words.sort(key=lambda word: "=" in word)  # the config first
     if not words or "=" in words[0]:
         raise InputError(
             "no config was named: meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8"
@@ -108,11 +102,11 @@ class ConfigOnNodes:
     @property
     def about(self) -> list[str]:
         """Lines that describe the job."""
-        batch, nodes = self.config.batch, len(self.layout.hosts)
-        per_node = self.layout.world_size // nodes
+        nodes = len(self.layout.hosts)
+        machine = f"{plural(nodes, 'node')} x {plural(self.layout.world_size // nodes, 'GPU')}"
+        batch = self.config.batch
         return [
-            f"{self.config.name} on {plural(nodes, 'node')} x {plural(per_node, 'GPU')}: layout "
-            f"{self.layout}",
+            f"{self.config.name} on {machine}: layout {self.layout}",
             *describe_ramp(batch.sizes, batch.micro_size, self.layout.size(*DATA_AXES)),
         ]
 
@@ -126,17 +120,17 @@ def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> Confi
         layout = resolve(config.layout, nodes * gpus)
     except LayoutError as error:
         raise InputError(f"{error}. {nodes_that_fit(config.layout, nodes, gpus)}") from error
-    # resolves what was left open
+    # Once more with the world's size, which resolves what was left open.
     config = Config.load(name, overrides, for_training=True, world_size=nodes * gpus)
+
     placed = layout.on_hosts([gpus] * nodes, [f"node {i}" for i in range(nodes)])
-    # only warnings for a running job; this one can still be requested differently
+    # Only warnings for a running job; this one can still be requested differently.
     crossing = host_warnings(placed)
     if crossing:
         raise InputError(" ".join(crossing))
     _check_writable(config)
-    paths = {entry.key: entry.path for entry in named_paths(config)} | {"the config": config.file}
-    paths |= {} if request.activate is None else {"the environment": request.activate}
-    return ConfigOnNodes(config, placed, tuple(_notes(paths)) if nodes > 1 else ())
+    notes = _notes(config, request) if nodes > 1 else []
+    return ConfigOnNodes(config, placed, tuple(notes))
 
 
 def nodes_that_fit(sizes: Mapping[str, int], nodes: int, gpus: int) -> str:
@@ -162,27 +156,36 @@ def _check_writable(config: Config) -> None:
     for entry in named_paths(config):
         if not entry.writes:
             continue
-        ancestor = next(
-            path for path in (Path(entry.path), *Path(entry.path).parents) if path.exists()
+        ancestor = _nearest(Path(entry.path))
+        if not ancestor.is_dir():
+            problem = "is no folder"
+        elif not os.access(ancestor, os.W_OK | os.X_OK):
+            problem = "may not be written to by this user"
+        else:
+            continue
+        raise InputError(
+            f"{entry.key} is {entry.path}, and {ancestor} {problem}: name another with "
+            f"{entry.key}=FOLDER"
         )
-        if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
-            problem = "may not be written to by this user" if ancestor.is_dir() else "is no folder"
-            raise InputError(
-                f"{entry.key} is {entry.path}, and {ancestor} {problem}: name another with "
-                f"{entry.key}=FOLDER"
-            )
 
 
-def _notes(paths: Mapping[str, str]) -> list[str]:
+def _nearest(path: Path) -> Path:
+    """The path, or its nearest parent that is there."""
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def _notes(config: Config, request: Request) -> list[str]:
     """Notes on paths that are probably local to each node."""
+    paths = {entry.key: entry.path for entry in named_paths(config)}
+    paths["the config"] = config.file
+    if request.activate is not None:
+        paths["the environment"] = request.activate
     notes = []
     for key, name in paths.items():
         path = Path(name).absolute()
-        ancestor = next(candidate for candidate in (path, *path.parents) if candidate.exists())
-        if filesystem(str(ancestor)) in IN_MEMORY or Path(tempfile.gettempdir()) in (
-            ancestor,
-            *ancestor.parents,
-        ):
+        ancestor = _nearest(path)
+        in_memory = filesystem(str(ancestor)) in IN_MEMORY
+        if in_memory or ancestor.is_relative_to(tempfile.gettempdir()):
             notes.append(f"{key} is {path}, and of such a folder each node has its own, as a rule")
     return notes
 
@@ -190,25 +193,23 @@ def _notes(paths: Mapping[str, str]) -> list[str]:
 def script_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> str:
     """The script of a job. `words`: its config and overrides. Raises InputError: sbatch could not
     read a path."""
-    template = locate.bundled(TEMPLATES) / (
-        "train-srun.sbatch" if request.per_gpu else "train.sbatch"
-    )
+    name = "train-srun.sbatch" if request.per_gpu else "train.sbatch"
+    template = locate.bundled(TEMPLATES) / name
     folder = Path.cwd()
-    output = folder / Path(plan.config.train.output).expanduser() / "logs" / "slurm-%j.out"
-    directives = directives_of(request, default_name=plan.config.name) | {
-        "chdir": str(folder),
-        "output": str(output.parent).replace("%", "%%") + f"/{output.name}",
-    }
+    logs = folder / Path(plan.config.train.output).expanduser() / "logs"
+    directives = directives_of(request, default_name=plan.config.name)
+    directives["chdir"] = str(folder)
+    # sbatch replaces %j by the job's number; other percent signs are doubled.
+    directives["output"] = str(logs).replace("%", "%%") + "/slurm-%j.out"
     remarks = [
-        f"Written by meshtrain launch, out of {TEMPLATES}/{template.name}. {plan.about[0]}; "
+        f"Written by meshtrain launch, out of {TEMPLATES}/{name}. {plan.about[0]}; "
         f"{plan.about[1]}.",
         "The lines above, these, and their values are this job's; what follows is the same for "
         "all.",
     ]
+    lines = block(words, variables_of(request), remarks)
     try:
-        return render(
-            template.read_text(), directives, block(words, variables_of(request), remarks)
-        )
+        return render(template.read_text(), directives, lines)
     except ValueError as error:
         raise InputError(f"{error}: name a folder without them (train.output=FOLDER)") from error
 
@@ -248,5 +249,6 @@ def _submit(script: Path) -> int:
         f"scancel {job}": "end",
     }
     width = max(map(len, hints))
-    print(*(f"  {command.ljust(width)}  {use}" for command, use in hints.items()), sep="\n")
+    for command, use in hints.items():
+        print(f"  {command.ljust(width)}  {use}")
     return 0

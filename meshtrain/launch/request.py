@@ -1,5 +1,4 @@
-"""What a job requests from SLURM: the command's options, and a script of tools/slurm filled in with
-them.
+"""What a job requests from SLURM: the command's options.
 
 Each option is checked before SLURM sees it: SLURM reports a wrong value only when the script is
 submitted, or not at all, as a name with a space is two options.
@@ -7,9 +6,8 @@ submitted, or not at all, as a name with a space is two options.
 
 import argparse
 import re
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +30,6 @@ OWN_DIRECTIVES = (
 )
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
-DIRECTIVE = re.compile(r"(#?)#SBATCH\s+--([a-z-]+)(?:[=\s]|$)")  # with `##` it is commented out
 OPTIONS = {
     "--nodes": ("N", "number of nodes (required)"),
     "--gpus-per-node": ("M", "GPUs, and so processes, per node (required)"),
@@ -58,8 +55,6 @@ REPEATED = {
     "--sbatch": ("KEY=VALUE", "an option for sbatch: exclude=gpu07, exclusive"),
     "--env": ("NAME=VALUE", "a variable for the job; may be repeated"),
 }
-CPUS_PER_GPU = 8  # unless --cpus-per-task says how many
-LEAD_S = 600  # how long before its end a job is told to save, in the scripts of tools/slurm
 SHORTEST_S = 240  # the shortest job, of which a quarter is for saving
 
 
@@ -71,10 +66,8 @@ class Request:
     gpus_per_node: int
     # whether SLURM starts a task per GPU (srun) instead of one per node (torchrun)
     per_gpu: bool = False
-    gres: str | None = (
-        # the GPUs' name here and their number (`gpu:h100:8`); None: requested by --gpus-per-node
-        None
-    )
+    # the GPUs' name here and their number (`gpu:h100:8`); None: requested by --gpus-per-node
+    gres: str | None = None
     cpus_per_task: int | None = None
     time: str | None = None
     partition: str | None = None
@@ -113,12 +106,11 @@ def read_request(arguments: argparse.Namespace) -> Request:
     if not arguments.slurm:
         raise InputError(
             "say which scheduler: --slurm is the one that meshtrain launch knows (for Kubernetes "
-            "see tools/k8s, and "
-            "for nodes without a scheduler run torchrun on each)"
+            "see tools/k8s, and for nodes without a scheduler run torchrun on each)"
         )
-    gpus = _count("--gpus-per-node", arguments.gpus_per_node, needed="the GPUs of each node")
-    nodes = _count("--nodes", arguments.nodes, needed="the number of nodes")
-    spare = 0 if arguments.spare_nodes is None else _count("--spare-nodes", arguments.spare_nodes)
+    gpus = _needed_count("--gpus-per-node", arguments.gpus_per_node, "the GPUs of each node")
+    nodes = _needed_count("--nodes", arguments.nodes, "the number of nodes")
+    spare = _count("--spare-nodes", arguments.spare_nodes) or 0
     if spare >= nodes:
         raise InputError(
             f"--spare-nodes {spare} of --nodes {nodes} leave none to train: ask for --nodes "
@@ -128,10 +120,8 @@ def read_request(arguments: argparse.Namespace) -> Request:
         nodes=nodes,
         gpus_per_node=gpus,
         per_gpu="" in arguments.srun,
-        gres=None if arguments.gres is None else _gres(arguments.gres, gpus),
-        cpus_per_task=None
-        if arguments.cpus_per_task is None
-        else _count("--cpus-per-task", arguments.cpus_per_task),
+        gres=_gres(arguments.gres, gpus),
+        cpus_per_task=_count("--cpus-per-task", arguments.cpus_per_task),
         time=_time(arguments.time),
         partition=_name("--partition", arguments.partition),
         account=_name("--account", arguments.account),
@@ -145,17 +135,26 @@ def read_request(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _count(option: str, value: str | None, needed: str | None = None) -> int:
+def _count(option: str, value: str | None) -> int | None:
     if value is None:
-        raise InputError(f"{option} is missing: {needed}, for instance --nodes 4 --gpus-per-node 8")
+        return None
     if not re.fullmatch(r"[1-9]\d{0,6}", value, re.ASCII):
         raise InputError(f"{option} {value}: expected a number of at least 1")
     return int(value)
 
 
-def _gres(value: str, gpus: int) -> str:
+def _needed_count(option: str, value: str | None, about: str) -> int:
+    count = _count(option, value)
+    if count is None:
+        raise InputError(f"{option} is missing: {about}, for instance --nodes 4 --gpus-per-node 8")
+    return count
+
+
+def _gres(value: str | None, gpus: int) -> str | None:
     """Appends the number of GPUs, which SLURM's --gres needs, to `gpu` or `gpu:h100`, if it is not
     there yet."""
+    if value is None:
+        return None
     match = GRES.fullmatch(value)
     if match is None:
         raise InputError(
@@ -177,14 +176,12 @@ def _time(value: str | None) -> str | None:
     if not TIME.fullmatch(value):
         raise InputError(
             f"--time {value}: SLURM does not know this form; write 3:50:00 (hours, minutes, "
-            "seconds), 2-12:00:00 "
-            "(with days) or 240 (minutes)"
+            "seconds), 2-12:00:00 (with days) or 240 (minutes)"
         )
     if seconds(value) < SHORTEST_S:
         raise InputError(
             f"--time {value} is {seconds(value)} seconds, which are over before a job has started "
-            "and saved: "
-            f"give at least {SHORTEST_S // 60} minutes"
+            f"and saved: give at least {SHORTEST_S // 60} minutes"
         )
     return value
 
@@ -194,11 +191,11 @@ def seconds(time: str) -> int:
     days-hours[:...]."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash or len(parts) == 3:
-        hours, minutes, secs = [*parts, 0, 0][:3]
-    else:
-        hours, (minutes, secs) = 0, [*parts, 0][:2]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs
+    # Behind days, or with three parts, the first one counts hours; otherwise it counts minutes.
+    if not dash and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, secs = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs
 
 
 def _name(option: str, value: str | None) -> str | None:
@@ -212,15 +209,16 @@ def _name(option: str, value: str | None) -> str | None:
 def _activate(value: str | None) -> str | None:
     if value is None:  # the environment in which this command runs, if it is a virtual one
         own = Path(sys.prefix) / "bin" / "activate"
-        return str(own) if sys.prefix != sys.base_prefix and own.is_file() else None
-    path = Path(value).expanduser().absolute()
-    script = path / "bin" / "activate" if path.is_dir() else path
+        virtual = sys.prefix != sys.base_prefix and own.is_file()
+        return str(own) if virtual else None
+    script = Path(value).expanduser().absolute()
+    if script.is_dir():
+        script = script / "bin" / "activate"
     if not script.is_file():
         raise InputError(
             f"--activate {value}: there is no {script}; name a virtual environment (a folder with "
-            "bin/activate) or a "
-            "file that is to be sourced, for instance one with `module load` or `conda activate` "
-            "in it"
+            "bin/activate) or a file that is to be sourced, for instance one with `module load` or "
+            "`conda activate` in it"
         )
     return str(script)
 
@@ -233,24 +231,27 @@ def _container(arguments: argparse.Namespace) -> dict[str, str]:
         if mounts or arguments.container_runtime:
             raise InputError("--container-mounts and --container-runtime need a --container-image")
         return {}
+    # A runtime takes any other form for a name in a registry.
     if image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh")):
-        # a runtime would take any other form for a name in a registry
         file = Path(image).expanduser().absolute()
         if not file.exists():
             raise InputError(f"--container-image {image}: there is no such file")
         image = str(file)
-    places = []
-    for mount in mounts.split(",") if mounts else ():
-        outside, colon, inside = mount.partition(":")
-        folder = Path(outside).expanduser().absolute()
-        if not folder.is_dir():
-            raise InputError(
-                f"--container-mounts {mounts}: there is no folder {outside} on this host"
-            )
-        places.append(f"{folder}{colon}{inside}")
-    variables = {"CONTAINER_IMAGE": image, "CONTAINER_MOUNTS": ",".join(places)}
-    variables["CONTAINER_RUNTIME"] = arguments.container_runtime
-    return {name: value for name, value in variables.items() if value}
+    variables = {"CONTAINER_IMAGE": image}
+    if mounts:
+        variables["CONTAINER_MOUNTS"] = ",".join(map(_mount, mounts.split(",")))
+    if arguments.container_runtime:
+        variables["CONTAINER_RUNTIME"] = arguments.container_runtime
+    return variables
+
+
+def _mount(text: str) -> str:
+    """`data:/data`, with the host's folder as an absolute path."""
+    outside, colon, inside = text.partition(":")
+    folder = Path(outside).expanduser().absolute()
+    if not folder.is_dir():
+        raise InputError(f"--container-mounts {text}: there is no folder {outside} on this host")
+    return f"{folder}{colon}{inside}"
 
 
 def _option(option: str, text: str) -> tuple[str, str]:
@@ -274,102 +275,3 @@ def _variable(text: str) -> tuple[str, str]:
     if not equals or not VARIABLE.fullmatch(name):
         raise InputError(f"--env {text!r}: expected NAME=VALUE, for instance --env NCCL_DEBUG=INFO")
     return name, value
-
-
-def render(template: str, directives: Mapping[str, str | None], block: Sequence[str]) -> str:
-    """The text of a script in tools/slurm with a `block` of shell lines after its directives, and
-    with `directives` (option of sbatch, without dashes -> value) in place of the template's lines
-    for them, or else after the last one; None removes the line. Raises ValueError: the template has
-    no directives, or sbatch could not read a value."""
-    lines = template.splitlines()
-    places = [place for place, line in enumerate(lines) if DIRECTIVE.match(line)]
-    if not places:
-        raise ValueError("a template of sbatch has #SBATCH lines")
-    remaining = {option: value for option, value in directives.items() if value is not None}
-    head: list[str] = []
-    for line in lines[: places[-1] + 1]:
-        match = DIRECTIVE.match(line)
-        option = match[2] if match else ""
-        if option in remaining:
-            head.append(_directive(option, remaining.pop(option)))
-        elif match is None or match[1] or option not in directives:
-            head.append(line)
-    head += [_directive(option, value) for option, value in remaining.items()]
-    return "\n".join([*head, "", *block, *lines[places[-1] + 1 :]]) + "\n"
-
-
-def _directive(option: str, value: str) -> str:
-    if re.search(r"[\"\\\n\r]", value):
-        raise ValueError(
-            f"sbatch cannot read a value with quotes, backslashes or line breaks: --{option} "
-            f"{value!r}"
-        )
-    if not value:
-        return f"#SBATCH --{option}"
-    return (
-        f'#SBATCH --{option}="{value}"'
-        if re.search(r"[\s#']", value)
-        else f"#SBATCH --{option}={value}"
-    )
-
-
-def block(
-    arguments: Sequence[str], variables: Sequence[tuple[str, str]], remarks: Sequence[str]
-) -> list[str]:
-    """The lines of a job's script before the template's own commands."""
-    return [
-        *(f"# {' '.join(remark.split())}" for remark in remarks),
-        *(f"export {name}={shlex.quote(value)}" for name, value in variables),
-        f"set -- {shlex.join(arguments)}",
-    ]
-
-
-def lead_s(time: str | None) -> int:
-    """How long before its limit a job is told to save: the scripts' own time, or for a short job a
-    quarter of it."""
-    return LEAD_S if time is None else min(LEAD_S, seconds(time) // 4)
-
-
-def directives_of(request: Request, default_name: str) -> dict[str, str | None]:
-    """Options of sbatch -> values; None for one that the script must not have."""
-    processes = request.gpus_per_node if request.per_gpu else 1
-    cpus = request.cpus_per_task or CPUS_PER_GPU * request.gpus_per_node // processes
-    name, gpus = (
-        request.job_name or re.sub(r"[^\w.-]", "-", default_name),
-        str(request.gpus_per_node),
-    )
-    directives: dict[str, str | None] = {"job-name": name, "nodes": str(request.nodes)}
-    directives |= {
-        "ntasks-per-node": str(processes),
-        "gpus-per-node": None if request.gres else gpus,
-    }
-    optional = {
-        "gres": request.gres,
-        "time": request.time,
-        "partition": request.partition,
-        "account": request.account,
-    }
-    directives |= {option: value for option, value in optional.items() if value is not None}
-    directives["cpus-per-task"] = str(cpus)
-    if lead_s(request.time) < LEAD_S:
-        directives["signal"] = f"USR1@{lead_s(request.time)}"
-    if request.spare_nodes:
-        directives["no-kill"] = ""  # SLURM ends a job that has lost a node otherwise
-    return directives | dict(request.sbatch)
-
-
-def variables_of(request: Request) -> tuple[tuple[str, str], ...]:
-    """The variables that the script reads, and those that the user wants exported."""
-    own = {"ACTIVATE": request.activate or ""}
-    if not request.per_gpu:
-        own["PROCESSES_PER_NODE"] = str(request.gpus_per_node)
-    if lead_s(request.time) < LEAD_S:
-        own["SAVE_SECONDS"] = str(lead_s(request.time))
-    if request.spare_nodes:
-        own["SPARE_NODES"] = str(request.spare_nodes)
-    if request.srun:
-        own["SRUN_ARGS"] = shlex.join(
-            f"--{name}={value}" if value else f"--{name}" for name, value in request.srun
-        )
-    own |= request.container
-    return (*own.items(), *request.variables)

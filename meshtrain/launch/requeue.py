@@ -38,8 +38,9 @@ class History:
     failures: int = 0  # in a row, since the last one that made progress, which counts, too
 
     def after_failure(self, job: str, step: int) -> "History":
-        fails = 0 if job != self.job or step > self.step else self.failures
-        return History(job, max(step, self.step), fails + 1)
+        begins_anew = job != self.job or step > self.step
+        failures = 1 if begins_anew else self.failures + 1
+        return History(job, max(step, self.step), failures)
 
 
 @dataclass(frozen=True)
@@ -67,35 +68,43 @@ def decide(
         down: nodes known to be unhealthy from elsewhere: SLURM, or a preflight.
     """
     end = {} if end is None else end
-    kind, reason, hosts = (
-        end.get("kind"),
-        str(end.get("reason", "it could not start")),
-        end.get("hosts", []),
-    )
-    own_fault = kind in OUT_OF_REACH or (
-        kind == DiagnosisKind.FAILED and HARDWARE.search(reason) is not None
-    )
-    short = (
-        {str(host).partition(".")[0] for host in hosts}
-        if own_fault and isinstance(hosts, list)
-        else set()
-    )
-    lost = tuple(node for node in nodes if node in down or node.partition(".")[0] in short)
-    sentence = reason if not lost else f"{reason}; goes on without {', '.join(lost)}"
-    if kind in FINAL or (not end and not lost):
+    reason = str(end.get("reason", "it could not start"))
+    blamed = _blamed_hosts(end, reason)
+    lost = tuple(node for node in nodes if node in down or _short(node) in blamed)
+
+    # Without an exit.json it did not get as far as training: unless a node is at fault, it never
+    # will.
+    if end.get("kind") in FINAL or (not end and not lost):
         return Decision("end", (), f"{reason}: the same would happen again")
     if history.failures > tries:
         stays = f"{history.failures} failures in a row have got no further than step {history.step}"
         return Decision("end", lost, f"{reason}: {stays}")
-    return Decision("again" if len(nodes) - len(lost) >= needed else "requeue", lost, sentence)
+    if lost:
+        reason += f"; goes on without {', '.join(lost)}"
+    enough = len(nodes) - len(lost) >= needed
+    return Decision("again" if enough else "requeue", lost, reason)
+
+
+def _blamed_hosts(end: Mapping[str, Any], reason: str) -> set[str]:
+    """The hosts whose own fault a failure was, by their short names."""
+    kind, hosts = end.get("kind"), end.get("hosts", [])
+    broken = kind == DiagnosisKind.FAILED and HARDWARE.search(reason) is not None
+    if not isinstance(hosts, list) or (kind not in OUT_OF_REACH and not broken):
+        return set()
+    return {_short(str(host)) for host in hosts}
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
 
 
 def furthest_step(jobs: Sequence[JobRecord]) -> int:
     """The step from which the next start of a run with this ledger resumes, as far as known; a pure
     function."""
-    return (
-        max([jobs[-1].first, *(mark.step for mark in jobs[-1].marks if mark.saved)]) if jobs else 0
-    )
+    if not jobs:
+        return 0
+    saved = [mark.step for mark in jobs[-1].marks if mark.saved]
+    return max([jobs[-1].first, *saved])
 
 
 def read_history(folder: Path) -> History:
@@ -124,13 +133,21 @@ def main() -> None:
     parser.add_argument(
         "--no-exit", action="store_true", help="the exit.json that is there is of an earlier start"
     )
-    words = parser.parse_args()
-    end = None if words.no_exit else parse_json(read_guarded(words.folder / "exit.json"))
-    history = read_history(words.folder).after_failure(
-        words.job, furthest_step(read(words.folder / FILE)[0])
+    arguments = parser.parse_args()
+    folder = arguments.folder
+
+    end = None if arguments.no_exit else parse_json(read_guarded(folder / "exit.json"))
+    jobs, _ = read(folder / FILE)
+    history = read_history(folder).after_failure(arguments.job, furthest_step(jobs))
+    write_whole(folder / HISTORY, json.dumps(asdict(history)) + "\n")
+    decision = decide(
+        end,
+        history,
+        nodes=arguments.nodes,
+        needed=arguments.needed,
+        tries=arguments.tries,
+        down=arguments.down,
     )
-    write_whole(words.folder / HISTORY, json.dumps(asdict(history)) + "\n")
-    decision = decide(end, history, words.nodes, words.needed, words.tries, words.down)
     print(decision.action, " ".join(decision.lost), " ".join(decision.reason.split()), sep="\n")
 
 

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from meshtrain.errors import plural
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.storage import SideFile, open_guarded, write_whole
 from meshtrain.metrics.progress import duration
@@ -24,17 +25,11 @@ FILE = "goodput.jsonl"
 # `startup`: until the first step begins; `compile`: torch.compile on rank 0; `training`: steps
 # minus that and `data`.
 SPENT = ("startup", "compile", "training", "data", "evaluation", "saving")
-# known only to a later job: repeated steps, and time without a job
-PARTS = (
-    *SPENT,
-    "repeated",
-    "between",
-)
-# time of a job between two lines: a killed job's loss of it counts as `between`
-EVERY_S, EVERY_SHARE = (
-    10.0,
-    0.001,
-)
+# Known only to a later job: repeated steps, and time without a job.
+PARTS = (*SPENT, "repeated", "between")
+# Time of a job between two lines, at least: what a killed job loses of it counts as `between`.
+EVERY_S = 10.0
+EVERY_SHARE = 0.001  # of the job's time until then
 LONGEST_LINE = 4096
 MOST_LINES = 1_000_000
 MOST_SECONDS = 1e11  # three thousand years; the clock counts from 1970
@@ -65,9 +60,9 @@ class JobRecord:
 
     @property
     def last(self) -> GoodputRecord:
-        return (
-            self.marks[-1] if self.marks else GoodputRecord(self.first, dict.fromkeys(SPENT, 0.0))
-        )
+        if self.marks:
+            return self.marks[-1]
+        return GoodputRecord(self.first, dict.fromkeys(SPENT, 0.0))
 
 
 @dataclass(frozen=True)
@@ -96,20 +91,22 @@ class GoodputSummary:
         """`wall time 2h10m in 3 jobs: training 88.1 % (goodput), start-up 3.0 %, ...`."""
 
         def share(part: str) -> str:
-            return f"{100 * self.seconds[part] / self.wall_s if self.wall_s > 0 else 0.0:.1f} %"
+            fraction = self.seconds[part] / self.wall_s if self.wall_s > 0 else 0.0
+            return f"{100 * fraction:.1f} %"
 
-        compiling = f"compiling {share('compile')}, " if self.seconds["compile"] > 0 else ""
-        lost = ""
+        parts = [f"training {share('training')} (goodput)", f"start-up {share('startup')}"]
+        if self.seconds["compile"] > 0:
+            parts.append(f"compiling {share('compile')}")
+        parts += [
+            f"waiting for data {share('data')}",
+            f"evaluation {share('evaluation')}",
+            f"saving {share('saving')}",
+        ]
         if self.jobs > 1:
-            lost = (
-                f", lost to restarts: steps done again {share('repeated')}, between jobs "
-                f"{share('between')}"
-            )
+            parts.append(f"lost to restarts: steps done again {share('repeated')}")
+            parts.append(f"between jobs {share('between')}")
         return (
-            f"wall time {duration(self.wall_s)} in {self.jobs} job{'s' * (self.jobs > 1)}: "
-            f"training {share('training')} (goodput), start-up {share('startup')}, {compiling}"
-            f"waiting for data {share('data')}, evaluation {share('evaluation')}, saving "
-            f"{share('saving')}{lost}"
+            f"wall time {duration(self.wall_s)} in {plural(self.jobs, 'job')}: {', '.join(parts)}"
         )
 
 
@@ -118,18 +115,21 @@ def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
     to the step from which a later job resumed, as do its start-up and compiling; the rest is
     `repeated`. A pure function."""
     total = dict.fromkeys(PARTS, 0.0)
+    # Backwards: what a job has done is kept up to the step from which any later one resumed.
     again_from = math.inf  # the lowest step from which a later job resumed
-    for i, job in reversed(list(enumerate(jobs))):
-        last = job.last.seconds
-        net = _until(job, again_from) | {part: last[part] for part in ("startup", "compile")}
+    for i in reversed(range(len(jobs))):
+        job = jobs[i]
+        spent = job.last.seconds
+        kept = _until(job, again_from)
+        for part in ("startup", "compile"):  # these were needed, whatever came of the steps
+            kept[part] = spent[part]
         for part in SPENT:
-            total[part] += net.get(part, 0.0)
-            total["repeated"] += last[part] - net.get(part, 0.0)
-        before = jobs[i - 1]
-        # no time is lost before a job that extends a finished run
-        if i > 0 and before.last.end != "done":
-            # hosts' clocks may differ
-            total["between"] += max(0.0, job.started - before.started - before.last.elapsed)
+            total[part] += kept[part]
+            total["repeated"] += spent[part] - kept[part]
+        if i > 0 and jobs[i - 1].last.end != "done":  # a finished run may be extended later
+            before = jobs[i - 1]
+            gap = job.started - before.started - before.last.elapsed
+            total["between"] += max(0.0, gap)  # hosts' clocks may differ
         again_from = min(again_from, job.first)
     return GoodputSummary(total, len(jobs))
 
@@ -137,8 +137,10 @@ def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
 def _until(job: JobRecord, step: float) -> dict[str, float]:
     """The time that a job had spent when this step was done, without the time that it spent on
     failing."""
-    marks = (mark for mark in reversed(job.marks) if mark.step <= step and mark.end != "failed")
-    return next((dict(mark.seconds) for mark in marks), {})
+    for mark in reversed(job.marks):
+        if mark.step <= step and mark.end != "failed":
+            return dict(mark.seconds)
+    return dict.fromkeys(SPENT, 0.0)
 
 
 class GoodputTracker:
@@ -151,7 +153,8 @@ class GoodputTracker:
         self.note: str | None = None  # what is wrong with the ledger of earlier jobs
         self._clock = clock
         self._seconds = dict.fromkeys(SPENT, 0.0)
-        self._part, self._changed_at = "startup", since
+        self._part = "startup"
+        self._changed_at = since
         self._written_at = 0.0  # seconds of this job that are in the ledger
         self.finished_step = first  # the last one whose result is known
         self._file: SideFile | None = None
@@ -222,7 +225,8 @@ class GoodputTracker:
     def _continue_with(self, part: str) -> None:
         now = self._clock.monotonic()
         self._seconds[self._part] += now - self._changed_at
-        self._part, self._changed_at = part, now
+        self._part = part
+        self._changed_at = now
 
     def _write(self, *, saved: bool = False, end: str | None = None) -> None:
         self._continue_with(self._part)
@@ -255,15 +259,13 @@ def read(path: Path) -> tuple[list[JobRecord], str | None]:
                 jobs[-1].marks.append(record)
             else:
                 bad += 1
-    return (
-        jobs,
-        f"goodput: {path} has {bad} lines that are none of a ledger; they are left out"
-        if bad
-        else None,
-    )
+    if bad:
+        return jobs, f"goodput: {path} has {bad} lines that are none of a ledger; they are left out"
+    return jobs, None
 
 
 def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
+    """What a line of a ledger says; None: it is none."""
     try:
         values = parse_json(line)
     except ValueError:
@@ -274,20 +276,23 @@ def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
     if type(step) is not int or not 0 <= step < 2**63:
         return None
     if "started" in values:
-        return JobRecord(float(values["started"]), step) if _is_time(values["started"]) else None
+        started = values["started"]
+        return JobRecord(float(started), step) if _is_time(started) else None
+
     values.setdefault("compile_s", 0.0)  # ledgers of earlier versions do not have it
-    seconds = {part: values.get(f"{part}_s") for part in SPENT}
+    seconds: dict[str, float] = {}
+    for part in SPENT:
+        spent = values.get(f"{part}_s")
+        if not _is_time(spent):
+            return None
+        seconds[part] = float(spent)
     saved, end = values.get("saved", False), values.get("end")
-    if (
-        not all(map(_is_time, seconds.values()))
-        or type(saved) is not bool
-        or not isinstance(end, str | None)
-    ):
+    if type(saved) is not bool or not isinstance(end, str | None):
         return None
-    return GoodputRecord(step, {part: float(spent) for part, spent in seconds.items()}, saved, end)  # type: ignore[arg-type]
+    return GoodputRecord(step, seconds, saved, end)
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and 0 <= value < MOST_SECONDS
 
 
@@ -308,9 +313,9 @@ def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> int:
 
 
 def _mark_line(mark: GoodputRecord) -> str:
-    values: dict[str, Any] = {"step": mark.step} | {
-        f"{part}_s": spent for part, spent in mark.seconds.items()
-    }
+    values: dict[str, Any] = {"step": mark.step}
+    for part, spent in mark.seconds.items():
+        values[f"{part}_s"] = spent
     if mark.saved:
         values["saved"] = True
     if mark.end is not None:

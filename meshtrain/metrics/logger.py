@@ -31,9 +31,9 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     Raises InputError: a line is not a JSON object with a step.
     """
     path = Path(path)
-    with open(
-        os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb"
-    ) as file:  # a pipe would never end
+    # without O_NONBLOCK a pipe of that name would be waited for
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
         return [row for _, _, row in _rows(file, path)]
 
 
@@ -48,8 +48,7 @@ def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[st
         except InputError as error:
             raise InputError(
                 f"{path}:{number}: expected one JSON object per line, found {line[:60]!r} "
-                f"({error}); "
-                "remove the line, or move the file away"
+                f"({error}); remove the line, or move the file away"
             ) from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise InputError(
@@ -83,18 +82,20 @@ class MetricsFile:
 
     def drop_after(self, step: int | None) -> None:
         """Removes the rows after `step`, and an incomplete last row, in one truncation."""
-        last, whole, self._last = 0, 0, {"step": 0}
+        last_start = last_end = 0
+        self._last = {"step": 0}
         try:
             with open(open_guarded(self._path), "rb") as file:
                 for start, end, row in _rows(file, self._path):
                     if step is not None and row["step"] > step:
                         break
-                    last, whole, self._last = start, end, row
+                    last_start, last_end = start, end
+                    self._last = row
         except (OSError, InputError) as error:  # it could not be moved away, either
             warn(f"{self._path} cannot be read, and is only added to: {error}")
             return
         self._file.close()
-        self._file = SideFile(self._path, last, whole)
+        self._file = SideFile(self._path, last_start, last_end)
 
     def row(self, row: dict[str, Any]) -> None:
         """Appends a row. Raises ValueError: the file has that step already."""
@@ -110,8 +111,8 @@ class MetricsFile:
         """Adds values to the last row. Raises ValueError: that is another step's."""
         if step != self._last["step"] or step == 0:
             raise ValueError(
-                f"{self._path}: the last row is step {self._last['step']}, nothing can be added to "
-                f"{step}"
+                f"{self._path}: the last row is step {self._last['step']}, nothing can be added "
+                f"to {step}"
             )
         self._last |= values
         self._file.replace_last(_line(self._last))
@@ -133,10 +134,10 @@ def _keep_whole(damaged: Path, path: Path) -> None:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
+    finite = dict(row)
+    for key, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            finite[key] = None
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 

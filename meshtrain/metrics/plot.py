@@ -47,14 +47,19 @@ def smooth(values: list[float], reach: int) -> list[float]:
     """Mean of each finite value and its finite neighbours, `reach` to each side, fewer near the
     ends; NaN where there are none. Unlike a running average, it does not lag behind a falling
     loss."""
-    series, index = np.asarray(values, float), np.arange(len(values))
+    series = np.asarray(values, float)
     finite = np.isfinite(series)
+    # Sums over any window are differences of these: s_i is the sum of the first i values.
     sums = np.append(0.0, np.cumsum(np.where(finite, series, 0.0)))
     counts = np.append(0, np.cumsum(finite))
+
+    # As far to the left as to the right, so that the mean stays in the middle of its window.
+    index = np.arange(len(values))
     side = np.minimum(reach, np.minimum(index, index[::-1]))
     low, high = index - side, index + side + 1
     with np.errstate(invalid="ignore"):  # 0 / 0
-        return ((sums[high] - sums[low]) / (counts[high] - counts[low])).tolist()
+        means = (sums[high] - sums[low]) / (counts[high] - counts[low])
+    return means.tolist()
 
 
 def _draw(rows: Rows, name: str) -> "Figure":
@@ -70,24 +75,29 @@ def _draw(rows: Rows, name: str) -> "Figure":
         _clean(axes)
     _losses(top, rows)
     _rate_and_norm(bottom, rows)
-    bottom.set_xlabel("step", color=_QUIET)
+
     first, last = rows[0]["step"], rows[-1]["step"]
-    bottom.set_xlim((first, last) if first < last else (first - 1, last + 1))
+    if first == last:  # an axis needs a width
+        first, last = first - 1, last + 1
+    bottom.set_xlim(first, last)
+    bottom.set_xlabel("step", color=_QUIET)
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     bottom.xaxis.set_major_formatter("{x:,.0f}")
     bottom.tick_params(axis="x", pad=8)
+
     top.set_title(name, loc="left", fontsize=15, fontweight="bold", color=_INK, pad=14)
     top.set_title(_summary(rows), loc="right", fontsize=11, color=_QUIET, pad=14)
     return figure
 
 
 def _losses(axes: "Axes", rows: Rows) -> None:
-    _curve(axes, *_series(rows, "loss"), _TRAINING, 2.2, "training loss, smoothed")
-    at, evaluated = _series(rows, "eval_loss")
-    if at:
-        few = len(at) <= 40
+    steps, losses = _series(rows, "loss")
+    _curve(axes, steps, losses, _TRAINING, 2.2, "training loss, smoothed")
+    evaluated_at, evaluated = _series(rows, "eval_loss")
+    if evaluated_at:
+        few = len(evaluated_at) <= 40  # so that their marks do not touch
         axes.plot(
-            at,
+            evaluated_at,
             evaluated,
             color=_VALIDATION,
             linewidth=1.2 if few else 2,
@@ -104,33 +114,40 @@ def _losses(axes: "Axes", rows: Rows) -> None:
 
 
 def _rate_and_norm(axes: "Axes", rows: Rows) -> None:
-    other = axes.twinx()
-    _clean(other)
-    other.grid(False)
-    axes.plot(*_series(rows, "lr"), color=_RATE, linewidth=1.6)
-    _curve(other, *_series(rows, "grad_norm"), _NORM, 1.6)
-    for side, label, color in ((axes, "learning rate", _RATE), (other, "gradient norm", _NORM)):
-        side.set_ylabel(label, color=color)
-        side.tick_params(axis="y", labelcolor=color, pad=7)
-        side.set_ylim(bottom=0)
-        side.locator_params(axis="y", nbins=3)
+    steps, rates = _series(rows, "lr")
+    axes.plot(steps, rates, color=_RATE, linewidth=1.6)
+    _value_axis(axes, "learning rate", _RATE)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
     axes.yaxis.get_offset_text().set_color(_RATE)
+
+    other = axes.twinx()
+    _clean(other)
+    other.grid(False)  # one grid is enough
+    steps, norms = _series(rows, "grad_norm")
+    _curve(other, steps, norms, _NORM, 1.6)
+    _value_axis(other, "gradient norm", _NORM)
+
+
+def _value_axis(axes: "Axes", label: str, color: str) -> None:
+    axes.set_ylabel(label, color=color)
+    axes.tick_params(axis="y", labelcolor=color, pad=7)
+    axes.set_ylim(bottom=0)
+    axes.locator_params(axis="y", nbins=3)
 
 
 def _curve(
     axes: "Axes", steps: list[int], values: list[float], color: str, width: float, label: str = ""
 ) -> None:
     every = max(1, len(steps) // _POINTS)
-    alone = "o" if len(steps) == 1 else None
-    axes.plot(steps[::every], values[::every], color=color, alpha=0.28, linewidth=1)
+    shown = steps[::every]
+    axes.plot(shown, values[::every], color=color, alpha=0.28, linewidth=1)
     course = smooth(values, len(values) // 50 + 1)
     axes.plot(
-        steps[::every],
+        shown,
         course[::every],
         color=color,
         linewidth=width,
-        marker=alone,
+        marker="o" if len(steps) == 1 else None,  # a line of one point cannot be seen
         label=label or None,
     )
 
@@ -146,20 +163,22 @@ def _clean(axes: "Axes") -> None:
 def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of the rows that have `name`; null, which stands for a non-finite value,
     becomes NaN: a gap."""
-    having = [row for row in rows if name in row]
-    return [row["step"] for row in having], [
-        math.nan if row[name] is None else row[name] for row in having
-    ]
+    steps = []
+    values = []
+    for row in rows:
+        if name in row:
+            steps.append(row["step"])
+            values.append(math.nan if row[name] is None else row[name])
+    return steps, values
 
 
 def _summary(rows: Rows) -> str:
     for row in reversed(rows):
         if row.get("eval_loss") is not None:
-            accuracy = (
-                f", accuracy {100 * row['accuracy']:.2f} %"
-                if row.get("accuracy") is not None
-                else ""
-            )
-            return f"validation loss {row['eval_loss']:.4f}{accuracy} at step {row['step']:,}"
-    loss = rows[-1].get("loss")
-    return f"training loss {math.nan if loss is None else loss:.4f} at step {rows[-1]['step']:,}"
+            text = f"validation loss {row['eval_loss']:.4f}"
+            if row.get("accuracy") is not None:
+                text += f", accuracy {100 * row['accuracy']:.2f} %"
+            return f"{text} at step {row['step']:,}"
+    last = rows[-1]
+    loss = math.nan if last.get("loss") is None else last["loss"]
+    return f"training loss {loss:.4f} at step {last['step']:,}"

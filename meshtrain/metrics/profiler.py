@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshtrain.config.schema import Metrics
 from meshtrain.job.storage import optional
+
+if TYPE_CHECKING:
+    from meshtrain.config.schema import MetricsSection
 
 MOST_EVENTS = 100_000  # of the memory's history, which is kept in host memory
 
@@ -19,7 +22,9 @@ class Profiler:
     out before the steps that one would choose for a trace.
     """
 
-    def __init__(self, metrics: Metrics, folder: Path, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, metrics: "MetricsSection", folder: Path, rank: int, device: torch.device
+    ) -> None:
         self._first, self._last = metrics.profile or (0, -1)
         self._trace = folder / "profile" / f"rank_{rank:05d}.json"
         self._history = folder / "memory" / f"rank_{rank:05d}.pickle"
@@ -65,8 +70,8 @@ class Profiler:
 
     def _write_trace(self) -> None:
         assert self._running is not None
-        self._running.stop()
         running, self._running = self._running, None
+        running.stop()
         with optional("there is no profile"):
             _make_room(self._trace)
             running.export_chrome_trace(str(self._trace))

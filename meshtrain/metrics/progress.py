@@ -17,8 +17,9 @@ Values = dict[str, Any]
 
 def open_progress(console: Console, *, task: str, steps: int) -> "Progress":
     """The display that fits `console`. `task` is `language` or `classification`."""
-    live = console.is_terminal and not console.is_dumb_terminal
-    return (LiveLine if live else PlainLines)(console, task=task, steps=steps)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveLine(console, task=task, steps=steps)
+    return PlainLines(console, task=task, steps=steps)
 
 
 class Progress(ABC):
@@ -36,14 +37,16 @@ class Progress(ABC):
         self._steps = steps
         self._now = now
         self._average = StepTimeAverage()
-        self._shown, self._shown_at = 0, -math.inf
+        self._shown = 0
+        self._shown_at = -math.inf
 
     def row(self, row: Values) -> None:
         """A step is done."""
         self._average.add(row.get("step_time_s"))
         due = self._shown < self.first or self._now() - self._shown_at >= self.every_s
         if due or row["step"] == self._steps:
-            self._shown, self._shown_at = self._shown + 1, self._now()
+            self._shown += 1
+            self._shown_at = self._now()
             self._show(row, self._average.remaining(self._steps - row["step"]))
 
     @abstractmethod
@@ -127,6 +130,7 @@ class StepTimeAverage:
         if seconds is None:
             return
         self._steps += 1
+        # The second step replaces the first, in which kernels are compiled and chosen.
         if self._seconds is None or self._steps == 2:
             self._seconds = seconds
         else:
@@ -142,11 +146,12 @@ def step_line(row: Values, steps: int, unit: str, remaining: float | None = None
     `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 % (causal 28.9
     %)  left 2m10s`
     """
-    parts = [
-        f"step {row['step']:>{len(str(steps))}}/{steps}",
-        f"loss {_fixed(row.get('loss'), 4)}",
-        "" if "grad_norm" not in row else f"grad_norm {_fixed(row['grad_norm'], 2)}",
-        "" if "lr" not in row else f"lr {row['lr']:.1e}",
+    parts = [f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {_fixed(row.get('loss'), 4)}"]
+    if "grad_norm" in row:
+        parts.append(f"grad_norm {_fixed(row['grad_norm'], 2)}")
+    if "lr" in row:
+        parts.append(f"lr {row['lr']:.1e}")
+    parts += [
         _rate(row, unit),
         _mfu(row),
         _percent("goodput", row.get("goodput")),
@@ -160,36 +165,39 @@ def step_line(row: Values, steps: int, unit: str, remaining: float | None = None
 def evaluation_line(step: int, values: Values) -> str:
     """`eval at step 50: loss 2.2103, perplexity 9.12, bits per byte 3.1888`, or with `accuracy
     92.34 %`."""
-    words = {
-        "eval_loss": lambda value: f"loss {_fixed(value, 4)}",
-        "perplexity": lambda value: f"perplexity {_fixed(value, 2)}",
-        "bits_per_byte": lambda value: f"bits per byte {_fixed(value, 4)}",
-        "accuracy": lambda value: f"accuracy {100 * value:.2f} %",
-    }
-    return f"eval at step {step}: " + ", ".join(
-        say(values[name]) for name, say in words.items() if name in values
-    )
+    parts = []
+    for name, words, digits in (
+        ("eval_loss", "loss", 4),
+        ("perplexity", "perplexity", 2),
+        ("bits_per_byte", "bits per byte", 4),
+    ):
+        if name in values:
+            parts.append(f"{words} {_fixed(values[name], digits)}")
+    if "accuracy" in values:
+        parts.append(f"accuracy {100 * values['accuracy']:.2f} %")
+    return f"eval at step {step}: " + ", ".join(parts)
 
 
 def epoch_line(epoch: int, values: Values) -> str:
     """`epoch 1  loss 0.2346  accuracy 92.34 %`, or without the accuracy if there is none."""
-    accuracy = (
-        "" if values.get("accuracy") is None else f"  accuracy {100 * values['accuracy']:.2f} %"
-    )
-    return f"epoch {epoch}  loss {_fixed(values['loss'], 4)}{accuracy}"
+    line = f"epoch {epoch}  loss {_fixed(values['loss'], 4)}"
+    if values.get("accuracy") is not None:
+        line += f"  accuracy {100 * values['accuracy']:.2f} %"
+    return line
 
 
 def duration(seconds: float) -> str:
     """`48s`, `2m10s`, `3h05m`, `2d04h`."""
-    whole = round(seconds)
-    for size, unit, lower_size, lower in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // lower_size:02d}{lower}"
-    return f"{whole}s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{hours}h{m:02d}m"
+    if minutes:
+        return f"{minutes}m{s:02d}s"
+    return f"{s}s"
 
 
 def _fixed(value: float | None, digits: int) -> str:
@@ -203,7 +211,9 @@ def _fixed(value: float | None, digits: int) -> str:
 
 def _rate(row: Values, unit: str) -> str:
     rate = row.get("tokens_per_s")
-    return "" if rate is None else f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}"
+    if rate is None:
+        return ""
+    return f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}"
 
 
 def _percent(name: str, fraction: float | None) -> str:
@@ -213,16 +223,19 @@ def _percent(name: str, fraction: float | None) -> str:
 def _mfu(row: Values) -> str:
     """The MFU in both ways of counting, if they differ."""
     full, causal = row.get("mfu"), row.get("mfu_causal")
-    return _percent("mfu", full) + (
-        "" if causal in (None, full) else f" ({_percent('causal', causal)})"
-    )
+    text = _percent("mfu", full)
+    if causal is not None and causal != full:
+        text += f" ({_percent('causal', causal)})"
+    return text
 
 
 def _share(name: str, row: Values) -> str:
     """The share of the step that went into a phase; empty if it was not measured."""
     seconds, whole = row.get(f"time_{name}_s"), row.get("step_time_s")
-    return "" if seconds is None or not whole else f"{name} {100 * seconds / whole:.0f} %"
+    if seconds is None or not whole:
+        return ""
+    return f"{name} {100 * seconds / whole:.0f} %"
 
 
 def _remaining(seconds: float | None) -> str:
-    return "" if not seconds else f"left {duration(seconds)}"
+    return f"left {duration(seconds)}" if seconds else ""

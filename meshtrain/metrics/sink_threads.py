@@ -11,13 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from meshtrain.config import locate
-from meshtrain.config.schema import Metrics
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 from meshtrain.job.storage import warn
 from meshtrain.metrics.sinks import OWN, Sink, SinkRun
+
+if TYPE_CHECKING:
+    from meshtrain.config.schema import MetricsSection
 
 # for which the end of a run waits for a sink under construction: imports take long on a busy host
 START_S = 30.0
@@ -45,6 +47,7 @@ class SinkThreads:
         `limit_s`. Later calls return at once."""
         if not self._closing.acquire(blocking=False):
             return
+        # All end at the same time, so that the slowest of them decides how long this takes.
         begin = time.monotonic()
         for sink in self._threads:
             sink.end(status)
@@ -113,7 +116,7 @@ class _SinkThread:
                 )
 
 
-def find_sinks(config: Metrics) -> dict[str, Make]:
+def find_sinks(config: "MetricsSection") -> dict[str, Make]:
     """The constructor of each sink; none is called yet. Raises InputError: a sink does not exist,
     is not installed, or takes other options."""
     return {

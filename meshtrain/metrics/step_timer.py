@@ -38,11 +38,10 @@ class TimeSource:
 
     def queued(self) -> float:
         """Seconds so far in which this thread was runnable and no core was free for it."""
-        return (
-            0.0
-            if self._schedstat is None
-            else int(os.pread(self._schedstat, 80, 0).split()[1]) / 1e9
-        )
+        if self._schedstat is None:
+            return 0.0
+        _, nanoseconds, _ = os.pread(self._schedstat, 80, 0).split()
+        return int(nanoseconds) / 1e9
 
     def now(self) -> Any:
         return time.perf_counter()
@@ -111,9 +110,8 @@ class StepTimer:
         self._marks = marks or (CudaTimeSource() if device.type == "cuda" else TimeSource())
         self._not_own = {"communication", *hiding}
         self._running: list[str] = []
-        self._log: list[
-            tuple[Any, str | None]
-        ] = []  # from this mark on, time belongs to this phase
+        # marks, each with the phase to which time belongs from there on
+        self._log: list[tuple[Any, str | None]] = []
         # Bounded: ranks that never pop their measurements must not accumulate them.
         self._finished: deque[_Step] = deque(maxlen=4)
         self._begin()
@@ -135,13 +133,16 @@ class StepTimer:
     def _begin(self) -> None:
         self._ended = time.perf_counter()
         self._log = [(self._marks.now(), None)]
-        self._own, self._queued, self._queued_before = True, 0.0, self._marks.queued()
+        self._own = True
+        self._queued = 0.0
+        self._queued_before = self._marks.queued()
 
     def _enter(self, name: str | None) -> None:
         self._log.append((self._marks.now(), name))
         own = name not in self._not_own
+        # The wait for a core is read only where the rank's own time begins or ends.
         if own == self._own:
-            return  # the wait for a core is read only where the rank's own time begins or ends
+            return
         if own:
             self._queued_before = self._marks.queued()
         else:
@@ -187,9 +188,8 @@ class StepTimer:
                 times["own"] += seconds
         self._forget(step.log)
         times["queued"] = step.queued
-        return {"step_time_s": step.seconds} | {
-            f"time_{name}_s": seconds for name, seconds in times.items()
-        }
+        named = {f"time_{name}_s": seconds for name, seconds in times.items()}
+        return {"step_time_s": step.seconds, **named}
 
     def _outside_phases(self) -> None:
         if self._running:
@@ -215,4 +215,6 @@ def memory_gib(device: torch.device) -> float:
 def memory_reserved_gib(device: torch.device) -> float | None:
     """Peak memory so far, in GiB, that torch's allocator has reserved on CUDA, gaps included; None
     on a CPU."""
-    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_reserved(device) / GIB

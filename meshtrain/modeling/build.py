@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.checkpoint.weights import open_weights
-from meshtrain.config.model_spec import ModelSpec, spec_of
+from meshtrain.config import spec_of
+from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length

@@ -16,14 +16,16 @@ from meshtrain.optim.rounding import blocks, random_bits, round_stochastically
 from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
-    from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.config.schema import OptimizerSection
 
 
 class AdamW(UpdateRule):
     title = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
+    def __init__(
+        self, groups: Sequence[ParamGroup], config: "OptimizerSection", mesh: Mesh
+    ) -> None:
         super().__init__(groups, config, mesh)
         # A shard of a small parameter may be empty, and a stage of a pipeline may have nothing to
         # train.
@@ -50,7 +52,7 @@ class AdamW(UpdateRule):
         self._kernel_scales = all(p.local.dtype == torch.float32 for p in self._parameters)
 
     @classmethod
-    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerSection", size: int) -> int:
         # The kernel reads parameter, gradient and both moments, and writes all but the gradient.
         tensors = 4 + 3
         if config.clip_norm is not None:
@@ -85,7 +87,9 @@ class RoundedAdamW(UpdateRule):
     title = "AdamW in bfloat16"
     states = AdamW.states
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
+    def __init__(
+        self, groups: Sequence[ParamGroup], config: "OptimizerSection", mesh: Mesh
+    ) -> None:
         super().__init__(groups, config, mesh)
         self._betas = config.betas
         self._eps = config.eps
@@ -96,7 +100,7 @@ class RoundedAdamW(UpdateRule):
         return super().state_specs(replace(parameter, dtype=torch.bfloat16))
 
     @classmethod
-    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerSection", size: int) -> int:
         # The sum over the operators of `update`, which are not fused.
         tensors = 40 if config.clip_norm is not None else 38  # in the dtype of the weights
         rounding = 364  # bytes per element: two moments in bfloat16, and random bits in int64

@@ -11,7 +11,7 @@ from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
-    from meshtrain.config.schema import Optimizer as OptimizerConfig
+    from meshtrain.config.schema import OptimizerSection
     from meshtrain.huggingface.stored_names import Table
     from meshtrain.optim.optimizer import UpdateRule
 
@@ -31,7 +31,7 @@ class GroupOptions:
     name: str  # the optimizer's name
 
 
-def group_options(config: "OptimizerConfig", spec: ParameterSpec) -> GroupOptions:
+def group_options(config: "OptimizerSection", spec: ParameterSpec) -> GroupOptions:
     """Options of the first group whose pattern matches the name; by default 1-D parameters have no
     weight decay."""
     weight_decay = config.weight_decay if len(spec.shape) > 1 else 0.0
@@ -66,7 +66,7 @@ def suits_muon(spec: ParameterSpec) -> bool:
     return is_matrix or are_experts
 
 
-def state_specs(config: "OptimizerConfig", spec: ParameterSpec) -> dict[str, ParameterSpec]:
+def state_specs(config: "OptimizerSection", spec: ParameterSpec) -> dict[str, ParameterSpec]:
     """The optimizer state of a trainable parameter: name -> its shape, dtype and sharding. `spec`:
     with ZeRO-1 the parameter's `optimizer_shard`."""
     specs = _rule_of(config, spec).state_specs(spec)
@@ -75,7 +75,7 @@ def state_specs(config: "OptimizerConfig", spec: ParameterSpec) -> dict[str, Par
     return specs
 
 
-def update_bytes(config: "OptimizerConfig", spec: ParameterSpec, size: int) -> int:
+def update_bytes(config: "OptimizerSection", spec: ParameterSpec, size: int) -> int:
     """Bytes that the end of a step reads and writes in memory for a whole trainable parameter: for
     the gradient's norm, the update (`UpdateRule.update_bytes`), and the moving average. A rank
     moves its share: that of the elements that it updates. `size`: bytes per element."""
@@ -86,7 +86,7 @@ def update_bytes(config: "OptimizerConfig", spec: ParameterSpec, size: int) -> i
 
 
 def update_flops(
-    config: "OptimizerConfig", spec: ParameterSpec, stored_as: "Table" = MappingProxyType({})
+    config: "OptimizerSection", spec: ParameterSpec, stored_as: "Table" = MappingProxyType({})
 ) -> int:
     """Floating-point operations of the products of matrices in an update of a whole trainable
     parameter. All ranks of its stage share them, copies included. They are in bfloat16, or in
@@ -94,5 +94,5 @@ def update_flops(
     return _rule_of(config, spec).update_flops(spec, stored_as)
 
 
-def _rule_of(config: "OptimizerConfig", spec: ParameterSpec) -> "type[UpdateRule]":
+def _rule_of(config: "OptimizerSection", spec: ParameterSpec) -> "type[UpdateRule]":
     return update_rule(group_options(config, spec).name, config.state_precision)

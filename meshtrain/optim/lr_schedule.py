@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from meshtrain.errors import plural
 
 if TYPE_CHECKING:
-    from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.config.schema import OptimizerSection
 
 
-def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> float:
+def learning_rate(config: "OptimizerSection", step: int, total_steps: int) -> float:
     """The learning rate of update `step` (from 1) of `total_steps`.
 
     Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" decay towards
@@ -36,14 +36,14 @@ def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> flo
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
-def wsd_decay_steps(config: "OptimizerConfig", total_steps: int) -> int:
+def wsd_decay_steps(config: "OptimizerSection", total_steps: int) -> int:
     """How many updates decay at the end with "wsd": `decay_steps`, or a tenth of the run."""
     if config.decay_steps is not None:
         return config.decay_steps
     return max(1, total_steps // 10)
 
 
-def warmup_note(config: "OptimizerConfig", total_steps: int) -> str | None:
+def warmup_note(config: "OptimizerSection", total_steps: int) -> str | None:
     """What to say of a run that ends before its warm-up does; None: it does not."""
     if config.warmup_steps <= total_steps:
         return None

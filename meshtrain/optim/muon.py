@@ -25,7 +25,7 @@ from meshtrain.optim.optimizer import ParamGroup, UpdateRule
 from meshtrain.parallel.sharding import ParameterSpec, shape_of
 
 if TYPE_CHECKING:
-    from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.config.schema import OptimizerSection
     from meshtrain.huggingface.stored_names import Table
 
 # a, b, c of the quintic polynomial: steep at 0, so that five steps are enough
@@ -39,7 +39,9 @@ class Muon(UpdateRule):
     title = "Muon"
     states = ("momentum_buffer",)
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
+    def __init__(
+        self, groups: Sequence[ParamGroup], config: "OptimizerSection", mesh: Mesh
+    ) -> None:
         super().__init__(groups, config, mesh)
         self._momentum = config.momentum
         self._nesterov = config.nesterov
@@ -47,7 +49,7 @@ class Muon(UpdateRule):
         self._exchange = MatrixExchange([p for _, p in self._parameters], mesh)
 
     @classmethod
-    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerSection", size: int) -> int:
         sent = 2 if size == 4 else size  # bytes of an element that is orthogonalized
         moved = 3 * size  # the new momentum
         moved += 5 * size  # kept, or the old one

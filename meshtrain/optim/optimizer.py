@@ -31,7 +31,7 @@ from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec, shape_of
 
 if TYPE_CHECKING:
-    from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.config.schema import OptimizerSection
     from meshtrain.huggingface.stored_names import Table
 
 
@@ -51,7 +51,9 @@ class UpdateRule:
     # names of the state tensors of a parameter, each of its shape
     states: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
+    def __init__(
+        self, groups: Sequence[ParamGroup], config: "OptimizerSection", mesh: Mesh
+    ) -> None:
         """The state of each parameter already exists, as zeros, which the rule may change."""
         self.groups = groups
         self.mesh = mesh
@@ -62,7 +64,7 @@ class UpdateRule:
         return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in cls.states}
 
     @classmethod
-    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerSection", size: int) -> int:
         """Bytes that an update of the whole parameter reads and writes in memory. A rank moves its
         share: that of the elements that it updates.
 
@@ -78,7 +80,7 @@ class UpdateRule:
         return gradient + 2 * kept + cls._bytes_around(parameter, config, size)
 
     @classmethod
-    def _bytes_around(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+    def _bytes_around(cls, parameter: ParameterSpec, config: "OptimizerSection", size: int) -> int:
         """What `update` reads and writes beside `update_parameter`."""
         # `unless` clones a tensor (2), chooses between two values (3), and copies the result (2).
         nbytes = 7 * cls._kept_bytes(parameter, size)
@@ -147,7 +149,7 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: "OptimizerConfig", mesh: Mesh, total_steps: int
+        self, model: nn.Module, config: "OptimizerSection", mesh: Mesh, total_steps: int
     ) -> None:
         self.config = config
         self.total_steps = total_steps

@@ -11,19 +11,21 @@ from meshtrain.optim.optimizer import ParamGroup, UpdateRule
 from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
-    from meshtrain.config import Optimizer as OptimizerConfig
+    from meshtrain.config.schema import OptimizerSection
 
 
 class SGD(UpdateRule):
     title, states = "SGD", ("momentum_buffer",)
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
+    def __init__(
+        self, groups: Sequence[ParamGroup], config: "OptimizerSection", mesh: Mesh
+    ) -> None:
         super().__init__(groups, config, mesh)
         self._momentum = config.momentum
         self._nesterov = config.nesterov
 
     @classmethod
-    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerConfig", size: int) -> int:
+    def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerSection", size: int) -> int:
         # decay, momentum * m, momentum + gradient, parameter - lr * step
         tensors = 3 + 2 + 3 + 3
         if config.nesterov:

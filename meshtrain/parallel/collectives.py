@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain.errors import InputError
-from meshtrain.layout import EXPERT_AXES
+from meshtrain.layout import CONTEXT_AXES, EXPERT_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import gloo_collectives as gloo
 from meshtrain.parallel.torch_private import (
@@ -41,8 +41,10 @@ class AsyncResult:
     def __init__(
         self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Any]
     ) -> None:
-        self.group, self._waiting = axis_group.group, axis_group.waiting
-        self._works, self._result = works, result
+        self.group = axis_group.group
+        self._waiting = axis_group.waiting
+        self._works = works
+        self._result = result
 
     def wait(self) -> Any:
         """Waits for the result, a tensor or a list of them, and returns it (on CUDA only the
@@ -71,12 +73,15 @@ class AxisGroup:
                 f"the axis {axis} has size 1 in {mesh.layout}: there is nobody to talk to"
             )
         # the axis under which bytes are counted
-        self.axis = "cp" if axis in ("cp_heads", "cp_ring") else axis
-        self.group, self.comm_bytes = group, mesh.comm_bytes
-        self.size, self.index = mesh.size(axis), mesh.index(axis)
+        self.axis = "cp" if axis in CONTEXT_AXES else axis
+        self.group = group
+        self.comm_bytes = mesh.comm_bytes
+        self.size = mesh.size(axis)
+        self.index = mesh.index(axis)
         self.on_cpu = mesh.device_type == "cpu"
         self.waiting: Waiting = nullcontext
-        self.fused, self.choice = False, ""
+        self.fused = False
+        self.choice = ""
         self.name = _name(group, axis)
         _axis_groups[self.name] = self
 
@@ -90,16 +95,14 @@ class AxisGroup:
 
     def fuse_if_possible(self, device: torch.device) -> None:
         """`fuse` if all ranks of the group support it. All of them call this."""
-        endpoints: list[Any] = [None] * self.size
-        own = Endpoint(socket.gethostname(), *nvlink_neighbours(device))
-        dist.all_gather_object(endpoints, own, group=self.group)
-        problem = symmetric_memory_problem(endpoints)
+        gpu, linked = nvlink_neighbours(device)
+        own = Endpoint(socket.gethostname(), gpu, linked)
+        problem = symmetric_memory_problem(_of_all_ranks(self, own))
+        # All ranks must have passed the first half of the test before any enters the second one,
+        # which is collective.
         for together in (False, True):
             if problem is None:
-                problems: list[Any] = [None] * self.size
-                dist.all_gather_object(
-                    problems, try_symmetric_memory(self.group, together), group=self.group
-                )
+                problems = _of_all_ranks(self, try_symmetric_memory(self.group, together))
                 problem = next(filter(None, problems), None)
         self.choice = "on" if problem is None else f"off: {problem}"
         self.fused = problem is None
@@ -108,7 +111,7 @@ class AxisGroup:
         self, part: Tensor, factors: Sequence[Tensor], keep: bool
     ) -> tuple[Any, Sequence[Tensor]]:
         """All-gathers (m, d), times (d, f) of each factor: all (t·m, d), or None without `keep`,
-        and each (t·m, f)."""
+        and each (t·m, f). One kernel multiplies parts as they arrive."""
         self._count("all_gather", part, times=self.size)
         fused = torch.ops.symm_mem.fused_all_gather_matmul
         return fused(part.contiguous(), list(factors), 0, self.group.group_name, return_A=keep)
@@ -127,9 +130,8 @@ class AxisGroup:
         if self.on_cpu:
             works = gloo.start_all_gather(output, part, self.group)
         else:
-            works = _started(
-                dist.all_gather_into_tensor(output, part, group=self.group, async_op=True)
-            )
+            work = dist.all_gather_into_tensor(output, part, group=self.group, async_op=True)
+            works = _started(work)
         return AsyncResult(self, works, lambda: output)
 
     def start_reduce_scatter(self, whole: Tensor) -> AsyncResult:
@@ -139,17 +141,19 @@ class AxisGroup:
         if self.on_cpu:
             works, received = gloo.start_reduce_scatter(whole.chunk(self.size), self.group)
             return AsyncResult(self, works, lambda: gloo.ordered_sum(received, output))
-        works = _started(dist.reduce_scatter_tensor(output, whole, group=self.group, async_op=True))
-        return AsyncResult(self, works, lambda: output)
+        work = dist.reduce_scatter_tensor(output, whole, group=self.group, async_op=True)
+        return AsyncResult(self, _started(work), lambda: output)
 
     def start_all_reduce(self, tensor: Tensor, *, overwrite: bool = False) -> AsyncResult:
         """The sum of a tensor over the ranks. `overwrite`: it may overwrite `tensor`, which has no
         other use."""
         self._count("all_reduce", tensor, times=2)
         if not self.on_cpu:
+            # Backends sum in place, and others may still read the tensor.
             output = tensor if overwrite else tensor.clone()
-            works = _started(dist.all_reduce(output, group=self.group, async_op=True))
-            return AsyncResult(self, works, lambda: output)
+            work = dist.all_reduce(output, group=self.group, async_op=True)
+            return AsyncResult(self, _started(work), lambda: output)
+        # A reduce-scatter, and then an all-gather of the sums: see `_gather_sums`.
         parts = tensor.flatten().tensor_split(self.size)
         works, received = gloo.start_reduce_scatter(parts, self.group)
         return AsyncResult(self, works, lambda: self._gather_sums(received, tensor))
@@ -174,7 +178,7 @@ class AxisGroup:
         """`start_all_to_all` from one tensor into one tensor: send[i] rows of x go to rank i, in
         order."""
         x = x.contiguous()
-        output, works = self._exchange(x.split(list(send)), receive, x)
+        output, works = self._exchange(x.split(list(send)), receive, whole=x)
         return AsyncResult(self, works, lambda: output)
 
     def _exchange(
@@ -182,18 +186,24 @@ class AxisGroup:
     ) -> tuple[Tensor, list[dist.Work]]:
         """`whole`: the concatenated parts, if they are already contiguous."""
         output = parts[0].new_empty(sum(sizes), *parts[0].shape[1:])
-        sent = sum(part.nbytes for i, part in enumerate(parts) if i != self.index)
+        sent = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.index)
         self.comm_bytes.add(self.axis, "all_to_all", sent)
         if self.on_cpu:
             parts = [part.contiguous() for part in parts]
             received = output.split(list(sizes))
             received[self.index].copy_(parts[self.index])
             return output, gloo.start_exchange(parts, received, self.group)
-        whole = torch.cat(list(parts)) if whole is None else whole
-        splits = [len(part) for part in parts]
-        return output, _started(
-            dist.all_to_all_single(output, whole, list(sizes), splits, self.group, async_op=True)
+        if whole is None:
+            whole = torch.cat(list(parts))
+        work = dist.all_to_all_single(
+            output,
+            whole,
+            output_split_sizes=list(sizes),
+            input_split_sizes=[len(part) for part in parts],
+            group=self.group,
+            async_op=True,
         )
+        return output, _started(work)
 
     def _gather_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
         """The second half of an all-reduce: every rank sums its part and sends the sum to all
@@ -209,6 +219,13 @@ class AxisGroup:
         self.comm_bytes.add(self.axis, kind, sent)
 
 
+def _of_all_ranks(axis_group: AxisGroup, value: Any) -> list[Any]:
+    """The values of all ranks, which may be any Python objects."""
+    values: list[Any] = [None] * axis_group.size
+    dist.all_gather_object(values, value, group=axis_group.group)
+    return values
+
+
 class Endpoint(NamedTuple):
     """The host and GPU of a rank."""
 
@@ -222,24 +239,22 @@ def symmetric_memory_problem(ranks: Sequence[Endpoint]) -> str | None:
     """A message why ranks cannot access each other's memory over NVLink; None if they can."""
     if len({rank.host for rank in ranks}) > 1:
         return "the ranks of tp are on several hosts"
-    apart = [(a, b) for a in ranks for b in ranks if a != b and b.gpu not in a.linked]
-    return (
-        f"GPUs {apart[0][0].gpu} and {apart[0][1].gpu} of {apart[0][0].host} have no NVLink that "
-        "is known"
-        if apart
-        else None
-    )
+    for one in ranks:
+        for other in ranks:
+            if other != one and other.gpu not in one.linked:
+                return f"GPUs {one.gpu} and {other.gpu} of {one.host} have no NVLink that is known"
+    return None
 
 
 def axis_group(mesh: Mesh, axis: str) -> AxisGroup:
     """This rank's `AxisGroup` over an axis of the mesh: the existing one, or a new one."""
     group = mesh.group(axis)
-    existing = None if group is None else _axis_groups.get(_name(group, axis))
-    return (
-        existing
-        if existing is not None and existing.comm_bytes is mesh.comm_bytes
-        else AxisGroup(mesh, axis)
-    )
+    if group is not None:
+        existing = _axis_groups.get(_name(group, axis))
+        # Another mesh of the same layout may have the group, too, and counts for itself.
+        if existing is not None and existing.comm_bytes is mesh.comm_bytes:
+            return existing
+    return AxisGroup(mesh, axis)
 
 
 def _name(group: dist.ProcessGroup, axis: str) -> str:
@@ -287,25 +302,37 @@ def differentiable(name: str, backward: Callable, setup_context: Callable) -> No
     )
 
 
-def _collective(name: str, shapes: Callable) -> None:
-    def run(x: Tensor, group: str) -> Tensor:
-        return getattr(axis_group_by_name(group), f"start_{name}")(x.contiguous()).wait()
-
-    operator(name, run, shapes)
+def _all_gather(x: Tensor, group: str) -> Tensor:
+    return axis_group_by_name(group).start_all_gather(x.contiguous()).wait()
 
 
-_collective(
-    "all_gather",
-    lambda x, group: x.new_empty(x.shape[0] * axis_group_by_name(group).size, *x.shape[1:]),
-)
-_collective(
-    "reduce_scatter",
-    lambda x, group: x.new_empty(x.shape[0] // axis_group_by_name(group).size, *x.shape[1:]),
-)
-_collective(
-    "all_reduce", lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format)
-)
+def _all_gather_shape(x: Tensor, group: str) -> Tensor:
+    return x.new_empty(x.shape[0] * axis_group_by_name(group).size, *x.shape[1:])
+
+
+def _reduce_scatter(x: Tensor, group: str) -> Tensor:
+    return axis_group_by_name(group).start_reduce_scatter(x.contiguous()).wait()
+
+
+def _reduce_scatter_shape(x: Tensor, group: str) -> Tensor:
+    return x.new_empty(x.shape[0] // axis_group_by_name(group).size, *x.shape[1:])
+
+
+def _all_reduce(x: Tensor, group: str) -> Tensor:
+    return axis_group_by_name(group).start_all_reduce(x.contiguous()).wait()
+
+
+def _all_reduce_shape(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+operator("all_gather", _all_gather, _all_gather_shape)
+operator("reduce_scatter", _reduce_scatter, _reduce_scatter_shape)
+operator("all_reduce", _all_reduce, _all_reduce_shape)
 ops = torch.ops.meshtrain
+
+# The same with gradients. A collective and that of its backward are a pair: all-gather and
+# reduce-scatter, sum and identity (f and g in Shoeybi et al., https://arxiv.org/abs/1909.08053).
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -342,7 +369,7 @@ class SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # a tensor of its own, to which autograd attaches this backward
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -359,4 +386,5 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # All ranks compute the same with the sum, so each has the whole gradient of it.
         return grad, None

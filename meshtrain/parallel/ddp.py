@@ -67,7 +67,7 @@ class BucketedAllReduce(GradientSync):
         self.group = mesh.group(axis)
         self.size = mesh.size(axis)
         self.comm_bytes = mesh.comm_bytes
-        self.waiting = waiting
+        self._measured_wait = waiting
         self._named = named
         self._dtype = dtype
 
@@ -105,7 +105,7 @@ class BucketedAllReduce(GradientSync):
 
     def _begin(self) -> None:
         self._abandon()
-        # `torch.autograd.grad` reaches no parameter of ours, and sums nothing.
+        # A backward by `torch.autograd.grad` accumulates nothing, so there is nothing to sum.
         if self._last and any(accumulates(p) for bucket in self._buckets for p in bucket.views):
             self._refuse_unknown()
             self._in_backward = True
@@ -117,6 +117,7 @@ class BucketedAllReduce(GradientSync):
             self.finish_reduce()
 
     def _ready(self, bucket: "Bucket", parameter: Tensor) -> None:
+        # In earlier backwards, too: later ones then add to the bucket in place.
         if parameter.grad is not None:  # otherwise it was deferred
             bucket.adopt(parameter)
         if not self._last:
@@ -144,6 +145,8 @@ class BucketedAllReduce(GradientSync):
     def _start_full_buckets(self, all_of_them: bool = False) -> None:
         """Starts all-reduces, bucket by bucket in one fixed order, which is the same on every
         rank."""
+        # A backend pairs the collectives of ranks by their order alone. So a full bucket waits for
+        # those before it: another rank's gradients may be ready in another order.
         while self._started < len(self._buckets):
             bucket = self._buckets[self._started]
             if bucket.missing and not all_of_them:
@@ -168,10 +171,10 @@ class BucketedAllReduce(GradientSync):
         self.comm_bytes.add(self.axis, "all_reduce", sent)
 
     def _finish_buckets(self) -> None:
-        with self.waiting(), waiting("all_reduce", self.group):
+        with self._measured_wait(), waiting("all_reduce", self.group):
             for work, flat, message in self._works:
                 work.wait()
-                if message is not flat:
+                if message is not flat:  # it was of another dtype
                     flat.copy_(message)
         self._works.clear()
 
@@ -235,7 +238,7 @@ def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Paramete
         if buckets:
             first = buckets[-1][0]
             alike = first.dtype == p.dtype and first.device == p.device
-            begins = not alike or size + local_bytes > BUCKET_BYTES
+            begins = not alike or size + local_bytes > BUCKET_BYTES  # one message has one dtype
         if begins:
             buckets.append([])
             size = 0
@@ -273,7 +276,7 @@ class BucketedReduceScatter(BucketedAllReduce):
 
     def _finish_first(self) -> None:
         bucket, result = self._sums.popleft()
-        with self.waiting():
+        with self._measured_wait():
             part = result.wait()
         rows = self._rows[bucket]
         rows.take_own(bucket.flat.split(rows.sizes), part)
@@ -282,7 +285,7 @@ class BucketedReduceScatter(BucketedAllReduce):
     def gather_parameters(self) -> None:
         """All-gathers the rows of the parameters that each rank has updated."""
         for rows in self._rows.values():
-            with self.waiting():
+            with self._measured_wait():
                 rows.gather()
 
 
@@ -312,7 +315,7 @@ class Rows:
         for tensor in tensors:
             rows = tensor.shape[0] if tensor.dim() else 1
             width = tensor.numel() // max(rows, 1)
-            chunk = -(-rows // copies.size)
+            chunk = -(-rows // copies.size)  # as `chunk_range` splits a dim
             self._splits.append(RowsOfTensor(self.length, chunk, rows, width))
             self.length += chunk * width
 

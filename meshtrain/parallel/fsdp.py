@@ -109,12 +109,12 @@ def apply_fsdp(
     add_gradient_sync(model, FSDPGradSync(model, reshard_after_forward))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            of_experts_here = module in experts
+            is_experts = module in experts
             _set_communication(
                 module,
                 mesh,
-                shard=EXPERT_SHARD if of_experts_here else SHARD,
-                replicate=EXPERT_REPLICATE if of_experts_here else REPLICATE,
+                shard=EXPERT_SHARD if is_experts else SHARD,
+                replicate=EXPERT_REPLICATE if is_experts else REPLICATE,
                 message=message_dtype(precision, reduce_precision),
                 registered_memory=registered_memory,
                 waiting=waiting,

@@ -33,9 +33,10 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> N
 
 def start_all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """`all_gather` without waiting; returns the works to wait for."""
-    rank, parts = group.rank(), output.chunk(group.size())
-    if parts[rank].data_ptr() != part.data_ptr():
-        parts[rank].copy_(part)
+    parts = output.chunk(group.size())
+    own = parts[group.rank()]
+    if own.data_ptr() != part.data_ptr():
+        own.copy_(part)
     return start_exchange([part] * len(parts), parts, group)
 
 
@@ -44,9 +45,9 @@ def start_reduce_scatter(
 ) -> tuple[list[dist.Work], list[Tensor]]:
     """Sends parts[i] to rank i; returns the works to wait for, and the tensors for `ordered_sum` to
     add after that."""
-    rank, mine = group.rank(), parts[group.rank()]
-    received = list(mine.new_empty(len(parts) - 1, *mine.shape).unbind())
-    received.insert(rank, mine)
+    own = parts[group.rank()]
+    received = list(own.new_empty(len(parts) - 1, *own.shape).unbind())
+    received.insert(group.rank(), own)
     return start_exchange(parts, received, group), received
 
 
@@ -65,8 +66,10 @@ def start_exchange(
     ranks."""
     rank, size = group.rank(), group.size()
     works = []
-    for distance in range(1, size):  # at each distance every rank has a different target
-        source, target = (rank - distance) % size, (rank + distance) % size
+    # At each distance every rank has a different target, so none is sent to by all at once.
+    for distance in range(1, size):
+        source = (rank - distance) % size
+        target = (rank + distance) % size
         if incoming[source].numel() > 0:
             works.append(dist.irecv(incoming[source], group=group, group_src=source))
         if outgoing[target].numel() > 0:

@@ -106,6 +106,8 @@ def when_backward_begins(model: nn.Module, callback: Callable[[], None]) -> None
             latest = current_backward()
             callback()
 
+    # A hook on each output, because a loss may use any of them: the first that autograd reaches
+    # tells. Ids of backwards are never used twice.
     def after_forward(model: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_of(output):
             if tensor.requires_grad:
@@ -116,14 +118,17 @@ def when_backward_begins(model: nn.Module, callback: Callable[[], None]) -> None
 
 def tensors_of(output: Any) -> list[Tensor]:
     """The tensors in a model's output, including those in dataclasses and other objects."""
-    tensors, objects, leaves = [], set[int](), tree_leaves(output)
+    tensors: list[Tensor] = []
+    seen = set[int]()  # ids of objects, which may refer to each other
+    leaves = tree_leaves(output)
     while leaves:
         leaf = leaves.pop(0)
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-        elif id(leaf) not in objects and not isinstance(leaf, type | nn.Module):
-            objects.add(id(leaf))
-            leaves += tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+        elif id(leaf) not in seen and not isinstance(leaf, type | nn.Module):
+            seen.add(id(leaf))
+            attributes = getattr(leaf, "__dict__", {})
+            leaves += tree_leaves(list(attributes.values()))
     return tensors
 
 
@@ -141,7 +146,8 @@ class TPGradSync(GradientSync):
     ) -> None:
         """`parameters`: pairs of module and parameter name, because FSDP replaces the parameter
         objects."""
-        self._parameters, self._axis_group = list(parameters), axis_group
+        self._parameters = list(parameters)
+        self._axis_group = axis_group
         self._sharded = isinstance(model, FSDPModule)
         self._last = True
         when_backward_begins(model, self._begin)
@@ -158,7 +164,10 @@ class TPGradSync(GradientSync):
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for module, name in self._parameters:
             grad = module._parameters[name].grad  # type: ignore[union-attr]
-            if grad is not None and (local := to_local(grad)).numel() > 0:
+            if grad is None:
+                continue
+            local = to_local(grad)
+            if local.numel() > 0:
                 by_type.setdefault(local.dtype, []).append(local)
         for grads in by_type.values():
             flat = torch.cat([grad.flatten() for grad in grads])
@@ -166,9 +175,8 @@ class TPGradSync(GradientSync):
             with hidden_from_dispatch_modes():
                 total = self._axis_group.start_all_reduce(flat, overwrite=True).wait()
             parts = total.split([grad.numel() for grad in grads])
-            torch._foreach_copy_(
-                grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
-            )
+            sums = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+            torch._foreach_copy_(grads, sums)
 
     def _begin(self) -> None:
         # FSDP's backward accumulates into its own parameters, so with FSDP `torch.autograd.grad` is

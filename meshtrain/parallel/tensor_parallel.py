@@ -2,10 +2,17 @@
 
 The weight is a DTensor, so FSDP, the optimizer, clipping and checkpoints see one tensor and its
 parts; the forward computes on the local part, and every communication is explicit (Shoeybi et al.,
-https://arxiv.org/abs/1909.08053). With sequence parallelism each rank has its part of the sequence
-between the parallel layers (Korthikanti et al., https://arxiv.org/abs/2205.05198): tensors are (b,
-s/t, d) there, and (b, s, ...) inside. Their memory layout is (s, b, d), of which a model sees a
-transposed view: so gathering the sequence, the outermost dim, needs no copy.
+https://arxiv.org/abs/1909.08053). A pair of layers needs one sum of activations each way: with
+W1 (f, d) split by rows and W2 (d, f) by columns, rank i has f/t of the f hidden features, and
+
+    Y_i = act(X W1_i^T)     ColumnParallelLinear      forward: -               backward: sum of dX
+    Z   = sum_i Y_i W2_i^T  RowParallelLinear         forward: sum             backward: -
+
+With sequence parallelism each rank has its part of the sequence between such pairs (Korthikanti et
+al., https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...) inside. The
+sums become reduce-scatters, and where there was nothing is an all-gather: the same bytes. Tensors
+lie in memory as (s, b, d), of which a model sees a transposed view: so gathering the sequence, the
+outermost dim, needs no copy. `tp_linear.py` has the products with their communication.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,9 +70,12 @@ class TensorParallel:
     regather: bool = False
 
     def column_parallel(self, plain: Any, **options: Any) -> "ColumnParallelLinear":
-        sequence_parallel, regather = self.sequence_parallel, self.regather
         return ColumnParallelLinear(
-            plain, self.mesh, sequence_parallel=sequence_parallel, regather=regather, **options
+            plain,
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            regather=self.regather,
+            **options,
         )
 
     def row_parallel(self, plain: Any) -> "RowParallelLinear":
@@ -91,19 +101,22 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
     columns: dict[tuple[nn.Module, int], list[ColumnParallelLinear]] = {}
     for split in (*styled_parameters(model, tp.plan), *tp.splits):
         plain: Any = model.get_submodule(split.layer)
-        layer = STYLES[split.style].apply(plain, split, tp)
+        style = STYLES[split.style]
+        layer = style.apply(plain, split, tp)
         if layer is plain:
             continue
+
+        # A parameter that another layer has, too, is the same object in both again.
         for own, parameter in list(layer.named_parameters(recurse=False)):
             original = getattr(plain, own, None)
             if original is not None:
                 setattr(layer, own, sharded.setdefault(original, parameter))
-        inputs_cut = STYLES[split.style].dim == 1
-        size, index = tp.mesh.size(AXIS), tp.mesh.index(AXIS)
-        move_adapter(
-            plain, layer, chunk_range(plain.in_features, size, index) if inputs_cut else None
-        )
+        inputs = None
+        if style.dim == 1:
+            inputs = chunk_range(plain.in_features, tp.mesh.size(AXIS), tp.mesh.index(AXIS))
+        move_adapter(plain, layer, inputs)
         layer.train(plain.training)
+
         above, _, name = split.layer.rpartition(".")
         parent = model.get_submodule(above)
         setattr(parent, name, layer)
@@ -129,34 +142,39 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[
     """(module, name) of parameters of which each rank has a part of the gradient: with sequence
     parallelism all unsplit ones, except experts over `ep`; without it those that the plan names,
     between column- and row-wise layers."""
-    layers = [module for module in model.modules() if isinstance(module, TensorParallelLayer)]
-    split = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
-    partial: dict[Tensor, tuple[nn.Module, str]] = {}
+    split: set[Tensor] = set()
     for module in model.modules():
-        if getattr(module, "dispatch", None) is not None:
-            continue
         if isinstance(module, TensorParallelLayer):
-            names = module.partial_parameters()
-        else:
-            between = vars(module).get("partial_over_tp", ())
-            own = module.named_parameters(recurse=False)
-            names = [
-                name for name, p in own if p not in split and (sequence_parallel or name in between)
-            ]
-        for name in names:
+            split.update(module.parameters(recurse=False))
+
+    partial: dict[Tensor, tuple[nn.Module, str]] = {}  # a shared parameter once
+    for module in model.modules():
+        if getattr(module, "dispatch", None) is not None:  # experts over `ep`
+            continue
+        for name in _partial_names(module, split, sequence_parallel):
             parameter = module._parameters[name]
             assert parameter is not None  # the name is from this module
             partial.setdefault(parameter, (module, name))
     return list(partial.values())
 
 
+def _partial_names(module: nn.Module, split: set[Tensor], sequence_parallel: bool) -> list[str]:
+    if isinstance(module, TensorParallelLayer):
+        return module.partial_parameters()
+    between = vars(module).get("partial_over_tp", ())
+    return [
+        name
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter not in split and (sequence_parallel or name in between)
+    ]
+
+
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Inside, each rank of `tp` has whole sequences between layers, as without sequence
     parallelism, because a single token cannot be split. Only for forwards without backward."""
-    layers = [
-        m for m in model.modules() if isinstance(m, TensorParallelLayer) and m.sequence_parallel
-    ]
+    layers = [module for module in model.modules() if isinstance(module, TensorParallelLayer)]
+    layers = [layer for layer in layers if layer.sequence_parallel]
     for layer in layers:
         layer.sequence_parallel = False
     try:
@@ -182,9 +200,12 @@ class TensorParallelLayer(nn.Module):
 
 
 class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
-    """A linear layer whose f outputs are split over `tp`: (b, s, d) -> (b, s, f/t). With sequence
-    parallelism it gathers its input (b, s/t, d). After `share_input`, layers with the same input
-    (q, k and v) share gather and sum."""
+    """Y_i = X W_i^T: a linear layer whose f outputs are split over `tp`, (b, s, d) -> (b, s, f/t).
+
+    Backward: dX = sum_i dY_i W_i over the ranks, and dW_i = dY_i^T X on each. With sequence
+    parallelism it gathers its input (b, s/t, d) first, and dX is reduce-scattered. After
+    `share_input`, layers with the same input (q, k and v) share gather and sum.
+    """
 
     def __init__(
         self,
@@ -207,10 +228,12 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
                 output.
         """
         super().__init__(mesh, sequence_parallel)
-        self.regather, self.use_local_output = regather, use_local_output
         self.mesh = mesh
-        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.in_features = plain.in_features
+        self.out_features = plain.out_features
+        self.regather = regather
         self.heads = heads
+        self.use_local_output = use_local_output
         placement = Shard(0) if heads is None else Replicate()
         self.weight = shard_parameter(plain.weight, mesh, placement)
         self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, placement)
@@ -226,22 +249,27 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         """The outputs of layers with the same input x. `weight`: their concatenated weights, if
         they are merged."""
         first = layers[0]
-        axis, sequence = first.axis_group, first.sequence_parallel
+        sequence = first.sequence_parallel
         weights = [layer.rows_of(layer.weight) for layer in layers]
-        tokens = flatten_tokens(x, sequence)
         products = ColumnParallelMatmul.apply(
-            *(tokens, axis, sequence, not first.regather, first.products, first.weight_grad_queue),
+            flatten_tokens(x, sequence),
+            first.axis_group,
+            sequence,
+            not first.regather,  # whether the gathered input is kept for backward
+            first.products,
+            first.weight_grad_queue,
             *(weights if weight is None else [weight]),
         )
         if weight is not None:
             products = split_outputs(products[0], [len(rows) for rows in weights])
+
         shape = list(x.shape)
         if sequence:
-            shape[-2] *= axis.size
-        return [
-            layer.output_of(unflatten_tokens(product, shape, sequence))
-            for layer, product in zip(layers, products, strict=True)
-        ]
+            shape[-2] *= first.axis_group.size
+        outputs = []
+        for layer, product in zip(layers, products, strict=True):
+            outputs.append(layer.output_of(unflatten_tokens(product, shape, sequence)))
+        return outputs
 
     def rows_of(self, parameter: Tensor) -> Tensor:
         """The rows of the weight or bias that this rank uses."""
@@ -249,100 +277,128 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         return rows if self.heads is None else rows[self.heads.rows]
 
     def output_of(self, product: Tensor) -> Tensor:
-        y = product if self.bias is None else product + self.rows_of(self.bias)
+        """The layer's output from the product (b, s, rows): plus bias, with heads repeated, or as a
+        part of a DTensor."""
+        y = product
+        if self.bias is not None:
+            y = y + self.rows_of(self.bias)
         if self.heads is not None and self.heads.repeated is not None:
             # an index tensor would have to be on the device
             heads = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)
             y = torch.stack([heads[i] for i in self.heads.repeated], dim=-2).flatten(-2)
         if self.use_local_output:
             return y
-        shape = (*y.shape[:-1], self.out_features)
-        stride = torch.empty(shape, device="meta").stride()
-        tp = self.mesh.submesh(AXIS)
+        shape = torch.Size((*y.shape[:-1], self.out_features))
         return DTensor.from_local(
-            y, tp, [Shard(y.dim() - 1)], run_check=False, shape=torch.Size(shape), stride=stride
+            y,
+            self.mesh.submesh(AXIS),
+            [Shard(y.dim() - 1)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
         )
 
     def partial_parameters(self) -> list[str]:
-        return (
-            [] if self.heads is None else [name for name, _ in self.named_parameters(recurse=False)]
-        )
+        if self.heads is None:
+            return []
+        return [name for name, _ in self.named_parameters(recurse=False)]
 
     def extra_repr(self) -> str:
-        return _shape(self) + (f", {self.heads.count} heads held by all" if self.heads else "")
+        if self.heads is None:
+            return _shape(self)
+        return f"{_shape(self)}, {self.heads.count} heads held by all"
 
 
 class RowParallelLinear(ProductsLayer, TensorParallelLayer):
-    """A linear layer, inputs split over `tp`: (b, s, f/t) -> sum (b, s, d), with sequence
-    parallelism (b, s/t, d)."""
+    """Y = sum_i X_i W_i^T over the ranks: a linear layer whose f inputs are split over `tp`,
+    (b, s, f/t) -> (b, s, d), or with sequence parallelism (b, s/t, d) by a reduce-scatter.
+
+    Backward: dX_i = dY W_i and dW_i = dY^T X_i on each rank, with sequence parallelism after
+    gathering dY. The bias is added to the sum.
+    """
 
     def __init__(self, plain: nn.Linear, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         super().__init__(mesh, sequence_parallel)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.in_features = plain.in_features
+        self.out_features = plain.out_features
         self.weight = shard_parameter(plain.weight, mesh, Shard(1))
         self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, Replicate())
 
     def forward(self, input: Tensor) -> Tensor:  # named as in torch
-        axis, sequence = self.axis_group, self.sequence_parallel
-        y = RowParallelMatmul.apply(
-            input, to_local(self.weight), axis, sequence, self.products, self.weight_grad_queue
+        sequence = self.sequence_parallel
+        product = RowParallelMatmul.apply(
+            input,
+            to_local(self.weight),
+            self.axis_group,
+            sequence,
+            self.products,
+            self.weight_grad_queue,
         )
         shape = list(input.shape)
         if sequence:
-            shape[-2] //= axis.size
-        y = unflatten_tokens(y, shape, sequence)
-        return y if self.bias is None else y + to_local(self.bias)
+            shape[-2] //= self.axis_group.size
+        y = unflatten_tokens(product, shape, sequence)
+        if self.bias is not None:
+            y = y + to_local(self.bias)
+        return y
 
     def partial_parameters(self) -> list[str]:
-        return ["bias"] if self.bias is not None and self.sequence_parallel else []
+        # With sequence parallelism a rank sees only its tokens' share of the bias's gradient.
+        if self.bias is None or not self.sequence_parallel:
+            return []
+        return ["bias"]
 
     def extra_repr(self) -> str:
         return _shape(self)
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """An embedding with rows split over `tp`: (b, s) -> (b, s, d), or with sequence parallelism (b,
-    s/t, d)."""
+    """An embedding with its v rows split over `tp`: each rank looks up the tokens of its rows, has
+    zeros for the others, and a sum over the ranks completes them: (b, s) -> (b, s, d), or with
+    sequence parallelism (b, s/t, d)."""
 
     def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         """Raises ValueError: `plain` has an option that is not supported when split
         (`unsupported_options`)."""
         super().__init__(mesh, sequence_parallel)
-        if problems := unsupported_options(plain):
+        problems = unsupported_options(plain)
+        if problems:
             raise ValueError("; ".join(problems))
-        self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim
+        self.num_embeddings = plain.num_embeddings
+        self.embedding_dim = plain.embedding_dim
         self.padding_idx = plain.padding_idx
         self.weight = shard_parameter(plain.weight, mesh, Shard(0))
 
     def forward(self, input: Tensor) -> Tensor:  # named as in torch
-        tokens, size = input, self.axis_group.size
-        if self.sequence_parallel and tokens.shape[-1] % size:
+        length, size = input.shape[-1], self.axis_group.size
+        if self.sequence_parallel and length % size:
             # No AgreedError: other data ranks, and other stages, do not see this sample.
-            raise InputError(
-                unequal_parts(f"a sample of {tokens.shape[-1]} tokens", tokens.shape[-1], size)
-            )
-        weight = to_local(self.weight)
-        own = chunk_range(self.num_embeddings, size, self.axis_group.index)
-        ordered = tokens.transpose(0, -1) if self.sequence_parallel else tokens
+            raise InputError(unequal_parts(f"a sample of {length} tokens", length, size))
+        # (s, b), because the sequence is the dim that is scattered
+        tokens = input.transpose(0, -1) if self.sequence_parallel else input
+
         # An id that the vocabulary lacks belongs to the first or the last rank, whose lookup fails
         # as a plain one does.
+        own = chunk_range(self.num_embeddings, size, self.axis_group.index)
         from_start, to_end = own.start == 0, own.stop == self.num_embeddings
-        mine = ((ordered >= own.start) | from_start) & ((ordered < own.stop) | to_end)
+        mine = ((tokens >= own.start) | from_start) & ((tokens < own.stop) | to_end)
+        weight = to_local(self.weight)
         if weight.shape[0] > 0:
             # The rank that has the row of a padding_idx keeps it without a gradient, as the plain
             # layer does.
             padding = self.padding_idx
             if padding is not None:
                 padding = padding - own.start if own.start <= padding < own.stop else None
-            rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight, padding)
-        # more ranks than parts: nothing to look up, but the other ranks wait for this rank's
-        # contribution
+            rows = F.embedding(torch.where(mine, tokens - own.start, 0), weight, padding)
         else:
-            rows = weight.sum() * weight.new_ones(*ordered.shape, self.embedding_dim)
+            # More ranks than parts: nothing to look up, but the other ranks wait for this rank's
+            # contribution, and its weight has a gradient.
+            rows = weight.sum() * weight.new_ones(*tokens.shape, self.embedding_dim)
         rows = rows * mine[..., None].to(rows.dtype)
-        if not self.sequence_parallel:
-            return AllReduce.apply(rows, self.axis_group.name)
-        return ReduceScatter.apply(rows, self.axis_group.name).transpose(0, -2)
+
+        if self.sequence_parallel:
+            return ReduceScatter.apply(rows, self.axis_group.name).transpose(0, -2)
+        return AllReduce.apply(rows, self.axis_group.name)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.axis_group.size}"
@@ -370,12 +426,16 @@ def shard_parameter(
     if isinstance(placement, Shard):
         dim = placement.dim
         rows = chunk_range(parameter.shape[dim], mesh.size(axis), mesh.index(axis))
-        part = part.narrow(dim, rows.start, rows.stop - rows.start).clone(
-            memory_format=torch.contiguous_format
-        )
-    shape, stride = parameter.shape, parameter.stride()
+        # a copy, so that the whole is freed
+        part = part.narrow(dim, rows.start, rows.stop - rows.start)
+        part = part.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(
-        part, submesh, [placement], run_check=False, shape=shape, stride=stride
+        part,
+        submesh,
+        [placement],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 

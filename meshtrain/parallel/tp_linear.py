@@ -1,8 +1,17 @@
 """Column- and row-parallel matrix products with their communication, as operators.
 
-Everything is two-dimensional here: x is (n, d), a row per token. With sequence parallelism a rank
-has (n/t, d), and tokens are ordered by sequence position first, so that the parts of the ranks are
-contiguous in memory.
+Everything is two-dimensional here: X is (n, d), a row per token. Rank i of t has a part W_i of the
+weight (Shoeybi et al., https://arxiv.org/abs/1909.08053):
+
+    column-parallel, W_i (f/t, d)               row-parallel, W_i (d, f/t)
+    Y_i  = X W_i^T             (n, f/t)         Y    = sum_i X_i W_i^T     (n, d)
+    dX   = sum_i dY_i W_i      (n, d)           dX_i = dY W_i              (n, f/t)
+    dW_i = dY_i^T X            (f/t, d)         dW_i = dY^T X_i            (d, f/t)
+
+The sums are all-reduces. With sequence parallelism (Korthikanti et al.,
+https://arxiv.org/abs/2205.05198) a rank has only its n/t tokens of X and dX on the left, and of Y
+and dY on the right: sums are reduce-scatters, and X and dY are all-gathered first. Tokens are
+ordered by sequence position first, so that the parts of the ranks are contiguous in memory.
 """
 
 from collections.abc import Sequence
@@ -23,7 +32,9 @@ Flags = Sequence[bool]
 def flatten_tokens(x: Tensor, sequence_first: bool) -> Tensor:
     """(..., s, d) -> (n, d), a row per token; with `sequence_first`, to gather it, the sequence dim
     varies slowest."""
-    return (x.movedim(-2, 0) if sequence_first else x).reshape(-1, x.shape[-1])
+    if sequence_first:
+        x = x.movedim(-2, 0)
+    return x.reshape(-1, x.shape[-1])
 
 
 def unflatten_tokens(rows: Tensor, shape: Sequence[int], sequence_first: bool) -> Tensor:
@@ -34,11 +45,14 @@ def unflatten_tokens(rows: Tensor, shape: Sequence[int], sequence_first: bool) -
     return rows.view(s, *batch, rows.shape[-1]).movedim(0, -2)
 
 
+# Column-parallel ---------------------------------------------------------------------------------
+
+
 def _columns(
     x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str
 ) -> list[Tensor]:
-    """Products of one input, with `sequence` gathered first (and returned, with `keep`):
-    [gathered,] y1, y2, ..."""
+    """Y_i = X W_i^T for several weights, with `sequence` after gathering X (and returning it, with
+    `keep`): [X,] y1, y2, ..."""
     forward = PRODUCTS[products].forward
     if not sequence:
         return [forward(x, weight) for weight in weights]
@@ -56,7 +70,9 @@ def _columns_shapes(
 ) -> list[Tensor]:
     n = x.shape[0] * _parts(group, sequence)
     ys = [x.new_empty(n, weight.shape[0]) for weight in weights]
-    return [x.new_empty(n, x.shape[1]), *ys] if sequence and keep else ys
+    if sequence and keep:
+        return [x.new_empty(n, x.shape[1]), *ys]
+    return ys
 
 
 def _columns_backward(
@@ -69,16 +85,20 @@ def _columns_backward(
     products: str,
     needs_dw: Flags,
 ) -> list[Tensor]:
-    """The gradients of the input and of each trainable weight; the input's is summed over the ranks
-    while the weights' are computed. Without `keep`, x is this rank's part of the input, which is
-    gathered again in the meantime."""
-    gather = sequence and not keep and any(needs_dw)
-    dx, whole = _start_columns_input(
-        grads, x, weights, group, sequence, gather, products, any(needs_dw)
-    )
+    """[dX, dW_i of each trainable weight]. Without `keep`, x is this rank's part of the input,
+    which is gathered again."""
+    axis = axis_group_by_name(group)
+    trains = any(needs_dw)
+    whole = None
+    if sequence and not keep and trains:  # under way while dX is multiplied
+        whole = axis.start_all_gather(x.contiguous())
+    # The sum travels while the weights' gradients are computed.
+    dx = _start_input_grad(grads, weights, axis, sequence, products, fuse=not trains)
     inputs = x if whole is None else whole.wait()
     dws = [
-        linear_weight_grad(grad, inputs) for grad, need in zip(grads, needs_dw, strict=True) if need
+        linear_weight_grad(grad, inputs)
+        for grad, needed in zip(grads, needs_dw, strict=True)
+        if needed
     ]
     return [dx.wait(), *dws]
 
@@ -94,41 +114,41 @@ def _columns_backward_shapes(
     needs_dw: Flags,
 ) -> list[Tensor]:
     n = grads[0].shape[0] // _parts(group, sequence)
-    trained = (weight for weight, need in zip(weights, needs_dw, strict=True) if need)
+    trained = [weight for weight, needed in zip(weights, needs_dw, strict=True) if needed]
     return [x.new_empty(n, x.shape[1]), *(torch.empty_like(weight) for weight in trained)]
 
 
-def _start_columns_input(
+def _start_input_grad(
     grads: Tensors,
-    x: Tensor,
     weights: Tensors,
-    group: str,
+    axis: AxisGroup,
     sequence: bool,
-    gather: bool,
     products: str,
-    hidden: bool,
-) -> tuple[AsyncResult, AsyncResult | None]:
-    """Starts the sum of the input's gradient, and before that, with `gather`, the all-gather of the
-    input. `hidden`: weight gradients are computed in the meantime; otherwise one kernel may compute
-    the product and its sum."""
-    axis = axis_group_by_name(group)
-    whole = axis.start_all_gather(x.contiguous()) if gather else None
-    if not hidden and _are_fused(axis, sequence, products):
-        whole_of = torch.cat if len(grads) > 1 else lambda parts, dim: parts[0]
-        dx = axis.matmul_scatter(whole_of(list(grads), 1), whole_of(list(weights), 0))
-        return AsyncResult(axis, [], lambda: dx), whole
-    return _start_sum(
-        axis, PRODUCTS[products].input_grad_sum(grads, weights, axis.maximum), sequence
-    ), whole
+    *,
+    fuse: bool,
+) -> AsyncResult:
+    """Starts dX = sum_i dY_i W_i, over the weights and the ranks. `fuse`: nothing is computed in
+    the meantime, so one kernel may compute the product and its sum."""
+    if fuse and _are_fused(axis, sequence, products):
+        grad, weight = grads[0], weights[0]
+        if len(grads) > 1:  # a sum of products is a product of concatenated matrices
+            grad, weight = torch.cat(list(grads), 1), torch.cat(list(weights), 0)
+        dx = axis.matmul_scatter(grad, weight)
+        return AsyncResult(axis, [], lambda: dx)
+    addends = PRODUCTS[products].input_grad_sum(grads, weights, axis.maximum)
+    return _start_sum(axis, addends, sequence)
+
+
+# Row-parallel ------------------------------------------------------------------------------------
 
 
 def _row(x: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> Tensor:
-    """The product, summed over ranks: the whole (n, d), or with `sequence` this rank's part (n/t,
-    d)."""
+    """Y = sum_i X_i W_i^T: the whole (n, d), or with `sequence` this rank's part (n/t, d)."""
     axis = axis_group_by_name(group)
     if _are_fused(axis, sequence, products):
         return axis.matmul_scatter(x, weight.t())
-    return _start_sum(axis, PRODUCTS[products].forward(x, weight, axis.maximum), sequence).wait()
+    addends = PRODUCTS[products].forward(x, weight, axis.maximum)
+    return _start_sum(axis, addends, sequence).wait()
 
 
 def _row_shapes(x: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> Tensor:
@@ -138,7 +158,7 @@ def _row_shapes(x: Tensor, weight: Tensor, group: str, sequence: bool, products:
 def _row_input(
     grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str
 ) -> list[Tensor]:
-    """The gradient of the input, and the gathered `grad`, if it had to be gathered."""
+    """[dX_i = dY W_i, and dY, if it had to be gathered]."""
     input_grad_sum = PRODUCTS[products].input_grad_sum
     if not sequence:
         return [input_grad_sum([grad], [weight])]
@@ -160,11 +180,9 @@ def _row_input_shapes(
 
 def _start_sum(axis: AxisGroup, addends: Tensor, sequence: bool) -> AsyncResult:
     """Sums `addends`, whose memory has no other use, over the ranks."""
-    return (
-        axis.start_reduce_scatter(addends)
-        if sequence
-        else axis.start_all_reduce(addends, overwrite=True)
-    )
+    if sequence:
+        return axis.start_reduce_scatter(addends)
+    return axis.start_all_reduce(addends, overwrite=True)
 
 
 def _are_fused(axis: AxisGroup, sequence: bool, products: str) -> bool:
@@ -172,6 +190,7 @@ def _are_fused(axis: AxisGroup, sequence: bool, products: str) -> bool:
 
 
 def _parts(group: str, sequence: bool) -> int:
+    """Over how many ranks tokens are split outside of the layer."""
     return axis_group_by_name(group).size if sequence else 1
 
 
@@ -183,8 +202,8 @@ ops = torch.ops.meshtrain
 
 
 class ColumnParallelMatmul(torch.autograd.Function):
-    """x (n, d), or (n/t, d) with `sequence`, times several weights (f_i/t, d) -> each (n,
-    f_i/t)."""
+    """Y_i = X W_i^T for several weights: x (n, d), or (n/t, d) with `sequence`, and (f/t, d) each
+    -> (n, f/t) each."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -197,31 +216,42 @@ class ColumnParallelMatmul(torch.autograd.Function):
         if sequence and keep:
             saved, *ys = ys
         ctx.save_for_backward(saved, *weights)
-        ctx.settings = axis.name, sequence, keep, products
-        ctx.queue, ctx.weights = queue, weights if queue is not None else []
+        ctx.group = axis.name
+        ctx.sequence = sequence
+        ctx.keep = keep
+        ctx.products = products
+        ctx.queue = queue
+        ctx.weights = [] if queue is None else weights
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_dw = list(ctx.needs_input_grad[6:])
+        trains = any(needs_dw)
+        sequence, products = ctx.sequence, ctx.products
         nothing = None, None, None, None, None
         if torch.compiler.is_compiling():
-            dx, *dws = ops.columns_backward(grads, x, weights, *ctx.settings, needs_dw)
+            dx, *dws = ops.columns_backward(
+                grads, x, weights, ctx.group, sequence, ctx.keep, products, needs_dw
+            )
             computed = iter(dws)  # torch 2.11 traces the list as a tuple
             return dx, *nothing, *(next(computed) if need else None for need in needs_dw)
-        group, sequence, keep, products = ctx.settings
-        gather = sequence and not keep and any(needs_dw)
-        hidden = any(needs_dw) and not (ctx.queue is not None and ctx.queue.is_recording)
-        with (
-            hidden_from_dispatch_modes()
-        ):  # hides communication, which elsewhere is inside operators
-            dx, whole = _start_columns_input(
-                grads, x, weights, group, sequence, gather, products, hidden
+
+        # As the operator does, but a weight's gradient may be deferred, or added in place.
+        axis = axis_group_by_name(ctx.group)
+        is_deferred = ctx.queue is not None and ctx.queue.is_recording
+        whole = None
+        # Communication, which elsewhere is inside operators.
+        with hidden_from_dispatch_modes():
+            if sequence and not ctx.keep and trains:
+                whole = axis.start_all_gather(x.contiguous())
+            computes_in_meantime = trains and not is_deferred
+            dx = _start_input_grad(
+                grads, weights, axis, sequence, products, fuse=not computes_in_meantime
             )
-            inputs = (
-                x if whole is None else whole.wait()
-            ).detach()  # a queue must not keep the graph of x alive
+            inputs = x if whole is None else whole.wait()
+            inputs = inputs.detach()  # a queue must not keep the graph of x alive
         dws = [
             product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None
             for i, grad in enumerate(grads)
@@ -231,9 +261,10 @@ class ColumnParallelMatmul(torch.autograd.Function):
 
 
 class RowParallelMatmul(torch.autograd.Function):
-    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with
-    `sequence`. Saves the original x: reordering its rows again in backward is cheaper than keeping
-    both in memory."""
+    """Y = sum_i X_i W_i^T: x (..., s, f/t) and (d, f/t) -> (n, d), or (n/t, d) with `sequence`.
+
+    Saves the original x: reordering its rows again in backward is cheaper than keeping both in
+    memory."""
 
     @staticmethod
     def forward(
@@ -247,15 +278,18 @@ class RowParallelMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = axis.name, sequence, products
-        ctx.queue, ctx.weights = queue, (weight,) if queue is not None else ()
+        ctx.sequence = sequence
+        ctx.queue = queue
+        ctx.weights = () if queue is None else (weight,)
         return ops.row(flatten_tokens(x, sequence), weight, axis.name, sequence, products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, *gathered = ops.row_input(grad, weight, *ctx.settings)
-        sequence, dw = ctx.settings[1], None
+        dw = None
         if ctx.needs_input_grad[1]:
-            inputs = flatten_tokens(x.detach(), sequence)
-            dw = product_weight_grad(ctx, 0, gathered[0] if gathered else grad, inputs)
-        return unflatten_tokens(dx, x.shape, sequence), dw, None, None, None, None
+            whole = gathered[0] if gathered else grad  # dY of all tokens, for both products
+            inputs = flatten_tokens(x.detach(), ctx.sequence)
+            dw = product_weight_grad(ctx, 0, whole, inputs)
+        return unflatten_tokens(dx, x.shape, ctx.sequence), dw, None, None, None, None

@@ -20,10 +20,7 @@ ATTENTION = "attention"  # the only word of a `cp_plan`
 EXPERTS = "ep_dispatch_experts"  # the only word of an `ep_plan`, from Hugging Face
 REPLICATED = "replicated_with_grad_allreduce"
 # the layers of an adapter, children of the layer that it adapts (`linear/lora.py`)
-LORA_A, LORA_B = (
-    "lora_A",
-    "lora_B",
-)
+LORA_A, LORA_B = "lora_A", "lora_B"
 NO_SEQUENCE = (
     "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
 )
@@ -40,7 +37,13 @@ class SplitError(InputError):
 @dataclass(frozen=True)
 class Heads:
     """The key/value heads that one rank computes, if there are too few for each rank to have its
-    own."""
+    own. 3 key/value heads for 12 query heads, on 2 ranks:
+
+        query heads of rank 0    0 1 2 3 4 5      key/value heads that they use    0 0 0 0 1 1
+        query heads of rank 1    6 7 8 9 10 11                                     1 1 2 2 2 2
+
+    Both need head 1, so each rank holds the whole weight and uses the rows of two heads.
+    """
 
     count: int  # heads of the whole layer, which every rank holds
     width: int  # rows of the weight per head
@@ -71,13 +74,18 @@ class Split:
         if not self.everywhere:
             return None
         queries = range(index * self.queries // tp, (index + 1) * self.queries // tp)
-        head_of = [query * self.heads // self.queries for query in queries]
-        first, different = head_of[0], head_of[-1] - head_of[0] + 1
-        queries_per_head = len(head_of) // different
-        even = head_of == [first + i // queries_per_head for i in range(len(head_of))]
-        rows = slice(first * self.width, (head_of[-1] + 1) * self.width)
+        head_of_query = [query * self.heads // self.queries for query in queries]
+        first, last = head_of_query[0], head_of_query[-1]
+        among_own = [head - first for head in head_of_query]
+
+        # Attention takes heads that equal runs of queries share as they are; others it repeats.
+        run = len(queries) // (last - first + 1)
+        is_even = among_own == [i // run for i in range(len(queries))]
         return Heads(
-            self.heads, self.width, rows, None if even else tuple(head - first for head in head_of)
+            count=self.heads,
+            width=self.width,
+            rows=slice(first * self.width, (last + 1) * self.width),
+            repeated=None if is_even else tuple(among_own),
         )
 
 
@@ -91,10 +99,7 @@ class Style:
     dim: ClassVar[int | None] = None
     kind: ClassVar[str] = "a linear layer"  # the kind of layer that it applies to, for messages
     # attributes that identify that kind
-    sizes: ClassVar[tuple[str, ...]] = (
-        "in_features",
-        "out_features",
-    )
+    sizes: ClassVar[tuple[str, ...]] = ("in_features", "out_features")
     # patterns match parameters, or modules around them; no layer is replaced
     for_parameters: ClassVar[bool] = False
 
@@ -105,11 +110,11 @@ class Style:
             return [self.refusal(name, module)]
         if _weight(module) is not None or not hasattr(module, "weight"):
             return []
-        computed = (
+        return [
             f"{name} has no parameter weight, but computes it from others (weight_norm, "
-            "spectral_norm, pruning)"
-        )
-        return [f"{computed}, which tp cannot split: take {name} out of the tp_plan, or use tp: 1"]
+            f"spectral_norm, pruning), which tp cannot split: take {name} out of the tp_plan, or "
+            "use tp: 1"
+        ]
 
     def refusal(self, name: str, module: Any) -> str:
         return (
@@ -143,42 +148,50 @@ class Colwise(Style):
     In a module with `num_heads` and no `head_dim` (latent attention) each layer has that many
     heads, with its own head width."""
 
-    word, becomes, dim = "colwise", "ColumnParallelLinear", 0
+    word = "colwise"
+    becomes = "ColumnParallelLinear"
+    dim = 0
 
     def split(
         self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int
     ) -> tuple[Split, list[str]]:
-        parent = base_of(name).rpartition(".")[0]
-        width: Any = getattr(modules[parent], "head_dim", None)
-        count: Any = getattr(modules[parent], "num_heads", None)
+        unknown_heads = Split(name, self.word)
+        layer = base_of(name)
+        parent = modules[layer.rpartition(".")[0]]
+        width: Any = getattr(parent, "head_dim", None)
+        count: Any = getattr(parent, "num_heads", None)
         outputs = modules[name].out_features
-        if width is None and (not isinstance(count, int) or outputs % count):  # heads are unknown
-            return Split(name, self.word), []
-        if width is None:
-            return Split(name, self.word, count, count, outputs // count), _undivided_heads(
-                count, tp
-            )
-        attention = _layers_of_attention(base_of(name), modules, plan)
+
+        if width is None:  # latent attention: as many heads in each layer
+            if not isinstance(count, int) or outputs % count:
+                return unknown_heads, []
+            split = Split(name, self.word, queries=count, heads=count, width=outputs // count)
+            return split, _undivided_heads(count, tp)
+
+        attention = _layers_of_attention(layer, modules, plan)
         if not attention:
-            return Split(name, self.word), []
-        problems, most = [], max(modules[other].out_features for other in attention)
+            return unknown_heads, []
+        most = max(modules[other].out_features for other in attention)  # those of the queries
+        problems = []
         if outputs % width or most % width:
             problems.append(f"{name} has {outputs} outputs, which are no whole heads of {width}")
-        queries, heads = most // width, outputs // width
+        queries = most // width
+        heads = outputs // width
         problems += _undivided_heads(queries, tp)
-        return Split(name, self.word, queries, heads, width, everywhere=heads % tp != 0), problems
+        everywhere = heads % tp != 0
+        return Split(name, self.word, queries, heads, width, everywhere), problems
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
-        mesh = layers.mesh
-        return layers.column_parallel(
-            plain, heads=split.heads_of(mesh.size("tp"), mesh.index("tp"))
-        )
+        heads = split.heads_of(layers.mesh.size("tp"), layers.mesh.index("tp"))
+        return layers.column_parallel(plain, heads=heads)
 
 
 class ColwiseGatherOutput(Style):
     """A linear layer whose outputs, the logits, are split, and returned as a DTensor."""
 
-    word, becomes, dim = "colwise_gather_output", "ColumnParallelLinear", 0
+    word = "colwise_gather_output"
+    becomes = "ColumnParallelLinear"
+    dim = 0
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
         return layers.column_parallel(plain, use_local_output=False)
@@ -188,7 +201,9 @@ class Rowwise(Style):
     """A linear layer whose inputs are split. Its bias is added to the sum over the ranks, so it is
     not split."""
 
-    word, becomes, dim = "rowwise", "RowParallelLinear", 1
+    word = "rowwise"
+    becomes = "RowParallelLinear"
+    dim = 1
 
     def dim_of(self, parameter: str) -> int | None:
         return None if parameter == "bias" else self.dim
@@ -201,8 +216,11 @@ class EmbeddingRowwise(Style):
     """An embedding whose rows, one per token of the vocabulary, are split; its output is split
     along the sequence."""
 
-    word, becomes, dim = "embedding_rowwise", "VocabParallelEmbedding", 0
-    kind, sizes = "an embedding", ("num_embeddings",)
+    word = "embedding_rowwise"
+    becomes = "VocabParallelEmbedding"
+    dim = 0
+    kind = "an embedding"
+    sizes = ("num_embeddings",)
 
     def check(self, name: str, module: Any) -> list[str]:
         return super().check(name, module) or unsupported_options(module)
@@ -215,7 +233,8 @@ class ReplicatedWithGradAllReduce(Style):
     """Parameters that all ranks hold and each uses with its own features (a norm of q and k):
     gradients are summed."""
 
-    word, for_parameters = REPLICATED, True
+    word = REPLICATED
+    for_parameters = True
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
         layers.sum_gradients(plain, split.parameters)
@@ -227,7 +246,8 @@ class Replicate(Style):
     like parameters outside: the down-projections of latent attention. Only states that they are not
     between the split layers."""
 
-    word, for_parameters = "replicate", True
+    word = "replicate"
+    for_parameters = True
 
 
 class GatherSequence(Style):
@@ -235,7 +255,9 @@ class GatherSequence(Style):
     layer gathers: the shared rotary key of latent attention. Its gradient is summed over the
     ranks."""
 
-    word, becomes, kind = "gather_sequence", "SequenceGather", "an nn.Identity"
+    word = "gather_sequence"
+    becomes = "SequenceGather"
+    kind = "an nn.Identity"
 
     def check(self, name: str, module: Any) -> list[str]:
         return [] if type(module).__name__ == "Identity" else [self.refusal(name, module)]
@@ -244,17 +266,17 @@ class GatherSequence(Style):
         return layers.sequence_gather()
 
 
-STYLES: dict[str, Style] = {  # with Hugging Face's words; `gather_sequence` is meshtrain's
+# with Hugging Face's words; `gather_sequence` is meshtrain's
+STYLES: dict[str, Style] = {
     style.word: style
     for style in (
-        *(
-            Colwise(),
-            Rowwise(),
-            ColwiseGatherOutput(),
-            EmbeddingRowwise(),
-            ReplicatedWithGradAllReduce(),
-        ),
-        *(Replicate(), GatherSequence()),
+        Colwise(),
+        Rowwise(),
+        ColwiseGatherOutput(),
+        EmbeddingRowwise(),
+        ReplicatedWithGradAllReduce(),
+        Replicate(),
+        GatherSequence(),
     )
 }
 
@@ -262,12 +284,13 @@ STYLES: dict[str, Style] = {  # with Hugging Face's words; `gather_sequence` is 
 def plan_of(model: type, key: str, plan: Any = None) -> Any:
     """An option's plan, or else that in the file of the model's class or of a base class: FSDP
     derives classes."""
-    modules = (sys.modules.get(base.__module__) for base in model.__mro__)
-    return (
-        next((getattr(module, key) for module in modules if hasattr(module, key)), None)
-        if plan is None
-        else plan
-    )
+    if plan is not None:
+        return plan
+    for base in model.__mro__:
+        module = sys.modules.get(base.__module__)
+        if hasattr(module, key):
+            return getattr(module, key)
+    return None
 
 
 def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
@@ -282,10 +305,9 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
             style.
     """
     modules = dict(model.named_modules())
-    names = [
-        *modules,
-        *(f"{name}.{own}".lstrip(".") for name in modules for own in _parameters(modules[name])),
-    ]
+    names = list(modules)
+    for name, module in modules.items():
+        names += [f"{name}.{own}".lstrip(".") for own in _parameters(module)]
     problems = _unmatched("tp_plan", plan, names, "layer")
     problems += [
         f"the tp_plan's {pattern!r} is {word!r}: use one of {', '.join(STYLES)}"
@@ -321,17 +343,19 @@ def expert_modules(model: Any, plan: Mapping[str, str]) -> dict[str, int]:
     problems = []
     for name in _planned_modules(model, "ep_plan", plan, EXPERTS):
         module = model.get_submodule(name)
-        sizes = {
-            p.shape[0] if "." not in own and p.dim() > 1 else None
-            for own, p in module.named_parameters()
-        }
-        counts[name] = next(iter(sizes), None) or 0
-        if len(sizes) != 1 or None in sizes or not hasattr(module, "dispatch"):
+        sizes = set[int]()  # of dim 0 of its parameters: one number, that of the experts
+        are_own = True
+        for own, parameter in module.named_parameters():
+            if "." in own or parameter.dim() < 2:
+                are_own = False
+            else:
+                sizes.add(parameter.shape[0])
+        counts[name] = next(iter(sizes), 0)
+        if not are_own or len(sizes) != 1 or not hasattr(module, "dispatch"):
             problems.append(
                 f"the ep_plan names {name}, which is no layer of experts: it has to compute by its "
-                "`dispatch`, as "
-                "meshtrain.experts.Experts does, and its parameters have to be its own, with the "
-                "experts as dim 0"
+                "`dispatch`, as meshtrain.experts.Experts does, and its parameters have to be its "
+                "own, with the experts as dim 0"
             )
     if problems:
         raise SplitError(problems)
@@ -362,11 +386,12 @@ def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
     """Modules with parameters that a plan gives a parameter style, by their own name or that of an
     enclosing module."""
     for name, module in model.named_modules():
+        # a.b.c, and the modules around it: a.b, a
         around = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
-        words = {
-            own: style_of(plan, [f"{name}.{own}".lstrip("."), *around])
-            for own in _parameters(module)
-        }
+        words: dict[str, str | None] = {}
+        for own in _parameters(module):
+            full_name = f"{name}.{own}".lstrip(".")
+            words[own] = style_of(plan, [full_name, *around])
         for word, style in STYLES.items():
             parameters = tuple(own for own in words if words[own] == word)
             if style.for_parameters and parameters:
@@ -377,22 +402,22 @@ def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> l
     """Parameters for which a plan does not say whether each rank uses them with a part of the
     features or with all: unsplit ones of a module that has both a column-wise and a row-wise layer,
     or of its children."""
-    dims: dict[str, set[int | None]] = {}
+    dims: dict[str, set[int | None]] = {}  # module -> the dims by which its layers are cut
     for split in splits:
-        dims.setdefault(split.layer.rpartition(".")[0], set()).add(STYLES[split.style].dim)
+        dims.setdefault(_parent(split.layer), set()).add(STYLES[split.style].dim)
     between = [name for name, split_dims in dims.items() if {0, 1} <= split_dims]
-    decided = {
-        (split.layer, own) for split in styled_parameters(model, plan) for own in split.parameters
-    }
     layers = {split.layer for split in splits}
-    return [
-        f"{name}.{own}".lstrip(".")
-        for name, module in model.named_modules()
-        for own in _parameters(module)
-        if (name in between or name.rpartition(".")[0] in between)
-        and name not in layers
-        and (name, own) not in decided
-    ]
+    decided = set[tuple[str, str]]()
+    for split in styled_parameters(model, plan):
+        decided.update((split.layer, own) for own in split.parameters)
+
+    found = []
+    for name, module in model.named_modules():
+        if name in layers or not (name in between or _parent(name) in between):
+            continue
+        undecided_here = [own for own in _parameters(module) if (name, own) not in decided]
+        found += [f"{name}.{own}".lstrip(".") for own in undecided_here]
+    return found
 
 
 def shards_sequence(plan: Mapping[str, str]) -> bool:
@@ -410,7 +435,8 @@ def has_sequence_parts(option: bool | None, plan: Mapping[str, str] | None) -> b
 def unequal_parts(what: str, length: int, tp: int) -> str:
     """The problem of `what`, a sequence of a `length` that `tp` does not divide, if its ranks share
     each sequence."""
-    near = any_of([str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n])
+    below = length // tp * tp
+    near = any_of([str(n) for n in (below, below + tp) if n])
     return (
         f"{what} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
         "parallel.sequence_parallel: false"
@@ -419,13 +445,14 @@ def unequal_parts(what: str, length: int, tp: int) -> str:
 
 def unsupported_options(embedding: Any) -> list[str]:
     """Problems of options that an embedding split over the vocabulary does not support."""
-    options = ("max_norm", "scale_grad_by_freq", "sparse")
-    values = {option: getattr(embedding, option, None) for option in options}
-    return [
-        f"an embedding with {option} cannot be split over tp: leave {option} out"
-        for option, value in values.items()
-        if value is not None and value is not False
-    ]
+    problems = []
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        value = getattr(embedding, option, None)
+        if value is not None and value is not False:
+            problems.append(
+                f"an embedding with {option} cannot be split over tp: leave {option} out"
+            )
+    return problems
 
 
 def _layers_of_attention(
@@ -439,20 +466,18 @@ def _layers_of_attention(
     leads to a row-wise one. Those of attention are the most (of equally many, those that are
     defined first), or differ in width, as queries and fewer keys do.
     """
-    parent = layer.rpartition(".")[0]
-    words = {name: style_of(plan, [name]) for name in modules if name.rpartition(".")[0] == parent}
-    columns = [
-        name
-        for name in words
-        if words[name] == Colwise.word and hasattr(modules[name], "out_features")
-    ]
-    rows = [
-        name
-        for name in words
-        if words[name] == Rowwise.word and hasattr(modules[name], "in_features")
-    ]
+    columns: list[str] = []
+    rows: list[str] = []
+    for name, module in modules.items():
+        if _parent(name) == _parent(layer):
+            word = style_of(plan, [name])
+            if word == Colwise.word and hasattr(module, "out_features"):
+                columns.append(name)
+            elif word == Rowwise.word and hasattr(module, "in_features"):
+                rows.append(name)
     if len(rows) < 2:
         return columns
+
     groups: dict[str, list[str]] = {name: [] for name in rows}
     row = ""
     for name in columns:
@@ -460,7 +485,8 @@ def _layers_of_attention(
         groups[row].append(name)
     own = next(group for group in groups.values() if layer in group)
     differ = len({modules[name].out_features for name in own}) > 1
-    return own if differ or own is max(groups.values(), key=len) else []
+    is_most = own is max(groups.values(), key=len)
+    return own if differ or is_most else []
 
 
 def _leads_to(column: str, rows: Sequence[str], modules: Mapping[str, Any], before: str) -> str:
@@ -473,28 +499,28 @@ def _leads_to(column: str, rows: Sequence[str], modules: Mapping[str, Any], befo
     fitting = equal or multiple or list(rows)
     order = list(modules)
     behind = [row for row in fitting if order.index(row) > order.index(column)]
-    return before if before in behind else (behind or fitting)[0]
+    if before in behind:
+        return before
+    return behind[0] if behind else fitting[0]
 
 
 def cut_through_heads(splits: Sequence[Split], modules: Mapping[str, Any]) -> str | None:
     """A module with column-wise layers of several widths, as queries and fewer keys have, that does
     not say how wide a head is: its name."""
-    widths: dict[str, set[int]] = {}
+    widths: dict[str, set[int]] = {}  # module -> the widths of its column-wise layers
     for split in splits:
-        if split.style == Colwise.word and not split.width and base_of(split.layer) == split.layer:
-            widths.setdefault(split.layer.rpartition(".")[0], set()).add(
-                modules[split.layer].out_features
-            )
+        is_adapter = base_of(split.layer) != split.layer
+        if split.style == Colwise.word and not split.width and not is_adapter:
+            outputs = modules[split.layer].out_features
+            widths.setdefault(_parent(split.layer), set()).add(outputs)
     return next((name for name, of in widths.items() if len(of) > 1), None)
 
 
 def _undivided_heads(queries: int, tp: int) -> list[str]:
-    near = ", ".join(str(n) for n in range(1, queries + 1) if queries % n == 0)
-    return (
-        [f"{queries} query heads do not divide over tp {tp}: use a tp of {near}"]
-        if queries % tp
-        else []
-    )
+    if queries % tp == 0:
+        return []
+    fits = ", ".join(str(n) for n in range(1, queries + 1) if queries % n == 0)
+    return [f"{queries} query heads do not divide over tp {tp}: use a tp of {fits}"]
 
 
 def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: str) -> list[str]:
@@ -507,10 +533,15 @@ def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: st
 
 def style_of(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
     """The style of the first pattern that matches one of these names."""
-    return next(
-        (plan[pattern] for pattern in plan if any(fnmatchcase(name, pattern) for name in names)),
-        None,
-    )
+    for pattern, style in plan.items():
+        if any(fnmatchcase(name, pattern) for name in names):
+            return style
+    return None
+
+
+def _parent(name: str) -> str:
+    """The module that contains a module, by their names; "" for the model."""
+    return name.rpartition(".")[0]
 
 
 def base_of(name: str) -> str:
@@ -522,10 +553,14 @@ def base_of(name: str) -> str:
 def style_of_layer(plan: Mapping[str, str], name: str) -> Style | None:
     """The style of a layer. Of an adapter, the layer whose inputs or outputs are split in the
     adapted layer has its style; the other works on features that every rank has."""
-    style = STYLES.get(style_of(plan, [base_of(name)]) or "")
-    if style is None or base_of(name) == name:
+    base = base_of(name)
+    style = STYLES.get(style_of(plan, [base]) or "")
+    if style is None or base == name:
         return style
-    return style if style.dim == {LORA_A: 1, LORA_B: 0}.get(name.rpartition(".")[2], -1) else None
+    own = name.rpartition(".")[2]
+    # A takes the layer's inputs, and B makes its outputs.
+    has_style = (own == LORA_A and style.dim == 1) or (own == LORA_B and style.dim == 0)
+    return style if has_style else None
 
 
 def _parameters(module: Any) -> list[str]:
@@ -546,7 +581,8 @@ def _inconsistent_ties(splits: list[Split], modules: Mapping[str, Any]) -> list[
     cut_by = {split.layer: (STYLES[split.style].dim, split.everywhere) for split in splits}
     sharing: dict[int, list[str]] = {}
     for name, module in modules.items():
-        if (weight := _weight(module)) is not None:
+        weight = _weight(module)
+        if weight is not None:
             sharing.setdefault(id(weight), []).append(name)
     return [
         f"{' and '.join(names)} share one weight: the tp_plan has to split all of them in the same "

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.grad_sync import (
@@ -32,7 +31,6 @@ from meshtrain.parallel.linear.weight_grad import (
     WeightGradQueue,
     run_weight_grads,
 )
-from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.p2p import (
@@ -43,6 +41,7 @@ from meshtrain.pipeline.p2p import (
     transfer_order,
 )
 from meshtrain.pipeline.simulate import Event
+from meshtrain.pipeline.tied import TiedGradients
 
 Number = TypeVar("Number", int, float)
 
@@ -109,43 +108,50 @@ class Pipeline(nn.Module):
         """
         super().__init__()
         self.about = about
-        self.parameter_stages, self._schedule_of = parameter_stages, schedule_of
+        self.parameter_stages = parameter_stages
         self.recorded: list[Event] | None = None  # collects the events of runs, if it is a list
+
         self._stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
         for stage in stages.values():
             defer_waits(stage)
-        self._mesh, self._device, self._queue = mesh, device, weight_grads
-        self._rank, self._last_rank = mesh.index(AXIS), schedule.rank_of(schedule.stages - 1)
-        self.ends = schedule.rank_of(0) == self._rank, self._last_rank == self._rank
+        self._mesh = mesh
+        self._device = device
+        self._queue = weight_grads
+
+        placement = schedule.placement
+        self._rank = mesh.index(AXIS)
+        self._last_rank = placement[-1]
+        self.ends = (placement[0] == self._rank, placement[-1] == self._rank)
         self._transfers = Transfers(mesh, device, waiting)
+        self._tied = TiedGradients(
+            stages, parameter_stages, placement, self._transfers, mesh, device
+        )
+        self._schedule_of = schedule_of
         self._follow(schedule)
+
+        # What is held between two actions of a microbatch.
         # (kind of tensor, consuming stage, microbatch) -> tensor between two stages of this rank.
         self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
+        # (stage, microbatch) -> what its backward, and what its weight gradients start from.
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
         self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
-        self._tied: dict[
-            str, Tensor
-        ] = {}  # tied weight -> meta tensor like this rank's part of its gradient
-        self._addends: dict[
-            tuple[str, int], tuple[dist.Work, Tensor]
-        ] = {}  # (weight, stage) -> its receive
 
     def _follow(self, schedule: Schedule) -> None:
         """Sets the schedule that is run from the next step on."""
         self.schedule = schedule
-        self._order, self._confirmed = (
-            transfer_order(schedule),
-            sends_confirmed_by(schedule, self._rank),
-        )
+        self._order = transfer_order(schedule)
+        self._confirmed = sends_confirmed_by(schedule, self._rank)
         self._actions = schedule.actions_of(self._rank)
-        self._last = {action.stage: i for i, action in enumerate(self._actions)}
-        last = (self._actions[i] for i in self._last.values() if self._queue is not None)
-        hands_on_first = {
-            action for action in last if action.kind is Kind.BACKWARD and schedule.sends(action)
-        }
-        self._split = hands_on_first | {
-            action for action in self._actions if action.kind is Kind.INPUT_GRAD
-        }
+        self._last_position = {action.stage: i for i, action in enumerate(self._actions)}
+
+        # Backwards that compute the input gradient alone and leave weight gradients for later:
+        # where the schedule says so, and, to send their result sooner, the last ones of each stage.
+        self._split: set[Action] = set()
+        for i, action in enumerate(self._actions):
+            is_last = i == self._last_position[action.stage]
+            sends_first = is_last and self._queue is not None and bool(schedule.sends(action))
+            if action.kind is Kind.INPUT_GRAD or (action.kind is Kind.BACKWARD and sends_first):
+                self._split.add(action)
         self._split_passes = {_key(action) for action in self._split}
 
     def stage(self, number: int) -> nn.Module:
@@ -165,27 +171,36 @@ class Pipeline(nn.Module):
         complete. `microbatches`: their number, if it can differ from the schedule's."""
         if microbatches not in (None, self.schedule.microbatches) and self._schedule_of is not None:
             self._follow(self._schedule_of(microbatches))
-        for stage in self._stages.values():
+        for stage in self.stages():
             set_is_last_backward(stage, False)
-        keys = [source.shapes(i) for i in range(self.schedule.microbatches)]
-        self._transfers.begin(self._order, keys, self._confirmed)
-        for i, action in enumerate(self._actions):
-            stage, last = self.stage(action.stage), self._last[action.stage] == i
-            # else some gradients come later
-            if last and action.kind is Kind.BACKWARD and action not in self._split:
-                set_is_last_backward(stage, True)
-            self._act(action, source)
-            if last:
-                start_reduce(stage)
-            self._receive_tied()
-        self._transfers.end()
-        for stage in self._stages.values():  # in the same order on all ranks of a data group
-            finish_reduce(stage)
-        self._sum_tied()
+        shapes = [source.shapes(i) for i in range(self.schedule.microbatches)]
+        self._transfers.begin(self._order, shapes, self._confirmed)
 
-    def _act(self, action: Action, source: MicrobatchSource) -> None:
-        stage = self.stage(action.stage)
-        received = self._take(action)  # the wait is not part of the action
+        for position, action in enumerate(self._actions):
+            stage = self.stage(action.stage)
+            is_last = position == self._last_position[action.stage]
+
+            # A stage's last backward may start the sums over the data ranks as its gradients
+            # become complete, unless some of them are computed after it.
+            if is_last and action.kind is Kind.BACKWARD and action not in self._split:
+                set_is_last_backward(stage, True)
+
+            received = self._take(action)  # the wait is not part of the action
+            self._act(action, stage, source, received)
+
+            # The sums of this stage overlap with the actions of others.
+            if is_last:
+                start_reduce(stage)
+            self._tied.receive_ahead()
+
+        self._transfers.end()
+        for stage in self.stages():  # in the same order on all ranks of a data group
+            finish_reduce(stage)
+        self._tied.sum()
+
+    def _act(
+        self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None
+    ) -> None:
         if self._queue is not None:
             self._queue.used = _key(action) in self._split_passes
         with self._recording(action), source.around(stage, action):
@@ -199,12 +214,15 @@ class Pipeline(nn.Module):
     def _forward(
         self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None
     ) -> None:
-        received = None if received is None else received.requires_grad_()
+        if received is not None:
+            received.requires_grad_()  # its gradient is sent back
         output = call_stage(stage, source.inputs(action.microbatch), received)
+
         if action.stage == self.schedule.stages - 1:
             loss = source.loss(action.microbatch, output)
             self._saved_graphs[_key(action)] = _SavedGraph(received, loss)
             return
+
         # Only the graph is held, not the output, whose memory is freed once it has been sent.
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._saved_graphs[_key(action)] = _SavedGraph(received, edge)
@@ -212,19 +230,23 @@ class Pipeline(nn.Module):
 
     def _backward(self, action: Action, stage: nn.Module, grad: Tensor | None) -> None:
         received, output = self._saved_graphs.pop(_key(action))
-        if action in self._split:
+        is_split = action in self._split
+        if is_split:
             assert self._queue is not None  # the schedule splits backwards
             with self._queue.record() as weight_grads:
                 _run_backward(output, grad)
             self._weight_grads[_key(action)] = weight_grads
         else:
             _run_backward(output, grad)
-        # it has no gradient if a block stops it, by `detach` or `torch.no_grad`
+
         if received is not None:
-            self._hand_on(
-                action, torch.zeros_like(received) if received.grad is None else received.grad
-            )
-        if action.kind is Kind.BACKWARD and action in self._split:
+            input_grad = received.grad
+            if input_grad is None:  # a block stops it, by `detach` or `torch.no_grad`
+                input_grad = torch.zeros_like(received)
+            self._hand_on(action, input_grad)
+
+        # A whole backward that was split only for its result to be sent before.
+        if is_split and action.kind is Kind.BACKWARD:
             self._run_weight_grads(action, stage)
 
     def _run_weight_grads(self, action: Action, stage: nn.Module) -> None:
@@ -243,11 +265,12 @@ class Pipeline(nn.Module):
         self._transfers.tell_shape(key, stage, meta)
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
+        """Sends the result of an action to the neighbouring stage, or keeps it for a stage of this
+        rank."""
         for transfer in self.schedule.sends(action):
             return self._transfers.send(transfer, tensor)
-        self._local_handoff[
-            action.kind.tensor, action.stage + action.kind.direction, action.microbatch
-        ] = tensor
+        consumer = action.stage + action.kind.direction
+        self._local_handoff[action.kind.tensor, consumer, action.microbatch] = tensor
 
     @torch.no_grad()
     def run_forwards(
@@ -261,17 +284,25 @@ class Pipeline(nn.Module):
         results = []
         for action in actions:
             last = action.stage == self.schedule.stages - 1
-            result = run(
-                self.stage(action.stage), microbatches[action.microbatch], self._take(action), last
-            )
-            results.append(result) if last else self._hand_on(action, result)
+            stage, received = self.stage(action.stage), self._take(action)
+            result = run(stage, microbatches[action.microbatch], received, last)
+            if last:
+                results.append(result)
+            else:
+                self._hand_on(action, result)
         self._transfers.end()
         return results
 
     def forward(self, *inputs: Any) -> Tensor | None:
         """The model's output on the ranks that have the last stage; None on all others. All ranks
         call it together."""
-        outputs = self.run_forwards([inputs], [shapes_of(inputs)], lambda *of: call_stage(*of[:3]))
+
+        def run(
+            stage: nn.Module, inputs: tuple[Any, ...], received: Tensor | None, last: bool
+        ) -> Tensor:
+            return call_stage(stage, inputs, received)
+
+        outputs = self.run_forwards([inputs], [shapes_of(inputs)], run)
         return outputs[0] if outputs else None
 
     def from_last(self, numbers: list[Number]) -> list[Number]:
@@ -283,11 +314,10 @@ class Pipeline(nn.Module):
         return values.tolist()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {
-            name: value
-            for stage in self._stages.values()
-            for name, value in stage.state_dict(**named).items()
-        }
+        states: dict[str, Any] = {}
+        for stage in self.stages():
+            states |= stage.state_dict(**named)
+        return states
 
     @contextmanager
     def _recording(self, action: Action) -> Iterator[None]:
@@ -303,85 +333,25 @@ class Pipeline(nn.Module):
             torch.cuda.synchronize(self._device)
         return time.time()  # the host's clock, which ranks share or synchronize to
 
-    def _receive_tied(self) -> None:
-        """Posts the receives of other ranks' gradients of tied weights after all transfers, so that
-        they overlap with computation; from the second step on, when their shapes are known."""
-        for name in self._tied:
-            for stage in self.parameter_stages[name]:
-                rank = self.schedule.rank_of(stage)
-                if (
-                    (name, stage) not in self._addends
-                    and rank != self._rank
-                    and self._transfers.can_receive_ahead(rank)
-                ):
-                    self._receive(name, stage, rank)
-
-    def _receive(self, name: str, stage: int, rank: int) -> None:
-        memory = torch.empty_like(self._tied[name], device=self._device)
-        self._addends[name, stage] = self._transfers.start_receive(memory, rank), memory
-
-    def _sum_tied(self) -> None:
-        """Sums the gradient of a weight that several stages hold over these stages, in stage order,
-        on each of them."""
-        for name, stages in self.parameter_stages.items():
-            ranks = [self.schedule.rank_of(stage) for stage in stages]
-            if len(stages) == 1 or self._rank not in ranks:
-                continue
-            if self._parameter(
-                stages[ranks.index(self._rank)], name
-            ).requires_grad:  # else it is frozen in all stages
-                self._sum_over_stages(name, stages, ranks)
-
-    def _sum_over_stages(self, name: str, stages: tuple[int, ...], ranks: list[int]) -> None:
-        own_stages = [
-            stage for stage, rank in zip(stages, ranks, strict=True) if rank == self._rank
-        ]
-        own = {stage: self._gradient(stage, name) for stage in own_stages}
-        self._tied[name] = torch.empty_like(own[own_stages[0]], device="meta")
-        works, addends = [], []
-        for stage, rank in zip(stages, ranks, strict=True):
-            if stage in own:
-                addends.append(own[stage].clone())
-                others = sorted(set(ranks) - {self._rank})
-                works += [self._transfers.start_send(addends[-1], other) for other in others]
-                self._mesh.comm_bytes.add(AXIS, "send", addends[-1].nbytes * len(others))
-            else:
-                if (name, stage) not in self._addends:
-                    self._receive(name, stage, rank)
-                work, addend = self._addends.pop((name, stage))
-                works.append(work)
-                addends.append(addend)
-        with waiting("gradients of a tied weight", self._mesh.group(AXIS)):
-            for work in works:
-                work.wait()
-        for gradient in own.values():
-            gradient.copy_(addends[0])
-            for addend in addends[1:]:
-                gradient.add_(addend)
-
-    def _parameter(self, stage: int, name: str) -> nn.Parameter:
-        return dict(self.stage(stage).named_parameters())[name]
-
-    def _gradient(self, stage: int, name: str) -> Tensor:
-        """This rank's part of a gradient; zeros if no microbatch has used the weight."""
-        parameter = self._parameter(stage, name)
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return to_local(parameter.grad)
-
 
 def call_stage(stage: nn.Module, inputs: tuple[Any, ...], received: Tensor | None) -> Tensor:
     """Every stage except the first takes the received tensor in place of the first input."""
-    return stage(*inputs if received is None else (received, *inputs[1:]))
+    if received is not None:
+        inputs = (received, *inputs[1:])
+    return stage(*inputs)
 
 
 @cache
 def _forwards(placement: tuple[int, ...], microbatches: int, rank: int) -> tuple[Any, ...]:
+    """What `run_forwards` executes on a rank: its actions, the order of all transfers, and what
+    each receive confirms. Evaluations and generation ask for the same few again and again."""
     plan = forwards_alone(placement, microbatches)
     return plan.actions_of(rank), transfer_order(plan), sends_confirmed_by(plan, rank)
 
 
 def _run_backward(output: Tensor | GradientEdge | None, grad: Tensor | None) -> None:
+    """Backward from a stage's output, with its gradient, or from the loss; nothing if the output
+    needs no gradient, as when all of the stage is frozen."""
     if output is not None:
         torch.autograd.backward(output, grad)
 
@@ -399,4 +369,4 @@ def ends_of(model: nn.Module) -> tuple[bool, bool]:
 def shapes_of(inputs: tuple[Any, ...]) -> tuple[tuple[int, ...] | None, ...]:
     """The shapes of a microbatch's inputs (tensors, or records of tensors), on which those of
     activations depend."""
-    return tuple(None if x is None else tuple(x.shape) for x in inputs)
+    return tuple(None if value is None else tuple(value.shape) for value in inputs)

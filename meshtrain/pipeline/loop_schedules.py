@@ -101,15 +101,14 @@ def _groups(microbatches: int, ranks: int) -> list[int]:
 def forwards_alone(placement: tuple[int, ...], microbatches: int) -> Schedule:
     """Only forwards, for any placement of stages: microbatches enter one after another, and of
     those that have reached a rank the one at the latest stage runs first."""
-    order = sorted(
-        (stage + i, -stage, i) for stage in range(len(placement)) for i in range(microbatches)
-    )
-    forwards = [Action(Kind.FORWARD, -stage, i) for _, stage, i in order]
-    ranks = range(max(placement) + 1)
-    actions = (
-        tuple(action for action in forwards if placement[action.stage] == rank) for rank in ranks
-    )
-    return Schedule("forwards", microbatches, placement, tuple(actions))
+    stages = range(len(placement))
+    forwards = [Action(Kind.FORWARD, stage, i) for stage in stages for i in range(microbatches)]
+    # A forward takes one unit of time, so microbatch i is at stage s at the time s + i.
+    forwards.sort(key=lambda action: (action.stage + action.microbatch, -action.stage))
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for action in forwards:
+        rows[placement[action.stage]].append(action)
+    return Schedule("forwards", microbatches, placement, tuple(map(tuple, rows)))
 
 
 def _loop_schedule(
@@ -127,28 +126,31 @@ def _loop_schedule(
     None: all forwards. `delay`: backwards per earlier rank by which a weight gradient is deferred;
     None: backwards are whole.
     """
-    forwards: list[
-        tuple[int, int]
-    ] = []  # (index among the rank's stages, microbatch), the same on every rank
+    # (index among the rank's stages, microbatch), in an order that is the same on every rank.
+    forwards: list[tuple[int, int]] = []
     backwards: list[tuple[int, int]] = []
-    first = 0
+    microbatches = 0
     for size in groups:
-        group = range(first, first + size)
-        forwards += [(turn, microbatch) for turn in range(stages) for microbatch in group]
-        backwards += [
-            (turn, microbatch) for turn in reversed(range(stages)) for microbatch in group
-        ]
-        first += size
-    before = (stages - 1) * max(groups)  # forwards before the first of a rank's last stage
+        group = range(microbatches, microbatches + size)
+        for turn in range(stages):
+            forwards += [(turn, microbatch) for microbatch in group]
+        for turn in reversed(range(stages)):
+            backwards += [(turn, microbatch) for microbatch in group]
+        microbatches += size
+
     rows = []
     for rank in range(ranks):
-        front = [
-            Action(Kind.FORWARD, turn * ranks + rank, microbatch) for turn, microbatch in forwards
-        ]
-        back = [(turn * ranks + rank, microbatch) for turn, microbatch in backwards]
-        count = len(front) if warmup is None else before + warmup * (ranks - 1 - rank)
-        rows.append(_alternate(front, back, count, None if delay is None else delay * rank))
-    return Schedule(name, first, tuple(range(ranks)) * stages, tuple(rows))
+        # Stages are dealt out to the ranks in turn: a rank's first one is `rank`.
+        front = [Action(Kind.FORWARD, turn * ranks + rank, i) for turn, i in forwards]
+        back = [(turn * ranks + rank, i) for turn, i in backwards]
+        warmup_forwards = len(front)
+        if warmup is not None:
+            before_last_stage = (stages - 1) * max(groups)
+            warmup_forwards = before_last_stage + warmup * (ranks - 1 - rank)
+        deferred = None if delay is None else delay * rank
+        rows.append(_alternate(front, back, warmup_forwards, deferred))
+    placement = tuple(range(ranks)) * stages
+    return Schedule(name, microbatches, placement, tuple(rows))
 
 
 def _alternate(
@@ -159,16 +161,16 @@ def _alternate(
     weight gradients are deferred."""
     row = list(forwards[:warmup])
     for i, backward in enumerate(backwards):
-        row += forwards[warmup + i : warmup + i + 1]
+        row += forwards[warmup + i : warmup + i + 1]  # none, if all have run
         if delay is None:
             row.append(Action(Kind.BACKWARD, *backward))
             continue
         row.append(Action(Kind.INPUT_GRAD, *backward))
         if i >= delay:
             row.append(Action(Kind.WEIGHT_GRAD, *backwards[i - delay]))
+
+    # The weight gradients that are left when all else is done.
     if delay is not None:
-        row += [
-            Action(Kind.WEIGHT_GRAD, *backward)
-            for backward in backwards[max(0, len(backwards) - delay) :]
-        ]
+        first_deferred = max(0, len(backwards) - delay)
+        row += [Action(Kind.WEIGHT_GRAD, *backward) for backward in backwards[first_deferred:]]
     return tuple(row)

@@ -33,13 +33,11 @@ MOST_DIMS = 8
 def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
     """All transfers of a schedule, in an order in which they can be executed one after the
     other."""
-    timeline = simulate(schedule)
-    sends = [
-        (event.end, event.rank, transfer)
-        for events in timeline.events
-        for event in events
-        for transfer in schedule.sends(event.action)
-    ]
+    sends: list[tuple[float, int, Transfer]] = []
+    for events in simulate(schedule).events:
+        for event in events:
+            transfers = schedule.sends(event.action)
+            sends += [(event.end, event.rank, transfer) for transfer in transfers]
     return tuple(transfer for _, _, transfer in sorted(sends))
 
 
@@ -49,18 +47,17 @@ def sends_confirmed_by(schedule: Schedule, rank: int) -> dict[Transfer, tuple[Tr
     A peer that sends a tensor has done its earlier actions, and so has received their inputs: the
     memory of those sends can be freed, which a backend need not report (gloo does not).
     """
-    confirmed = {}
+    confirmed: dict[Transfer, tuple[Transfer, ...]] = {}
     for peer in range(schedule.ranks):
-        arrived: list[
-            Transfer
-        ] = []  # sends of this rank received by the peer since the peer's last send to it
+        # Sends of this rank that the peer has received since its own last send to this rank.
+        arrived: list[Transfer] = []
         for action in schedule.actions_of(peer):
-            arrived += [
-                transfer for transfer in schedule.receives(action) if transfer.source == rank
-            ]
+            receives = schedule.receives(action)
+            arrived += [transfer for transfer in receives if transfer.source == rank]
             for transfer in schedule.sends(action):
                 if transfer.target == rank:
-                    confirmed[transfer], arrived = tuple(arrived), []
+                    confirmed[transfer] = tuple(arrived)
+                    arrived = []
     return confirmed
 
 
@@ -79,22 +76,17 @@ class TensorMeta:
         return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
 
     def packed(self) -> Tensor:
-        padding = [0] * (MOST_DIMS - len(self.shape))
-        return torch.tensor(
-            [
-                DTYPES.index(self.dtype),
-                len(self.shape),
-                *self.shape,
-                *padding,
-                *self.order,
-                *padding,
-            ]
-        )
+        """As a tensor of a fixed size, which a receiver can post a receive for."""
+        dims = len(self.shape)
+        padding = [0] * (MOST_DIMS - dims)
+        dtype = DTYPES.index(self.dtype)
+        return torch.tensor([dtype, dims, *self.shape, *padding, *self.order, *padding])
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> "TensorMeta":
-        kind, dims, *rest = packed.tolist()
-        return cls(tuple(rest[:dims]), tuple(rest[MOST_DIMS : MOST_DIMS + dims]), DTYPES[kind])
+        dtype, dims, *rest = packed.tolist()
+        shape, order = rest[:MOST_DIMS], rest[MOST_DIMS:]
+        return cls(tuple(shape[:dims]), tuple(order[:dims]), DTYPES[dtype])
 
     def lay_out(self, tensor: Tensor) -> Tensor:
         """The tensor as contiguous memory, with dims in `order`."""
@@ -102,9 +94,11 @@ class TensorMeta:
 
     def empty(self, device: torch.device) -> Tensor:
         """A buffer to receive into; `view` restores the tensor's shape and strides."""
-        return torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
+        shape = [self.shape[dim] for dim in self.order]
+        return torch.empty(shape, dtype=self.dtype, device=device)
 
     def view(self, memory: Tensor) -> Tensor:
+        """The inverse of `lay_out`."""
         return memory.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
@@ -112,9 +106,13 @@ class Transfers:
     """This rank's part of the transfers of a step."""
 
     def __init__(self, mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> None:
-        self._mesh, self._device, self._waiting = mesh, device, waiting
-        self._rank, self._ranks = mesh.index(AXIS), mesh.layout.group(mesh.rank, AXIS)
+        self._mesh = mesh
+        self._device = device
+        self._waiting = waiting
+        self._rank = mesh.index(AXIS)  # on `pp`
+        self._ranks = mesh.layout.group(mesh.rank, AXIS)  # index on `pp` -> rank
         self._metas: dict[tuple[Hashable, int], TensorMeta] = {}
+        # The memory of a send is held until it has arrived.
         self._sending: dict[Transfer, list[tuple[dist.Work, Tensor]]] = {}
 
     def begin(
@@ -135,10 +133,11 @@ class Transfers:
         self._order = [
             transfer for transfer in order if self._rank in (transfer.source, transfer.target)
         ]
-        self._next, self._confirmed = 0, confirmed or {}
+        self._next = 0  # the first transfer that is not posted
+        self._confirmed = confirmed or {}
         self._keys = keys
-        self._ready: dict[Transfer, Tensor] = {}
-        self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}
+        self._ready: dict[Transfer, Tensor] = {}  # tensors whose turn to be sent has not come
+        self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}  # receives
         self._post()
 
     def tell_shape(self, key: Hashable, stage: int, meta: TensorMeta) -> None:
@@ -152,6 +151,7 @@ class Transfers:
         self._post()
 
     def receive(self, transfer: Transfer) -> Tensor:
+        """Waits for a tensor."""
         if transfer not in self._posted:
             self._post(transfer)
         work, memory = self._posted.pop(transfer)
@@ -172,10 +172,12 @@ class Transfers:
     def can_receive_ahead(self, index: int) -> bool:
         """Whether all transfers are posted, and a receive after them would not block sends to that
         rank."""
-        own_group = self._mesh.link(self._ranks[index], self._mesh.rank) is not self._mesh.group(
-            AXIS
-        )
-        return self._next == len(self._order) and (own_group or self._device.type == "cpu")
+        if self._next < len(self._order):
+            return False
+        link = self._mesh.link(self._ranks[index], self._mesh.rank)
+        has_own_group = link is not self._mesh.group(AXIS)
+        # gloo does not run the transfers of a group in order.
+        return has_own_group or self._device.type == "cpu"
 
     def _let_go(self, transfer: Transfer) -> None:
         with self._pending(transfer):
@@ -189,20 +191,26 @@ class Transfers:
             transfer = self._order[self._next]
             if transfer.source == self._rank:
                 if transfer not in self._ready:
-                    assert needed is None  # tensors produced earlier are sent earlier
+                    # What was computed earlier was sent earlier: it cannot stand before `needed`.
+                    assert needed is None
                     return
                 self._post_send(transfer, self._ready.pop(transfer))
             else:
-                if needed is None and (
-                    self._meta_key(transfer) not in self._metas or len(self._posted) >= AHEAD
-                ):
+                if needed is None and not self._can_post_receive(transfer):
                     return
                 self._post_receive(transfer)
             self._next += 1
-            needed = None if transfer == needed else needed
+            if transfer == needed:
+                needed = None  # and go on as far as possible
+
+    def _can_post_receive(self, transfer: Transfer) -> bool:
+        """Whether a receive may be posted ahead: without a wait for its `TensorMeta`, and without
+        holding too much memory."""
+        return self._meta_key(transfer) in self._metas and len(self._posted) < AHEAD
 
     def _post_send(self, transfer: Transfer, tensor: Tensor) -> None:
-        key, own = self._meta_key(transfer), TensorMeta.of(tensor)
+        key = self._meta_key(transfer)
+        own = TensorMeta.of(tensor)
         if key not in self._metas:
             self._metas[key] = own
             self._start_send(transfer, own.packed().to(self._device))
@@ -210,21 +218,18 @@ class Transfers:
         if (own.shape, own.dtype) != (expected.shape, expected.dtype):
             raise InputError(
                 f"the {transfer.kind} for stage {transfer.stage} of microbatch "
-                f"{transfer.microbatch} is "
-                f"{list(own.shape)} of {own.dtype}, and {list(expected.shape)} of {expected.dtype} "
-                "is what is known of "
-                f"microbatches whose inputs are {key[0]}: with pp the shapes of inputs must tell "
-                "those of activations. "
-                "Pad to shapes that do, or use pp: 1"
+                f"{transfer.microbatch} is {list(own.shape)} of {own.dtype}, and "
+                f"{list(expected.shape)} of {expected.dtype} is what is known of microbatches "
+                f"whose inputs are {key[0]}: with pp the shapes of inputs must tell those of "
+                "activations. Pad to shapes that do, or use pp: 1"
             )
         laid_out = expected.lay_out(tensor)
         self._mesh.comm_bytes.add(AXIS, "send", laid_out.nbytes)
         self._start_send(transfer, laid_out)
 
     def _start_send(self, transfer: Transfer, tensor: Tensor) -> None:
-        self._sending.setdefault(transfer, []).append(
-            (self.start_send(tensor, transfer.target), tensor)
-        )
+        work = self.start_send(tensor, transfer.target)
+        self._sending.setdefault(transfer, []).append((work, tensor))
 
     def start_send(self, tensor: Tensor, index: int) -> dist.Work:
         """Starts a send to a rank, by its index on `pp`, after all posted transfers."""
@@ -241,7 +246,8 @@ class Transfers:
                 self.start_receive(packed, transfer.source).wait()
             self._metas[key] = TensorMeta.unpacked(packed)
         memory = self._metas[key].empty(self._device)
-        self._posted[transfer] = self.start_receive(memory, transfer.source), memory
+        work = self.start_receive(memory, transfer.source)
+        self._posted[transfer] = work, memory
 
     def start_receive(self, tensor: Tensor, index: int) -> dist.Work:
         """Starts a receive from a rank, by its index on `pp`, after all posted transfers."""

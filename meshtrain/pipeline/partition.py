@@ -20,7 +20,9 @@ def blocks_of(model: Any) -> list[Any]:
     submodule or a number of that name, as the transformers of timm have, is the model's own."""
     blocks = getattr(model, "blocks", None)
     is_submodule = hasattr(blocks, "named_modules")
-    return blocks() if callable(blocks) and not is_submodule else [model]
+    if callable(blocks) and not is_submodule:
+        return blocks()
+    return [model]
 
 
 class StageSplitError(ValueError):
@@ -43,7 +45,9 @@ class StageSplit:
     def imbalance(self) -> float:
         """The excess of the largest stage over the mean, as a fraction of the mean."""
         total = math.fsum(self.costs)
-        return max(self.costs) * len(self.costs) / total - 1 if total else 0.0
+        if not total:
+            return 0.0
+        return max(self.costs) * len(self.costs) / total - 1
 
     def describe(self) -> str:
         """One line of text: `18 blocks in 4 stages: 5 + 5 + 5 + 3, the largest stage 4 % above the
@@ -52,11 +56,10 @@ class StageSplit:
         line = f"{plural(blocks, 'block')} in {plural(stages, 'stage')}"
         if stages == 1:
             return line
-        sizes = (
-            f"{min(self.counts)} to {max(self.counts)} each"
-            if stages > 16
-            else " + ".join(map(str, self.counts))
-        )
+        if stages > 16:
+            sizes = f"{min(self.counts)} to {max(self.counts)} each"
+        else:
+            sizes = " + ".join(map(str, self.counts))
         excess = f"{100 * self.imbalance:.0f} %" if self.imbalance >= 0.005 else "less than 1 %"
         return f"{line}: {sizes}, the largest stage {excess} above the mean"
 
@@ -90,14 +93,17 @@ def split_blocks(
         ends = _balanced_ends([float(cost) for cost in costs], stages)
     else:
         _check_counts(blocks_per_stage, len(costs), stages)
-        ends = [sum(blocks_per_stage[: stage + 1]) for stage in range(stages)]
+        ends = list(accumulate(blocks_per_stage))
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return StageSplit(bounds, tuple(math.fsum(costs[first:end]) for first, end in bounds))
+    stage_costs = tuple(math.fsum(costs[first:end]) for first, end in bounds)
+    return StageSplit(bounds, stage_costs)
 
 
 def _too_many(blocks: int, ranks: int, stages_per_rank: int) -> str:
+    """The sentence for more stages than blocks, with all ways to have fewer or more."""
     stages = ranks * stages_per_rank
-    most_ranks, most_each = blocks // stages_per_rank, blocks // ranks
+    most_ranks = blocks // stages_per_rank
+    most_each = blocks // ranks
     ways = []
     if most_ranks:
         ways.append(
@@ -119,52 +125,65 @@ def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
     if len(counts) != stages:
         raise StageSplitError(
             f"{split} has {plural(len(counts), 'number')}, and there are "
-            f"{plural(stages, 'stage')}: give the number "
-            "of blocks of each stage, or none to have them balanced"
+            f"{plural(stages, 'stage')}: give the number of blocks of each stage, or none to have "
+            "them balanced"
         )
     if min(counts) < 1:
         raise StageSplitError(f"{split} has a stage without blocks: give each at least 1")
     if sum(counts) != blocks:
         raise StageSplitError(
             f"{split} is for {plural(sum(counts), 'block')}, and the model has {blocks} (embedding "
-            "and head included): "
-            f"make the numbers add up to {blocks}"
+            f"and head included): make the numbers add up to {blocks}"
         )
 
 
 def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
-    """The end of each stage: minimizes the largest stage, and then the sum of squares, by dynamic
-    programming over stages: `best[end]` is the sum of squares of the blocks before `end` in the
-    stages so far."""
+    """The end of each stage: minimizes the largest stage, and then the sum of squares.
+
+    The limit on a stage is found first. Then, by dynamic programming over the stages:
+
+        best[end] = min over begin of best_so_far[begin] + cost(begin, end)^2
+
+    where `best[end]` is the least sum of squares of stages that hold the blocks before `end`.
+    """
     before = list(accumulate(costs, initial=0.0))  # the total cost of all earlier blocks
     limit = _smallest_limit(before, stages)
     first_begin = [_reach_back(before, end, limit) for end in range(len(before))]
+
     best = {0: 0.0}
-    begins: list[dict[int, int]] = []  # per stage: its end -> its best begin
+    begins: list[dict[int, int]] = []  # for each stage: its end -> its best begin
     for _ in range(stages):
-        squares: dict[int, float] = {}
-        begin: dict[int, int] = {}
+        best_so_far, best = best, {}
+        begin_of: dict[int, int] = {}
         for end in range(1, len(before)):
-            possible = [i for i in range(first_begin[end], end) if i in best]
-            if possible:
-                squares[end], begin[end] = min(
-                    (best[i] + (before[end] - before[i]) ** 2, i) for i in possible
-                )
-        best = squares
-        begins.append(begin)
+            candidates = []
+            for begin in range(first_begin[end], end):
+                if begin in best_so_far:
+                    cost = before[end] - before[begin]
+                    candidates.append((best_so_far[begin] + cost**2, begin))
+            if candidates:
+                best[end], begin_of[end] = min(candidates)
+        begins.append(begin_of)
+
+    # Backwards from the last block: a stage ends where the next one begins.
     ends = [len(costs)]
-    for begin in reversed(begins[1:]):
-        ends.append(begin[ends[-1]])
+    for begin_of in reversed(begins[1:]):
+        ends.append(begin_of[ends[-1]])
     return ends[::-1]
 
 
 def _smallest_limit(before: Sequence[float], stages: int) -> float:
     """The smallest limit on the cost of a stage that some split satisfies."""
-    low, high = 0.0, before[-1]
-    while low < (middle := (low + high) / 2) < high:
+    low, high = 0.0, before[-1]  # `low` is too small, `high` suffices
+    while True:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            return high  # neighbouring floats
         reached = _filled(before, stages, middle)
-        low, high = (middle, high) if reached is None else (low, reached)
-    return high
+        if reached is None:
+            low = middle
+        else:
+            high = reached
 
 
 def _filled(before: Sequence[float], stages: int, limit: float) -> float | None:

@@ -1,8 +1,8 @@
 """Pipeline schedules by name and from CSV files, and the checks that a schedule has to pass before
 training.
 
-    build("1f1b", ranks=4, microbatches=8)      -> Schedule: for every rank the ordered list of its
-    actions read_csv("my_schedule.csv")                 -> Schedule, checked
+    build("1f1b", ranks=4, microbatches=8)  # a Schedule: for every rank the list of its actions
+    read_csv("my_schedule.csv")             # a Schedule, checked
 
 A new schedule is a function from (ranks, microbatches, stages per rank) to a `Schedule`, and a row
 of the table.
@@ -14,7 +14,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +57,8 @@ def build(
     says which work."""
     if name not in _SPECS:
         near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-        hint = f"did you mean {near[0]}? There are " if near else "there are "
-        raise ScheduleError(f"there is no schedule {name!r}: {hint}{', '.join(NAMES)}")
+        hint = f"did you mean {near[0]}? There are" if near else "there are"
+        raise ScheduleError(f"there is no schedule {name!r}: {hint} {', '.join(NAMES)}")
     for noun, count in (("ranks", ranks), ("microbatches", microbatches)):
         if count < 1:
             raise ScheduleError(
@@ -69,9 +69,8 @@ def build(
     if passes > MOST_PASSES:
         raise ScheduleError(
             f"{microbatches:,} microbatches through {ranks * per_rank:,} stages are {passes:,} "
-            "passes, and a schedule "
-            f"of at most {MOST_PASSES:,} is made: use fewer microbatches (a larger "
-            "batch.micro_size), or fewer ranks"
+            f"passes, and a schedule of at most {MOST_PASSES:,} is made: use fewer microbatches (a "
+            "larger batch.micro_size), or fewer ranks"
         )
     return _SPECS[name].make(ranks, microbatches, per_rank)
 
@@ -106,6 +105,11 @@ def _stages_per_rank(name: str, requested: int | None) -> int:
             f"schedule {name} has 2 stages per rank or more; found {requested}{instead}"
         )
     return requested
+
+
+# The actions of a microbatch in a stage, with a whole and with a split backward.
+_WHOLE = {Kind.FORWARD: 1, Kind.BACKWARD: 1}
+_HALVES = {Kind.FORWARD: 1, Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 1}
 
 
 def check(schedule: Schedule) -> None:
@@ -145,14 +149,13 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
 def _check_passes(schedule: Schedule, stage: int, microbatch: int, counts: Counter[Action]) -> None:
     """Checks for one forward, and one backward, whole or split."""
     passes = {kind: counts[Action(kind, stage, microbatch)] for kind in Kind}
-    backward = {kind: n for kind, n in passes.items() if n and kind is not Kind.FORWARD}
-    whole, halves = {Kind.BACKWARD: 1}, {Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 1}
-    if passes[Kind.FORWARD] != 1 or backward not in (whole, halves):
-        listing = ", ".join(f"{n} of {kind}" for kind, n in passes.items() if n) or "nothing"
+    passes = {kind: count for kind, count in passes.items() if count}
+    if passes not in (_WHOLE, _HALVES):
+        listing = ", ".join(f"{count} of {kind}" for kind, count in passes.items())
         raise ScheduleError(
             f"schedule {schedule.name}: microbatch {microbatch} passes stage {stage} on rank "
-            f"{schedule.rank_of(stage)} "
-            f"with {listing}; expected one F, and one B or one I and one W"
+            f"{schedule.rank_of(stage)} with {listing or 'nothing'}; expected one F, and one B or "
+            "one I and one W"
         )
 
 
@@ -177,8 +180,10 @@ def read_csv(
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot read the schedule {os.fspath(path)}: {error}") from error
     schedule = parse_csv(text, Path(path).stem)
-    counts = ("ranks", schedule.ranks, ranks), ("microbatches", schedule.microbatches, microbatches)
-    for noun, count, expected in counts:
+    for noun, count, expected in (
+        ("ranks", schedule.ranks, ranks),
+        ("microbatches", schedule.microbatches, microbatches),
+    ):
         if expected not in (None, count):
             raise ScheduleError(
                 f"the schedule {os.fspath(path)} is for {count} {noun}; this is for {expected}"
@@ -188,54 +193,59 @@ def read_csv(
 
 def parse_csv(text: str, name: str) -> Schedule:
     """The checked schedule in a file's text. Raises ScheduleError, with the row and cell."""
-    rows = []
-    for rank, cells in enumerate(csv.reader(io.StringIO(text))):
-        cells_with_text = (
-            (column, cell.strip()) for column, cell in enumerate(cells) if cell.strip()
-        )
-        rows.append(
-            tuple(
-                _parse_cell(cell, f"schedule {name}, row {rank + 1}, cell {c + 1}")
-                for c, cell in cells_with_text
-            )
-        )
-    holders: dict[int, int] = {}
+    rows = [
+        _parse_row(cells, f"schedule {name}, row {number}")
+        for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1)
+    ]
+    rank_of: dict[int, int] = {}  # stage -> rank
     microbatches = 0
     for rank, row in enumerate(rows):
-        for part in (part for action in row for part in action.parts):
+        parts = [part for action in row for part in action.parts]
+        for part in parts:
             microbatches = max(microbatches, part.microbatch + 1)
-            if holders.setdefault(part.stage, rank) != rank:
+            other_rank = rank_of.setdefault(part.stage, rank)
+            if other_rank != rank:
                 raise ScheduleError(
-                    f"schedule {name}: stage {part.stage} is on ranks {holders[part.stage]} and "
-                    f"{rank}"
+                    f"schedule {name}: stage {part.stage} is on ranks {other_rank} and {rank}"
                 )
-    missing = [stage for stage in range(max(holders, default=-1)) if stage not in holders]
-    if missing:
-        raise ScheduleError(f"schedule {name} has a stage {max(holders)} and no stage {missing[0]}")
-    schedule = Schedule(
-        name, microbatches, tuple(holders[stage] for stage in sorted(holders)), tuple(rows)
-    )
+
+    stages = max(rank_of, default=-1) + 1
+    for stage in range(stages):
+        if stage not in rank_of:
+            raise ScheduleError(f"schedule {name} has a stage {stages - 1} and no stage {stage}")
+    placement = tuple(rank_of[stage] for stage in range(stages))
+    schedule = Schedule(name, microbatches, placement, tuple(rows))
     check(schedule)
     return schedule
+
+
+def _parse_row(cells: Sequence[str], location: str) -> tuple[Action | Pair, ...]:
+    """The actions of a rank; empty cells are ignored."""
+    actions = []
+    for number, cell in enumerate(cells, start=1):
+        text = cell.strip()
+        if text:
+            actions.append(_parse_cell(text, f"{location}, cell {number}"))
+    return tuple(actions)
 
 
 def _parse_cell(cell: str, location: str) -> Action | Pair:
     pair = _PAIR.fullmatch(cell)
     texts = pair.groups() if pair else (cell,)
-    parts = [action for text in texts if (action := Action.parse(text.strip()))]
+    actions = [Action.parse(text.strip()) for text in texts]
+    parts = [action for action in actions if action is not None]
     if len(parts) < len(texts):
-        hint = (
-            "; sends, receives and the like are not written, they follow"
-            if re.match(r"\d+[A-Z]{2}", cell)
-            else ""
-        )
+        hint = ""
+        if re.match(r"\d+[A-Z]{2}", cell):
+            hint = "; sends, receives and the like are not written, they follow"
         raise ScheduleError(
             f"{location}: expected an action like 2F7, with F, I, W or B; found {cell!r}{hint}"
         )
     if pair is None:
         return parts[0]
-    if parts[0].kind is not Kind.FORWARD or not parts[1].kind.gives_input_grad:
+    forward, backward = parts
+    if forward.kind is not Kind.FORWARD or not backward.kind.gives_input_grad:
         raise ScheduleError(
             f"{location}: a pair is a forward and then a backward, B or I; found {cell!r}"
         )
-    return Pair(*parts)
+    return Pair(forward, backward)

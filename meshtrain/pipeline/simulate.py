@@ -44,9 +44,9 @@ class Timeline:
         rows: list[list[Event]] = [[] for _ in range(ranks)]
         for event in events:
             rows[event.rank].append(event)
-        return cls(
-            tuple(tuple(sorted(row, key=lambda event: (event.start, event.end))) for row in rows)
-        )
+        for row in rows:
+            row.sort(key=lambda event: (event.start, event.end))
+        return cls(tuple(map(tuple, rows)))
 
     @property
     def ranks(self) -> int:
@@ -60,7 +60,8 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """From the first start to the last end."""
-        return max((event.end for row in self.events for event in row), default=0) - self.start
+        last_end = max((event.end for row in self.events for event in row), default=0)
+        return last_end - self.start
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -75,15 +76,14 @@ class Timeline:
     @cached_property
     def idle_in_span(self) -> tuple[float, ...]:
         """Idle time between a rank's own first start and last end."""
-        spans = (
-            max(event.end for event in row) - row[0].start if row else 0 for row in self.events
-        )
-        return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
+        return tuple(_span(row) - busy for row, busy in zip(self.events, self.busy, strict=True))
 
     @property
     def idle_share(self) -> float:
         """Idle time of all ranks as a fraction of their time: the bubble, 0 to 1."""
-        return sum(self.idle) / (self.ranks * self.makespan) if self.makespan else 0.0
+        if not self.makespan:
+            return 0.0
+        return sum(self.idle) / (self.ranks * self.makespan)
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
@@ -110,7 +110,8 @@ class DeadlockError(ScheduleError):
     action is in no rank's list."""
 
     def __init__(self, schedule: Schedule, waits: Sequence[BlockedRank]) -> None:
-        self.waits, self.cycle = tuple(waits), _cycle(waits)
+        self.waits = tuple(waits)
+        self.cycle = _cycle(waits)
         super().__init__(_deadlock_message(schedule, waits, self.cycle))
 
 
@@ -132,16 +133,10 @@ def simulate(
         DeadlockError: the schedule cannot finish; the message says which ranks wait for what.
         ScheduleError: costs are negative, or not one for each stage.
     """
-    costs = {
-        Kind.FORWARD: _per_stage("forward", forward, schedule.stages),
-        Kind.INPUT_GRAD: _per_stage("input_grad", input_grad, schedule.stages),
-        Kind.WEIGHT_GRAD: _per_stage("weight_grad", weight_grad, schedule.stages),
-    }
-    costs[Kind.BACKWARD] = tuple(
-        map(sum, zip(costs[Kind.INPUT_GRAD], costs[Kind.WEIGHT_GRAD], strict=True))
-    )
     if transfer < 0:
         raise ScheduleError(f"a transfer takes a time of at least 0; found {transfer}")
+    costs = _costs(schedule, forward, input_grad, weight_grad)
+
     lists = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
     rows: list[list[Event]] = [[] for _ in lists]
     done: dict[Action, Event] = {}
@@ -149,23 +144,44 @@ def simulate(
     able = list(range(schedule.ranks))  # ranks that may be able to continue
     while able:
         rank = able.pop()
-        while len(rows[rank]) < len(lists[rank]):
-            action = lists[rank][len(rows[rank])]
+        actions, row = lists[rank], rows[rank]
+        while len(row) < len(actions):
+            action = actions[len(row)]
             needed = schedule.needs(action)
             missing = next((need for need in needed if need not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 break
-            arrivals = (
-                done[need].end + (transfer if done[need].rank != rank else 0) for need in needed
-            )
-            start = max(rows[rank][-1].end if rows[rank] else 0, *arrivals, 0)
-            done[action] = Event(rank, action, start, start + costs[action.kind][action.stage])
-            rows[rank].append(done[action])
+
+            # As soon as the rank is free and what the action needs has arrived.
+            start: float = row[-1].end if row else 0
+            for need in needed:
+                event = done[need]
+                arrival = event.end if event.rank == rank else event.end + transfer
+                start = max(start, arrival)
+            event = Event(rank, action, start, start + costs[action.kind][action.stage])
+            done[action] = event
+            row.append(event)
             able += waiting.pop(action, ())
-    if any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
-        raise _deadlock(schedule, lists, [len(row) for row in rows], done.keys())
+
+    reached = [len(row) for row in rows]
+    if any(position < len(actions) for position, actions in zip(reached, lists, strict=True)):
+        raise _deadlock(schedule, lists, reached, done.keys())
     return Timeline(tuple(map(tuple, rows)))
+
+
+def _costs(
+    schedule: Schedule, forward: Cost, input_grad: Cost, weight_grad: Cost
+) -> dict[Kind, tuple[float, ...]]:
+    """The cost of each kind of action, for each stage."""
+    costs = {
+        Kind.FORWARD: _per_stage("forward", forward, schedule.stages),
+        Kind.INPUT_GRAD: _per_stage("input_grad", input_grad, schedule.stages),
+        Kind.WEIGHT_GRAD: _per_stage("weight_grad", weight_grad, schedule.stages),
+    }
+    halves = zip(costs[Kind.INPUT_GRAD], costs[Kind.WEIGHT_GRAD], strict=True)
+    costs[Kind.BACKWARD] = tuple(of_input + of_weights for of_input, of_weights in halves)
+    return costs
 
 
 def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
@@ -179,6 +195,13 @@ def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
     return costs
 
 
+def _span(row: Sequence[Event]) -> float:
+    """The time from the first start to the last end."""
+    if not row:
+        return 0
+    return max(event.end for event in row) - row[0].start
+
+
 def _busy_time(row: Sequence[Event]) -> float:
     """The total time that the events, sorted by start, cover."""
     total: float = 0
@@ -190,11 +213,15 @@ def _busy_time(row: Sequence[Event]) -> float:
 
 
 def _peak(row: Sequence[Event]) -> int:
-    live = peak = 0
+    """The most forwards whose weight gradient is not done."""
+    held = peak = 0
     for event in row:
-        live += event.action.kind is Kind.FORWARD
-        peak = max(peak, live)
-        live -= event.action.kind.gives_weight_grad
+        kind = event.action.kind
+        if kind is Kind.FORWARD:
+            held += 1
+            peak = max(peak, held)
+        elif kind.gives_weight_grad:
+            held -= 1
     return peak
 
 
@@ -202,21 +229,21 @@ def _deadlock(
     schedule: Schedule, lists: Sequence[Sequence[Action]], reached: Sequence[int], done: Set[Action]
 ) -> DeadlockError:
     """`reached`: per rank, the index of its next action in its list."""
-    ahead = {
-        actions[position]: (rank, position)
-        for rank, actions in enumerate(lists)
-        for position in range(reached[rank], len(actions))
-    }
+    ahead: dict[Action, tuple[int, int]] = {}  # action that is not done -> (rank, its index)
+    for rank, actions in enumerate(lists):
+        for position in range(reached[rank], len(actions)):
+            ahead[actions[position]] = rank, position
+
     waits = []
     for rank, actions in enumerate(lists):
-        if reached[rank] < len(actions):
-            action = actions[reached[rank]]
-            for missing in schedule.needs(action):
-                if missing not in done:
-                    holder, position = ahead.get(missing, (None, None))
-                    waits.append(
-                        BlockedRank(rank, action, reached[rank], missing, holder, position)
-                    )
+        position = reached[rank]
+        if position == len(actions):
+            continue
+        action = actions[position]
+        for missing in schedule.needs(action):
+            if missing not in done:
+                holder, its_position = ahead.get(missing, (None, None))
+                waits.append(BlockedRank(rank, action, position, missing, holder, its_position))
     return DeadlockError(schedule, waits)
 
 
@@ -260,8 +287,7 @@ def _deadlock_message(
             )
         lines.append(
             f"  rank {wait.rank} stands before {wait.action}, number {wait.position + 1} of its "
-            "actions, "
-            f"and waits for {wait.missing}, {reason}"
+            f"actions, and waits for {wait.missing}, {reason}"
         )
     if len(cycle) > 1:
         lines.append("  they wait in a circle: rank " + " -> ".join(map(str, (*cycle, cycle[0]))))

@@ -35,13 +35,13 @@ class OtherStageBlock(nn.Module):
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
-        settings = vars(block).items() if block is not None else ()
-        vars(self).update(
-            (name, x)
-            for name, x in settings
-            if isinstance(x, SETTINGS) and not name.startswith("_")
-        )
-        self._first = "" if block is None else first_argument(block.forward)
+        self._first = ""
+        if block is None:
+            return
+        self._first = first_argument(block.forward)
+        for name, value in vars(block).items():
+            if isinstance(value, SETTINGS) and not name.startswith("_"):
+                vars(self)[name] = value
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return first_input(self._first, inputs, named)
@@ -63,8 +63,10 @@ def first_argument(forward: Callable) -> str:
         parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
         return ""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return parameters[0].name if parameters and parameters[0].kind in named else ""
+    with_a_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if not parameters or parameters[0].kind not in with_a_name:
+        return ""
+    return parameters[0].name
 
 
 def first_input(name: str, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -74,7 +76,10 @@ def first_input(name: str, inputs: Sequence[Any], named: Mapping[str, Any]) -> A
         return inputs[0]
     if name in named:
         return named[name]
-    return next((x for x in named.values() if isinstance(x, Tensor)), None)
+    for value in named.values():
+        if isinstance(value, Tensor):
+            return value
+    return None
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -89,7 +94,8 @@ class Derived(TorchDispatchMode):
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         super().__init__()
-        self._derived = {id(x): x for x in roots}  # kept alive, so that ids are not reused
+        # By their ids; they are kept alive, so that ids are not reused.
+        self._derived = {id(root): root for root in roots}
         self._calls = _Calls(self)
 
     def __enter__(self) -> "Derived":
@@ -105,24 +111,30 @@ class Derived(TorchDispatchMode):
 
     def derives(self, values: Any) -> bool:
         """Whether one of these values, or of those in a record among them, is tracked."""
-        leaves = tree_leaves(values)
-        records = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
-        leaves = leaves + [
-            value for record in records for value in getattr(record, "__dict__", {}).values()
-        ]
-        return any(id(leaf) in self._derived for leaf in leaves)
+        for leaf in tree_leaves(values):
+            if id(leaf) in self._derived:
+                return True
+            if isinstance(leaf, Tensor):
+                continue
+            fields = getattr(leaf, "__dict__", {})
+            if any(id(value) in self._derived for value in fields.values()):
+                return True
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         shape_only = func.__name__.startswith("new_") or "_like" in func.__name__
-        if not shape_only and any(
-            id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))
-        ):
-            self._derived |= {
-                id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
-            }
-            if any(isinstance(leaf, bool | int | float | complex) for leaf in tree_leaves(result)):
-                self.read()
+        if shape_only or not any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
+            return result
+
+        is_read = False
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._derived[id(leaf)] = leaf
+            elif isinstance(leaf, bool | int | float | complex):
+                is_read = True
+        if is_read:
+            self.read()
         return result
 
 
@@ -167,23 +179,24 @@ class OutsideModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._run, self._own = module, module.forward, vars(module).get("forward")
+        self._module = module
+        self._run = module.forward
+        self._own = vars(module).get("forward")  # one that the module has in place of its class's
         self._first = first_argument(module.forward)
         self._runs: dict[bool, bool] = {}  # by the module's mode: whether it runs here
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        """Persistent buffers would be in the files of several stages, and may be changed by one of
-        them."""
-        own = all(not persistent_buffers(inner) for inner in module.modules())
-        return own and has_forward(module) and not any(True for _ in module.parameters())
+        """Whether a module can be in several stages: one without parameters, and without persistent
+        buffers, which would be in the files of several stages, and may be changed by one."""
+        if not has_forward(module) or any(True for _ in module.parameters()):
+            return False
+        return not any(persistent_buffers(inner) for inner in module.modules())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return (
-            self._run(*inputs, **named)
-            if self.runs(inputs, named)
-            else self.activation(inputs, named)
-        )
+        if self.runs(inputs, named):
+            return self._run(*inputs, **named)
+        return self.activation(inputs, named)
 
     def activation(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return first_input(self._first, inputs, named)
@@ -192,39 +205,43 @@ class OutsideModule:
         """Whether its results follow from its inputs without the values of real numbers. Found out
         by its first call, with a copy of it, which must not change anything."""
         training = self._module.training
-        if training not in self._runs:
-            try:
-                self._runs[training] = self._is_free_of_values(inputs, named)
-            except torch.OutOfMemoryError:
+        if training in self._runs:
+            return self._runs[training]
+        try:
+            runs = self._is_free_of_values(inputs, named)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the trial has ended, or the module refuses an activation of this shape
+            # On the meta device it may have read a value (of the positions), which there is on
+            # another device: nothing is known.
+            leaves = tree_leaves((inputs, named))
+            if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
                 raise
-            except Exception:  # of the module's code, for an activation of another shape
-                if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((inputs, named))):
-                    # it may read a value (of the positions), which there is on another device:
-                    # nothing is known
-                    raise
-                self._runs[training] = False
-        return self._runs[training]
+            runs = False
+        self._runs[training] = runs
+        return runs
 
     def _is_free_of_values(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        now = vars(self._module).pop("forward")  # refers to the model, which must not be copied
+        # The module as it was: `forward` is now this object, which refers to the model.
+        now = vars(self._module).pop("forward")
         try:
             trial = copy.deepcopy(self._module)
         finally:
             self._module.forward = now
         if self._own is not None:
             trial.forward = self._own
-        args, kwargs = tree_map_only(
-            Tensor, lambda x: x.detach().clone(), (tuple(inputs), dict(named))
+
+        inputs, named = tree_map_only(
+            Tensor, lambda tensor: tensor.detach().clone(), (tuple(inputs), dict(named))
         )
-        reals = [
-            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not _is_whole(x)
-        ]
+        # Whole numbers (positions, documents) are the same in every stage, real ones are not.
+        reals = [leaf for leaf in tree_leaves((inputs, named)) if _is_real(leaf)]
         with _Trial(reals) as watch, torch.no_grad():
-            return not watch.derives(trial(*args, **kwargs))
+            return not watch.derives(trial(*inputs, **named))
 
 
-def _is_whole(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex())
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def keep_stage(model: nn.Module, first: int, end: int) -> None:
@@ -236,7 +253,9 @@ def keep_stage(model: nn.Module, first: int, end: int) -> None:
     InputError as `owners` does.
     """
     blocks = blocks_of(model)
-    own = {parameter for block in blocks[first:end] for parameter in block.parameters()}
+    own: set[nn.Parameter] = set()
+    for block in blocks[first:end]:
+        own.update(block.parameters())
     for name, owner in owners(model):
         if first <= owner < end:
             continue
@@ -253,8 +272,10 @@ def keep_stage(model: nn.Module, first: int, end: int) -> None:
 
 def skip_blocks(model: nn.Module, numbers: Iterable[int]) -> None:
     """Removes blocks that share no weight with others from a model."""
-    blocks, names = blocks_of(model), {module: name for name, module in model.named_modules()}
-    for block in [blocks[number] for number in numbers]:
+    blocks = blocks_of(model)
+    names = {module: name for name, module in model.named_modules()}
+    for number in numbers:
+        block = blocks[number]
         placeholder = OtherStageBlock(block)
         placeholder.trained = any(parameter.requires_grad for parameter in block.parameters())
         _replace(model, names[block], placeholder)
@@ -271,15 +292,17 @@ def owners(model: nn.Module) -> list[tuple[str, int]]:
     occurs twice."""
     blocks = {block: i for i, block in enumerate(blocks_of(model))}
     _refuse_repeated(model, blocks)
-    last = 0
+    last = 0  # the block that was visited last
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
         nonlocal last
-        around = any(inner in blocks for inner in module.modules())
-        last = blocks.get(module, last)
-        if module not in blocks:
-            _refuse_parameters(name, module, inner=not around)
-        if module in blocks or not around:
+        if module in blocks:
+            last = blocks[module]
+            yield name, last
+            return
+        contains_blocks = any(inner in blocks for inner in module.modules())
+        _refuse_parameters(name, module, inner=not contains_blocks)
+        if not contains_blocks:
             yield name, last
             return
         for key, child in module.named_children():
@@ -290,29 +313,29 @@ def owners(model: nn.Module) -> list[tuple[str, int]]:
 
 def _refuse_repeated(model: nn.Module, blocks: Mapping[nn.Module, int]) -> None:
     """Rejects a module in two places, which could be needed in two stages."""
-    counts = Counter(
-        inner for block in blocks_of(model) for inner in block.modules() if inner in blocks
-    )
+    counts: Counter[nn.Module] = Counter()
+    for block in blocks_of(model):
+        counts.update(inner for inner in block.modules() if inner in blocks)
     for name, module in model.named_modules():
         if counts[module] > 1:
             raise InputError(
                 f"the model's blocks() name {name} twice, or within another block, and pp gives "
-                "every stage blocks of "
-                "its own: give each place a module of its own, which may share its parameters, or "
-                "use pp: 1"
+                "every stage blocks of its own: give each place a module of its own, which may "
+                "share its parameters, or use pp: 1"
             )
 
 
 def _refuse_parameters(name: str, module: nn.Module, inner: bool) -> None:
+    """Rejects a parameter outside blocks. `inner`: also in modules below this one."""
     for parameter, _ in module.named_parameters(name, recurse=inner):
         raise InputError(
             f"the parameter {parameter} is in none of the model's blocks(), and pp gives every "
-            "stage its blocks: name "
-            "the module that holds it among them, or use pp: 1"
+            "stage its blocks: name the module that holds it among them, or use pp: 1"
         )
 
 
 def _register_at(placeholder: OtherStageBlock, path: str, parameter: nn.Parameter) -> None:
+    """Registers a parameter under its path in the block, with empty modules on the way."""
     holder: nn.Module = placeholder
     *above, name = path.split(".")
     for part in above:
@@ -333,11 +356,10 @@ def stages_of_parameter(
     owners(model)  # raises if the model cannot be split
     parameter_stages: dict[str, tuple[int, ...]] = {}
     for stage, (first, end) in enumerate(bounds):
-        for parameter in dict.fromkeys(
-            p for block in blocks[first:end] for p in block.parameters()
-        ):
-            parameter_stages[names[parameter]] = (
-                *parameter_stages.get(names[parameter], ()),
-                stage,
-            )
+        held: dict[nn.Parameter, None] = {}  # each once, in order
+        for block in blocks[first:end]:
+            held |= dict.fromkeys(block.parameters())
+        for parameter in held:
+            name = names[parameter]
+            parameter_stages[name] = (*parameter_stages.get(name, ()), stage)
     return parameter_stages

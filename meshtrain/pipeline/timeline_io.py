@@ -2,9 +2,8 @@
 chrome://tracing."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,16 +27,18 @@ class Record:
     unit: str = ""  # of times: "s", or "" for the unit of a simulation's costs
 
     @property
+    def events(self) -> Iterator[Event]:
+        """The events of all ranks, rank by rank."""
+        for row in self.timeline.events:
+            yield from row
+
+    @property
     def microbatches(self) -> int:
-        return 1 + max(
-            (event.action.microbatch for row in self.timeline.events for event in row), default=-1
-        )
+        return 1 + max((event.action.microbatch for event in self.events), default=-1)
 
     @property
     def stages(self) -> int:
-        return 1 + max(
-            (event.action.stage for row in self.timeline.events for event in row), default=-1
-        )
+        return 1 + max((event.action.stage for event in self.events), default=-1)
 
     def stages_of(self, rank: int) -> list[int]:
         return sorted({event.action.stage for event in self.timeline.events[rank]})
@@ -46,6 +47,7 @@ class Record:
 def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[str, Any]:
     """The whole timeline, times in `unit`, for `read_timeline`; all other fields follow from the
     events."""
+    rows = [list(map(_event_json, row)) for row in timeline.events]
     return {
         "format": FORMAT,
         "title": title,
@@ -56,35 +58,34 @@ def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[s
         "idle": list(timeline.idle),
         "idle_in_span": list(timeline.idle_in_span),
         "peak_activations": list(timeline.peak_activations),
-        "events": [
-            [{"action": str(event.action), "start": event.start, "end": event.end} for event in row]
-            for row in timeline.events
-        ],
+        "events": rows,
     }
+
+
+def _event_json(event: Event) -> dict[str, Any]:
+    return {"action": str(event.action), "start": event.start, "end": event.end}
 
 
 def read_timeline(path: str | Path) -> Record:
     """Reads the output of `timeline_json`. Raises InputError: the file cannot be read, or is not a
     timeline."""
+    advice = "give a timeline that `--json` or a run has written"
     try:
         content = parse_json(Path(path).read_bytes(), most=MOST_BYTES)
     except OSError as error:
-        problem = f"cannot read {path} ({error.strerror})"
-        raise InputError(f"{problem}: give a timeline that `--json` or a run has written") from None
+        raise InputError(f"cannot read {path} ({error.strerror}): {advice}") from None
     except ValueError as error:  # invalid JSON, or not text
-        raise InputError(
-            f"{path} is no JSON ({error}): give a timeline that `--json` or a run has written"
-        ) from None
+        raise InputError(f"{path} is no JSON ({error}): {advice}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(
             f'{path} is no timeline: it wants an object with "format": "{FORMAT}", '
             "as `--json` prints"
         )
     try:
-        rows = [
-            [_event(rank, event) for event in row] for rank, row in enumerate(content["events"])
-        ]
-        timeline = Timeline.measured((event for row in rows for event in row), len(rows))
+        events: list[Event] = []
+        for rank, row in enumerate(content["events"]):
+            events += [_event(rank, fields) for fields in row]
+        timeline = Timeline.measured(events, ranks=len(content["events"]))
         record = Record(str(content["title"]), timeline, content["unit"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is a damaged timeline ({error!r}): write it again") from None
@@ -108,19 +109,25 @@ def measured_costs(record: Record) -> dict[str, Cost]:
     input gradient and half as weight gradient. Raises InputError: a stage has no forward, or no
     backward."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for event in (event for row in record.timeline.events for event in row):
+    for event in record.events:
         durations[event.action.kind, event.action.stage].append(event.duration)
-    mean = {key: fmean(values) for key, values in durations.items()}
-    for stage, kind in product(range(record.stages), _COSTS.values()):
-        if kind is not Kind.FORWARD and (Kind.BACKWARD, stage) in mean:
-            mean.setdefault((kind, stage), mean[Kind.BACKWARD, stage] / 2)
-        if (kind, stage) not in mean:
-            raise InputError(
-                f"{record.title}: stage {stage} has no {kind.name.lower()}: give the costs yourself"
-            )
-    return {
-        cost: [mean[kind, stage] for stage in range(record.stages)] for cost, kind in _COSTS.items()
-    }
+
+    costs: dict[str, Cost] = {}
+    for name, kind in _COSTS.items():
+        of_stages = []
+        for stage in range(record.stages):
+            own, whole = durations[kind, stage], durations[Kind.BACKWARD, stage]
+            if own:
+                of_stages.append(fmean(own))
+            elif whole and kind is not Kind.FORWARD:
+                of_stages.append(fmean(whole) / 2)
+            else:
+                raise InputError(
+                    f"{record.title}: stage {stage} has no {kind.name.lower()}: give the costs "
+                    "yourself"
+                )
+        costs[name] = of_stages
+    return costs
 
 
 def trace_json(records: Sequence[Record]) -> dict[str, Any]:
@@ -130,18 +137,18 @@ def trace_json(records: Sequence[Record]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for process, record in enumerate(records):
         scale = 1e6 if record.unit == "s" else 1e3
-        metadata: dict[str, Any] = {"pid": process, "ph": "M"}
-        events.append({**metadata, "name": "process_name", "args": {"name": record.title}})
+        events.append(_metadata("process_name", {"name": record.title}, pid=process))
         for rank, row in enumerate(record.timeline.events):
-            events.append(
-                {**metadata, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-            )
-            events.append(
-                {**metadata, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-            )
+            thread = {"pid": process, "tid": rank}
+            events.append(_metadata("thread_name", {"name": f"rank {rank}"}, **thread))
+            events.append(_metadata("thread_sort_index", {"sort_index": rank}, **thread))
             events += [_slice(process, event, scale) for event in row]
         events += _arrows(process, record, scale)
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _metadata(name: str, arguments: dict[str, Any], **of: int) -> dict[str, Any]:
+    return {**of, "ph": "M", "name": name, "args": arguments}
 
 
 def _slice(process: int, event: Event, scale: float) -> dict[str, Any]:
@@ -161,28 +168,31 @@ def _slice(process: int, event: Event, scale: float) -> dict[str, Any]:
 def _arrows(process: int, record: Record, scale: float) -> list[dict[str, Any]]:
     """Arrows from the action that produces a tensor to the action on another rank that consumes
     it."""
+    # (kind of tensor, consuming stage, microbatch) -> the action
     producers: dict[tuple[str, int, int], Event] = {}
     consumers: dict[tuple[str, int, int], Event] = {}
-    for event in (event for row in record.timeline.events for event in row):
+    for event in record.events:
         action, kind = event.action, event.action.kind
-        if kind is not Kind.WEIGHT_GRAD:
-            producers[kind.tensor, action.stage + kind.direction, action.microbatch] = event
-            consumers[kind.tensor, action.stage, action.microbatch] = event
-    arrows: list[dict[str, Any]] = []
-    for (tensor, stage, microbatch), event in producers.items():
-        target = consumers.get((tensor, stage, microbatch))
-        if target is None or target.rank == event.rank:
+        if kind is Kind.WEIGHT_GRAD:
             continue
-        # inside its slice, so that the arrow attaches to it
-        end = event.end - min(event.duration / 2, 0.01 / scale)
+        consumers[kind.tensor, action.stage, action.microbatch] = event
+        producers[kind.tensor, action.stage + kind.direction, action.microbatch] = event
+
+    arrows: list[dict[str, Any]] = []
+    for key, source in producers.items():
+        target = consumers.get(key)
+        if target is None or target.rank == source.rank:
+            continue
+        tensor, stage, microbatch = key
         arrow = {
             "name": tensor,
             "cat": "transfer",
             "pid": process,
             "id": f"{process}.{tensor}.{stage}.{microbatch}",
         }
-        arrows.append({**arrow, "ph": "s", "tid": event.rank, "ts": end * scale})
-        arrows.append(
-            {**arrow, "ph": "f", "bp": "e", "tid": target.rank, "ts": target.start * scale}
-        )
+        # Inside its slice, so that the arrow attaches to it.
+        end = source.end - min(source.duration / 2, 0.01 / scale)
+        arrows.append({**arrow, "ph": "s", "tid": source.rank, "ts": end * scale})
+        start = target.start * scale
+        arrows.append({**arrow, "ph": "f", "bp": "e", "tid": target.rank, "ts": start})
     return arrows

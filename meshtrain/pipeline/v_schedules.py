@@ -22,6 +22,7 @@ how long a microbatch is in flight, and so the number in flight: the memory. At 
 the pattern has holes, which are squeezed out.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,13 +49,25 @@ class VShape:
 
 
 ZBV = VShape(
-    3, 3, ((1, 1, 1),), lambda ranks: 2 * ranks, lambda ranks, rank: 2 * (ranks - rank) - 1
+    down=3,
+    up=3,
+    turns=((1, 1, 1),),
+    room=lambda ranks: 2 * ranks,
+    ahead=lambda ranks, rank: 2 * (ranks - rank) - 1,
 )
 V_HALF = VShape(
-    2, 1, ((1, 4, 2), (4, 1, 2)), lambda ranks: ranks + 2, lambda ranks, rank: ranks - rank
+    down=2,
+    up=1,
+    turns=((1, 4, 2), (4, 1, 2)),
+    room=lambda ranks: ranks + 2,
+    ahead=lambda ranks, rank: ranks - rank,
 )
 V_MIN = VShape(
-    1, 1, ((1, 1, 1), (1, 3, 1)), lambda ranks: 2 * -(-(ranks - 1) // 3) + 2, lambda ranks, rank: 0
+    down=1,
+    up=1,
+    turns=((1, 1, 1), (1, 3, 1)),
+    room=lambda ranks: 2 * math.ceil((ranks - 1) / 3) + 2,
+    ahead=lambda ranks, rank: 0,
 )
 
 
@@ -93,26 +106,25 @@ def _block(shape: VShape, ranks: int) -> list[list[tuple[int, Kind, int]]]:
     """For each rank: (time, kind, stage) of the forwards and input gradients of one microbatch."""
     last = ranks - 1
     for at_last, at_loss, at_last_again in shape.turns:
+        # When the microbatch is at the two turns of its way down and up, ...
+        loss = shape.down * last + at_last + shape.up * last  # the last stage's forward, on rank 0
+        # ... and its gradient at that of the same way back.
+        gradient_at_last = loss + at_loss + shape.down * last
+        back_up = gradient_at_last + at_last_again
         block = []
         for rank in range(ranks):
             down, up = rank, 2 * ranks - 1 - rank
-            loss = shape.down * last + at_last + shape.up * last  # time of the last stage's forward
-            gradient_at_last = loss + at_loss + shape.down * last
             block.append(
                 [
                     (shape.down * rank, Kind.FORWARD, down),
                     (loss - shape.up * rank, Kind.FORWARD, up),
                     (loss + at_loss + shape.down * rank, Kind.INPUT_GRAD, up),
-                    (
-                        gradient_at_last + at_last_again + shape.up * (last - rank),
-                        Kind.INPUT_GRAD,
-                        down,
-                    ),
+                    (back_up + shape.up * (last - rank), Kind.INPUT_GRAD, down),
                 ]
             )
+        # Repeated every PERIOD, no two actions of a rank may be at the same time.
         if all(len({time % PERIOD for time, _, _ in row}) == len(row) for row in block):
             return block
-    # one always avoids collisions
     raise AssertionError(f"no turns of {shape} keep the actions of {ranks} ranks apart")
 
 
@@ -128,8 +140,10 @@ class _Rank:
         block: list[tuple[int, Kind, int]],
     ) -> None:
         self.row: list[Action] = []
-        self._down, self._up = rank, 2 * ranks - 1 - rank
-        self._last_stage, self._microbatches = 2 * ranks - 1, microbatches
+        self._last_stage = 2 * ranks - 1
+        self._down = rank
+        self._up = self._last_stage - rank
+        self._microbatches = microbatches
         pattern = sorted(
             (time + PERIOD * microbatch, Action(kind, stage, microbatch))
             for time, kind, stage in block
@@ -146,12 +160,11 @@ class _Rank:
     def step(self, now: int, ended: dict[Action, int]) -> None:
         """Runs the best action that can run. `ended`: end times of the actions of all ranks;
         updated by this action."""
-        action = next(
-            (action for action in self._candidates() if self._ready(action, now, ended)), None
-        )
-        if action is not None:
-            self._run(action)
-            ended[action] = now + 1
+        for action in self._candidates():
+            if self._ready(action, now, ended):
+                self._run(action)
+                ended[action] = now + 1
+                return
 
     def _candidates(self) -> Iterator[Action]:
         """Actions that there is room for, best first: the one in turn; those that may run early; a
@@ -161,20 +174,22 @@ class _Rank:
         one of the second, as otherwise no gradient would ever arrive; while it drains, input
         gradients of the second, for which others wait.
         """
-        if self._order and (
-            self._activations < self._room or self._order[0].kind is not Kind.FORWARD
-        ):
-            yield self._order[0]
-        started, returned = self._next[Kind.FORWARD, self._down], self._next[Kind.FORWARD, self._up]
-        if (
-            started < self._microbatches
-            and started - returned < self._ahead
-            and self._activations < self._room - 1
-        ):
+        has_room = self._activations < self._room
+        if self._order:
+            in_turn = self._order[0]
+            if has_room or in_turn.kind is not Kind.FORWARD:
+                yield in_turn
+
+        started = self._next[Kind.FORWARD, self._down]
+        returned = self._next[Kind.FORWARD, self._up]
+        may_start = started < self._microbatches and started - returned < self._ahead
+        if may_start and self._activations < self._room - 1:
             yield Action(Kind.FORWARD, self._down, started)
+
         gradients = self._next[Kind.INPUT_GRAD, self._up]
-        if gradients < self._microbatches and self._activations < self._room:
+        if gradients < self._microbatches and has_room:
             yield Action(Kind.INPUT_GRAD, self._up, gradients)
+
         if self._put_off:
             yield self._put_off[0]
 

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.commit import checkpoint_bytes
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.save import Saver
+from meshtrain.checkpoint.shard_file import checkpoint_bytes
 from meshtrain.checkpoint.staging import find_short_hosts
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import Uploads
@@ -45,8 +45,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         section = spec.config.checkpoint
         short = find_short_hosts(state, job) if section.in_background else []
         if short:
-            reason = f"the memory for copies of the state is short: {join_some(short)}"
-            say(f"checkpoints are written while training waits, because {reason}")
+            say(
+                "checkpoints are written while training waits, because the memory for copies of "
+                f"the state is short: {join_some(short)}"
+            )
         self.spec = spec
         self._logger = logger
         self._monitor = monitor

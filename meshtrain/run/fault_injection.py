@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from meshtrain.config.schema import Fault
+from meshtrain.config.schema import FaultSection
 from meshtrain.job.process import Job
 from meshtrain.job.storage import print_error
 
@@ -28,16 +28,20 @@ class FaultInjector:
     that the restarted job goes on."""
 
     def __init__(
-        self, faults: Sequence[Fault], job: Job, *, sleep: Callable[[float], None] = time.sleep
+        self,
+        faults: Sequence[FaultSection],
+        job: Job,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`faults`: of the whole job. `sleep`: how a slow rank spends its time."""
         self.job = job
         self._faults = faults
         self._sleep = sleep
-        self._mine: list[Fault] = []
+        self._mine: list[FaultSection] = []
         if not job.again:
             self._mine = [fault for fault in faults if fault.rank in (None, job.rank)]
-        self._struck: set[Fault] = set()  # a fault that lasts is reported once
+        self._struck: set[FaultSection] = set()  # a fault that lasts is reported once
 
     def about(self) -> Iterator[str]:
         """Lines that rank 0 prints at the start, so that nobody searches for a fault that was
@@ -55,6 +59,7 @@ class FaultInjector:
         """Called at the beginning of a step: within this rank's own time, before its first
         collective."""
         for fault in self._mine:
+            # A slow rank stays slow: what is rehearsed is the search for stragglers.
             if fault.fault == "slow" and step >= fault.step:
                 self._report(fault)
                 assert fault.seconds is not None  # the config was checked
@@ -72,13 +77,13 @@ class FaultInjector:
                 message = f"{os.strerror(errno.ENOSPC)} (planted by train.chaos)"
                 raise OSError(errno.ENOSPC, message, str(path))
 
-    def _report(self, fault: Fault) -> None:
+    def _report(self, fault: FaultSection) -> None:
         if fault not in self._struck:
             self._struck.add(fault)
             print_error(f"train.chaos: {self.job}: {fault.fault} strikes, as planted")
 
 
-def describe(fault: Fault) -> str:
+def describe(fault: FaultSection) -> str:
     """A fault in a sentence: `rank 1 is killed (SIGKILL) at the beginning of step 7`."""
     ranks = "every rank" if fault.rank is None else f"rank {fault.rank}"
     if fault.in_save:
@@ -88,7 +93,7 @@ def describe(fault: Fault) -> str:
     return f"{ranks} {_EFFECTS[fault.fault]} at the beginning of step {fault.step}"
 
 
-def _strike(fault: Fault) -> None:
+def _strike(fault: FaultSection) -> None:
     if fault.fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.fault == "stop":

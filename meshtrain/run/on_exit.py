@@ -24,9 +24,8 @@ def run_on_exit(
     path = folder.absolute() / "exit.json"
     variables = {key: end[key] for key in ("status", "code", "kind", "step")}
     variables |= {"exit_json": path, "run": path.parent, "reason": end["reason"].replace("\0", " ")}
-    environment = os.environ | {
-        f"MESHTRAIN_{name.upper()}": str(value) for name, value in variables.items()
-    }
+    named = {f"MESHTRAIN_{name.upper()}": str(value) for name, value in variables.items()}
+    environment = os.environ | named
     # `timeout` limits it, not this process: if the job is lost, this process may end before the
     # command does.
     limited = ["timeout", "--kill-after=2", str(ON_EXIT_S), "sh", "-c", command]
@@ -34,6 +33,7 @@ def run_on_exit(
         process = subprocess.Popen(
             limited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
+        # Where it is waited for to its end, `timeout` gets time to kill it.
         code = process.wait(wait_s if wait_s < ON_EXIT_S else ON_EXIT_S + 5)
     except subprocess.TimeoutExpired:
         return
@@ -41,6 +41,7 @@ def run_on_exit(
         warn(f"train.on_exit could not be started: {error}")
         return
     if code:
-        ended = f"has ended with status {code}"
-        problem = f"took more than {ON_EXIT_S:g} s and was ended" if code in (124, 137) else ended
+        problem = f"has ended with status {code}"
+        if code in (124, 137):  # those of `timeout`
+            problem = f"took more than {ON_EXIT_S:g} s and was ended"
         warn(f"train.on_exit: {command!r} {problem}; {path} has how the run ended")

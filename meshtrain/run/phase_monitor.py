@@ -44,13 +44,16 @@ class CompileTimer:
     and recompiled."""
 
     def __init__(self, goodput: GoodputTracker, say: Callable[[str], None]) -> None:
-        self._goodput, self._say = goodput, say
+        self._goodput = goodput
+        self._say = say
         self._again: set[str] = set()  # phases in which it has compiled
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Wraps a phase of the run: a `step`, by its number, or a phase between two steps."""
-        seconds, before, work = 0.0, compiled_graphs(), ExitStack()
+        seconds = 0.0
+        before = compiled_graphs()
+        work = ExitStack()  # open while the compiler works
 
         def begin(event: object) -> None:
             work.enter_context(self._goodput.phase("compile"))
@@ -64,14 +67,13 @@ class CompileTimer:
             yield
         graphs = compiled_graphs() - before
         if graphs > 0:
-            reason = ", for other shapes or values (TORCH_LOGS=recompiles names them)" * (
-                name in self._again
-            )
-            again = " again" * (name in self._again)
             label = name if step is None else f"{name} {step}"
-            self._say(
-                f"{label}: compiled {plural(graphs, 'graph')}{again} in {seconds:.1f} s{reason}"
-            )
+            what = f"{label}: compiled {plural(graphs, 'graph')}"
+            if name in self._again:
+                reason = "for other shapes or values (TORCH_LOGS=recompiles names them)"
+                self._say(f"{what} again in {seconds:.1f} s, {reason}")
+            else:
+                self._say(f"{what} in {seconds:.1f} s")
             self._again.add(name)
 
 
@@ -99,8 +101,13 @@ class PhaseMonitor:
         faults: FaultInjector,
         say: Callable[[str], None],
     ) -> None:
-        self.mesh, self.timer, self.goodput, self.watchdog = mesh, timer, goodput, watchdog
-        self.stragglers, self.profiler, self.faults = stragglers, profiler, faults
+        self.mesh = mesh
+        self.timer = timer
+        self.goodput = goodput
+        self.watchdog = watchdog
+        self.stragglers = stragglers
+        self.profiler = profiler
+        self.faults = faults
         self._compiler = CompileTimer(goodput, say) if watchdog.deadlines.compiles else None
         self.first_step = goodput.finished_step
         self.slowest_s = 0.0
@@ -113,6 +120,7 @@ class PhaseMonitor:
         return self.goodput.finished_step
 
     def __enter__(self) -> "PhaseMonitor":
+        # A rank that collects garbage in the middle of a step lets all others wait for it.
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -131,6 +139,7 @@ class PhaseMonitor:
         self.profiler.step(step)
         if step % COLLECT_EVERY == 0:
             gc.collect()  # all generations: nothing else collects what has survived a collection
+        # A planted fault delays the rank in its own time, before it meets others.
         self.watchdog.enter_phase("step", step)
         self.stragglers.probe.begin_step(step)
         self.faults.at_step(step)
@@ -145,7 +154,7 @@ class PhaseMonitor:
         (docs/metrics.md)."""
         times = self.timer.pop()
         assert times is not None  # every update ends a step of the timer
-        if step > self.first_step + 1:
+        if step > self.first_step + 1:  # the first one compiles, and starts the readers
             self.slowest_s = max(self.slowest_s, times["step_time_s"])
         self.goodput.finish_step(step, times["time_data_s"])
         row = times | self.goodput.summary().row() | self._comparison
@@ -175,7 +184,9 @@ class PhaseMonitor:
         self._set_timeout(self.watchdog.deadlines.start_s)
 
     def _compiling(self, phase: str, step: int | None = None) -> AbstractContextManager[None]:
-        return nullcontext() if self._compiler is None else self._compiler.phase(phase, step)
+        if self._compiler is None:
+            return nullcontext()
+        return self._compiler.phase(phase, step)
 
     def _set_timeout(self, deadline_s: float) -> None:
         self.mesh.set_timeout(process_group_timeout(deadline_s))

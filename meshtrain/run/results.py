@@ -7,11 +7,11 @@ from pathlib import Path
 from torch import nn
 
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
 from meshtrain.data.batch import LANGUAGE
 from meshtrain.errors import printable
 from meshtrain.generate import generate
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.plot import plot_loss
@@ -44,6 +44,7 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
             "other inputs"
         )
     prompt = inputs[0][:PROMPT_TOKENS].tolist()
+    context = context_parallel(config, mesh) if mesh.size("cp") > 1 else None
     ids = generate(
         model,
         prompt,
@@ -51,29 +52,28 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
         seq_len=len(inputs[0]),
         device=job.device,
         seed=config.train.seed,
-        context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
+        context=context,
     )
-    first, whole = map(data.tokenizer.decode, (prompt, ids))
-    return f"\na sample, going on from {first!r}:\n{printable(whole)}\n"
+    beginning = data.tokenizer.decode(prompt)
+    whole = data.tokenizer.decode(ids)
+    return f"\na sample, going on from {beginning!r}:\n{printable(whole)}\n"
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
     """Exports the weights in the dtype in which blocks compute; adapters are merged into them."""
-    merge_adapters(model)
+    merge_adapters(model)  # in place: the run is over
     module = model_file(config.model.name)
     described = None
     if hasattr(module, "to_hugging_face"):
         described = module.to_hugging_face(module.Config(**config.model.keys))
-    tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
-    dtype = compute_dtype(config.train.precision)
     export(
         model,
         folder,
         job,
         mesh,
-        dtype=dtype,
+        dtype=compute_dtype(config.train.precision),
         config=described,
-        tokenizer=tokenizer,
+        tokenizer=None if config.data.tokenizer == "bytes" else config.data.tokenizer,
         data=asdict(config.data),
         weights=config.model.weights,
     )

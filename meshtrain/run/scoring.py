@@ -1,6 +1,7 @@
 """Log-likelihoods of texts under a model on any layout. All ranks score the same texts together."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,11 @@ from meshtrain.pipeline.engine import Pipeline
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
+class Score(NamedTuple):
+    log_likelihood: float  # of the predicted tokens, in nats
+    is_likeliest: bool  # whether each of them is the likeliest one
+
+
 class Scorer:
     """Scores continuations, several per forward; each rank has whole sequences, as in
     generation."""
@@ -22,51 +28,79 @@ class Scorer:
     def __init__(self, model: nn.Module, device: torch.device, seq_len: int, batch: int) -> None:
         """`model`: one with a `cp_plan`. `seq_len`: the most tokens that it sees; of longer pairs
         the last ones."""
-        self.model, self.device, self.seq_len, self.batch = model, device, seq_len, batch
+        self.model = model
+        self.device = device
+        self.seq_len = seq_len
+        self.batch = batch
 
     @torch.no_grad()
-    def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """For each pair, the log-likelihood of the predicted tokens in nats, and whether each of
-        them is the likeliest. Pairs of similar length share a forward."""
-        order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
-        results: dict[int, tuple[float, bool]] = {}
+    def score(self, pairs: Sequence[Pair]) -> list[Score]:
+        """The score of each pair. Pairs of similar length share a forward."""
+        # With the longest first, what does not fit into memory fails at once.
+        order = sorted(range(len(pairs)), key=lambda i: -_length(pairs[i]))
+        scores: dict[int, Score] = {}
         with (
             evaluation_mode(self.model),
             whole_sequences(self.model),
+            # Each batch has a shape of its own, for which it is not worth compiling.
             torch.compiler.set_stance("force_eager"),
         ):
             for first in range(0, len(order), self.batch):
                 chosen = order[first : first + self.batch]
-                results |= dict(zip(chosen, self._score([pairs[i] for i in chosen]), strict=True))
-        return [results[i] for i in range(len(pairs))]
+                of_batch = self._score_batch([pairs[i] for i in chosen])
+                scores.update(zip(chosen, of_batch, strict=True))
+        return [scores[i] for i in range(len(pairs))]
 
-    def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+    def _score_batch(self, pairs: Sequence[Pair]) -> list[Score]:
+        # A row is what the model sees of a pair, and one token more: the last target.
         rows = [[*before, *predicted][-self.seq_len - 1 :] for before, predicted in pairs]
+        logits = self._logits(rows)
+
+        # Only the last stage of a pipeline has logits; all ranks get the numbers.
+        totals = [0.0] * len(rows)
+        likeliest = [0.0] * len(rows)
+        if logits is not None:
+            for i, (_, predicted) in enumerate(pairs):
+                score = _score_row(logits, i, rows[i], len(predicted))
+                totals[i] = score.log_likelihood
+                likeliest[i] = float(score.is_likeliest)
+        if isinstance(self.model, Pipeline):
+            numbers = self.model.from_last([*totals, *likeliest])
+            totals = numbers[: len(rows)]
+            likeliest = numbers[len(rows) :]
+        return [Score(*pair) for pair in zip(totals, map(bool, likeliest), strict=True)]
+
+    def _logits(self, rows: Sequence[list[int]]) -> Tensor | None:
+        """What the model predicts after each token of each row but the last, (b, s, v) or this
+        rank's part of it; None: another stage has it."""
         longest = max(map(len, rows)) - 1
-        starts = torch.tensor([longest - len(row) + 1 for row in rows])
-        tokens = torch.tensor([[row[0]] * (longest - len(row) + 1) + row[:-1] for row in rows])
+        # Rows end together, so that their predictions do; shorter ones begin with padding, which
+        # the cache keeps out of the attention.
+        tokens = []
+        paddings = []
+        for row in rows:
+            padding = longest - (len(row) - 1)
+            paddings.append(padding)
+            tokens.append([row[0]] * padding + row[:-1])
+        starts = torch.tensor(paddings)
         positions = (torch.arange(longest) - starts[:, None]).clamp(min=0)
         context = AttentionContext(cache=KVCache(starts.to(self.device)), length=longest)
-        logits = self.model(tokens.to(self.device), positions.to(self.device), context)
-        numbers = [0.0] * 2 * len(rows)
-        if logits is not None:  # another stage of a pipeline has them
-            numbers = [
-                n
-                for i, pair in enumerate(pairs)
-                for n in self._of_row(logits, i, rows[i], len(pair[1]))
-            ]
-        if isinstance(self.model, Pipeline):
-            numbers = self.model.from_last(numbers)
-        return [
-            (total, bool(likeliest))
-            for total, likeliest in zip(numbers[::2], numbers[1::2], strict=True)
-        ]
+        inputs = torch.tensor(tokens).to(self.device)
+        return self.model(inputs, positions.to(self.device), context)
 
-    def _of_row(self, logits: Tensor, i: int, row: list[int], count: int) -> list[float]:
-        count = min(count, len(row) - 1)
-        last = slice(logits.shape[1] - count, None)
-        own = gather_logits(logits, i, last)
-        targets = torch.tensor(row[len(row) - count :], device=own.device)
-        values = torch.promote_types(own.dtype, torch.float32)
-        losses = torch.nn.functional.cross_entropy(own.to(values), targets, reduction="none")
-        return [-float(losses.double().sum()), float((own.argmax(-1) == targets).all())]
+
+def _score_row(logits: Tensor, i: int, row: list[int], count: int) -> Score:
+    """The score of the last `count` tokens of row `i`."""
+    count = min(count, len(row) - 1)
+    last = slice(logits.shape[1] - count, None)
+    own = gather_logits(logits, i, last)  # (count, v)
+    targets = torch.tensor(row[len(row) - count :], device=own.device)
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    losses = torch.nn.functional.cross_entropy(own.to(dtype), targets, reduction="none")
+    is_likeliest = (own.argmax(-1) == targets).all()
+    return Score(-float(losses.double().sum()), bool(is_likeliest))
+
+
+def _length(pair: Pair) -> int:
+    before, predicted = pair
+    return len(before) + len(predicted)

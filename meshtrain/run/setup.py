@@ -3,7 +3,6 @@ banner."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from meshtrain.attention import has_varlen
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
-from meshtrain.config.locate import model_file
 from meshtrain.data import (
     Batch,
     EvalBatches,
@@ -22,11 +20,13 @@ from meshtrain.data import (
     prepare_data,
     train_batches,
 )
+from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
 from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES, Layout
@@ -55,24 +55,32 @@ def load_data(config: Config, job: Job) -> OpenData:
     unfit for the model."""
     assert job.layout is not None
     first_of_host = job.environment.local_rank == 0
+    # The others wait at the store: a collective would have a time limit, and preparation may take
+    # hours.
     with job.collective_check("preparing the data"):
         if first_of_host:
             prepare_data(config.data, say=job.say)
     with job.collective_check("opening the data"):
-        model = {
-            "n_outputs": build.outputs(config),
-            "vocab_size": config.model.keys.get("vocab_size"),
-        }
-        data = open_data(config.data, seed=config.train.seed, say=job.say, **model)
+        data = open_data(
+            config.data,
+            seed=config.train.seed,
+            say=job.say,
+            n_outputs=build.outputs(config),
+            vocab_size=config.model.keys.get("vocab_size"),
+        )
+        # One process of each host reads a part of the files' bytes.
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
         check_parts(config, job.layout, data)
         held_out = evaluation_set(data, config.train.eval_samples)
+        # These read many samples, which are the same on every host.
         if job.rank == 0:
             require_training_targets(data.train)
-        if job.rank == 0 and held_out is not None and config.train.eval_every:
-            require_targets(held_out)
+            if held_out is not None and config.train.eval_every:
+                require_targets(held_out)
+
+    # First what the headers claim, then what a sample of the bytes says.
     files = "every host must have the same files, and the same Python for python-stdlib"
     require_equal(job, Fingerprint("the data", flat(data.identity), files))
     damaged = "copy or prepare them anew where they are damaged"
@@ -84,23 +92,21 @@ def check_parts(config: Config, layout: Layout, data: OpenData) -> None:
     """Raises InputError: the ranks of `tp` share each sequence, and do not divide the first sample
     of a data set of one's own. With `cp` sequences are padded; later samples are looked at by the
     layer that splits them."""
-    plan = getattr(model_file(config.model.name), "tp_plan", None)
     tp = layout.size("tp")
-    shares = (
-        tp > 1
-        and layout.size("cp") == 1
-        and has_sequence_parts(config.parallel.sequence_parallel, plan)
-    )
-    for samples in (data.train, data.validation) if shares else ():
-        tokens = None if samples is None else samples.read([(0, 0)], 1).batch().inputs[0]
-        if tokens is not None and not tokens.is_floating_point() and tokens.shape[-1] % tp:
-            length = tokens.shape[-1]
-            assert samples is not None
-            raise InputError(
-                unequal_parts(
-                    f"{samples.name}: the length of the first sample, {length},", length, tp
-                )
-            )
+    plan = getattr(model_file(config.model.name), "tp_plan", None)
+    has_parts = has_sequence_parts(config.parallel.sequence_parallel, plan)
+    if tp == 1 or layout.size("cp") > 1 or not has_parts:
+        return
+    for samples in (data.train, data.validation):
+        if samples is None:
+            continue
+        tokens = samples.read([(0, 0)], 1).batch().inputs[0]
+        if tokens is None or tokens.is_floating_point():
+            continue
+        length = tokens.shape[-1]
+        if length % tp:
+            what = f"{samples.name}: the length of the first sample, {length},"
+            raise InputError(unequal_parts(what, length, tp))
 
 
 def total_steps(config: Config, train: Samples) -> int:
@@ -120,12 +126,12 @@ def model_of_run(
     config = spec.config
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
+    # A few samples on which the parallelized model is compared with the plain one.
     sample = None
     if build.looks_at_sample(config, mesh.layout):
         with job.collective_check("reading the first samples"):
-            sample = build.short_sample(
-                data, build.spec_of(config).meta, mesh.size("cp"), mesh.size("tp")
-            )
+            plain = build.spec_of(config).meta
+            sample = build.short_sample(data, plain, mesh.size("cp"), mesh.size("tp"))
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
 
 
@@ -139,29 +145,37 @@ def readers(
     steps: int,
 ) -> tuple[Iterator[list[Batch]], EvalBatches | None]:
     """This rank's microbatches of each step, and those of an evaluation."""
-    common: dict[str, Any] = {
-        "micro_size": config.batch.micro_size,
-        "rank": mesh.index(*DATA_AXES),
-        "ranks": mesh.size(*DATA_AXES),
-        "workers": config.data.workers,
-    }
+    reading: Reading = {"workers": config.data.workers}
+    # A model without a cp_plan takes the plain tensor of documents.
     if hasattr(model_file(config.model.name), "cp_plan"):
         split = mesh.size("cp") > 1
-        common["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
-    mixture = sample_order(config, data.train).mixture
-    order: dict[str, Any] = {
-        "seed": config.train.seed,
-        "global_size": config.batch.sizes.changes,
-        "mixture": mixture,
-    }
-    order["lengths"] = config.data.seq_len_warmup
-    batches = train_batches(data.train, first_step=first_step, steps=steps, **order, **common)
-    return batches, None if held_out is None else EvalBatches(held_out, **common)
+        reading["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
+    rank = mesh.index(*DATA_AXES)
+    ranks = mesh.size(*DATA_AXES)
+    micro_size = config.batch.micro_size
+    batches = train_batches(
+        data.train,
+        seed=config.train.seed,
+        first_step=first_step,
+        steps=steps,
+        global_size=config.batch.sizes.changes,
+        micro_size=micro_size,
+        rank=rank,
+        ranks=ranks,
+        mixture=sample_order(config, data.train).mixture,
+        lengths=config.data.seq_len_warmup,
+        **reading,
+    )
+    if held_out is None:
+        return batches, None
+    evaluation = EvalBatches(held_out, micro_size=micro_size, rank=rank, ranks=ranks, **reading)
+    return batches, evaluation
 
 
 def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
     """How the run's sequences are split over `cp`."""
-    keys, plan = config.parallel, getattr(model_file(config.model.name), "tp_plan", None)
+    keys = config.parallel
+    plan = getattr(model_file(config.model.name), "tp_plan", None)
     sequence = has_sequence_parts(keys.sequence_parallel, plan)
     return ContextParallel(
         mesh, method=keys.context, heads=keys.context_heads, sequence_parallel=sequence
@@ -183,40 +197,65 @@ def banner_lines(
 ) -> Iterator[str]:
     """Lines that rank 0 prints before the first step; `evaluated`: the samples from
     `evaluation_set`."""
-    config, layout, size = spec.config, job.layout, spec.config.batch
+    config = spec.config
+    layout = job.layout
     assert layout is not None
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
     yield f"layout {layout}, {config.train.precision}"
-    yield from describe_ramp(size.sizes, size.micro_size, layout.size(*DATA_AXES))
-    if (note := warmup_note(config.optimizer, spec.steps)) is not None:
+    yield from describe_ramp(config.batch.sizes, config.batch.micro_size, layout.size(*DATA_AXES))
+    note = warmup_note(config.optimizer, spec.steps)
+    if note is not None:
         yield note
-    if (costs := context_costs(config, layout)) is not None:
+    yield from _model_lines(config, layout, job, model)
+    yield from data.about
+    yield from loss_lines(data)
+    if config.data.sources:
+        yield from about_mixture(config, data.train, spec.steps)
+    yield from _document_lines(config, layout, job)
+    if evaluated is not None and evaluated is not data.validation:
+        yield (
+            f"an evaluation takes {len(evaluated):,} samples of the validation (train.eval_samples)"
+        )
+    yield describe_saving(spec)
+    for override in config.overrides:
+        yield f"override {override}"
+    untested = untested_torch(torch.__version__)
+    if untested is not None:
+        yield f"warning: {untested}"
+    for warning in host_warnings(layout):
+        yield f"warning: {warning}"
+
+
+def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> Iterator[str]:
+    """The model, and how it is split and computed."""
+    costs = context_costs(config, layout)
+    if costs is not None:
         yield costs.describe()
-    experts = expert_costs(config, layout)
-    active = "" if experts is None else f", {experts.active:,} active a token"
+
     plain = build.spec_of(config).meta
-    trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
-    tuned = f", {trained:,} trained" * bool(config.train.freeze or config.train.lora)
-    yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}{tuned}"
+    experts = expert_costs(config, layout)
+    size = f"model {config.model.name}: {build.parameter_count(plain):,} parameters"
+    if experts is not None:
+        size += f", {experts.active:,} active a token"
+    if config.train.freeze or config.train.lora:
+        trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+        size += f", {trained:,} trained"
+    yield size
     if experts is not None:
         yield experts.line
+
     if config.train.linear_precision is not None:
-        yield describe_float8(plain, compute_dtype(config.train.precision), job.device.type)
-    module = model_file(config.model.name)
-    plan = getattr(module, "tp_plan", {})
-    if (
-        layout.size("tp") > 1
-        and config.parallel.sequence_parallel is None
-        and not shards_sequence(plan)
-    ):
+        dtype = compute_dtype(config.train.precision)
+        yield describe_float8(plain, dtype, job.device.type)
+    plan = getattr(model_file(config.model.name), "tp_plan", {})
+    is_auto = config.parallel.sequence_parallel is None
+    if layout.size("tp") > 1 and is_auto and not shards_sequence(plan):
         yield f"parallel.sequence_parallel is off: {NO_SEQUENCE}"
-    choice = build.compile_choice(config, layout, job.device)
     if job.device.type == "cuda" and config.parallel.compile == "auto":
+        choice = build.compile_choice(config, layout, job.device)
         yield f"parallel.compile: auto: {choice}"
-    groups = (
-        vars(layer)["axis_group"].choice for layer in model.modules() if "axis_group" in vars(layer)
-    )
-    if fused := next(filter(None, groups), None):
+    fused = _fused_choice(model)
+    if fused:
         yield f"parallel.symmetric_memory: auto: {fused}"
     if isinstance(model, Pipeline):
         yield model.about
@@ -225,24 +264,23 @@ def banner_lines(
             "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is "
             "written"
         )
-    yield from data.about
-    yield from loss_lines(data)
-    if config.data.sources:
-        yield from about_mixture(config, data.train, spec.steps)
-    if config.data.mask_documents and layout.size("cp") == 1 and job.device.type == "cuda":
-        lengths = has_varlen(job.device, compute_dtype(config.train.precision)) and hasattr(
-            module, "cp_plan"
-        )
-        yield (
-            "attention within documents by "
-            f"{'their lengths' if lengths else 'a mask of all pairs of tokens'}"
-        )
-    if evaluated is not None and evaluated is not data.validation:
-        yield (
-            f"an evaluation takes {len(evaluated):,} samples of the validation (train.eval_samples)"
-        )
-    yield describe_saving(spec)
-    yield from (f"override {override}" for override in config.overrides)
-    if (untested := untested_torch(torch.__version__)) is not None:
-        yield f"warning: {untested}"
-    yield from (f"warning: {warning}" for warning in host_warnings(layout))
+
+
+def _fused_choice(model: nn.Module) -> str | None:
+    """What the first tensor-parallel layer that could fuse its communication has chosen."""
+    for layer in model.modules():
+        group = vars(layer).get("axis_group")
+        if group is not None and group.choice:
+            return group.choice
+    return None
+
+
+def _document_lines(config: Config, layout: Layout, job: Job) -> Iterator[str]:
+    """How a GPU's attention is kept within documents."""
+    if not config.data.mask_documents or layout.size("cp") > 1 or job.device.type != "cuda":
+        return
+    dtype = compute_dtype(config.train.precision)
+    takes_lengths = hasattr(model_file(config.model.name), "cp_plan")
+    by_lengths = takes_lengths and has_varlen(job.device, dtype)
+    how = "their lengths" if by_lengths else "a mask of all pairs of tokens"
+    yield f"attention within documents by {how}"

@@ -57,48 +57,55 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         steps, and no checkpoint of it."""
         last = None
         with self.job.collective_check("looking at the run's folder"):
-            last = self.folder.last_exit() if self.job.rank == 0 and not resume.back else None
-            last = last if last is not None and last.get("status") == "done" else None
+            if self.job.rank == 0 and not resume.back:
+                last = self.folder.last_exit()
+            if last is not None and last.get("status") != "done":
+                last = None
             if last is not None and last["step"] != steps and resume.checkpoint is None:
                 raise InputError(
                     f"{self.folder.path} holds a finished run of {last['step']} steps and no "
-                    "checkpoint of it, and "
-                    f"this one has {steps}: name another folder, for instance "
-                    f"train.output={self.folder.path}-{steps}"
+                    f"checkpoint of it, and this one has {steps}: name another folder, for "
+                    f"instance train.output={self.folder.path}-{steps}"
                 )
         done = last is not None and last["step"] == steps
         done = self.job.reduce("looking at the run's folder", done, itemgetter(0))
         if done:
-            self.job.say(
-                f"{self.folder.path} is done: {steps} steps. Its loss is in metrics.jsonl and "
-                "loss.png there.\n"
-                "To start anew, remove the folder or name another:  "
-                f"train.output={self.folder.path}-2\n"
-                f"To go further, train longer from its last step:    train.steps={2 * steps}"
-            )
-            export, average = config.train.export, " --ema" * config.train.use_ema
-            if export is not None and not Path(export).expanduser().exists():
-                command = f"meshtrain export {self.folder.path} {export}{average}"
-                self.job.say(f"There is no {export} (train.export) yet:  {command}")
+            self._say_finished(steps, config)
         return done
+
+    def _say_finished(self, steps: int, config: Config) -> None:
+        self.job.say(
+            f"{self.folder.path} is done: {steps} steps. Its loss is in metrics.jsonl and "
+            "loss.png there.\n"
+            "To start anew, remove the folder or name another:  "
+            f"train.output={self.folder.path}-2\n"
+            f"To go further, train longer from its last step:    train.steps={2 * steps}"
+        )
+        export = config.train.export
+        if export is not None and not Path(export).expanduser().exists():
+            command = f"meshtrain export {self.folder.path} {export}"
+            if config.train.use_ema:
+                command += " --ema"
+            self.job.say(f"There is no {export} (train.export) yet:  {command}")
 
     def stop(self, own_reason: StopReason | None, checkpoint: Path, spec: RunSpec) -> None:
         """The run has stopped: rank 0 prints why, and how to resume. `own_reason`: why this rank
         was asked to stop."""
-        requests: dict[str, list[int]] = {}
         own = None if own_reason is None else [own_reason.kind, own_reason.text]
+        requests: dict[str, list[int]] = {}  # reason -> the ranks that were asked
         for rank, reason in enumerate(self.job.gather("stopping", own)):
             if reason is not None:
-                requests.setdefault(reason[1], []).append(rank)
-                self.stop_kinds.append(StopKind(reason[0]))
+                kind, text = reason
+                requests.setdefault(text, []).append(rank)
+                self.stop_kinds.append(StopKind(kind))
         self.status = STOPPED
-        self.stopped = "asked to stop by " + ", and by ".join(
-            reason if ranks[0] == 0 else f"{reason} on rank {', '.join(ranges(ranks))}"
-            for reason, ranks in requests.items()
-        )
-        again = (
-            "" if spec.config.checkpoint.resume == "latest" else " with checkpoint.resume=latest"
-        )
+        asked = []
+        for text, ranks in requests.items():
+            asked.append(text if ranks[0] == 0 else f"{text} on rank {', '.join(ranges(ranks))}")
+        self.stopped = f"asked to stop by {', and by '.join(asked)}"
+        again = ""
+        if spec.config.checkpoint.resume != "latest":
+            again = " with checkpoint.resume=latest"
         self.job.say(
             f"\nstopped after step {self.step} of {spec.steps}: {self.stopped}\n"
             f"the state is in {checkpoint}\n"
@@ -111,7 +118,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         with self.job.collective_check("beginning the run"):
             if self.job.rank == 0:
                 self.folder.forget_exit()
-                for name, text in (("config.yaml", config.to_yaml()), ("layout.txt", layout_table)):
+                files = {"config.yaml": config.to_yaml(), "layout.txt": layout_table}
+                for name, text in files.items():
                     with optional(f"{name} could not be written"):
                         self.folder.write(name, text)
         self._goodput = goodput
@@ -124,43 +132,43 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         return self._sinks
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        refused = isinstance(error, InputError | LayoutError)
-        if self.job.rank != 0 or (self._goodput is None and (error is None or refused)):
+        if self.job.rank != 0:
             return
-        if error is None and self.stopped is not None:
-            self._write("stopped", STOPPED, self.stopped, next(iter(self.stop_kinds), "stopped"))
-        elif error is None:
-            self._write("done", 0, "all steps are done", "done")
+        if self._goodput is None and (error is None or _is_input(error)):
+            return  # nothing has begun, or the run is refused
+        if error is not None:
+            self._write_error(error)
+        elif self.stopped is not None:
+            kind = self.stop_kinds[0] if self.stop_kinds else "stopped"
+            self._write("stopped", STOPPED, self.stopped, kind)
         else:
-            shared = isinstance(error, AgreedError | TrainingError)  # all ranks raise it
-            asks = signal_of(error) is not None or (isinstance(error, Exception) and not shared)
-            first = self.job.failures.first_failure(str(self.job), error) if asks else None
-            if (
-                first is not None
-                and first.diagnosis.kind == DiagnosisKind.INPUT
-                and self._goodput is None
-            ):
+            self._write("done", 0, "all steps are done", "done")
+
+    def _write_error(self, error: BaseException) -> None:
+        """Records an error of this rank, or the failure of another one that it follows from."""
+        shared = isinstance(error, AgreedError | TrainingError)  # all ranks raise it
+        # An error that all ranks raise needs no diagnosis; of another one, or of a signal, the
+        # watchdog may know the cause on another rank.
+        first = None
+        if signal_of(error) is not None or (isinstance(error, Exception) and not shared):
+            first = self.job.failures.first_failure(str(self.job), error)
+        if first is not None:
+            diagnosis = first.diagnosis
+            if diagnosis.kind == DiagnosisKind.INPUT and self._goodput is None:
                 return  # another rank has refused the run
-            if first is not None:
-                self._write(
-                    "failed",
-                    1,
-                    first.diagnosis.headline,
-                    first.diagnosis.kind,
-                    first.diagnosis.hosts,
-                )
-            else:
-                self._write(
-                    "failed", 1, *_reason(error), () if shared or refused else (self.job.host,)
-                )
+            self._write("failed", 1, diagnosis.headline, diagnosis.kind, diagnosis.hosts)
+            return
+        reason, kind = _reason(error)
+        hosts = () if shared or _is_input(error) else (self.job.host,)
+        self._write("failed", 1, reason, kind, hosts)
 
     def write_failed(self, diagnosis: Diagnosis) -> None:
         """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest
         surviving rank."""
         # Where a link is cut, both sides call this, and the exit.json of rank 0 counts.
-        if self._goodput is not None and (
-            self.job.rank == 0 or not (self.folder.path / EXIT).exists()
-        ):
+        if self._goodput is None:
+            return
+        if self.job.rank == 0 or not (self.folder.path / EXIT).exists():
             self._write("failed", 1, diagnosis.headline, diagnosis.kind, diagnosis.hosts, VERDICT_S)
 
     def _write(
@@ -174,8 +182,10 @@ class RunStatus(AbstractContextManager["RunStatus"]):
     ) -> None:
         """`limit_s`: for the sinks to close, and then for train.on_exit."""
         goodput = self._goodput if self.job.rank == 0 else None  # only rank 0 has the run's ledger
-        summary = None if goodput is None else goodput.summary()
-        row = None if summary is None else summary.row() | {"jobs": summary.jobs}
+        row = summary = None
+        if goodput is not None:
+            summary = goodput.summary()
+            row = summary.row() | {"jobs": summary.jobs}
         end = self.folder.write_exit(status, code, reason, self.step, row, kind=kind, hosts=hosts)
         if goodput is not None:
             goodput.end(status)
@@ -187,11 +197,18 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             self._on_exit = None
 
 
+def _is_input(error: BaseException) -> bool:
+    return isinstance(error, InputError | LayoutError)
+
+
 def _reason(error: BaseException) -> tuple[str, DiagnosisKind]:
     text = f"{type(error).__name__}: {error}"
-    if (name := signal_of(error)) is not None:
-        return f"ended by {name}" if isinstance(error, SystemExit) else text, DiagnosisKind.ENDED
-    if isinstance(error, InputError | LayoutError):
+    signal_name = signal_of(error)
+    if isinstance(error, SystemExit) and signal_name is not None:
+        text = f"ended by {signal_name}"
+    if signal_name is not None:
+        return text, DiagnosisKind.ENDED
+    if _is_input(error):
         return text, DiagnosisKind.INPUT
-    final = isinstance(error, TrainingError) and not isinstance(error, DiskError)
-    return text, DiagnosisKind.TRAINING if final else DiagnosisKind.FAILED
+    is_final = isinstance(error, TrainingError) and not isinstance(error, DiskError)
+    return text, DiagnosisKind.TRAINING if is_final else DiagnosisKind.FAILED

@@ -51,13 +51,14 @@ class StepLogger(AbstractContextManager["StepLogger"]):
     ) -> None:
         """`metrics`: on rank 0, a `Metrics`. `counters`: the `state_dict` in the checkpoint to
         resume from."""
-        self.config, self.steps, self.job, self.mesh, self.data = (
-            spec.config,
-            spec.steps,
-            job,
-            mesh,
-            data,
-        )
+        self.config = spec.config
+        self.steps = spec.steps
+        self.job = job
+        self.mesh = mesh
+        self.data = data
+        self._monitor = monitor
+        self._metrics = metrics
+
         self.stop_asked = False
         self.evaluations: dict[int, dict[str, float]] = {}
         self.tokens = 0 if counters is None else counters["tokens"]
@@ -65,7 +66,6 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self._order = sample_order(spec.config, data.train)
         self._pending: Callable[[], StepResult] | None = None
         self._empty = 0  # steps in a row without a target with a loss
-        self._monitor, self._metrics = monitor, metrics
         self._lengths = BatchSizes.of(spec.config.data.seq_len_warmup or spec.config.data.seq_len)
         if job.rank == 0:
             self._metrics.say(self._count_flops(spec.config.data.seq_len))
@@ -73,8 +73,10 @@ class StepLogger(AbstractContextManager["StepLogger"]):
     def _count_flops(self, length: int) -> str:
         """Counts the FLOPs of a sample, cut to `length` if it is tokens. Returns a line about
         them."""
-        batch, self._counted = self.data.train.read([(0, 0)], 1).batch().shortened(length), length
-        self._causal, self._packed = CausalCalls(), batch.tensors.get("documents") is not None
+        batch = self.data.train.read([(0, 0)], 1).batch().shortened(length)
+        self._counted = length
+        self._packed = batch.tensors.get("documents") is not None
+        self._causal = CausalCalls()
         self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs, self._causal)
         self._peak, of_device = peak_flops(self.job.device, self.config.train.precision)
         return f"{of_model}; {of_device} (for MFU)"
@@ -92,7 +94,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         stops the run."""
         if self._pending is None:
             return
-        result, self._pending = self._pending(), None
+        result = self._pending()
+        self._pending = None
         self.stop_asked |= result.stop_asked
         if not result.finite and not result.overflow:
             self._handle_nonfinite(result)
@@ -129,10 +132,13 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         return self._order.epoch(step) > self._order.epoch(step - 1)
 
     def _row(self, result: StepResult, times: dict[str, float]) -> dict[str, object]:
-        positions, seconds = self._order.sizes.positions(result.step - 1), times["step_time_s"]
-        size, length = len(positions), self._lengths.size(result.step - 1)
+        length = self._lengths.size(result.step - 1)
         if length != self._counted:
             self._count_flops(length)
+        positions = self._order.sizes.positions(result.step - 1)
+        seconds = times["step_time_s"]
+        flops = None if self._flops is None else self._flops * len(positions)
+        causal = self._causal_flops(result.step)
         return {
             "step": result.step,
             # That of its first sample: a last batch is filled from an epoch that the run does not
@@ -145,15 +151,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             "samples": positions.stop,
             "samples_digest": samples_digest(sample for _, sample in self._items(result.step)),
             "tokens_per_s": result.num_valid_tokens / seconds,
-            "mfu": mfu(
-                None if self._flops is None else self._flops * size,
-                seconds,
-                self._peak,
-                self.job.world_size,
-            ),
-            "mfu_causal": mfu(
-                self._causal_flops(result.step), seconds, self._peak, self.job.world_size
-            ),
+            "mfu": mfu(flops, seconds, self._peak, self.job.world_size),
+            "mfu_causal": mfu(causal, seconds, self._peak, self.job.world_size),
             "memory_gib": memory_gib(self.job.device),
             "memory_reserved_gib": memory_reserved_gib(self.job.device),
             **times,
@@ -166,11 +165,10 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         unknown."""
         if self._flops is None:
             return None
-        samples, whole = (
-            [sample for _, sample in self._items(step)],
-            self._counted == self.config.data.seq_len,
-        )
-        lengths = self.data.train.document_lengths(samples) if whole else None
+        samples = [sample for _, sample in self._items(step)]
+        lengths = None
+        if self._counted == self.config.data.seq_len:  # samples are not cut
+            lengths = self.data.train.document_lengths(samples)
         if self._packed and lengths is None:
             return None
         return causal_flops(self._flops, self._causal.flops, len(samples), lengths)
@@ -179,14 +177,17 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         return self._order.of_step(step - 1)
 
     def _count_empty(self, result: StepResult) -> None:
-        self._empty = self._empty + 1 if result.num_valid_tokens == 0 else 0
-        in_vain = result.step == self.steps and self.tokens == 0 and 0 < self._empty < EMPTY_STEPS
-        if (self._empty == EMPTY_STEPS or in_vain) and self.job.rank == 0:
+        if result.num_valid_tokens > 0:
+            self._empty = 0
+            return
+        self._empty += 1
+        # A run too short to get that far says so at its end.
+        is_in_vain = result.step == self.steps and self.tokens == 0 and self._empty < EMPTY_STEPS
+        if (self._empty == EMPTY_STEPS or is_in_vain) and self.job.rank == 0:
             steps = ranges(range(result.step - self._empty + 1, result.step + 1))[0]
             self._metrics.say(
                 f"no target of the steps {steps} had a loss: such steps change no weight; look at "
-                "the prompts of the "
-                "data, or take a larger data.seq_len or batch.global_size"
+                "the prompts of the data, or take a larger data.seq_len or batch.global_size"
             )
 
     def _handle_nonfinite(self, result: StepResult) -> None:
@@ -194,34 +195,36 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         same result."""
         batch = self._items(result.step)
         own = share(len(batch), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
-        samples = [
-            batch[own[i]][1]
-            for i in result.bad_samples
-            if i < len(own) and self.mesh.speaks_for_samples
-        ]
-        report = [str(self.job), samples]
+        samples = []
+        if self.mesh.speaks_for_samples:
+            # What lies behind this rank's share is padding.
+            samples = [batch[own[i]][1] for i in result.bad_samples if i < len(own)]
         ranks = self.job.reduce(
-            "naming what is not finite", report, lambda rows: [row for row in rows if row[1]]
+            "naming what is not finite", [str(self.job), samples], _with_samples
         )
-        bad = [
-            f"{rank}: samples {join_some(list(map(str, samples)), MOST_BAD)}"
-            for rank, samples in ranks[:MOST_BAD]
-        ]
-        others = f"; and {len(ranks) - MOST_BAD} other ranks" if len(ranks) > MOST_BAD else ""
         problem = (
-            f"step {result.step}: the loss is not finite ({'; '.join(bad)}{others})"
-            if bad
-            else f"step {result.step}: every sample's loss is finite, "
-            f"but the gradient's norm is {result.grad_norm}"
+            f"step {result.step}: every sample's loss is finite, but the gradient's norm is "
+            f"{result.grad_norm}"
         )
+        if ranks:
+            bad = []
+            for rank, of_rank in ranks[:MOST_BAD]:
+                bad.append(f"{rank}: samples {join_some(list(map(str, of_rank)), MOST_BAD)}")
+            if len(ranks) > MOST_BAD:
+                bad.append(f"and {len(ranks) - MOST_BAD} other ranks")
+            problem = f"step {result.step}: the loss is not finite ({'; '.join(bad)})"
         if self.config.train.on_nonfinite == "stop":
             raise TrainingError(
                 f"{problem}. Stopped before that update: the parameters are those of step "
-                f"{result.step - 1}. "
-                "Look at these samples, lower optimizer.lr, or leave such steps out with "
-                "train.on_nonfinite=skip"
+                f"{result.step - 1}. Look at these samples, lower optimizer.lr, or leave such "
+                "steps out with train.on_nonfinite=skip"
             )
         self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
+
+
+def _with_samples(rows: list) -> list:
+    """Of [rank, samples] of every rank, those that have some."""
+    return [row for row in rows if row[1]]
 
 
 @dataclass

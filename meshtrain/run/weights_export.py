@@ -8,6 +8,7 @@ own shards.
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
@@ -91,34 +92,30 @@ def export(
     """
     place = ExportFolder(folder)
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
-    placements = gather_placements(
-        [tensor_spec(*pair) for pair in tensors.items()], job, mesh.layout
-    )
+    specs = [tensor_spec(name, tensor) for name, tensor in tensors.items()]
+    placements = gather_placements(specs, job, mesh.layout)
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
-    first = model.stages()[0] if isinstance(model, Pipeline) else model
-    files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first)))
+    first_stage = model.stages()[0] if isinstance(model, Pipeline) else model
+    files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first_stage)))
     writers = _begin(place, job)
     try:
         # raised after the last turn: other ranks wait for this rank's parts
         problem: OSError | None = None
         with WeightFiles(place.making, files) as out, torch.no_grad():
             for turn in turns(files, writers):
-                for file, entry, whole in _exchange(
-                    turn, parts, tensors, placements, job, mesh.layout
-                ):
-                    try:
-                        if problem is None:
-                            out.write(file, entry, [whole.view(-1).view(torch.uint8).numpy().data])
-                    except OSError as error:
-                        problem = error
+                for received in _exchange(turn, parts, tensors, placements, job, mesh.layout):
+                    if problem is None:
+                        problem = received.write(out)
         with job.collective_check("writing the export"), as_input_errors(place.making):
             if problem is not None:
                 raise problem
         with job.collective_check("finishing the export"), as_input_errors(place.target):
             if job.rank == 0:
-                texts = {} if tokenizer is None else tokenizer_files(Path(tokenizer).expanduser())
+                own_tokenizer: Mapping[str, str] = {}
+                if tokenizer is not None:
+                    own_tokenizer = tokenizer_files(Path(tokenizer).expanduser())
                 source = source_files(weights, job.say)
-                place.finish(files, small_files(config, dtype, texts, data or {}, source))
+                place.finish(files, small_files(config, dtype, own_tokenizer, data or {}, source))
     finally:
         if job.rank == 0:
             place.drop()
@@ -136,45 +133,52 @@ def source_files(weights: Any, say: Callable[[str], None]) -> dict[str, str]:
     Args:
         weights: the run's `model.weights`.
     """
-    folder = Path()
-    try:
-        for _ in range(_MOST_STARTS):
-            if not isinstance(weights, str):
-                return {}  # the first run started from nothing
-            folder = Path(weights).expanduser()
-            checkpoint = find_checkpoint(folder)
-            if checkpoint is None:
-                break
-            weights = read_manifest(checkpoint)[0].section("model").get("weights")
-    except (InputError, OSError, RuntimeError, ValueError):  # RuntimeError: no home folder
-        folder = Path(str(weights))
-
+    folder = _first_source(weights)
+    if folder is None:
+        return {}
     texts = {}
     for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
         with suppress(InputError, OSError, RuntimeError, ValueError):
             content = read_limited(folder / name, MAX_SMALL_FILE)
-            binary = name == SENTENCEPIECE
-            texts[name] = (
-                content.decode("utf-8", "surrogateescape")
-                if binary
-                else content.decode("utf-8-sig")
-            )
+            if name == SENTENCEPIECE:
+                texts[name] = content.decode("utf-8", "surrogateescape")
+            else:
+                texts[name] = content.decode("utf-8-sig")
     if CONFIG not in texts:
         say(
             f"the export has no ends of texts and no tokenizer of {printable(str(folder))}, from "
-            "which the run "
-            f"started: no {CONFIG} can be read there"
+            f"which the run started: no {CONFIG} can be read there"
         )
         return {}
     return texts
+
+
+def _first_source(weights: Any) -> Path | None:
+    """The folder with which a chain of runs began, each of which may have started from a checkpoint
+    of the one before; None: the first of them started from nothing."""
+    folder = Path()
+    try:
+        for _ in range(_MOST_STARTS):
+            if not isinstance(weights, str):
+                return None
+            folder = Path(weights).expanduser()
+            checkpoint = find_checkpoint(folder)
+            if checkpoint is None:
+                break
+            manifest, _ = read_manifest(checkpoint)
+            weights = manifest.section("model").get("weights")
+    except (InputError, OSError, RuntimeError, ValueError):  # RuntimeError: no home folder
+        return Path(str(weights))
+    return folder
 
 
 def turns(files: Mapping[str, Sequence[Entry]], writers: Sequence[int]) -> Iterator[list[Turn]]:
     """Which tensors are written at the same time, one by each writer; writers take the files in
     turn (round-robin)."""
     queues: list[list[Turn]] = [[] for _ in writers]
-    for n, (file, entries) in enumerate(files.items()):
-        queues[n % len(writers)] += [(writers[n % len(writers)], file, entry) for entry in entries]
+    for number, (file, entries) in enumerate(files.items()):
+        index = number % len(writers)
+        queues[index] += [(writers[index], file, entry) for entry in entries]
     for turn in zip_longest(*queues):
         yield [item for item in turn if item is not None]
 
@@ -187,24 +191,49 @@ def _begin(place: ExportFolder, job: Job) -> list[int]:
             place.make()
             (place.making / token).touch()
     token = job.reduce("making the export's folder", token, itemgetter(0))
-    visible = job.gather("looking for the export's folder", (place.making / token).exists())
+    seen = job.gather("looking for the export's folder", (place.making / token).exists())
     if job.rank == 0:
         (place.making / token).unlink()
-    return [rank for rank, sees in enumerate(visible) if sees]
+    return [rank for rank, sees in enumerate(seen) if sees]
 
 
 def _holders(tensor: Placement, part: Part, writer: int, layout: Layout) -> list[tuple[int, Part]]:
     """Which ranks, the writer included, send which pieces of a part to a writer; together the
     pieces are the part. If several groups hold the tensor, the writer's own sends it, or the one
     that differs from it in `pp` only."""
-    index, copy = layout.index(writer, "pp"), layout.copy(writer, *tensor.axes)
-    stage = index if index in tensor.stages else tensor.stages[0]
+    own_stage = layout.index(writer, "pp")
+    stage = own_stage if own_stage in tensor.stages else tensor.stages[0]
+    copy = layout.copy(writer, *tensor.axes)
+    axes = [axis for axis, _ in tensor.cuts]
     cuts = [(dim, layout.size(axis)) for axis, dim in tensor.cuts]
+    whole = tuple(slice(0, size) for size in tensor.dims)
     holders = []
-    for indices, piece in overlapping(cuts, tuple(slice(0, size) for size in tensor.dims), part):
-        place = {axis: i for (axis, _), i in zip(tensor.cuts, indices, strict=True)}
-        holders.append((layout.rank_of_copy(copy, pp=stage, **place), overlap(piece, part)))
+    for indices, piece in overlapping(cuts, whole, part):
+        coordinate = dict(zip(axes, indices, strict=True))
+        rank = layout.rank_of_copy(copy, pp=stage, **coordinate)
+        holders.append((rank, overlap(piece, part)))
     return holders
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A tensor that this rank writes, and its pieces from all ranks that hold some."""
+
+    file: str
+    entry: Entry
+    stored: StoredTensor
+    pieces: list[tuple[Part, Tensor]] = field(default_factory=list)
+
+    def write(self, out: WeightFiles) -> OSError | None:
+        """Writes the tensor; returns an error of the disk."""
+        whole = torch.empty(shape_of(self.stored.part), dtype=DTYPES[self.entry.dtype])
+        for piece, values in self.pieces:
+            whole[within(piece, self.stored.part)] = values.to("cpu", whole.dtype)
+        try:
+            out.write(self.file, self.entry, [whole.view(-1).view(torch.uint8).numpy().data])
+        except OSError as error:
+            return error
+        return None
 
 
 def _exchange(
@@ -214,31 +243,32 @@ def _exchange(
     placements: Mapping[str, Placement],
     job: Job,
     layout: Layout,
-) -> Iterator[tuple[str, Entry, Tensor]]:
-    """Sends this rank's pieces of the turn's tensors to their writers; yields the whole tensor that
-    it must write."""
-    operations, outputs = [], []
+) -> Iterator[_Received]:
+    """Sends this rank's pieces of the turn's tensors to their writers; yields the tensor that it
+    must write."""
+    operations = []
+    outputs = []
     for writer, file, entry in turn:
         name, stored = stored_parts[entry.name]
-        kind, parts = DTYPES[entry.dtype], []
+        dtype = DTYPES[entry.dtype]
+        received = _Received(file, entry, stored)
         for rank, piece in _holders(placements[name], stored.part, writer, layout):
             if rank == job.rank:
                 local, own = local_part(tensors[name])
                 values = local.reshape(shape_of(own))[within(piece, own)]
-                parts.append((piece, values))
-                if rank != writer:
-                    wire = values.to(kind).contiguous().view(-1).view(torch.uint8)
+                if rank == writer:
+                    received.pieces.append((piece, values))
+                else:
+                    # As bytes of the stored dtype: no backend sends all dtypes.
+                    wire = values.to(dtype).contiguous().view(-1).view(torch.uint8)
                     operations.append(dist.P2POp(dist.isend, wire, writer))
             elif writer == job.rank:
-                buffer = torch.empty(shape_of(piece), dtype=kind, device=job.device)
+                buffer = torch.empty(shape_of(piece), dtype=dtype, device=job.device)
                 operations.append(dist.P2POp(dist.irecv, buffer.view(-1).view(torch.uint8), rank))
-                parts.append((piece, buffer))
+                received.pieces.append((piece, buffer))
         if writer == job.rank:
-            outputs.append((file, entry, stored, parts))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    for file, entry, stored, parts in outputs:
-        whole = torch.empty(shape_of(stored.part), dtype=DTYPES[entry.dtype])
-        for piece, values in parts:
-            whole[within(piece, stored.part)] = values.to("cpu", whole.dtype)
-        yield file, entry, whole
+            outputs.append(received)
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    yield from outputs

@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{folder} is no folder: name what train.output was, for instance runs/quickstart"
             )
     names = [folder.resolve().name for folder in arguments.runs]
-    runs = [
-        RunFiles(folder, name if names.count(name) == 1 else str(folder))
-        for folder, name in zip(arguments.runs, names, strict=True)
-    ]
+    runs = []
+    for folder, name in zip(arguments.runs, names, strict=True):
+        unique = names.count(name) == 1
+        runs.append(RunFiles(folder, name if unique else str(folder)))
     try:
         server = PageServer((arguments.host, arguments.port), runs)
     except (OSError, OverflowError) as error:

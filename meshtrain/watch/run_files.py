@@ -45,6 +45,7 @@ class RunFiles:
         if descriptor is None:
             return self._forget()
         with os.fdopen(descriptor, "rb") as file:
+            # A file that was cut and written again has other bytes there.
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._forget()
@@ -72,11 +73,7 @@ class RunFiles:
         try:
             row = parse_json(line, most=LONGEST)
             step = int(row["step"])
-            numbers = {
-                name: float(x)
-                for name, x in row.items()
-                if type(x) in (int, float) and name not in NOT_SHOWN
-            }
+            numbers = _numbers(row)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             self.bad_lines += 1
             return
@@ -84,14 +81,23 @@ class RunFiles:
             self.bad_lines += 1
             return
         for name, number in numbers.items():
-            if name not in self._columns and len(self._columns) == COLUMNS:
+            column = self._column(name)
+            if column is not None:
+                column.append(number)
+        self._steps.append(step)
+
+    def _column(self, name: str) -> "array[float] | None":
+        """The column of a field, filled up to the row before this one; None beyond the most
+        columns."""
+        if name not in self._columns:
+            if len(self._columns) == COLUMNS:
                 if len(self._left_out) < COLUMNS:
                     self._left_out.add(name)
-                continue
-            column = self._columns.setdefault(name, array("d"))
-            column.extend([math.nan] * (len(self._steps) - len(column)))
-            column.append(number)
-        self._steps.append(step)
+                return None
+            self._columns[name] = array("d")
+        column = self._columns[name]
+        column.extend([math.nan] * (len(self._steps) - len(column)))
+        return column
 
     def rows(self, points: int) -> dict[str, Any]:
         """Columns of at most so many rows: each is the mean of as many neighbours as it takes, a
@@ -100,28 +106,34 @@ class RunFiles:
         rows = len(self._steps)
         stride = 1 << max(0, math.ceil(rows / points) - 1).bit_length()
         if stride != self._stride:
-            self._stride, self._means = stride, {}
-        full = rows // stride
-        means = {}
+            self._stride = stride
+            self._means = {}
+
+        full, rest = divmod(rows, stride)
+        columns = {}
         for name, column in self._columns.items():
+            # The means of full strides are kept from one request to the next.
             known = self._means.setdefault(name, [])
-            known += [
-                _mean(column[at * stride : (at + 1) * stride]) for at in range(len(known), full)
-            ]
-            means[name] = known + [_mean(column[full * stride :])] * (rows % stride > 0)
-        steps = [self._steps[min(at + stride, rows) - 1] for at in range(0, rows, stride)]
-        newest = {
-            name: _finite(column[-1])
-            for name, column in self._columns.items()
-            if len(column) == rows
-        }
-        return {"rows": rows, "stride": stride, "step": steps, "columns": means, "newest": newest}
+            for i in range(len(known), full):
+                known.append(_mean(column[i * stride : (i + 1) * stride]))
+            columns[name] = list(known)
+            if rest:
+                columns[name].append(_mean(column[full * stride :]))
+        steps = [self._steps[min(start + stride, rows) - 1] for start in range(0, rows, stride)]
+
+        newest = {}
+        for name, column in self._columns.items():
+            if len(column) == rows:
+                newest[name] = _finite(column[-1])
+        return {"rows": rows, "stride": stride, "step": steps, "columns": columns, "newest": newest}
 
     def page_data(self, points: int) -> dict[str, Any]:
         """All that the page shows of the run."""
         self.read_rows()
         ended = self._json("exit.json")
-        return self.rows(points) | {
+        checkpoints = self._names("checkpoints")
+        return {
+            **self.rows(points),
             "name": self.name,
             "age_s": self._age() if ended is None else None,
             "bad_lines": self.bad_lines,
@@ -131,9 +143,7 @@ class RunFiles:
             "timeline": self._json("timeline.json"),
             "layout": (self._text("layout.txt") or "").partition("\n")[0],
             "events": self._events(),
-            "checkpoints": [
-                name for name in self._names("checkpoints") if name.startswith("step_")
-            ],
+            "checkpoints": [name for name in checkpoints if name.startswith("step_")],
             "failures": self._names("failures")[-20:],
         }
 
@@ -158,12 +168,12 @@ class RunFiles:
         for line in (self._text("goodput.jsonl") or "").splitlines():
             try:
                 row = parse_json(line, finite=True)
-                kind = next((name for name in ("started", "saved", "end") if name in row), None)
-                if kind is not None:
-                    step = min(int(row["step"]), LAST_STEP)
-                    events.append({"kind": kind, "step": step, "value": row[kind]})
+                kinds = [name for name in ("started", "saved", "end") if name in row]
+                step = min(int(row["step"]), LAST_STEP)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # half of it was there, or it is none
+            if kinds:
+                events.append({"kind": kinds[0], "step": step, "value": row[kinds[0]]})
         return events[-200:]
 
     def _json(self, name: str) -> Any:
@@ -192,11 +202,23 @@ class RunFiles:
         return None
 
 
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """The fields of a row of which the page draws curves."""
+    numbers = {}
+    for name, value in row.items():
+        # For Python, True is an int.
+        if type(value) in (int, float) and name not in NOT_SHOWN:
+            numbers[name] = float(value)
+    return numbers
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
 def _mean(values: "array[float]") -> float | None:
     finite = [value for value in values if math.isfinite(value)]
-    # a curve shows no more, and it is sent often
-    return float(f"{sum(finite) / len(finite):.6g}") if finite else None
+    if not finite:
+        return None
+    # Six digits: a curve shows no more, and it is sent often.
+    return float(f"{sum(finite) / len(finite):.6g}")

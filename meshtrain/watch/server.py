@@ -39,7 +39,8 @@ class PageServer(ThreadingHTTPServer):
     address_family = socket.AF_INET
 
     def __init__(self, address: tuple[str, int], runs: Sequence[RunFiles]) -> None:
-        self.runs, self.lock = runs, Lock()
+        self.runs = runs
+        self.lock = Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
@@ -52,23 +53,27 @@ class PageServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         host = str(self.server_address[0])
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
+        if ":" in host:  # IPv6
+            host = f"[{host}]"
+        return f"http://{host}:{self.server_port}/"
 
     def answer(self, path: str) -> tuple[str, bytes] | None:
         """Media type and content; None: there is no such page."""
         if path in PAGE:
             name, kind = PAGE[path]
-            return f"{kind}; charset=utf-8", files("meshtrain.watch").joinpath(
-                "page", name
-            ).read_bytes()
+            page = files("meshtrain.watch").joinpath("page", name)
+            return f"{kind}; charset=utf-8", page.read_bytes()
         if path == "/runs":
-            content: Any = [run.name for run in self.runs]
-        elif path.removeprefix("/runs/") in map(str, range(len(self.runs))):
-            with self.lock:  # each request reads on in the run's files
-                content = self.runs[int(path.removeprefix("/runs/"))].page_data(POINTS)
-        else:
-            return None
-        return "application/json", json.dumps(content, allow_nan=False, default=str).encode()
+            return _json([run.name for run in self.runs])
+        for number, run in enumerate(self.runs):
+            if path == f"/runs/{number}":
+                with self.lock:  # each request reads on in the run's files
+                    return _json(run.page_data(POINTS))
+        return None
+
+
+def _json(content: Any) -> tuple[str, bytes]:
+    return "application/json", json.dumps(content, allow_nan=False, default=str).encode()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -96,9 +101,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         headers = {**HEADERS, "Content-Type": kind}
         if "gzip" in self.headers.get("Accept-Encoding", ""):  # it may go over a slow ssh
-            headers["Content-Encoding"], content = "gzip", gzip.compress(content, 1)
+            headers["Content-Encoding"] = "gzip"
+            content = gzip.compress(content, 1)
+        headers["Content-Length"] = str(len(content))
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

@@ -35,8 +35,8 @@ from meshtrain.checkpoint.directory import (
 from meshtrain.checkpoint.folder_lock import LOCK, OWNER
 from meshtrain.checkpoint.manifest import MANIFEST, file_of
 from meshtrain.cli import main as cli
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
+from meshtrain.job.locate import model_file
 from tests.checkpoint.by_hand import data_of, flip
 from tests.checkpoint.going_on import Case, alone
 from tests.checkpoint.kill import rows

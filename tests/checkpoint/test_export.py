@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from meshtrain.checkpoint import weights as checkpoint_weights
 from meshtrain.cli import export as checkpoint_export
 from meshtrain.cli import main as cli
-from meshtrain.config.locate import bundled, model_file
 from meshtrain.errors import DamagedError
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.export_texts import special_tokens
 from meshtrain.job.environment import read_environment
+from meshtrain.job.locate import bundled, model_file
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
@@ -319,7 +319,7 @@ def test_special_tokens_that_are_not_known(named: str, listed: str) -> None:
 USERS_OWN = """
 import pathlib
 pathlib.Path({marker!r}).touch()
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from dataclasses import dataclass
 Model = model_file("llama").Model
 @dataclass(frozen=True)

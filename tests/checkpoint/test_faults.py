@@ -29,6 +29,18 @@ def test_no_memory_for_the_manifest_is_a_failed_save(
         assert not list(run.checkpoints.glob(".step_*"))
 
 
+def test_no_memory_for_the_manifest_of_the_local_disks_leaves_the_shared_folder(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = run.place / "disk"
+    failing(run, monkeypatch, "meshtrain.checkpoint.commit.Manifest", "MemoryError", times=1)
+    printed = run.train(f"checkpoint.local={disk}", "train.steps=6")
+    not_there = "is not on the local disks: rank 0 on host here (dp_shard 0): MemoryError"
+    assert f"warning: checkpoint step_0000006: {not_there}" in printed
+    assert run.steps() == [2, 4, 6]
+    assert not list(disk.rglob(".step_*"))
+
+
 def test_a_fault_of_the_program_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would come again with each save."""
     failing(run, monkeypatch, "meshtrain.checkpoint.commit.write_shard", "ZeroDivisionError")

@@ -17,7 +17,7 @@ from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.shard_file import Shard
 from meshtrain.checkpoint.state import LocalShard, State
 from meshtrain.checkpoint.verify import verify
-from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.errors import InputError
 from meshtrain.experts import Experts
 from meshtrain.huggingface.safetensors import Entry
@@ -124,7 +124,7 @@ def with_experts(job: Job, kind: str) -> State:
     apply_expert_parallel(model, mesh, ParallelOptions(ep_plan={"2": "ep_dispatch_experts"}))
     if layout.size("fsdp") > 1:
         apply_fsdp(model, [model], mesh)
-    optimizer = Optimizer(model, Keys(), mesh, 10)
+    optimizer = Optimizer(model, OptimizerSection(), mesh, 10)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     same(mesh.sum(optimizer.squared_norm()), squares, kind)

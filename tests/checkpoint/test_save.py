@@ -20,15 +20,15 @@ from torch import nn
 import meshtrain
 from meshtrain.checkpoint import commit, save
 from meshtrain.checkpoint import directory as folder
-from meshtrain.checkpoint.commit import CheckpointWrite, checkpoint_bytes
+from meshtrain.checkpoint.commit import CheckpointWrite
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.replica_check import Sums, bit_sum, describe_divergence, find_divergence
 from meshtrain.checkpoint.save import Saver
-from meshtrain.checkpoint.shard_file import write_shard
+from meshtrain.checkpoint.shard_file import checkpoint_bytes, write_shard
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
-from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.errors import bytes_text
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
@@ -568,7 +568,7 @@ def test_running_statistics_may_differ(job: Job, shared_path: Path) -> None:
     norm = nn.BatchNorm1d(5).eval()
     model = meshtrain.parallelize(nn.Sequential(nn.Linear(3, 5), norm), mesh, verify=False)
     norm.train()  # afterwards, since parallelize would refuse it
-    state = State(model, Optimizer(model, Keys(), mesh, 1), mesh, job)
+    state = State(model, Optimizer(model, OptimizerSection(), mesh, 1), mesh, job)
     model(torch.full((4, 3), float(job.rank)))
     means = job.gather("comparing", norm.running_mean.tolist())
     assert means[0] != means[1]

@@ -17,7 +17,7 @@ from meshtrain.checkpoint.shard_file import BLOCK
 from meshtrain.checkpoint.staging import Snapshot, find_short_hosts, snapshot_bytes
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
-from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
@@ -41,7 +41,7 @@ def test_what_streams_needs_no_memory(tmp_path: Path, streams: bool) -> None:
     """The peak over a save of 96 MiB, as the system counts it."""
     job, mesh = alone(), Mesh(Layout({}), 0, "cpu", None, {})
     model = nn.Linear(8 * MIB // 8, 8, bias=False)
-    state = State(model, Optimizer(model, Keys(), mesh, 1), mesh, job)
+    state = State(model, Optimizer(model, OptimizerSection(), mesh, 1), mesh, job)
     nbytes = snapshot_bytes(state, 0)
     assert nbytes > 96 * MIB
     for held in state.shards:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import State, gather_placements
 from meshtrain.config import Config
-from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.errors import InputError
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def optimizer_of(model: nn.Module) -> Optimizer:
-    return Optimizer(model, Keys(), ALONE, 10)
+    return Optimizer(model, OptimizerSection(), ALONE, 10)
 
 
 def test_names_shapes_and_types() -> None:

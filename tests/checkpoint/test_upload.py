@@ -109,6 +109,17 @@ def test_a_storage_that_stays_away_is_said_once(
     assert uploaded() == [6, 8, 10], "what was missing came with the next"
 
 
+def test_an_upload_without_a_thread_is_tried_again_with_the_next_checkpoint(
+    train: Train, fresh: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        failing(fresh, patch, "threading.Thread.start", "RuntimeError", "Thread(upload", 1)
+        printed = train("run")
+    assert printed.count(f"warning: the upload to {URL} failed: NoThreadError: RuntimeError") == 1
+    assert "lacks checkpoints of this run" not in printed
+    assert uploaded() == [4, 6, 8]
+
+
 def test_what_cannot_be_read_for_the_moment_is_not_given_up(
     train: Train, fresh: Run, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ from meshtrain.checkpoint.manifest import MANIFEST, file_of
 from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.checkpoint.weights import read_part
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.locate import model_file
 from meshtrain.errors import DamagedError, InputError
+from meshtrain.job.locate import model_file
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import build_model, check_start

@@ -19,9 +19,9 @@ from meshtrain.cli.checkpoint_model import ids_of, tokenizer_of
 from meshtrain.cli.eval import windows
 from meshtrain.cli.generate import text_of
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
 from meshtrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from meshtrain.errors import InputError
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.build import plain_model
 from tests.data.files import tokenizer_folder
 from tests.launching import forked

@@ -18,10 +18,11 @@ import yaml
 import meshtrain
 from meshtrain.cli import main as cli
 from meshtrain.cli.memory import table
-from meshtrain.config import Config, Optimizer
-from meshtrain.config.locate import model_file
+from meshtrain.config import Config
 from meshtrain.config.model_spec import model_spec
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.foresight.parameters import expert_cuts, fsdp_cuts, held_by_ranks, parameter_specs
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import build_model
@@ -118,7 +119,7 @@ def test_the_fewest_and_the_most_of_a_rank(data: st.DataObject, layout: Layout) 
             on_ranks.add(size)
         counts.append(sum(map(math.prod, sizes_of_parts)))
     assert [spec.shapes() for spec in specs] == shapes_on_ranks
-    held = held_by_ranks(specs, layout, "float32", Optimizer())
+    held = held_by_ranks(specs, layout, "float32", OptimizerSection())
     assert (held.fewest, held.most) == (min(counts), max(counts))
     assert held.total == sum(math.prod(spec.shape) for spec in specs)
 
@@ -129,7 +130,7 @@ def test_experts_of_131072_ranks_are_counted_at_once() -> None:
         spec_on(layout, (1000, 8), 0),
         ParameterSpec("", (1000, 512), tuple(expert_cuts((1000, 512), layout))),
     ]
-    held = held_by_ranks(specs, layout, "float32", Optimizer())
+    held = held_by_ranks(specs, layout, "float32", OptimizerSection())
     # 16 experts on a rank of ep, or 8 or none; a row of each over efsdp
     assert (held.fewest, held.most) == (
         0,
@@ -140,17 +141,22 @@ def test_experts_of_131072_ranks_are_counted_at_once() -> None:
 def test_bytes_of_a_rank() -> None:
     layout = Layout({"dp_shard": 4})
     # rows 2, 2, 2, 0
-    held = held_by_ranks([spec_on(layout, (6, 10))], layout, "bfloat16", Optimizer())
+    held = held_by_ranks([spec_on(layout, (6, 10))], layout, "bfloat16", OptimizerSection())
     assert (held.fewest, held.most) == (0, 20)
     assert (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) == (80, 80, 160)
     assert (
-        held_by_ranks([spec_on(layout, (6, 10))], layout, "float64", Optimizer()).optimizer_bytes
+        held_by_ranks(
+            [spec_on(layout, (6, 10))], layout, "float64", OptimizerSection()
+        ).optimizer_bytes
         == 320
     )
     frozen = spec_on(layout, (6, 10), trainable=False)
-    assert held_by_ranks([frozen], layout, "float32", Optimizer()).optimizer_bytes == 0
+    assert held_by_ranks([frozen], layout, "float32", OptimizerSection()).optimizer_bytes == 0
     copies = Layout({"dp_replicate": 4})
-    assert held_by_ranks([spec_on(copies, (6, 10))], copies, "float32", Optimizer()).fewest == 60
+    assert (
+        held_by_ranks([spec_on(copies, (6, 10))], copies, "float32", OptimizerSection()).fewest
+        == 60
+    )
 
 
 # The table ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from meshtrain.cli.main import main
-from meshtrain.config import Data
+from meshtrain.config.schema import DataSection
 from meshtrain.data import open_data, prepare_data, text, tokens
 from meshtrain.data.tokens import Document
 from tests.data.test_text import write_lines
@@ -59,8 +59,8 @@ def prepare(corpus: Path, cache: str, *options: str) -> int:
     return main(["prepare", *arguments(corpus, cache), *options])
 
 
-def section(corpus: Path, cache: str) -> Data:
-    return Data(
+def section(corpus: Path, cache: str) -> DataSection:
+    return DataSection(
         source="jsonl",
         path=str(corpus),
         validation=0.1,

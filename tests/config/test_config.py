@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from meshtrain.config import NAMES, Config, ConfigErrors, locate
+from meshtrain.config import NAMES, Config, ConfigErrors
 from meshtrain.config import docs as config_docs
 from meshtrain.config.errors import ConfigError, Place
 from meshtrain.config.keys import seconds
@@ -20,6 +20,7 @@ from meshtrain.config.removed import REMOVED, without_removed
 from meshtrain.config.schema import OptimizerName
 from meshtrain.config.yaml_reader import Node, read_scalar, read_text, write
 from meshtrain.errors import InputError
+from meshtrain.job import locate
 from meshtrain.job.consistency import run_fingerprints
 from meshtrain.optim.registry import OPTIMIZERS
 from tests.launching import ROOT
@@ -183,13 +184,22 @@ def test_every_key_that_is_gone_is_named_with_what_replaces_it(load: Load) -> No
         assert re.search(pattern, messages.replace("[0]", "")), name
 
 
-def test_a_checkpoints_config_is_read_without_the_keys_that_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(REMOVED, "train.chaos.until", "leave it out")
+def test_the_changelog_names_every_key_that_is_gone() -> None:
+    table = (ROOT / "CHANGELOG.md").read_text().partition("| gone | now |")[2]
+    gone = "\n".join(row.split("|")[1] for row in re.findall(r"^\|.*\|$", table, re.MULTILINE))
+    for name in REMOVED:
+        owner, _, key = name.rpartition(".")
+        assert f"`{name}`" in gone or (f"`{owner}`" in gone and f"`{key}`" in gone), name
+
+
+def test_a_checkpoints_config_is_read_without_the_keys_that_are_gone() -> None:
     older = {
         "metrics": {"sinks": [], "tensorboard": False},
-        "train": {"chaos": [{"fault": "slow", "until": 5}], "on_exit": None},
+        "train": {
+            "chaos": [{"fault": "slow", "until": 5}],
+            "linear_precision": "mxfp8",
+            "on_exit": None,
+        },
         "layout": {"tp": 2},
     }
     assert without_removed(older) == {

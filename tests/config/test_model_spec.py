@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import ModelSpec, model_spec, spec_of
+from meshtrain.config import Config, spec_of
+from meshtrain.config.model_spec import ModelSpec, model_spec
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import build_model
@@ -16,7 +16,7 @@ from tests.parity.experiments import QUICKSTART, SMALL
 
 COUNTED = """
 import os
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 Config, tp_plan, check = llama.Config, llama.tp_plan, llama.check
@@ -53,7 +53,7 @@ class Model(nn.Module):
 VALUES = """
 import numpy
 import torch
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 Config, tp_plan, check, init_plan = llama.Config, llama.tp_plan, llama.check, llama.init_plan

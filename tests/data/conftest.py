@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from meshtrain.config import Data
+from meshtrain.config.schema import DataSection
 from meshtrain.data import OpenData, open_data
 from tests.data.files import OWN
 
@@ -24,7 +24,7 @@ def opened(tmp_path: Path) -> Opener:
         **keys: Any,
     ) -> OpenData:
         paths = {key: str(value) for key, value in keys.items() if isinstance(value, Path)}
-        section = Data(**({"cache": str(tmp_path / "cache")} | keys | paths))
+        section = DataSection(**({"cache": str(tmp_path / "cache")} | keys | paths))
         say = (messages if messages is not None else []).append
         return open_data(section, n_outputs=n_outputs, vocab_size=vocab_size, seed=seed, say=say)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtrain.config import Data
+from meshtrain.config.schema import DataSection
 from meshtrain.data import cache, prepare_data, text, tokens
 from meshtrain.data.prepare import preparations
 from meshtrain.data.text import TextSource, jsonl_files, text_files
@@ -35,7 +35,7 @@ EMOJI = "\U0001f600"
 
 def peak(tmp_path: Path, path: Path) -> int:
     """The bytes that preparing a file takes at most."""
-    section = Data(source="jsonl", path=str(path), cache=str(tmp_path / "cache"))
+    section = DataSection(source="jsonl", path=str(path), cache=str(tmp_path / "cache"))
     tracemalloc.start()
     try:
         prepare_data(section, say=lambda line: None)
@@ -237,7 +237,7 @@ def test_a_folder_of_an_older_version_is_taken_if_it_is_as_today(
     path = write_lines(tmp_path / "x.jsonl", [{"text": line}, {"prompt": "c", "completion": "d"}])
     file = tokenizer_folder(tmp_path / "tokenizer", None, **config)
     before = open_tokenizer(str(file), end_token="<|endoftext|>")
-    data = Data(
+    data = DataSection(
         source="jsonl",
         path=str(path),
         tokenizer=str(file),

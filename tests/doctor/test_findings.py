@@ -19,8 +19,6 @@ from meshtrain.doctor.findings import SENTENCES, Finding, status
 from meshtrain.doctor.records import ClusterFacts, Host, RecordError, from_json, to_json
 from meshtrain.doctor.report import (
     block,
-    digests,
-    digests_text,
     findings_text,
     print_report,
     report_json,
@@ -174,22 +172,12 @@ def test_json_holds_what_was_found_and_from_what() -> None:
     assert report["seen"]["hosts"][1]["host"] == "node2"
 
 
-def test_digests_tell_which_hosts_are_alike() -> None:
-    alike = digests(HEALTHY)
-    assert list(alike) == ["code", "versions", "config", "environment"]
-    assert all(list(hosts.values()) == [["node1", "node2"]] for hosts in alike.values())
-    other = cluster(**{"hosts/1/code": {"meshtrain/train.py": "a1", "meshtrain/trainer.py": "c3"}})
-    assert sorted(digests(other)["code"].values()) == [["node1"], ["node2"]]
-    assert digests(other)["config"] == alike["config"]
-    assert re.search(r"digests: code \w{8}/\w{8}, versions \w{8}, ", digests_text(other))
-
-
 def test_a_table_in_80_columns_cuts_no_word(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshtrain.doctor.report.WIDTH", 80)
     print_report(HEALTHY, [], as_json=False)
-    table = capsys.readouterr().out.partition("digests:")[0]
+    table = capsys.readouterr().out
     assert "…" not in table
     assert {"processes", "GPUs", "clock", "disk"} <= set(table.split())
     assert max(map(len, table.splitlines())) <= 80

@@ -61,7 +61,7 @@ def test_what_makes_a_job_slower_is_named_with_its_value() -> None:
         "NCCL_IB_DISABLE": "0",
         "NCCL_NET": "IB",
     }
-    assert slow_settings(infiniband(**usual)) == {}
+    assert slow_settings(infiniband(**usual)) == []
     slow = {
         "NCCL_P2P_LEVEL": "LOC",
         "NCCL_NET_GDR_LEVEL": "LOC",
@@ -69,12 +69,13 @@ def test_what_makes_a_job_slower_is_named_with_its_value() -> None:
         "NCCL_NET": "Socket",
     }
     named = ["NCCL_P2P_LEVEL=LOC", "NCCL_IB_DISABLE=1", "NCCL_NET=Socket", "NCCL_NET_GDR_LEVEL=LOC"]
-    assert list(slow_settings(infiniband(**slow))) == named
-    assert list(slow_settings(gpu_host(variables=slow))) == named[:1], (
-        "there is nothing else than sockets"
-    )
-    assert list(slow_settings(gpu_host(net_plugin=OFI, nccl_conf=slow))) == [named[0], *named[2:]]
-    assert slow_settings(replace(infiniband(**slow), gpus_seen=0)) == {}, (
+    assert list(map(str, slow_settings(infiniband(**slow)))) == named
+    sockets = slow_settings(gpu_host(variables=slow))
+    assert list(map(str, sockets)) == named[:1], "there is nothing else than sockets"
+    by_plugin = slow_settings(gpu_host(net_plugin=OFI, nccl_conf=slow))
+    assert list(map(str, by_plugin)) == [named[0], *named[2:]]
+    assert {setting.of_file for setting in by_plugin} == {True}
+    assert slow_settings(replace(infiniband(**slow), gpus_seen=0)) == [], (
         "gloo does not look at them"
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 starter = model_file("tools/starter/model.py")
 

@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from meshtrain.config import Config
+from meshtrain.config.model_spec import spec_of
 from meshtrain.errors import bytes_text
 from meshtrain.foresight import compiled, extend, predict, start
 from meshtrain.foresight.hardware import load
 from meshtrain.foresight.live import LiveBytes
 from meshtrain.foresight.memory import RankMemory
 from meshtrain.foresight.model import UntracedError
+from meshtrain.foresight.parameters import held_by_ranks, parameter_specs
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.layout import Layout
+from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.pipeline.schedule import build
 from tests.foresight.traced import LLAMA
 from tests.launching import ROOT
@@ -85,7 +88,7 @@ def test_extends_layers_and_microbatches(
 # A user's model: a llama, with something of its own.
 OWN = """
 from dataclasses import dataclass, replace
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 
@@ -181,6 +184,41 @@ def test_what_a_search_reckons_with_is_close(world: int, overrides: tuple[str, .
     config = loaded(world, *sizes, "train.precision=bfloat16", *overrides)
     reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
     assert reckoned.total == pytest.approx(traced.total, rel=0.15), (reckoned, traced)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (3, ("layout={dp_shard: 3}", "optimizer.name=muon", "optimizer.ema_decay=0.9")),
+        (
+            6,
+            (
+                "layout={dp_replicate: 3, tp: 2}",
+                "parallel.shard_optimizer=true",
+                "optimizer.state_precision=bfloat16",
+            ),
+        ),
+        (2, ("layout={dp_shard: 2}", 'train.freeze=["*embed*"]', "train.precision=float64")),
+        (4, ("model.name=qwen3_moe", "parallel.expert_parallel=2", "layout={dp_shard: 4}")),
+    ],
+)
+def test_what_a_rank_keeps_is_one_number(world: int, overrides: tuple[str, ...]) -> None:
+    """Weights, gradients and states are the same in the lines of a plan, in a search and in a
+    trace, which count the state of modules (the loads of experts) with the weights."""
+    config = loaded(world, *overrides)
+    layout, precision, optimizer = config.resolved, config.train.precision, config.optimizer
+    specs = parameter_specs(spec_of(config), layout)
+    shares = config.parallel.shard_optimizer
+    plan = held_by_ranks(specs, layout, precision, optimizer, shard_optimizer=shares)
+    search = Prediction(config).memory.resident
+    trace = Prediction(config, traced=True).memory.resident
+    of_modules = sum(parameter.nbytes for parameter in state_parameters(spec_of(config).meta))
+    for part, nbytes in (
+        ("weights", plan.weight_bytes + of_modules),
+        ("gradients", plan.gradient_bytes),
+        ("optimizer state", plan.optimizer_bytes),
+    ):
+        assert (part, nbytes) == (part, search[part]) == (part, trace[part])
 
 
 @pytest.mark.parametrize("shards", [1, 2])

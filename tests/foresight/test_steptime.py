@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshtrain.config import Optimizer
 from meshtrain.config.errors import ConfigErrors
-from meshtrain.config.schema import ParamGroup
+from meshtrain.config.schema import OptimizerSection, ParamGroupSection
 from meshtrain.errors import InputError
 from meshtrain.foresight import steptime
 from meshtrain.foresight.collective import Group, seconds
@@ -217,12 +216,12 @@ def test_the_update_takes_what_its_optimizer_does() -> None:
     one_stage = {"schedule": build("1f1b", ranks=2, microbatches=2), "bounds": [(0, 1), (1, 2)]}
 
     def update(**keys: Any) -> float:
-        step = step_of([work, work], layout, optimizer=Optimizer(**keys), **one_stage)
+        step = step_of([work, work], layout, optimizer=OptimizerSection(**keys), **one_stage)
         return step.parts["update"]
 
     def moved(**keys: Any) -> float:
         specs = [ParameterSpec(parameter.name, parameter.shape) for parameter in matrices]
-        nbytes = sum(update_bytes(Optimizer(**keys), spec, 4) for spec in specs)
+        nbytes = sum(update_bytes(OptimizerSection(**keys), spec, 4) for spec in specs)
         return nbytes / 4 / (3350e9 * 0.8)
 
     adamw = update()
@@ -230,13 +229,13 @@ def test_the_update_takes_what_its_optimizer_does() -> None:
         {"name": "sgd"},
         {"state_precision": "bfloat16"},
         {"ema_decay": 0.999},
-        {"groups": (ParamGroup(match="*up*", name="sgd"),)},
+        {"groups": (ParamGroupSection(match="*up*", name="sgd"),)},
     )
     assert adamw == pytest.approx(moved())
     for keys in others:
         assert update(**keys) == pytest.approx(moved(**keys))
         assert update(**keys) != pytest.approx(adamw)
-    flops = update_flops(Optimizer(name="muon"), ParameterSpec("layers.0.up.weight", shape))
+    flops = update_flops(OptimizerSection(name="muon"), ParameterSpec("layers.0.up.weight", shape))
     assert flops > 0
     products = flops / 8 / (989e12 * H100.compute.matmul)
     assert update(name="muon") == pytest.approx(moved(name="muon") + products)

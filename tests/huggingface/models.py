@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
 from meshtrain.huggingface.load import load_weights, open_folder
 from meshtrain.job.environment import read_environment
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh

@@ -12,9 +12,9 @@ from torch import nn
 from meshtrain.checkpoint import load_weights as load_checkpoint
 from meshtrain.cli import export as checkpoint_export
 from meshtrain.cli import main as cli
-from meshtrain.config.locate import model_file
 from meshtrain.huggingface.load import named_tensors
 from meshtrain.huggingface.safetensors import SINGLE
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.build import build_model
 from meshtrain.run.results import write_export
 from tests.checkpoint.by_hand import write_checkpoint

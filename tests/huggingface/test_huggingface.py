@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from meshtrain.cli import main as cli
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
+from meshtrain.job.locate import model_file
 from meshtrain.run.weights_export import turns
 from tests.huggingface.models import (
     MODELS,

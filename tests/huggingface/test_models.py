@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.huggingface.safetensors import INDEX, SINGLE
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.build import check_start, parameter_count
 from tests.huggingface.models import (
     MODELS,

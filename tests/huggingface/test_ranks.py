@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 import meshtrain
 from meshtrain.checkpoint import weights as checkpoint_weights
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
 from meshtrain.errors import DiskError
 from meshtrain.huggingface import export as export_folder
 from meshtrain.huggingface import load as huggingface
 from meshtrain.huggingface.load import named_tensors
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh

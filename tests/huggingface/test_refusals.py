@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.huggingface.load import check_weights, load_weights, open_folder
 from meshtrain.huggingface.safetensors import SINGLE
+from meshtrain.job.locate import model_file
 from tests.huggingface.models import MODELS, changed, run_config, stored, table, transformers_model
 from tests.refusing import check_refusals, damage
 

@@ -10,9 +10,9 @@ import torch
 from meshtrain.attention import AttentionContext
 from meshtrain.checkpoint.config_diff import Changes, compare_configs
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.locate import model_file
 from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.huggingface.safetensors import CONFIG
+from meshtrain.job.locate import model_file
 from meshtrain.rotary import (
     cos_sin,
     rotary_frequencies,

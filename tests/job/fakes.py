@@ -3,6 +3,9 @@ ranks of its job."""
 
 import itertools
 import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +20,21 @@ from meshtrain.job.watchdog.watchdog import Watchdog
 
 WORLD = (0, 1, 2, 3)
 START = 1_700_000_000
+
+
+def on_ranks(world: int, do: Callable[[int], Any]) -> list[Any]:
+    """What it returns for each rank, each in a thread of its own that is named by the rank."""
+
+    def named(rank: int) -> Any:
+        threading.current_thread().name = str(rank)
+        return do(rank)
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(named, range(world)))
+
+
+def place(rank: int, world: int) -> Environment:
+    return Environment("none", rank, world, 0, "a", ("a", 1))
 
 
 class FakeTime:

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from meshtrain.cli import main as cli
-from meshtrain.config import locate
+from meshtrain.job import locate
 from meshtrain.launch.command import nodes_that_fit
-from meshtrain.launch.request import block, render, seconds
+from meshtrain.launch.request import seconds
+from meshtrain.launch.script import block, render
 from meshtrain.layout import Layout, LayoutError
 from tests.properties import given, st
 
@@ -139,7 +140,7 @@ def test_directives_are_replaced_added_and_taken_away() -> None:
 def test_words_reach_the_script_as_they_are(words: list[str]) -> None:
     """Overrides have quotes, braces, spaces and dollar signs in them, and the shell must see none
     of these."""
-    lines = "\n".join(block(words, [("WORD", words[0])], ["a remark\nof two lines"]))
+    lines = "\n".join(block(words, {"WORD": words[0]}, ["a remark\nof two lines"]))
     assert shlex.split(lines, comments=True)[-len(words) :] == words
 
 

@@ -5,11 +5,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 import yaml
 
-from meshtrain.metrics.straggler import (
+from meshtrain.metrics import pace
+from meshtrain.metrics.pace import (
     LOOKS,
     Quartiles,
     RankPace,
@@ -80,6 +82,13 @@ def test_who_is_slow() -> None:
         step = case.get("step", 0.5)
         paces = [steady(case["own"][i], step=step, host=hosts[i], queued=queued[i]) for i in ranks]
         assert slow(paces, case["groups"]) == set(case["slow"]), case
+
+
+@given(st.lists(st.floats(0, 9), min_size=2, max_size=9), st.data())
+def test_the_median_of_the_others(values: list[float], data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(values) - 1))
+    others = values[:index] + values[index + 1 :]
+    assert pace._median_without(sorted(values), values[index]) == median(others)
 
 
 def test_overlapping_times_are_noise() -> None:

@@ -44,8 +44,8 @@ def run_of(folder: Path, **more: Any) -> SinkRun:
     return SinkRun("quickstart", folder, 4, **more)
 
 
-def config(*names: str, **options: Any) -> schema.Metrics:
-    return schema.Metrics(sinks=names, sink_options=options)
+def config(*names: str, **options: Any) -> schema.MetricsSection:
+    return schema.MetricsSection(sinks=names, sink_options=options)
 
 
 def hand_on(
@@ -321,7 +321,7 @@ def test_a_sink_of_the_users_own_and_wrong_options(
             find_sinks(config(case["sink"], **{case["sink"]: case["options"]}))
 
 
-def load(*overrides: str) -> schema.Metrics:
+def load(*overrides: str) -> schema.MetricsSection:
     return Config.load("configs/quickstart.yaml", overrides).metrics
 
 

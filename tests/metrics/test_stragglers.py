@@ -23,13 +23,10 @@ from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.metrics import gpu_probe, step_timer, straggler
 from meshtrain.metrics.gpu_probe import GpuProbe
+from meshtrain.metrics.pace import LOOKS, Quartiles, RankPace, Straggler
 from meshtrain.metrics.straggler import (
     EVERY,
-    LOOKS,
     RANKS_PER_STEP,
-    Quartiles,
-    RankPace,
-    Straggler,
     StragglerDetector,
     advice,
     describe,
@@ -70,6 +67,7 @@ def ranks(
     messages: list[str],
     first: int = 1,
     probes: Sequence[FakeProbe] = (),
+    folder: Path | None = None,
 ) -> list[StragglerDetector]:
     layout = Layout({"dp_shard": world_size}).on_hosts([world_size], ["a"])
     jobs = [
@@ -81,7 +79,7 @@ def ranks(
         )
         for rank in range(world_size)
     ]
-    detectors = [StragglerDetector(job, first, messages.append) for job in jobs]
+    detectors = [StragglerDetector(job, first, messages.append, folder) for job in jobs]
     for detector, probe in zip(detectors, probes, strict=False):
         detector.probe = probe
     return detectors
@@ -113,20 +111,21 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     messages = []
-    detectors = ranks(3, dist.HashStore(), messages)
-    detectors[0]._folder = tmp_path
+    detectors = ranks(3, dist.HashStore(), messages, folder=tmp_path)
+    comparison = detectors[0].comparison
+    assert comparison is not None
     growing = itertools.count(1)
     monkeypatch.setattr(straggler, "memory_gib", lambda device: next(growing))
     take(detectors, NAMED[:-1], 1)
     assert messages == []
-    detectors[0]._writer.join()
+    comparison.writer.join()
     fields = take(detectors, NAMED[-1:])
     (message,) = messages
     assert message.startswith(
         "warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms"
     )
     assert "the other 2 ranks with the same work take 100 ms. All ranks wait for it" in message
-    detectors[0]._writer.join()
+    comparison.writer.join()
     table = json.loads((tmp_path / "ranks.json").read_text())
     assert table.pop("memory_gib")[2] == fields.pop("memory_max_gib")
     assert table == {

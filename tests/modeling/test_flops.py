@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from meshtrain.attention import AttentionContext, attention, document_mask, sliding_window
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.flops import (
     Causal,
     CausalCalls,

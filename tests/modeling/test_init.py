@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.init import BLOCK_ELEMENTS, initialise, materialise
 
 PLAN = {"*.bias": "zeros", "norm.weight": "ones", "deep.weight": "kaiming", "*": "normal"}

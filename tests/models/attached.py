@@ -4,7 +4,7 @@ statistics of them."""
 import torch
 from torch import Tensor
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.loss import attach, record
 from meshtrain.rotary import Rotary
 

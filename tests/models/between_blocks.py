@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.loss import attach
 from meshtrain.rotary import Rotary, cos_sin
 

@@ -4,7 +4,7 @@ weight."""
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 Config, init_plan, check = llama.Config, llama.init_plan, llama.check

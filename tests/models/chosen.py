@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.parallel import fsdp
 
 fsdp.MIN_UNIT_SIZE = 1000  # these blocks are small, and would be gathered together

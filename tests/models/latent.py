@@ -1,7 +1,7 @@
 """A DeepSeek-V3 without experts, since tensor parallelism without sequence parallelism does not
 support experts."""
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 deepseek = model_file("deepseek_v3")
 Config, tp_plan, cp_plan, init_plan = (

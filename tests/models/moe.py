@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
 from meshtrain.experts import Balance, Experts, Router
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 check, tp_plan, cp_plan = llama.check, llama.tp_plan, llama.cp_plan

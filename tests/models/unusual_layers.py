@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 tp_plan, check = llama.tp_plan, llama.check

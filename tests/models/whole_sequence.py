@@ -1,7 +1,7 @@
 """A Llama whose embedding and head are not split, so that nothing splits the sequence over
 ranks."""
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 
 llama = model_file("llama")
 Config, Model, init_plan = llama.Config, llama.Model, llama.init_plan

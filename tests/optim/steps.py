@@ -7,7 +7,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.optim import Optimizer
@@ -19,9 +19,9 @@ def table(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text())
 
 
-def config(**settings: Any) -> Keys:
+def config(**settings: Any) -> OptimizerSection:
     """The config of an optimizer, by default with a constant rate."""
-    return Keys(**{"schedule": "constant", "warmup_steps": 0, **settings})
+    return OptimizerSection(**{"schedule": "constant", "warmup_steps": 0, **settings})
 
 
 def optimizer_of(model: nn.Module, **settings: Any) -> Optimizer:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.optim.groups import update_bytes, update_flops
 from meshtrain.optim.registry import OPTIMIZERS
 from meshtrain.parallel.sharding import ParameterSpec

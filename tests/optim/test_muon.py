@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshtrain
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses

@@ -14,7 +14,7 @@ from torch import nn
 
 import meshtrain
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.schema import ParamGroup
+from meshtrain.config.schema import ParamGroupSection
 from meshtrain.errors import InputError
 from meshtrain.foresight.parameters import held_by_ranks
 from meshtrain.job.process import Job
@@ -320,9 +320,9 @@ def test_another_optimizer_trains_and_resumes_on_any_layout(tmp_path: Path) -> N
 
 def test_the_first_group_that_matches_counts() -> None:
     groups = (
-        ParamGroup("*.bias", weight_decay=0.5),
-        ParamGroup("0.*", lr=0.1, name="sgd"),
-        ParamGroup("*", lr_scale=0.25),
+        ParamGroupSection("*.bias", weight_decay=0.5),
+        ParamGroupSection("0.*", lr=0.1, name="sgd"),
+        ParamGroupSection("*", lr_scale=0.25),
     )
     keys = config(lr=0.2, weight_decay=0.1, groups=groups)
     expected = {
@@ -336,7 +336,9 @@ def test_the_first_group_that_matches_counts() -> None:
 
 def test_muon_is_for_matrices_between_embedding_and_head() -> None:
     for row in table("tables")["muon"]:
-        groups = (ParamGroup(row["group"][0], name=row["group"][1]),) if "group" in row else ()
+        groups = (
+            (ParamGroupSection(row["group"][0], name=row["group"][1]),) if "group" in row else ()
+        )
         options = group_options(
             config(name="muon", groups=groups), ParameterSpec(row["name"], tuple(row["shape"]))
         )
@@ -358,9 +360,9 @@ def test_groups_are_updated_as_by_torchs_optimizers(nesterov: bool) -> None:
     """A matrix by SGD at half the rate, vectors by AdamW, some of them without decay."""
     ours, theirs = linear_and_norm(), linear_and_norm()
     groups = (
-        ParamGroup("0.weight", name="sgd", lr=0.05),
-        ParamGroup("0.bias", weight_decay=0.2),
-        ParamGroup("*", lr_scale=0.5),
+        ParamGroupSection("0.weight", name="sgd", lr=0.05),
+        ParamGroupSection("0.bias", weight_decay=0.2),
+        ParamGroupSection("*", lr_scale=0.5),
     )
     optimizer = optimizer_of(ours, lr=0.1, groups=groups, momentum=0.8, nesterov=nesterov)
     sgd = torch.optim.SGD(

@@ -9,7 +9,7 @@ import pytest
 from meshtrain.checkpoint.directory import find_checkpoint, read_manifest
 from meshtrain.config import Config
 from meshtrain.config.model_spec import model_spec
-from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.foresight.parameters import held_by_ranks, parameter_specs
 from meshtrain.layout import Layout
 from meshtrain.metrics.logger import read
@@ -85,7 +85,8 @@ def test_each_copy_keeps_a_share_of_the_states() -> None:
     layout = Layout({"pp": 1, "dp_replicate": 4, "tp": 2})
     specs = [ParameterSpec("w", (6, 10), (Cut("tp", 1, 2),)), ParameterSpec("b", (8,))]
     whole, shared = (
-        held_by_ranks(specs, layout, "float32", Keys(), shard_optimizer=s) for s in (False, True)
+        held_by_ranks(specs, layout, "float32", OptimizerSection(), shard_optimizer=s)
+        for s in (False, True)
     )
     assert whole.optimizer_bytes == 2 * 4 * (30 + 8)
     assert shared.optimizer_bytes == 2 * 4 * (2 * 5 + 2), "6 rows over 4 copies are 2, 2, 2 and 0"

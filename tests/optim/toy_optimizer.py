@@ -47,6 +47,6 @@ class NormalizedMomentum(UpdateRule):
 
 if __name__ == "__main__":
     OPTIMIZERS["normalized"] = "tests.optim.toy_optimizer:NormalizedMomentum"
-    schema.Optimizer.__annotations__["name"] = str  # the name is none of the config's words
+    schema.OptimizerSection.__annotations__["name"] = str  # the name is none of the config's words
 
     sys.exit(main(sys.argv[1:]))

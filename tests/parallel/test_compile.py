@@ -26,8 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.build import compile_choice
 from meshtrain.parallel import compile as compiling
 from meshtrain.parallel import mixed_precision
@@ -158,7 +158,8 @@ def test_layers_that_read_the_same_input_compute_one_product(
 ) -> None:
     """The same gradients under the same names: computed in float64, added up in float32, of some
     weights not."""
-    monkeypatch.setattr(parallelizing, "master_dtype", lambda precision: torch.float32)
+    for module in (parallelizing, mixed_precision):
+        monkeypatch.setattr(module, "master_dtype", lambda precision: torch.float32)
     monkeypatch.setattr(mixed_precision, "ADDED_ON", ("cpu",))
     results = []
     for merges in (False, True):

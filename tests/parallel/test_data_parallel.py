@@ -1,6 +1,8 @@
 """DDP's buckets and FSDP's units, beyond what the parity table sees."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.logger import read
 from meshtrain.parallel import ddp, fsdp
 from meshtrain.parallel.ddp import _group_into_buckets
-from meshtrain.parallel.fsdp import _group_into_units
+from meshtrain.parallel.fsdp import _group_into_units, _ReduceScatter
 from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.torch_private import fsdp_collectives
 from meshtrain.parallel.verify import Moment, Subject, check_model
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
@@ -51,6 +54,25 @@ def test_units_gather_together(monkeypatch) -> None:
     assert _group_into_units(model, [*blocks[:2], *blocks[3:]]) == [
         [blocks[1], blocks[3], blocks[4]]
     ]
+
+
+def test_the_result_of_a_reduction_has_the_type_of_its_message() -> None:
+    """FSDP allocates the input and the output of a reduction by the same call, in turn; a backward
+    that fails after the first one does not turn them round."""
+    mesh: Any = SimpleNamespace(size=lambda axis: 4)
+    memory = fsdp_collectives.DefaultAllocMixin()
+    reduce = _ReduceScatter(mesh, "fsdp", nullcontext, memory, torch.bfloat16)
+
+    def allocate(numel: int) -> torch.dtype:
+        device = torch.device("cpu")
+        return reduce.allocate((numel,), dtype=torch.float32, device=device).dtype
+
+    for _ in range(2):
+        assert allocate(8) == torch.float32
+        assert allocate(2) == torch.bfloat16
+    assert allocate(8) == torch.float32, "interrupted after this one"
+    assert allocate(8) == torch.float32
+    assert allocate(2) == torch.bfloat16
 
 
 def test_ranks_that_gather_other_blocks_are_told(tmp_path: Path) -> None:

@@ -56,10 +56,10 @@ class Writes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[Tensor] = []
-        write = precision._write
+        write = precision.copy_all
         monkeypatch.setattr(
             precision,
-            "_write",
+            "copy_all",
             lambda copies, *of: self.copies.extend(copies) or write(copies, *of),
         )
 

@@ -23,8 +23,8 @@ from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import mixed_precision, tensor_parallel
 from meshtrain.parallel import parallelize as parallelizing
-from meshtrain.parallel import tensor_parallel
 from meshtrain.parallel.collectives import axis_group
 from meshtrain.parallel.grad_sync import finish_reduce, set_is_last_backward, start_reduce
 from meshtrain.parallel.linear import use_products
@@ -249,7 +249,8 @@ def test_merged_weights(
     """A compiled block in 16 bits, as on GPUs: a rank's rows of q, k and v form one weight, as do
     those of gate and up. Here computed in float64 and accumulated in float32."""
     monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",))
-    monkeypatch.setattr(parallelizing, "master_dtype", lambda precision: torch.float32)
+    for module in (parallelizing, mixed_precision):
+        monkeypatch.setattr(module, "master_dtype", lambda precision: torch.float32)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = meshtrain.parallelize(
         small_llama(), tp, precision="float64", compile=True, verify=False, **options

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshtrain.config.locate import model_file
+from meshtrain.job.locate import model_file
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.sharding import chunk_range, local_slice

@@ -15,10 +15,10 @@ import yaml
 from torch import Tensor, nn
 
 import meshtrain
-from meshtrain.config.locate import model_file
 from meshtrain.dropout import Dropout, set_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.experts import Experts, Router
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh, build_mesh

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.cli.plan import make_plan
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
+from meshtrain.job.locate import model_file
 from meshtrain.pipeline.probe import blocks_used_outside, check_forward
 from meshtrain.pipeline.stage import keep_stage
 from tests.launching import forked

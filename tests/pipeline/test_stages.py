@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.flops import block_flops
 from meshtrain.pipeline.partition import StageSplit, StageSplitError, split_blocks
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of, keep_stage, stages_of_parameter

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from meshtrain.config import Config, ConfigErrors, Fault
+from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.docs import schema
+from meshtrain.config.schema import FaultSection
 from meshtrain.run.fault_injection import FaultInjector, PlantedError, describe
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
@@ -48,8 +49,8 @@ def test_faults_are_read_written_and_read_again(config: Path) -> None:
     faults = "[{fault: kill, rank: 1, step: 7}, {fault: slow, rank: 0, step: 3, seconds: 1}]"
     loaded = Config.load(str(config), [f"train.chaos={faults}"], world_size=2)
     assert loaded.train.chaos == (
-        Fault("kill", 7, 1),
-        Fault("slow", 3, 0, seconds=1.0),
+        FaultSection("kill", 7, 1),
+        FaultSection("slow", 3, 0, seconds=1.0),
     )
     again = config.with_name("again.yaml")
     again.write_text(loaded.to_yaml())
@@ -101,11 +102,11 @@ def test_editors_know_the_keys_of_a_fault() -> None:
 
 # When they strike ---------------------------------------------------------------------------------
 
-SLOW = Fault("slow", 3, 1, seconds=0.5)
+SLOW = FaultSection("slow", 3, 1, seconds=0.5)
 
 
 def chaos(
-    *faults: Fault, rank: int = 1, again: bool = False, slept: list[float] | None = None
+    *faults: FaultSection, rank: int = 1, again: bool = False, slept: list[float] | None = None
 ) -> FaultInjector:
     job = SimpleNamespace(rank=rank, again=again)
     return FaultInjector(faults, job, sleep=([] if slept is None else slept).append)
@@ -118,7 +119,7 @@ def test_signals_strike_their_rank_at_their_step(
     struck = []
     monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
     for rank in (0, 1, 2):
-        injector = chaos(Fault(fault, 7, 1), rank=rank)
+        injector = chaos(FaultSection(fault, 7, 1), rank=rank)
         for step in range(1, 20):
             injector.at_step(step)
             injector.in_save(step, tmp_path)
@@ -141,7 +142,7 @@ def test_a_slow_rank_is_slow_from_its_step_on(
 
 
 def test_a_save_fails_as_on_a_full_disk(tmp_path: Path) -> None:
-    injector = chaos(Fault("fail-save", 10), rank=5)  # every rank's
+    injector = chaos(FaultSection("fail-save", 10), rank=5)  # every rank's
     injector.at_step(10)
     injector.in_save(9, tmp_path)
     file = tmp_path / "rank_00005.safetensors"
@@ -151,7 +152,7 @@ def test_a_save_fails_as_on_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_a_step(tmp_path: Path) -> None:
-    injector = chaos(Fault("raise", 4, 1))
+    injector = chaos(FaultSection("raise", 4, 1))
     injector.in_save(4, tmp_path)
     with pytest.raises(
         PlantedError, match=r"rank 1 raises an exception at the beginning of step 4"
@@ -177,7 +178,7 @@ def test_a_job_that_was_started_again_is_spared() -> None:
 
 def test_a_fault_in_a_sentence() -> None:
     for case in FAULTS["sentences"]:
-        assert describe(Fault(**case["of"])) == case["text"]
+        assert describe(FaultSection(**case["of"])) == case["text"]
 
 
 # Real runs ----------------------------------------------------------------------------------------

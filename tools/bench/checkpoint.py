@@ -38,7 +38,7 @@ from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.save import Retention, Saver
 from meshtrain.checkpoint.shard_file import BLOCK
 from meshtrain.checkpoint.state import State
-from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.config.schema import OptimizerSection
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.optim.optimizer import Optimizer
@@ -92,7 +92,7 @@ class Bench:
         self.model = meshtrain.parallelize(
             nn.Sequential(*(nn.Linear(WIDTH, WIDTH, False) for _ in range(layers))), mesh
         )
-        self.optimizer = Optimizer(self.model, Keys(), mesh, 1)
+        self.optimizer = Optimizer(self.model, OptimizerSection(), mesh, 1)
         self.state = State(self.model, self.optimizer, mesh, job)
         self.saver = Saver(
             self.state, place, job, keep=Retention(keep_last=None), say=lambda line: None

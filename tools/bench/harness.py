@@ -30,8 +30,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.tokens import Document, write
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.init import initialise
 
 HERE = Path(__file__).resolve().parent

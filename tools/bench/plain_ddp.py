@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
+from meshtrain.job.locate import model_file
 
 
 def train(

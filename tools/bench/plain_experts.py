@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
+from meshtrain.job.locate import model_file
 from plain_ddp import adamw, read
 
 

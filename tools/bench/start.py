@@ -42,10 +42,10 @@ import meshtrain
 from meshtrain import mesh, train
 from meshtrain.checkpoint.state import gather_placements
 from meshtrain.config import Config
-from meshtrain.job import process
 from meshtrain.job.consistency import require_equal, run_fingerprints
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
+from meshtrain.job.rendezvous import agree_on_start
 from meshtrain.job.watchdog import status_server
 from meshtrain.layout import Layout
 from meshtrain.metrics.goodput import GoodputTracker
@@ -176,7 +176,7 @@ def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Sta
             store: Any = stores[number]
             try:
                 job = Job(place(number, ranks), CPU, store)
-                process._agree_on_start(job.environment, store)
+                agree_on_start(job.environment, store)
                 job.again = job.reduce("meeting", job.environment.again, any)
                 server: Any = SimpleNamespace(token=f"{number:032}", port=40_000 + number % GPUS)
                 status_server.exchange_addresses(job, server)
@@ -240,17 +240,18 @@ def play(stores: Sequence[CountingStore], real: int) -> None:
             stores[rank].get(f"{name}/all")
 
 
-def _rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any) -> None:
+def _rest(context: train.RunContext) -> None:
     """The meetings at the store in `train.train` before the first step."""
+    job = context.job
     assert job.layout is not None
-    checkpoint.restore(None)
+    nothing: Any = None
+    context.resume.restore(nothing)
     gather_placements([], job, job.layout)
-    status.begin(
-        spec.config, layout_text(job.layout) if job.rank == 0 else "", GoodputTracker(None, 0, 0.0)
-    )
+    table = layout_text(job.layout) if job.rank == 0 else ""
+    context.status.begin(context.spec.config, table, GoodputTracker(None, 0, 0.0))
     with job.collective_check("opening metrics.jsonl"):
         pass
-    status._goodput = None  # nothing was trained
+    context.status._goodput = None  # nothing was trained
 
 
 @contextmanager

@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
+from meshtrain.job.locate import model_file
 from plain_ddp import adamw, read
 
 

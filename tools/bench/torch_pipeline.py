@@ -28,8 +28,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
+from meshtrain.job.locate import model_file
 from meshtrain.modeling.flops import block_flops
 from meshtrain.pipeline.partition import split_blocks
 from meshtrain.pipeline.stage import keep_stage

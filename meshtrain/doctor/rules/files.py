@@ -4,15 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshtrain.doctor.findings import (
-    Finding,
-    finding,
-    group_by_value,
-    groups_text,
-    median_of,
-    minority,
-    names_text,
-)
+from meshtrain.doctor.findings import Finding, Groups, finding, median_of, names_text
 from meshtrain.doctor.records import ClusterFacts, PathFacts
 
 SLOW_MIB_PER_S = 50.0
@@ -56,7 +48,7 @@ def _problems(key: str, paths: Sequence[HostPath]) -> Iterator[Finding]:
     bad = {path.name: path.facts for path in paths if path.facts.problem}
     good = [path.name for path in paths if not path.facts.problem]
     problems = {name: f"{facts.path} {facts.problem}" for name, facts in bad.items()}
-    for problem, hosts in group_by_value(problems).items():
+    for problem, hosts in Groups.of(problems).by_value.items():
         facts = bad[hosts[0]]
         if facts.seen:
             problem += f"; the nearest folder that is there is {facts.seen}"
@@ -72,16 +64,13 @@ def _problems(key: str, paths: Sequence[HostPath]) -> Iterator[Finding]:
 
 
 def _not_the_same(key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
-    contents = group_by_value(
+    contents = Groups.of(
         {path.name: f"{path.facts.size} bytes, digest {path.facts.digest}" for path in usable}
     )
-    if len(contents) < 2:
-        return
-    text = groups_text(contents)
-    places = group_by_value({path.name: path.facts.path for path in usable})
-    if len(places) > 1:
-        text += f" ({groups_text(places)})"
-    yield finding("data-differs", minority(contents), key=key, groups=text)
+    places = Groups.of({path.name: path.facts.path for path in usable})
+    if contents.differ:
+        text = f"{contents} ({places})" if places.differ else str(contents)
+        yield finding("data-differs", contents.minority, key=key, groups=text)
 
 
 def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
@@ -96,7 +85,8 @@ def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> 
             continue
         left = [other.facts.token for other in usable if other.host != path.host]
         seen = [token for token in left if token in checks.tokens]
-        # Of hosts with a disk of their own each sees few of the others' files.
+        # A host with a disk of its own makes every other one miss a file: only who misses most of
+        # them is alone.
         if not seen or len(seen) < len(left) / 2:
             alone.append(path.name)
     if alone:
@@ -105,19 +95,18 @@ def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> 
             alone,
             key=key,
             path=usable[0].facts.path,
-            folders=groups_text(group_by_value({path.name: path.facts.seen for path in usable})),
-            kinds=groups_text(
-                group_by_value({path.name: path.facts.filesystem for path in usable})
-            ),
+            folders=Groups.of({path.name: path.facts.seen for path in usable}),
+            kinds=Groups.of({path.name: path.facts.filesystem for path in usable}),
         )
 
 
 def _slow(key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
-    speeds = {path.name: path.facts.mib_per_s for path in usable}
-    measured = {name: speed for name, speed in speeds.items() if speed is not None}
-    middle = median_of(list(measured.values()))
-    others = f" (the median host: {middle:.0f})" if len(measured) > 1 else ""
-    for name, speed in measured.items():
+    # Unknown for files that are too small to tell.
+    measured = [path for path in usable if path.facts.mib_per_s is not None]
+    speeds = [path.facts.mib_per_s or 0.0 for path in measured]
+    middle = median_of(speeds)
+    others = f" (the median host: {middle:.0f})" if len(speeds) > 1 else ""
+    for path, speed in zip(measured, speeds, strict=True):
         if speed < SLOW_MIB_PER_S or speed < middle / SLOWER:
-            sentence = "slow-read/checkpoint" if usable[0].facts.writes else "slow-read"
-            yield finding(sentence, name, key=key, speed=speed, others=others)
+            sentence = "slow-read/checkpoint" if path.facts.writes else "slow-read"
+            yield finding(sentence, path.name, key=key, speed=speed, others=others)

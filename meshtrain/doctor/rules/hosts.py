@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshtrain.config.layout_advice import host_warnings, resolve
-from meshtrain.doctor.findings import (
-    Finding,
-    finding,
-    group_by_value,
-    groups_text,
-    minority,
-    names_text,
-)
-from meshtrain.doctor.nccl import slow_settings
+from meshtrain.doctor.findings import Finding, Groups, finding, names_text
+from meshtrain.doctor.nccl import SlowSetting, slow_settings
 from meshtrain.doctor.records import ClusterFacts, Host
 from meshtrain.job.environment import OWN_DESCRIPTORS, is_of_host
 from meshtrain.layout import LayoutError
@@ -52,16 +45,19 @@ def hosts(cluster: ClusterFacts) -> Iterator[Finding]:
         yield from rule(cluster)
 
 
+# One host -----------------------------------------------------------------------------------------
+
+
 def _gpus(name: str, host: Host) -> Iterator[Finding]:
     # Under srun each task may see a GPU of its own.
     per_task = host.place.launcher == "srun" and host.gpus_seen == 1
     if 0 < host.gpus_seen < host.processes and not per_task:
-        visible = (host.variables or {}).get("CUDA_VISIBLE_DEVICES", "(not set)")
+        visible = host.variables.get("CUDA_VISIBLE_DEVICES", "(not set)")
         yield finding("too-few-gpus", name, host=host, visible=visible)
     if host.processes == 0:
         yield finding("no-processes", name, host=host)
     if host.gpus and not host.gpus_seen:
-        torch_version = (host.versions or {}).get("torch")
+        torch_version = host.versions.get("torch")
         yield finding("gpus-not-used", name, gpus=len(host.gpus), torch=torch_version)
 
     in_use = [gpu for gpu in host.gpus if gpu.used_gib > GPU_USED_GIB]
@@ -77,8 +73,10 @@ def _gpus(name: str, host: Host) -> Iterator[Finding]:
 def _memory(name: str, host: Host) -> Iterator[Finding]:
     if host.memory_gib and host.memory_free_gib < MEMORY_SHARE * host.memory_gib:
         yield finding("little-memory", name, host=host)
+    # NCCL's processes of a host exchange data through /dev/shm.
     if host.gpus and host.shared_memory_gib < SHARED_MEMORY_GIB:
-        yield finding("little-shared-memory", name, mib=1024 * host.shared_memory_gib)
+        mib = 1024 * host.shared_memory_gib
+        yield finding("little-shared-memory", name, mib=mib)
     # RDMA cards read and write only memory that is locked.
     if host.ports and host.locked_memory_kib is not None:
         yield finding("locked-memory-limited", name, host=host)
@@ -93,6 +91,9 @@ def _disks(name: str, host: Host) -> Iterator[Finding]:
             yield finding("little-disk", name, severity, path=path)
 
 
+# All hosts ----------------------------------------------------------------------------------------
+
+
 def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
     sizes = cluster.layout
     world = sum(host.processes for host in cluster.hosts)
@@ -103,8 +104,7 @@ def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
         layout = resolve(sizes, world)
     except LayoutError as error:
         counts = {name: f"{host.processes} processes" for name, host in cluster.labelled}
-        text = groups_text(group_by_value(counts))
-        yield finding("layout-does-not-fit", world=world, counts=text, problem=error)
+        yield finding("layout-does-not-fit", world=world, counts=Groups.of(counts), problem=error)
         return
 
     names = {rank: name for name, host in cluster.labelled for rank in host.ranks}
@@ -115,20 +115,22 @@ def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _config(cluster: ClusterFacts) -> Iterator[Finding]:
-    errors = {name: host.config_error for name, host in cluster.labelled if host.config_error}
-    for problem, hosts in group_by_value(errors).items():
+    errors = {}
+    configs = {}
+    for name, host in cluster.labelled:
+        if host.config_error:
+            errors[name] = host.config_error
+        else:
+            configs[name] = "\n".join(host.config)
+    for problem, hosts in Groups.of(errors).by_value.items():
         yield finding("config-wrong", hosts, problem=problem)
 
-    configs = {
-        name: "\n".join(host.config) for name, host in cluster.labelled if not host.config_error
-    }
-    groups = group_by_value(configs)
-    if not groups:
-        return
-    (usual, same), *others = groups.items()
-    for text, hosts in others:
-        difference = _difference(usual, text)
-        yield finding("config-differs", hosts, same=names_text(same), difference=difference)
+    groups = Groups.of(configs)
+    if groups.differ:
+        (usual, same), *others = groups.by_value.items()
+        for text, hosts in others:
+            difference = _difference(usual, text)
+            yield finding("config-differs", hosts, same=names_text(same), difference=difference)
 
 
 def _difference(first: str, second: str) -> str:
@@ -141,45 +143,51 @@ def _difference(first: str, second: str) -> str:
 
 
 def _code(cluster: ClusterFacts) -> Iterator[Finding]:
-    codes = {name: host.code or {} for name, host in cluster.labelled}
-    groups = group_by_value({name: repr(sorted(code.items())) for name, code in codes.items()})
-    same, *others = groups.values()
+    codes = {name: host.code for name, host in cluster.labelled}
+    groups = Groups.of({name: repr(sorted(code.items())) for name, code in codes.items()})
+    same, *others = groups.by_value.values()
     usual = codes[same[0]]
     for hosts in others:
         other = codes[hosts[0]]
-        differing = [
-            file for file in usual.keys() | other.keys() if usual.get(file) != other.get(file)
-        ]
+        # Files that only one of them has differ, too.
+        differing = {file for file, _ in usual.items() ^ other.items()}
         files = names_text(sorted(differing))
         yield finding("code-differs", hosts, same=names_text(same), files=files)
 
 
 def _versions(cluster: ClusterFacts) -> Iterator[Finding]:
-    versions = {name: host.versions or {} for name, host in cluster.labelled}
-    programs = {program for row in versions.values() for program in row}
+    programs = {program for host in cluster.hosts for program in host.versions}
     for program in sorted(programs - set(MAY_DIFFER)):
-        groups = group_by_value({name: row.get(program, "") for name, row in versions.items()})
-        if len(groups) < 2:
-            continue
-        severity = "warning"
-        if program in MUST_AGREE:
-            severity = "error"
-        elif program == "kernel":
-            severity = "note"
-        text = groups_text(groups)
-        found = finding("version-differs", minority(groups), severity, program=program, groups=text)
-        yield replace(found, id=f"{program}-differs")
+        groups = Groups.of(
+            {name: host.versions.get(program, "") for name, host in cluster.labelled}
+        )
+        if groups.differ:
+            found = finding(
+                "version-differs",
+                groups.minority,
+                _severity_of_version(program),
+                program=program,
+                groups=groups,
+            )
+            yield replace(found, id=f"{program}-differs")
+
+
+def _severity_of_version(program: str) -> str:
+    if program in MUST_AGREE:
+        return "error"
+    if program == "kernel":
+        return "note"
+    return "warning"
 
 
 def _variables(cluster: ClusterFacts) -> Iterator[Finding]:
-    settings = {name: host.variables or {} for name, host in cluster.labelled}
-    variables = {variable for row in settings.values() for variable in row}
+    variables = {variable for host in cluster.hosts for variable in host.variables}
     for variable in sorted(filter(_should_agree, variables)):
-        values = {name: row.get(variable, "(not set)") for name, row in settings.items()}
-        groups = group_by_value(values)
-        if len(groups) > 1:
-            text = groups_text(groups)
-            yield finding("environment-differs", minority(groups), variable=variable, groups=text)
+        groups = Groups.of(
+            {name: host.variables.get(variable, "(not set)") for name, host in cluster.labelled}
+        )
+        if groups.differ:
+            yield finding("environment-differs", groups.minority, variable=variable, groups=groups)
 
 
 def _should_agree(variable: str) -> bool:
@@ -189,15 +197,13 @@ def _should_agree(variable: str) -> bool:
 
 
 def _slow_settings(cluster: ClusterFacts) -> Iterator[Finding]:
-    hosts_of: dict[tuple[str, str, str], list[str]] = {}
+    hosts_of: dict[SlowSetting, list[str]] = {}
     for name, host in cluster.labelled:
-        for setting, effect in slow_settings(host).items():
-            of_file = setting.partition("=")[0] in (host.nccl_conf or {})
-            sentence = "slow-switch/file" if of_file else "slow-switch"
-            hosts_of.setdefault((sentence, setting, effect), []).append(name)
-    for (sentence, setting, effect), names in hosts_of.items():
-        variable = setting.partition("=")[0]
-        yield finding(sentence, names, setting=setting, effect=effect, variable=variable)
+        for setting in slow_settings(host):
+            hosts_of.setdefault(setting, []).append(name)
+    for setting, names in hosts_of.items():
+        sentence = "slow-switch/file" if setting.of_file else "slow-switch"
+        yield finding(sentence, names, setting=setting)
 
 
 def _clocks(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -218,8 +224,10 @@ def _descriptors(cluster: ClusterFacts) -> Iterator[Finding]:
     world = sum(host.processes for host in cluster.hosts)
     needed = world + OWN_DESCRIPTORS
     soft, hard = first.open_files or (-1, -1)
+    # Under torchrun that process is its agent; one of meshtrain raises its own limit as far as it
+    # may.
+    by_agent = first.place.launcher.startswith("torchrun")
     if 0 <= hard < needed:
         yield finding("few-descriptors/hard", name, limit=hard, world=world, needed=needed)
-    # Under torchrun it is the agent; a process of meshtrain raises its own limit as far as it may.
-    elif 0 <= soft < needed and first.place.launcher.startswith("torchrun"):
+    elif 0 <= soft < needed and by_agent:
         yield finding("few-descriptors", name, limit=soft, world=world, needed=needed)

@@ -37,7 +37,7 @@ def network(cluster: ClusterFacts) -> Iterator[Finding]:
 def _own_names(cluster: ClusterFacts) -> Iterator[Finding]:
     """gloo announces to the others the address to which its host's name resolves."""
     for name, host in cluster.labelled:
-        addresses = (host.resolves or {}).get(host.host, ())
+        addresses = host.resolves.get(host.host, ())
         by = communicates_by(host)
         by_own_name = by.variable == "GLOO_SOCKET_IFNAME" and not by.setting
         severity = "error" if by_own_name else "warning"
@@ -59,7 +59,7 @@ def _names_of_others(cluster: ClusterFacts) -> Iterator[Finding]:
     severity = "error" if place.backend == "c10d" and place.launcher != "torchrun" else "warning"
     by_name = {host.host: host for host in cluster.hosts}
     for (name, own), checks in zip(cluster.labelled, cluster.visits, strict=False):
-        if checks is None or checks.names is None:
+        if checks is None:
             continue
         for other, addresses in checks.names.items():
             host = by_name.get(other)
@@ -93,10 +93,13 @@ def _same_names(cluster: ClusterFacts) -> Iterator[Finding]:
     for name, nodes in by_name.items():
         if len(nodes) < 2:
             continue
-        machines = {(cluster.hosts[i].machine, cluster.hosts[i].addresses) for i in nodes}
+        hosts = [cluster.hosts[i] for i in nodes]
+        machines = {(host.machine, host.addresses) for host in hosts}
+        # Two nodes of one machine, or two machines of one name.
         id_ = "same-host" if len(machines) == 1 else "same-name"
         labels = [cluster.labels[i] for i in nodes]
-        yield finding(id_, labels, nodes=names_text([str(i) for i in nodes]), name=name)
+        numbers = names_text([str(i) for i in nodes])
+        yield finding(id_, labels, nodes=numbers, name=name)
 
 
 # Interfaces and ports -----------------------------------------------------------------------------
@@ -213,24 +216,31 @@ def _slow_ports(hosts: Mapping[str, Host]) -> dict[str, list[str]]:
     that name on most hosts. Rates are compared first: names differ between healthy hosts, and one
     may have a port more, for storage."""
     rates: dict[str, dict[str, float]] = {}  # host -> port -> its rate, 0 if it is down
-    sorted_rates: dict[str, list[float]] = {}
+    fastest_first: dict[str, list[float]] = {}
     for name, host in hosts.items():
         rates[name] = {port.name: port.gbit if port.of_nccl else 0.0 for port in host.ports}
-        sorted_rates[name] = sorted(filter(None, rates[name].values()), reverse=True)
-    columns = zip_longest(*sorted_rates.values(), fillvalue=0.0)
-    most = [max(column) for column in columns]
+        up = [rate for rate in rates[name].values() if rate]
+        fastest_first[name] = sorted(up, reverse=True)
+    # The best that any host has as its first, its second, ... port.
+    columns = zip_longest(*fastest_first.values(), fillvalue=0.0)
+    best = [max(column) for column in columns]
 
     slow: dict[str, list[str]] = {}
     for name, of_host in rates.items():
-        if sorted_rates[name] == most:
+        if fastest_first[name] == best:
             continue
         for port, rate in sorted(of_host.items()):
-            counts = Counter(others[port] for others in rates.values() if port in others)
-            usual = max(counts, key=lambda value: (counts[value], value))
+            usual = _usual_rate(port, rates)
             if rate < usual:
                 state = f"has {rate:.0f} instead of" if rate else "is not active, and elsewhere has"
                 slow.setdefault(name, []).append(f"{port} {state} {usual:.0f} Gb/s")
     return slow
+
+
+def _usual_rate(port: str, rates: Mapping[str, Mapping[str, float]]) -> float:
+    """That of most hosts with a port of this name; the higher one of two that are as frequent."""
+    counts = Counter(of_host[port] for of_host in rates.values() if port in of_host)
+    return max(counts, key=lambda rate: (counts[rate], rate))
 
 
 def _plugins(cluster: ClusterFacts) -> Iterator[Finding]:

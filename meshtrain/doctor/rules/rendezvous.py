@@ -2,14 +2,7 @@
 
 from collections.abc import Iterator
 
-from meshtrain.doctor.findings import (
-    Finding,
-    finding,
-    group_by_value,
-    groups_text,
-    minority,
-    names_text,
-)
+from meshtrain.doctor.findings import Finding, Groups, finding, names_text
 from meshtrain.doctor.nccl import addresses_of
 from meshtrain.doctor.records import ClusterFacts, Host, JoinFailure, Place
 from meshtrain.job.sockets import is_loopback
@@ -41,6 +34,7 @@ def _failure(host: Host, failure: JoinFailure) -> Finding:
     if place.most > 1 and any(map(is_loopback, addresses)):
         return _loopback(place, host.host)
 
+    # An endpoint that is given by its address needs no second mention of it.
     to = ""
     if addresses and place.address not in addresses:
         to = f" ({', '.join(addresses)})"
@@ -95,7 +89,7 @@ def _missing(cluster: ClusterFacts) -> Iterator[Finding]:
     place = leader.place
     if came >= place.most:
         return
-    resolved = (leader.resolves or {}).get(place.address, ())
+    resolved = leader.resolves.get(place.address, ())
     loopback = bool(resolved) and all(map(is_loopback, resolved))
     # If that is its own name, only how the others resolve it counts.
     if came < place.fewest and place.most > 1 and loopback and place.address != leader.host:
@@ -118,6 +112,7 @@ def _missing(cluster: ClusterFacts) -> Iterator[Finding]:
         absent=_absent(cluster),
     )
 
+    # It was told to serve the endpoint, and nobody may be able to find it there.
     told = place.backend == "c10d" and place.by_options and place.serves
     elsewhere = not set(resolved) & set(addresses_of(leader.interfaces))
     if told and resolved and elsewhere and not any(map(is_loopback, resolved)):
@@ -162,11 +157,11 @@ def _differences(cluster: ClusterFacts) -> Iterator[Finding]:
         "endpoint": "endpoint-differs",
     }
     for attribute, id_ in ids.items():
-        groups = group_by_value(
+        groups = Groups.of(
             {name: getattr(host.place, attribute) for name, host in cluster.labelled}
         )
-        if len(groups) > 1:
-            yield finding(id_, minority(groups), groups=groups_text(groups))
+        if groups.differ:
+            yield finding(id_, groups.minority, groups=groups)
 
 
 def _node_ranks(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -189,7 +184,7 @@ def _node_ranks(cluster: ClusterFacts) -> Iterator[Finding]:
 def _unrecognised(cluster: ClusterFacts) -> Iterator[Finding]:
     """torchrun compares the endpoint only with the addresses of its host's name."""
     leader = cluster.hosts[0]
-    place, resolves = leader.place, leader.resolves or {}
+    place, resolves = leader.place, leader.resolves
     decides_itself = place.backend == "c10d" and place.by_options and place.serves is None
     if not decides_itself or place.most == 1:
         return

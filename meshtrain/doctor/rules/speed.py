@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from meshtrain.doctor.findings import Finding, finding, group_by_value, median_of, names_text
+from meshtrain.doctor.findings import Finding, Groups, finding, median_of, names_text
 from meshtrain.doctor.records import ClusterFacts, Link, Timings
 
 SLOW_LINK = 0.5  # of the median link
@@ -36,7 +36,7 @@ def host_of(cluster: ClusterFacts, rank: int) -> str:
 
 
 def _stuck(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
-    for problem, names in group_by_value(timings.stuck or {}).items():
+    for problem, names in Groups.of(timings.stuck).by_value.items():
         ranks = sorted(names, key=int)
         hosts = dict.fromkeys(host_of(cluster, int(rank)) for rank in ranks)
         yield finding("collective-failed", hosts, ranks=names_text(ranks), problem=problem)
@@ -69,7 +69,7 @@ def _links(cluster: ClusterFacts, links: Sequence[Link]) -> Iterator[Finding]:
 
 
 def _ranks(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
-    times = {int(rank): seconds for rank, seconds in (timings.compute or {}).items()}
+    times = {int(rank): seconds for rank, seconds in timings.compute.items()}
     middle = median_of(list(times.values()))
     for rank, seconds in sorted(times.items()):
         if middle and seconds > SLOW_RANK * middle:

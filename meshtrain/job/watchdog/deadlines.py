@@ -96,8 +96,10 @@ class DeadlineClock:
 
     def enter_phase(self, phase: str, step: int | None = None) -> None:
         """Records progress: this rank is now in this phase and in this step."""
-        self.step = self.step if step is None else step
-        self.phase, self.since = phase, time.monotonic()
+        if step is not None:
+            self.step = step
+        self.phase = phase
+        self.since = time.monotonic()
         self.misses = 0  # deadlines that have passed since then
         # the start of the time that the next deadline is compared with
         self._counted_from = self.since
@@ -128,7 +130,8 @@ class DeadlineClock:
         now = time.monotonic()
         if now - self._counted_from <= self.deadlines.of(self.phase):
             return False
-        self.misses, self._counted_from = self.misses + 1, now
+        self.misses += 1
+        self._counted_from = now
         return True
 
     def ignore_suspend(self) -> None:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
+from meshtrain.job.threads import start_thread
+
 MOST_WATCHED = 128  # each takes a descriptor
 EXIT_CODE = 52  # the number of this field of /proc/PID/stat
 SEEN_S = 0.5  # by which the end of a process is seen after its connections are closed
@@ -23,13 +25,12 @@ class Deaths:
         self._noted = threading.Condition()
         self._watched: dict[int, tuple[int, int]] = {}  # descriptor -> rank and process id
         for rank, pid in list(processes.items())[:MOST_WATCHED]:
-            # it has ended, there is no descriptor left, or no Linux here
+            # It has ended, there is no descriptor left, or no Linux here.
             with suppress(OSError, AttributeError):
-                self._watched[os.pidfd_open(pid)] = rank, pid
+                self._watched[os.pidfd_open(pid)] = (rank, pid)
         self._ranks = {rank for rank, _ in self._watched.values()}
         self._wake, self._closing = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="deaths", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="deaths")
 
     def end_of(self, rank: int) -> str | None:
         """`SIGSEGV` or `status 3`; None: it could not be seen. Waits a little for it to end."""
@@ -39,7 +40,7 @@ class Deaths:
 
     def close(self) -> None:
         if self._closing >= 0:
-            # to close it wakes nobody while a child, a data worker, has it open, too
+            # To close it wakes nobody while a child, a data worker, has it open, too.
             os.write(self._closing, b"\0")
             self._thread.join()
             os.close(self._closing)
@@ -71,14 +72,16 @@ def end_of_process(pid: int) -> str | None:
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()  # from the third field on
-        state, code = fields[0], int(fields[EXIT_CODE - 3])
+        state = fields[0]
+        code = int(fields[EXIT_CODE - 3])
     except (OSError, IndexError, ValueError):
         return None
     if state not in ("Z", "X"):
         return None
-    if number := os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0:
-        return (
-            signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-        )
+    if os.WIFSIGNALED(code):
+        number = os.WTERMSIG(code)
+        if number in signal.valid_signals():
+            return signal.Signals(number).name
+        return f"signal {number}"
     status = os.WEXITSTATUS(code)
     return f"status {status}" if status else None  # 0 is also what is shown to whom may not see it

@@ -326,15 +326,22 @@ def _doing(report: RankReport) -> str:
 
 def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str]:
     """Which groups wait for the culprits, and which ranks wait there."""
-    # Waits of one label and group are one line, whatever the waiting ranks know to be missing.
-    by_place: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    # Ranks in the same place are looked at once: there may be thousands of them.
+    by_place: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for report in reports:
         wait = report.wait
-        if wait is not None and not culprits.isdisjoint((*wait.ranks, *(wait.missing or ()))):
-            by_place.setdefault((str(wait), wait.ranks), []).append(report.rank)
+        if wait is not None:
+            place = (str(wait), wait.ranks, wait.missing or ())
+            by_place.setdefault(place, []).append(report.rank)
+
+    # Waits of one label and group are one line, whatever the ranks there know to be missing.
+    by_group: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for (label, group, missing), waiting in by_place.items():
+        if not culprits.isdisjoint(group) or not culprits.isdisjoint(missing):
+            by_group.setdefault((label, group), []).extend(waiting)
 
     lines = []
-    for (label, group), waiting in list(by_place.items())[:STACKS]:
+    for (label, group), waiting in list(by_group.items())[:STACKS]:
         of_group = f" (ranks {numbers(group)})" if group else ""
         wait_there = "wait" if len(waiting) > 1 else "waits"
         line = f"{label}{of_group}: {_ranks(waiting)} {wait_there}"

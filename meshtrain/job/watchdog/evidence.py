@@ -38,14 +38,12 @@ PREPARE_S = 1.0  # to create the folder
 WRITE_S = 5.0  # to write exit.json: its file system may be what was lost
 ENTRIES = 200  # the last ones of a flight recorder
 # the last ones of the kernel's log: errors of last month do not help
-KERNEL_LINES, KERNEL_S = (
-    500,
-    3600.0,
-)
+KERNEL_LINES = 500
+KERNEL_S = 3600.0
 STAMP = re.compile(r"\[ *(\d+\.\d+)\]")
 KERNEL = re.compile(
-    r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed "
-    r"process|I/O error|nfs:",
+    r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check"
+    r"|out of memory|oom-kill|killed process|I/O error|nfs:",
     re.IGNORECASE,
 )
 PROGRAMS = {"nvidia-smi": ("-q",), "ibstat": (), "dmesg": ()}  # and their arguments
@@ -72,21 +70,23 @@ def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
         f"rank-{job.rank}.stacks": all_stacks,
         f"rank-{job.rank}.flight-recorder.json": partial(flight_recorder, job),
     }
-    for name in PROGRAMS if of_host else ():
-        sources[f"{name}.txt"] = partial(output_of, name)
-    deadline, problems = time.monotonic() + EVIDENCE_S, []
-    files = {
-        name: in_thread(_save, folder / job.host / name, source) for name, source in sources.items()
-    }
+    if of_host:
+        for name in PROGRAMS:
+            sources[f"{name}.txt"] = partial(output_of, name)
+
+    # At once, each in its own thread: a disk, a driver or a lock may let one of them wait for ever.
+    deadline = time.monotonic() + EVIDENCE_S
+    place = folder / job.host
+    files = {name: in_thread(_save, place / name, source) for name, source in sources.items()}
+    problems = []
     for name, file in files.items():
         try:
             file.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:  # the job ends all the same
-            problems.append(
-                f"{name}: {error!r}"
-                if file.done()
-                else f"{name} was not written within {EVIDENCE_S:g} s"
-            )
+            if file.done():
+                problems.append(f"{name}: {error!r}")
+            else:
+                problems.append(f"{name} was not written within {EVIDENCE_S:g} s")
     return problems
 
 
@@ -104,44 +104,43 @@ def output_of(name: str) -> str:
         text = run_program((name, *PROGRAMS[name]), PROGRAM_S)
     except ProgramError as error:
         return f"{error}\n"
-    if name == "dmesg":
-        since = time.monotonic() - KERNEL_S
-        lines = [line for line in text.splitlines() if KERNEL.search(line)]
-        lines = [
-            line
-            for line in lines
-            if (stamp := STAMP.match(line)) is None or float(stamp[1]) > since
-        ]
-        lines = lines[-KERNEL_LINES:] or [
-            "the last hour of the kernel's log has no errors of devices or memory"
-        ]
-        return "\n".join(lines) + "\n"
-    return text
+    if name != "dmesg":
+        return text
+    since = time.monotonic() - KERNEL_S
+    lines = []
+    for line in text.splitlines():
+        stamp = STAMP.match(line)
+        is_old = stamp is not None and float(stamp[1]) <= since
+        if KERNEL.search(line) and not is_old:
+            lines.append(line)
+    if not lines:
+        return "the last hour of the kernel's log has no errors of devices or memory\n"
+    return "\n".join(lines[-KERNEL_LINES:]) + "\n"
 
 
 def all_stacks() -> str:
     """The stack of every thread of this process, innermost first; no source lines, as their disk
     may have failed."""
-    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
     for thread, innermost in sys._current_frames().items():
         lines.append(f"thread {names.get(thread, thread)}:")
         for frame, line in traceback.walk_stack(innermost):
-            lines.append(
-                f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}'
-            )
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}')
     return "\n".join(lines) + "\n"
 
 
 def flight_recorder(job: Job) -> str:
     """The last collectives of this rank (torch's flight recorder, as JSON), and its process
     groups."""
-    groups = {
-        name: [over, list(ranks)]
-        for name, (over, ranks) in process_groups(job.layout, job.rank).items()
-    }
+    groups = {}
+    for name, (over, ranks) in process_groups(job.layout, job.rank).items():
+        groups[name] = [over, list(ranks)]
     entries = [{**entry, "frames": []} for entry in recorder_entries()]
-    # no entry is missing
-    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])
+    # Whether no entry is missing: the recorder forgets the oldest ones.
+    begins = not entries or entries[0]["record_id"] == 0
+    whole = begins and len(entries) <= ENTRIES
     recorder = {
         "rank": job.rank,
         "host": job.host,
@@ -195,8 +194,9 @@ class FailureReport:
     def write_evidence(self, diagnosis: Diagnosis, *, of_host: bool) -> None:
         if self.failures is not None:  # None: the run's folder is not known yet
             problems = collect(self.failures / diagnosis.evidence, self._job, of_host=of_host)
-            for problem in problems if of_host else ():
-                print_error(f"{self._job}: evidence: {problem}")
+            if of_host:
+                for problem in problems:
+                    print_error(f"{self._job}: evidence: {problem}")
 
     def abort(self, diagnosis: Diagnosis) -> NoReturn:
         """Ends this process, with the reason in torchrun's summary."""

@@ -56,10 +56,8 @@ class PendingCollective:
     label: str  # `all_reduce 204`, for people
     over: str  # the group, for people: `dp_shard`
     ranks: tuple[int, ...]  # of the group
-    number: int | None = (
-        # how many collectives of this group the rank has begun, this one included; None: unknown
-        None
-    )
+    # how many collectives of this group the rank has begun, this one included; None: unknown
+    number: int | None = None
     # the ranks not arrived yet, where the waiting rank knows
     missing: tuple[int, ...] | None = None
 
@@ -93,8 +91,14 @@ class RankStatus:
     def from_json(cls, fields: Mapping[str, Any]) -> "RankStatus":
         wait = fields["wait"]
         if wait is not None:
-            missing = None if wait["missing"] is None else tuple(wait["missing"])
-            wait = PendingCollective(**wait | {"ranks": tuple(wait["ranks"]), "missing": missing})
+            missing = wait["missing"]
+            wait = PendingCollective(
+                label=wait["label"],
+                over=wait["over"],
+                ranks=tuple(wait["ranks"]),
+                number=wait["number"],
+                missing=None if missing is None else tuple(missing),
+            )
         return cls(**{**fields, "stack": tuple(fields["stack"]), "wait": wait})
 
 
@@ -149,14 +153,13 @@ class Diagnosis:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Diagnosis":
-        ranks, details, hosts = (tuple(fields[name]) for name in ("ranks", "details", "hosts"))
         return cls(
-            DiagnosisKind(fields["kind"]),
-            ranks,
-            fields["headline"],
-            details,
-            hosts,
-            fields["evidence"],
+            kind=DiagnosisKind(fields["kind"]),
+            ranks=tuple(fields["ranks"]),
+            headline=fields["headline"],
+            details=tuple(fields["details"]),
+            hosts=tuple(fields["hosts"]),
+            evidence=fields["evidence"],
         )
 
 

@@ -117,6 +117,7 @@ class StatusServer:
             except OSError:  # it is closed, too many files are open, or the peer has given up
                 self._closed.wait(PAUSE_S)
                 continue
+            # Strangers that say nothing may hold so many threads, and no more.
             self._readers.acquire()
             while not self._closed.is_set():
                 try:
@@ -331,11 +332,7 @@ def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
     ips = addresses_towards([master])
     own = Address(job.rank, job.host, os.getpid(), server.port, ips, net, pids)
     server.token, hosts = job.reduce(activity, [server.token, *astuple(own)], _by_host)
-    addresses = []
-    for host, host_ips, host_net, host_pids, processes in hosts:
-        for rank, pid, port in processes:
-            addresses.append(Address(rank, host, pid, port, host_ips, host_net, host_pids))
-    addresses.sort(key=lambda to: to.rank)
+    addresses = _by_rank(hosts)
 
     # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere:
     # it learns from the others' addresses which of its own they reach.
@@ -353,12 +350,21 @@ def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
 def _by_host(rows: list) -> tuple[str, list]:
     """Rank 0's token, and for each host what its ranks share and their numbers: short, as every
     rank gets all of it."""
-    of_common: dict[str, list] = {}
+    hosts: dict[str, list] = {}
     for _, rank, host, pid, port, ips, net, pids in rows:
-        common = json.dumps([host, ips, net, pids])
-        of_common.setdefault(common, []).append([rank, pid, port])
+        shared = json.dumps([host, ips, net, pids])
+        hosts.setdefault(shared, []).append([rank, pid, port])
     token = rows[0][0]
-    return token, [[*json.loads(common), processes] for common, processes in of_common.items()]
+    return token, [[*json.loads(shared), processes] for shared, processes in hosts.items()]
+
+
+def _by_rank(hosts: list) -> list[Address]:
+    """The addresses of all ranks, in order, from what `_by_host` has made of them."""
+    addresses = []
+    for host, ips, net, pids, processes in hosts:
+        for rank, pid, port in processes:
+            addresses.append(Address(rank, host, pid, port, ips, net, pids))
+    return sorted(addresses, key=lambda to: to.rank)
 
 
 class Peers:
@@ -485,6 +491,7 @@ class Peers:
 
     def tell(self, ranks: set[int], message: Mapping[str, Any]) -> None:
         """Sends these ranks a message, and once more to those that did not seem to receive it."""
+        # A rank may have been too busy to take it, or its answer may have been lost.
         remaining = [to for to in self._addresses if to.rank in ranks]
         for _ in range(2):
             answers = self._ask_all(remaining, message, seconds=TELL_S)

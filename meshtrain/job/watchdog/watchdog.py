@@ -228,6 +228,8 @@ class Watchdog(Failures):
 
     def _look(self) -> None:
         self._clock.advanced(advances())
+        # A failure of this rank comes first, then a deadline, then a signal of the launcher: it may
+        # only be the consequence of one of the others.
         if self._failure is not None:
             self._inquire(hangs=self._failure.kind != FailureKind.SIGNAL, failed=True)
             if self.diagnosis is None:
@@ -383,6 +385,8 @@ class Watchdog(Failures):
         here."""
         assert self.diagnosis is not None
         self._decided.wait(EVIDENCE_S + 1)  # until the evidence is written
+        # The main thread unwinds with blocks, closes files and has a traceback; a thread that ends
+        # the process has none of it.
         if self._main_thread_leaves():
             return
         is_ended = self.diagnosis.kind == DiagnosisKind.ENDED

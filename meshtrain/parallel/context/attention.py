@@ -101,8 +101,11 @@ class Part:
 
 
 class Visibility:
-    """Which chunks this rank's queries see, and how. The same on all ranks: from it follows who
-    sends what.
+    """Which chunks this rank's queries see, and how. All ranks know this of each other, from the
+    same documents: so it follows on each of them who sends what.
+
+    Chunks are named by their number in the sequence: y where they are queries, x where they are
+    keys.
 
     Attributes:
         index: this rank's among the `size` ranks that share the sequence.
@@ -126,7 +129,7 @@ class Visibility:
         u = settings.spans.shape[1] // (2 * self.size)
         self.first: list[int] = settings.spans[0, ::u].tolist()
         self.last_begin: list[int] = settings.spans[1, u - 1 :: u].tolist()
-        # `visible_spans` says so of documents that go on after another one.
+        # This is how `visible_spans` writes that a document goes on after another one.
         documents_resume = self.last_begin[-1] >= length
 
         self.window = settings.window
@@ -182,9 +185,7 @@ class Visibility:
     def _pairs(self, chunks: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """(Chunks of queries, the consecutive ones of `chunks` that they see), a block each. As few
         and as large blocks as kernels without a mask allow."""
-        visible = [
-            [x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk] for y in self.own
-        ]
+        visible = [self._visible(y, chunks) for y in self.own]
         if tuple(chunks) == self.own and not self._is_masked(self.own, self.own):
             # Stage 0 of a ring. Both are in ascending order, so together they are causal, too.
             yield self.own, self.own
@@ -193,13 +194,17 @@ class Visibility:
                 yield self.own, visible[0]
         else:
             for y, xs in zip(self.own, visible, strict=True):
-                # Fewer queries than keys, causal: a kernel that does not align their last ones, as
-                # most do not, gets the square at the diagonal as a block of its own.
-                has_diagonal = len(xs) > 1 and xs[-1] == y
-                if has_diagonal and not self.kernel_aligns_ends and not self._is_masked((y,), xs):
+                # Fewer queries than keys, causal: a kernel that does not align the last query with
+                # the last key gets the square at the diagonal as a block of its own.
+                is_oblong = len(xs) > 1 and xs[-1] == y
+                if is_oblong and not self.kernel_aligns_ends and not self._is_masked((y,), xs):
                     yield (y,), [xs.pop()]
                 if xs:
                     yield (y,), xs
+
+    def _visible(self, y: int, chunks: Sequence[int]) -> list[int]:
+        """The chunks in which some query of chunk y sees a key."""
+        return [x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk]
 
     def _is_masked(self, ys: Sequence[int], xs: Sequence[int]) -> bool:
         """Whether some query of a block does not see all of the block's keys up to itself."""

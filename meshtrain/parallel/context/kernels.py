@@ -178,8 +178,7 @@ def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) ->
     Depends only on the GPU and torch, so that ranks with the same ones choose the same. Raises
     InputError: none works.
     """
-    device_type = device_type_of(q)
-    on_cpu = device_type == "cpu"
+    on_cpu = device_type_of(q) == "cpu"
     if soft_cap is not None or (q.dtype == torch.float64 and not on_cpu):
         return PRODUCTS
     if on_cpu:
@@ -255,25 +254,34 @@ def _problem(
         like = _padded(q, _width(kernel, q, values)).clone().requires_grad_()
         if not kernel.allowed(cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
             return NOT_ALLOWED
-
-    # tells wrong results from rounding, also from that of TF32
-    tolerance = max(4 * torch.finfo(dtype).eps, 2**-8)
     trials = _trials_of_all(kernel, e) if all_visible else _trials_of_documents(kernel, e, device)
     for trial in trials:
         k, v = keys[:, :, : trial.keys], values[:, :, : trial.keys]
-        out, lse = forward_block(q, k, v, trial.written, PRODUCTS)
-        # Both get the same in backward. It is only asked for rows that see something in the end.
-        saved = out.to(dtype), lse.masked_fill(lse == -torch.inf, 0)
-        expected = out, lse, *backward_block(grad, q, k, v, *saved, trial.written, PRODUCTS)
-        results = (
-            *forward_block(q, k, v, trial.block, kernel),
-            *backward_block(grad, q, k, v, *saved, trial.block, kernel),
-        )
-        for x, y in zip(results, expected, strict=True):
-            size = max(1.0, float(y.masked_fill(y == -torch.inf, 0).abs().max()))
-            if not torch.allclose(x.to(y.dtype), y, rtol=0, atol=tolerance * size):
-                return "computes something else than attention"
+        if not _is_attention(kernel, trial, grad, q, k, v):
+            return "computes something else than attention"
     return None
+
+
+def _is_attention(
+    kernel: Kernel, trial: "Trial", grad: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> bool:
+    """Whether output, log-sum-exp and gradients of a block are those of products but for
+    rounding."""
+    out, lse = forward_block(q, k, v, trial.written, PRODUCTS)
+    # Both get the same in backward. It is only asked for rows that see something in the end.
+    saved = out.to(q.dtype), lse.masked_fill(lse == -torch.inf, 0)
+    expected = out, lse, *backward_block(grad, q, k, v, *saved, trial.written, PRODUCTS)
+    results = (
+        *forward_block(q, k, v, trial.block, kernel),
+        *backward_block(grad, q, k, v, *saved, trial.block, kernel),
+    )
+    # tells wrong results from rounding, also from that of TF32
+    tolerance = max(4 * torch.finfo(q.dtype).eps, 2**-8)
+    for x, y in zip(results, expected, strict=True):
+        size = max(1.0, float(y.masked_fill(y == -torch.inf, 0).abs().max()))
+        if not torch.allclose(x.to(y.dtype), y, rtol=0, atol=tolerance * size):
+            return False
+    return True
 
 
 class Trial(NamedTuple):

@@ -34,6 +34,7 @@ def _weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     """The gradient of the weight (E, out, in): zeros for an expert without rows."""
     if _has_kernel(grad, x):
         return F.grouped_mm(grad.t(), x, offs=_ends(counts))
+    # One product for each expert: the host has to know the counts.
     output = grad.new_empty(len(counts), grad.shape[1], x.shape[1])
     start = 0
     for matrix, count in zip(output, counts.tolist(), strict=True):
@@ -46,6 +47,7 @@ def _weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 def _rows_times(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Rows (n, in) times the matrix of each row's expert (E, in, out) -> (n, out)."""
     if _has_kernel(x, matrices):
+        # The kernel reads the counts on the device, so the host does not wait.
         y = F.grouped_mm(x, matrices, offs=_ends(counts))
         # The kernel leaves rows beyond the counts uninitialized.
         of_no_expert = torch.arange(len(x), device=x.device) >= counts.sum()

@@ -36,11 +36,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     step."""
     for name, module in model.named_modules(remove_duplicate=False):
         for own, parameter in module.named_parameters(recurse=False):
-            if any(fnmatchcase(f"{name}.{own}".lstrip("."), pattern) for pattern in patterns):
-                parameter.requires_grad_(False)
-                balance: Any = getattr(module, "balance", None)
-                if own == "e_score_correction_bias" and balance is not None:
-                    balance.bias_speed = 0.0  # otherwise it changes without a gradient
+            full_name = f"{name}.{own}".lstrip(".")
+            if not any(fnmatchcase(full_name, pattern) for pattern in patterns):
+                continue
+            parameter.requires_grad_(False)
+            balance: Any = getattr(module, "balance", None)
+            if own == "e_score_correction_bias" and balance is not None:
+                balance.bias_speed = 0.0  # otherwise it changes without a gradient
 
 
 def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linear]:
@@ -49,19 +51,17 @@ def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linea
     weight."""
     blocks = blocks_of(model)
     inside = {module for block in blocks for module in block.modules()} - set(blocks)
-    holders: Counter[Any] = Counter(
+    uses: Counter[Any] = Counter(
         parameter for module in model.modules() for parameter in module._parameters.values()
     )
-    own = {
-        module for module in inside if isinstance(module, nn.Linear) and holders[module.weight] == 1
-    }
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if module in own
-        and isinstance(module, nn.Linear)
-        and any(fnmatchcase(name, p) for p in match or ("*",))
-    }
+    patterns = match or ("*",)
+    layers: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or module not in inside or uses[module.weight] > 1:
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            layers[name] = module
+    return layers
 
 
 def add_adapters(
@@ -72,15 +72,9 @@ def add_adapters(
     layers = adapted_layers(model, match)
     freeze(model, ["*"])
     for layer in layers.values():
-        like: dict[str, Any] = {
-            "bias": False,
-            "device": layer.weight.device,
-            "dtype": layer.weight.dtype,
-        }
-        lora_a, lora_b = (
-            nn.Linear(layer.in_features, rank, **like),
-            nn.Linear(rank, layer.out_features, **like),
-        )
+        device, dtype = layer.weight.device, layer.weight.dtype
+        lora_a = nn.Linear(layer.in_features, rank, bias=False, device=device, dtype=dtype)
+        lora_b = nn.Linear(rank, layer.out_features, bias=False, device=device, dtype=dtype)
         _attach(layer, lora_a, lora_b, Dropout(dropout), alpha / rank)
 
 
@@ -105,12 +99,10 @@ def is_adapter(name: str) -> bool:
 
 
 def _attach(layer: nn.Module, lora_a: Any, lora_b: Any, dropout: Any, scale: Any) -> None:
-    layer.lora_A, layer.lora_B, layer.lora_dropout, layer.lora_scale = (
-        lora_a,
-        lora_b,
-        dropout,
-        scale,
-    )
+    layer.lora_A = lora_a
+    layer.lora_B = lora_b
+    layer.lora_dropout = dropout
+    layer.lora_scale = scale
     layer.register_forward_hook(_add, with_kwargs=True)
 
 
@@ -119,11 +111,12 @@ def _add(
 ) -> Tensor:
     """A function, not a closure, because a model with hooks is copied by pickle."""
     x = inputs[0] if inputs else named["input"]
-    return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(x)))
+    low_rank = layer.lora_A(layer.lora_dropout(x))  # (..., rank)
+    return output + layer.lora_scale * layer.lora_B(low_rank)
 
 
 def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """(f, d) plus the scaled product of (f, rank) and (rank, d), rounded once."""
+    """W + scale · B A: (f, d) plus the scaled product of (f, rank) and (rank, d), rounded once."""
     return (weight.double() + scale * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 
@@ -133,12 +126,16 @@ def merge_adapters(model: nn.Module) -> None:
     it together."""
     model.state_dict()  # under FSDP this frees gathered parameters
     for module in model.modules():
-        if has_adapter(module):
-            layer: Any = module
-            lora_a, lora_b = (
-                w.full_tensor() if isinstance(w, DTensor) else w
-                for w in (layer.lora_A.weight, layer.lora_B.weight)
-            )
-            local, (rows, columns) = local_part(layer.weight.detach())
-            local.copy_(merged(local, lora_a[:, columns], lora_b[rows], layer.lora_scale))
-            local_part(layer.lora_B.weight.detach())[0].zero_()
+        if not has_adapter(module):
+            continue
+        layer: Any = module
+        lora_a = _whole(layer.lora_A.weight)
+        lora_b = _whole(layer.lora_B.weight)
+        local, (rows, columns) = local_part(layer.weight.detach())
+        local.copy_(merged(local, lora_a[:, columns], lora_b[rows], layer.lora_scale))
+        own_part, _ = local_part(layer.lora_B.weight.detach())
+        own_part.zero_()
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -173,6 +173,7 @@ def add_or_compute(node: Any, compute: Callable[[], Tensor], write: Write | None
     directly."""
     accumulator = accumulator_of(node)
     parameter = getattr(accumulator, "variable", None)
+    # `torch.autograd.grad` of other tensors does not run the accumulator: it must not change .grad.
     if write is None or not takes_products(parameter) or not runs_in_backward(accumulator):
         return compute()
     add_product(parameter, write)
@@ -201,6 +202,8 @@ def takes_products(parameter: Any) -> bool:
     could observe it."""
     if not hasattr(parameter, "gradient_place"):
         return False
+    # A second derivative needs the graph of the gradient, and anomaly mode looks for NaN in what a
+    # backward returns.
     if torch.is_grad_enabled() or torch.is_anomaly_enabled():
         return False
     if parameter.grad is not None and not is_plain_gradient(parameter.grad, parameter):

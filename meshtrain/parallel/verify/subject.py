@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from meshtrain.config.locate import bundled
+from meshtrain.job.locate import bundled
 from meshtrain.layout import LOSS_AXES, Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel

@@ -38,15 +38,13 @@ def config_path(name: str) -> Path:
     if path.is_file():
         return path
     own = bundled("configs") / f"{path.stem}.yaml"
-    if (
-        path.suffix in ("", ".yaml", ".yml")
-        and str(path.parent) in (".", "configs")
-        and own.is_file()
-    ):
+    may_be_own = path.suffix in ("", ".yaml", ".yml") and str(path.parent) in (".", "configs")
+    if may_be_own and own.is_file():
         return own
+    known = [f"configs/{stem}.yaml" for stem in names("configs", ".yaml")]
     raise FileNotFoundError(
         f"there is no config {name} (looked at {path.absolute()}); meshtrain's own are: "
-        + ", ".join(f"configs/{stem}.yaml" for stem in names("configs", ".yaml"))
+        f"{', '.join(known)}"
     )
 
 
@@ -61,12 +59,11 @@ def data_files(source: str, path: str) -> list[str]:
 
 def code() -> dict[str, str]:
     """The Python files of meshtrain and of its models -> a digest of each."""
-    folders = {"meshtrain": _PACKAGE, "models": bundled("models")}
-    return {
-        f"{name}/{path.relative_to(folder).as_posix()}": digest(path)
-        for name, folder in folders.items()
-        for path in sorted(folder.rglob("*.py"))
-    }
+    digests = {}
+    for name, folder in (("meshtrain", _PACKAGE), ("models", bundled("models"))):
+        for path in sorted(folder.rglob("*.py")):
+            digests[f"{name}/{path.relative_to(folder).as_posix()}"] = digest(path)
+    return digests
 
 
 def digest(path: Path) -> str:
