@@ -322,12 +322,16 @@ class Trainer:
     def _reduce(self, stop_asked: bool) -> tuple[Tensor, StepSums]:
         """The losses of this rank's samples, and the step's sums over all ranks."""
         with self.timer.phase("optimizer"):
-            own = self._step.losses
+            now = self._step
             # A rank without the last stage has none.
-            losses = torch.cat([self._zeros(0), *(own[i] for i in sorted(own))])
-            sums = self._own_sums(losses, stop_asked)
+            in_order = [now.losses[i] for i in sorted(now.losses)]
+            losses = torch.cat([self._zeros(0), *in_order])
+            own = self._own_sums(losses, stop_asked)
+            # Free before the next step needs memory.
+            now.losses.clear()
+            now.correct.clear()
             with self.timer.phase("communication"):
-                return losses, sums.over_ranks(self.mesh)
+                return losses, own.over_ranks(self.mesh)
 
     def _own_sums(self, losses: Tensor, stop_asked: bool) -> StepSums:
         """This rank's addends."""
