@@ -266,7 +266,9 @@ def test_blocks_are_of_their_language() -> None:
 
 def test_the_lists_of_documents_and_configs_are_complete() -> None:
     index, readme = (REPO / "docs" / "README.md").read_text(), (REPO / "README.md").read_text()
-    pages = [page.name for page in (REPO / "docs").glob("*.md") if page.name != "README.md"]
+    # The list of modules is for whoever reads design.md, which links it.
+    unlisted = {"README.md", "modules.md"}
+    pages = [page.name for page in (REPO / "docs").glob("*.md") if page.name not in unlisted]
     assert [page for page in pages if f"({page})" not in index] == []
     for config in (REPO / "configs").glob("*.yaml"):
         assert f"`{config.name}`" in readme
@@ -317,11 +319,11 @@ def test_what_is_refused_of_experts() -> None:
     section = (
         (REPO / "docs" / "experts.md").read_text().split("## What is refused")[1].split("\n## ")[0]
     )
-    sentences = re.findall(r"^- `(.*)`$", section, re.MULTILINE)
+    sentences = re.findall(r"^- `([^`]*)`$", section, re.MULTILINE)
     for sentence, overrides in zip(sentences, TABLES["refused"], strict=True):
         with pytest.raises(ConfigErrors) as refused:
             Config.load(str(REPO / "configs" / "moe.yaml"), overrides)
-        assert sentence in str(refused.value)
+        assert " ".join(sentence.split()) in str(refused.value)
 
 
 @pytest.mark.slow
