@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshtrain.config import Config
-from meshtrain.config.model_spec import spec_of
+from meshtrain.config import Config, spec_of
 from meshtrain.errors import bytes_text
 from meshtrain.foresight import compiled, extend, predict, start
 from meshtrain.foresight.hardware import load
