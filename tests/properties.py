@@ -3,7 +3,8 @@ settings, st`.
 
 Importing it takes longer than collecting most files. Until a test runs, `st.lists(st.integers())`
 is an expression that is evaluated later; from then on `st` is `hypothesis.strategies` itself, so
-that `data.draw(st.integers())` works inside of a test. There are no deadlines.
+that `data.draw(st.integers())` works inside of a test. There are no deadlines, and none for the
+generation of examples.
 """
 
 import functools
@@ -85,8 +86,13 @@ def given(*strategies: Any, **named: Any) -> Callable[[Callable], Callable]:
             import hypothesis
 
             settings_of_test = getattr(property_test, "settings", {})
+            # A machine that does much else is no failure.
+            untimed = {
+                "deadline": None,
+                "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+            }
             runs = hypothesis.given(*evaluated(strategies), **evaluated(named))(test)
-            hypothesis.settings(deadline=None, **settings_of_test)(runs)(*arguments, **of_pytest)
+            hypothesis.settings(**untimed | settings_of_test)(runs)(*arguments, **of_pytest)
 
         property_test.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
         return property_test

@@ -224,8 +224,12 @@ class SignalWakeup:
 
     def wait(self, seconds: float) -> set[int]:
         """Waits until it is woken, `seconds` at most; returns which of SIGNALS have come."""
-        ready, _, _ = select.select([self._out], [], [], seconds)
-        received = os.read(self._out, 4096) if ready else b""
+        # Not select(2), which takes no descriptor above 1023: the rank that serves the store of a
+        # large job has more.
+        poll = select.poll()
+        poll.register(self._out, select.POLLIN)
+        is_woken = bool(poll.poll(1000 * seconds))
+        received = os.read(self._out, 4096) if is_woken else b""
         return {number for number in SIGNALS if number in received}
 
 

@@ -24,7 +24,7 @@ from meshtrain.loss import seen_terms
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import initialise, materialise
-from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.compile import CompileChoice, choose_compile
 from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.linear import use_products
@@ -70,7 +70,7 @@ def build_model(
     config: "Config",
     mesh: Mesh,
     device: torch.device,
-    waiting: Waiting = nullcontext,
+    measured_wait: MeasuredWait = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
     *,
     device_type: str | None = None,
@@ -83,7 +83,9 @@ def build_model(
         device_type: of the device that the meta device stands for, where a step is traced; None:
             `device` itself.
     """
-    options = options_of(config, mesh.layout, device, waiting, sample, device_type=device_type)
+    options = options_of(
+        config, mesh.layout, device, measured_wait, sample, device_type=device_type
+    )
     model = unsplit_model(config, mesh, device, options)
     options = judge(config, mesh, options, model)
     if mesh.size("pp") == 1:
@@ -142,7 +144,7 @@ def _build_pipeline(
         device,
         parameter_stages=stages_of_parameter(spec_of(config).meta, split.bounds),
         weight_grads=later,
-        waiting=options.waiting,
+        measured_wait=options.measured_wait,
         about=describe_pipeline(schedule, split),
         schedule_of=partial(load_schedule, config, mesh.layout),
     )
@@ -156,7 +158,7 @@ def options_of(
     config: "Config",
     layout: Layout,
     device: torch.device,
-    waiting: Waiting = nullcontext,
+    measured_wait: MeasuredWait = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
     *,
     device_type: str | None = None,
@@ -171,7 +173,7 @@ def options_of(
         **keys,
         precision=config.train.precision,
         linear_precision=config.train.linear_precision,
-        waiting=waiting,
+        measured_wait=measured_wait,
         sample=sample,
         trace=device.type == "meta",
     )

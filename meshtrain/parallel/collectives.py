@@ -28,7 +28,7 @@ from meshtrain.parallel.torch_private import (
 )
 
 # entered while a rank waits for others, to measure the time
-Waiting = Callable[[], AbstractContextManager]
+MeasuredWait = Callable[[], AbstractContextManager]
 
 # By the process group's name (`_name`), as in torch. An entry lives as long as the layers that use
 # it.
@@ -42,14 +42,14 @@ class AsyncResult:
         self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Any]
     ) -> None:
         self.group = axis_group.group
-        self._waiting = axis_group.waiting
+        self._measured_wait = axis_group.measured_wait
         self._works = works
         self._result = result
 
     def wait(self) -> Any:
         """Waits for the result, a tensor or a list of them, and returns it (on CUDA only the
         current stream waits)."""
-        with self._waiting():
+        with self._measured_wait():
             gloo.wait(self._works, self.group)
             return self._result()
 
@@ -79,7 +79,7 @@ class AxisGroup:
         self.size = mesh.size(axis)
         self.index = mesh.index(axis)
         self.on_cpu = mesh.device_type == "cpu"
-        self.waiting: Waiting = nullcontext
+        self.measured_wait: MeasuredWait = nullcontext
         self.fused = False
         self.choice = ""
         self.name = _name(group, axis)

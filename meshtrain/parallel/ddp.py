@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import AsyncResult, AxisGroup, Waiting, axis_group
+from meshtrain.parallel.collectives import AsyncResult, AxisGroup, MeasuredWait, axis_group
 from meshtrain.parallel.grad_sync import GradientSync, when_backward_begins
 from meshtrain.parallel.linear.weight_grad import set_gradient_place
 from meshtrain.parallel.sharding import chunk_range
@@ -57,7 +57,7 @@ class BucketedAllReduce(GradientSync):
         model: nn.Module,
         mesh: Mesh,
         axis: str,
-        waiting: Waiting,
+        measured_wait: MeasuredWait,
         named: Callable[[], list[NamedParameter]],
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class BucketedAllReduce(GradientSync):
         self.group = mesh.group(axis)
         self.size = mesh.size(axis)
         self.comm_bytes = mesh.comm_bytes
-        self._measured_wait = waiting
+        self._measured_wait = measured_wait
         self._named = named
         self._dtype = dtype
 

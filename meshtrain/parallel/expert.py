@@ -69,7 +69,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
             "experts the same tokens: leave it true, or use expert_parallel: 1"
         )
     group = axis_group(mesh, AXIS)
-    group.waiting = options.waiting
+    group.measured_wait = options.measured_wait
     sharded: dict[Tensor, nn.Parameter] = {}  # keeps shared parameters shared
     for name in expert_modules(model, plan):
         module: Any = model.get_submodule(name)
@@ -336,7 +336,7 @@ def _message_sizes(counts: Tensor, table: Tensor, group: str) -> Tensor:
     # and does not wait.
     on_host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
     on_host.copy_(sizes, non_blocking=True)
-    with axis.waiting(), waiting("the sizes of messages to experts", axis.group):
+    with axis.measured_wait(), waiting("the sizes of messages to experts", axis.group):
         torch.cuda.current_stream().synchronize()
     return on_host
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 
 from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.ddp import REPLICATE
 from meshtrain.parallel.expert import dispatched_modules
 from meshtrain.parallel.gloo_collectives import all_gather, reduce_scatter
@@ -59,7 +59,7 @@ def apply_fsdp(
     reduce_precision: str | None = None,
     reshard_after_forward: bool = True,
     registered_memory: bool = False,
-    waiting: Waiting = nullcontext,
+    measured_wait: MeasuredWait = nullcontext,
 ) -> None:
     """Shards a model's parameters, so that each backward of it ends with sharded sums of gradients.
 
@@ -117,7 +117,7 @@ def apply_fsdp(
                 replicate=EXPERT_REPLICATE if is_experts else REPLICATE,
                 message=message_dtype(precision, reduce_precision),
                 registered_memory=registered_memory,
-                waiting=waiting,
+                measured_wait=measured_wait,
             )
     _set_prefetch(model, units, forward=mesh.device_type in PREFETCHED_ON)
 
@@ -130,7 +130,7 @@ def _set_communication(
     replicate: str,
     message: torch.dtype | None,
     registered_memory: bool,
-    waiting: Waiting,
+    measured_wait: MeasuredWait,
 ) -> None:
     """Makes a unit sum gradients instead of averaging them, by collectives that are counted.
 
@@ -143,8 +143,8 @@ def _set_communication(
         group = mesh.group(shard)
         assert group is not None  # the axis is larger than 1
         memory = fsdp_collectives.ProcessGroupAllocMixin(group)
-    module.set_custom_all_gather(_AllGather(mesh, shard, waiting, memory))
-    module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting, memory, message))
+    module.set_custom_all_gather(_AllGather(mesh, shard, measured_wait, memory))
+    module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, measured_wait, memory, message))
     if mesh.size(replicate) > 1:
         module.set_all_reduce_hook(partial(_count_all_reduce, mesh, replicate))
     send_unused_as_zeros(module)
@@ -195,7 +195,7 @@ def _shard_experts(
 
 def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
     """The phases of a step in which torch's FSDP waits for other ranks without entering
-    `waiting`."""
+    `measured_wait`."""
     if not mesh.uses_fsdp:
         return ()
     if mesh.device_type != "cpu":
@@ -255,10 +255,10 @@ class _AllGather(fsdp_collectives.DefaultAllGather):
     """FSDP's all-gather, counted. On a CPU it blocks, so its time counts as waiting; on a GPU it
     has its own stream."""
 
-    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any) -> None:
+    def __init__(self, mesh: Mesh, axis: str, measured_wait: MeasuredWait, memory: Any) -> None:
         self._mesh = mesh
         self._axis = axis
-        self._waiting = waiting
+        self._measured_wait = measured_wait
         self._unit = mesh.gather_order.units
         mesh.gather_order.units += 1
         self.allocate = memory.allocate  # type: ignore[method-assign]
@@ -274,7 +274,7 @@ class _AllGather(fsdp_collectives.DefaultAllGather):
         self._mesh.gather_order.add(self._unit)
         if self._mesh.device_type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        with self._waiting():
+        with self._measured_wait():
             all_gather(output_tensor, input_tensor, group)
         return None
 
@@ -288,12 +288,17 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
     """
 
     def __init__(
-        self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any, dtype: torch.dtype | None
+        self,
+        mesh: Mesh,
+        axis: str,
+        measured_wait: MeasuredWait,
+        memory: Any,
+        dtype: torch.dtype | None,
     ) -> None:
         """`dtype`: that of messages; None: that of the gradients."""
         self._mesh = mesh
         self._axis = axis
-        self._waiting = waiting
+        self._measured_wait = measured_wait
         self._memory = memory
         self._dtype = dtype
         self._input_numel = 0  # elements of an input that has no output yet
@@ -330,7 +335,7 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
         _count(self._mesh, self._axis, "reduce_scatter", input_tensor)
         if self._mesh.device_type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        with self._waiting():
+        with self._measured_wait():
             reduce_scatter(output_tensor, input_tensor, group)
         return None
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.tensor_parallel import TensorParallel
 from meshtrain.parallel.tp_plan import (
@@ -81,7 +81,7 @@ class ParallelOptions:
     sample: Sequence[Tensor | None] | None = None
 
     # A context manager entered wherever this rank waits for others, to measure it.
-    waiting: Waiting = nullcontext
+    measured_wait: MeasuredWait = nullcontext
     # The model is traced on the meta device: no memory is allocated, no values are compared, and
     # the loss head is fused without compiling.
     trace: bool = False

@@ -150,7 +150,7 @@ def apply_tensor_parallel(
         part = part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp"))
     bind_dropout(model, part)
     group = axis_group(mesh, "tp")
-    group.waiting = options.waiting
+    group.measured_wait = options.measured_wait
     _fuse_messages(group, mesh, options, sequence_parallel=tp.sequence_parallel)
     replace_layers(model, tp)
     vars(model)["shares_sequence"] = tp.sequence_parallel
@@ -195,7 +195,7 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
             reduce_precision=options.reduce_precision,
             reshard_after_forward=options.reshard_after_forward,
             registered_memory=options.symmetric_memory is True,
-            waiting=options.waiting,
+            measured_wait=options.measured_wait,
         )
     _sum_over_copies(model, experts, mesh, options)
     if mesh.size("tp") > 1:
@@ -313,7 +313,7 @@ def _sum_over_copies(
     def add_sync(axis: str, *, of_experts: bool) -> None:
         # Looked up at each backward, because a user may replace parameters.
         parameters = partial(named, of_experts=of_experts)
-        add_gradient_sync(model, kind(model, mesh, axis, options.waiting, parameters, dtype))
+        add_gradient_sync(model, kind(model, mesh, axis, options.measured_wait, parameters, dtype))
 
     if mesh.size(REPLICATE) > 1 and not mesh.uses_fsdp:
         add_sync(REPLICATE, of_experts=False)
@@ -331,7 +331,7 @@ def _measured_context(mesh: Mesh, options: ParallelOptions) -> ContextParallel |
         return None
     context = context_parallel_of(mesh, options)
     for group in context.groups.values():
-        group.waiting = options.waiting
+        group.measured_wait = options.measured_wait
     return context
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.grad_sync import (
     accumulate_gradients,
     defer_waits,
@@ -90,7 +90,7 @@ class Pipeline(nn.Module):
         *,
         parameter_stages: Mapping[str, tuple[int, ...]],
         weight_grads: WeightGradQueue | None = None,
-        waiting: Waiting = nullcontext,
+        measured_wait: MeasuredWait = nullcontext,
         about: str = "",
         schedule_of: Callable[[int], Schedule] | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
         self._rank = mesh.index(AXIS)
         self._last_rank = placement[-1]
         self.ends = (placement[0] == self._rank, placement[-1] == self._rank)
-        self._transfers = Transfers(mesh, device, waiting)
+        self._transfers = Transfers(mesh, device, measured_wait)
         self._tied = TiedGradients(
             stages, parameter_stages, placement, self._transfers, mesh, device
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshtrain.errors import InputError
 from meshtrain.job.pending import PendingWait, waiting
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.pipeline.actions import Schedule, Transfer
 from meshtrain.pipeline.simulate import simulate
 
@@ -105,10 +105,12 @@ class TensorMeta:
 class Transfers:
     """This rank's part of the transfers of a step."""
 
-    def __init__(self, mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device, measured_wait: MeasuredWait = nullcontext
+    ) -> None:
         self._mesh = mesh
         self._device = device
-        self._waiting = waiting
+        self._measured_wait = measured_wait
         self._rank = mesh.index(AXIS)  # on `pp`
         self._ranks = mesh.layout.group(mesh.rank, AXIS)  # index on `pp` -> rank
         self._metas: dict[tuple[Hashable, int], TensorMeta] = {}
@@ -155,7 +157,7 @@ class Transfers:
         if transfer not in self._posted:
             self._post(transfer)
         work, memory = self._posted.pop(transfer)
-        with self._waiting(), self._pending(transfer):
+        with self._measured_wait(), self._pending(transfer):
             work.wait()
         for sent in self._confirmed.get(transfer, ()):
             self._let_go(sent)
@@ -165,7 +167,7 @@ class Transfers:
     def end(self) -> None:
         """Waits until all sends are complete."""
         assert self._next == len(self._order)  # the schedule was run to its end
-        with self._waiting():
+        with self._measured_wait():
             for transfer in list(self._sending):
                 self._let_go(transfer)
 
@@ -242,7 +244,7 @@ class Transfers:
         key = self._meta_key(transfer)
         if key not in self._metas:
             packed = torch.empty(2 + 2 * MOST_DIMS, dtype=torch.int64, device=self._device)
-            with self._waiting(), self._pending(transfer):
+            with self._measured_wait(), self._pending(transfer):
                 self.start_receive(packed, transfer.source).wait()
             self._metas[key] = TensorMeta.unpacked(packed)
         memory = self._metas[key].empty(self._device)

@@ -1,9 +1,11 @@
 """A rank that examines others: what it does on signals and failures, what it prints, and loops of
 one's own."""
 
+import fcntl
 import json
 import os
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -60,6 +62,33 @@ def test_a_thread_is_woken_by_signals_and_by_other_threads(wakeup: SignalWakeup)
     wakeup.uninstall()
     send(signal.SIGUSR1)
     assert not wakeup.wait(0)
+
+
+def test_a_process_with_thousands_of_connections_is_woken_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of rank 0, which serves the store of a large job: its pipe has a high number."""
+    pipe = os.pipe
+
+    def high() -> tuple[int, int]:
+        out, into = pipe()
+        moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 1024) for end in (out, into))
+        os.close(out)
+        os.close(into)
+        return moved
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pipe", high)
+            wakeup = SignalWakeup()
+        assert not wakeup.wait(0)
+        wakeup.wake()
+        assert wakeup.wait(60) == set()
+        assert not wakeup.wait(0), "it wakes once"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_signals_to_a_child_are_its_own(wakeup: SignalWakeup) -> None:
