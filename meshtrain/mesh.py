@@ -234,19 +234,27 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     own = {axis: _make_group(layout.groups(axis), rank, axis) for axis in own_axes}
 
     expert_mesh = None
-    expert_dims = layout.expert_mesh_dims
-    if expert_dims:
-        of_dims: Any = [
-            own[dim] if dim in own else groups[tuple(layout.group(rank, dim))]
-            for dim in expert_dims
-        ]
-        if len(of_dims) == 1:  # torch takes the ranks of one dim from its group
-            of_dims = of_dims[0]
-        expert_mesh = DeviceMesh.from_group(
-            of_dims, device_type, _ranks_by_dim(layout, expert_dims), mesh_dim_names=expert_dims
-        )
+    if layout.expert_mesh_dims:
+        group_of = {
+            dim: own[dim] if dim in own else groups[tuple(layout.group(rank, dim))]
+            for dim in layout.expert_mesh_dims
+        }
+        expert_mesh = _mesh_of_groups(layout, group_of, device_type)
     links = _make_links(layout, rank) if device_type in IN_TURN else {}
     return Mesh(layout, rank, device_type, device_mesh, groups, expert_mesh, _links=links, _own=own)
+
+
+def _mesh_of_groups(
+    layout: Layout, group_of: dict[str, dist.ProcessGroup], device_type: str
+) -> DeviceMesh:
+    """torch's mesh with these dims, over groups that exist."""
+    dims = tuple(group_of)
+    groups: Any = list(group_of.values())
+    if len(groups) == 1:  # torch takes the ranks of one dim from its group
+        groups = groups[0]
+    return DeviceMesh.from_group(
+        groups, device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims
+    )
 
 
 def _own_axes(layout: Layout, device_type: str) -> list[str]:

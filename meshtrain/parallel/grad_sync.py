@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.parallel.collectives import AxisGroup
 from meshtrain.parallel.torch_private import (
@@ -21,6 +20,7 @@ from meshtrain.parallel.torch_private import (
     current_backward,
     hidden_from_dispatch_modes,
     to_local,
+    tree_leaves,
 )
 
 

@@ -312,7 +312,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         dw = ctx.weight_grad.take()
         ctx.weight_grad = None
         if dw is not None and dw.dtype != ctx.dtype:
-            # The gradient of a 16-bit copy: that of its float32 parameter takes it uncast.
+            # The gradient of a 16-bit copy: that of its float32 parameter takes it uncast, where
+            # `linear/weight_grad.py` allows it.
             next_in_graph = ctx.next_functions[1][0]
             dw = add_or_compute(next_in_graph, partial(dw.to, ctx.dtype), partial(write_grad, dw))
         return dx, dw, None, None, None, None

@@ -12,7 +12,8 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from meshtrain.parallel.torch_private import tree_leaves
 
 
 class SharedInput:
