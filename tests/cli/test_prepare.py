@@ -244,10 +244,10 @@ def test_what_is_wrong_ends_it_with_one_sentence(
 
 MEASURED = """
 import sys
-from meshtrain.config.schema import Data
+from meshtrain.config.schema import DataSection
 from meshtrain.data.prepare import preparations
 for source, path in (("text", "x.txt"), ("jsonl", "x.jsonl"), ("jsonl", "x.jsonl.gz")):
-    for preparation in preparations(Data(source=source, path=path, tokenizer="bytes", validation=0, cache="cache")):
+    for preparation in preparations(DataSection(source=source, path=path, tokenizer="bytes", validation=0, cache="cache")):
         assert preparation.run(print)
     peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
     print("MiB", int(peak) >> 10, "torch" in sys.modules)
