@@ -1,5 +1,7 @@
-"""One training step: `forward_backward` of the microbatches, then `optimizer_step`, with one
-all-reduce over the mesh.
+"""One training step: `forward_backward` of the microbatches, then `optimizer_step`.
+
+Two all-reduces belong to it, besides those of gradients: the number of valid targets, which the
+first forward hides, and at the end one of everything else that is summed over the ranks.
 
 Nothing in it waits for the device. The device decides whether the step was finite; the host reads
 the outcome a step later. Only with `parallel.expert_rows` the host waits at the end of a step, and
@@ -41,7 +43,7 @@ from meshtrain.parallel.fsdp import order_sums, require_one_order
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum
 from meshtrain.parallel.mixed_precision import compute_dtype
-from meshtrain.parallel.parallelize import shares_sequence
+from meshtrain.parallel.parallelize import has_sequence_part
 from meshtrain.parallel.step_context import StepContext, current_context, use_context
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
@@ -122,7 +124,7 @@ class Trainer:
         self.dtype = compute_dtype(config.train.precision)
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         self.counts_correct = task == "classification"
-        self._same_tokens = _ranks_of_tp_share_tokens(model, config, mesh)
+        self._tp_repeats_tokens = _tp_repeats_tokens_of(model, config, mesh)
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
         self._step: _Step
@@ -170,7 +172,8 @@ class Trainer:
             targets += valid.sum(1).tolist()
         # Starts its all-reduce, which the first forward hides.
         count = GlobalCount(sum(targets), self.mesh, self.device)
-        # FSDP takes 16-bit gradients, to which the sum would be rounded instead of its addends.
+        # The head may add up its weight's gradient over the microbatches in float32. FSDP wants it
+        # in the compute dtype: in 16 bits the whole sum would be rounded, not each part of it.
         sums_weight_grad = not self.mesh.uses_fsdp or self.dtype.itemsize >= 4
         return _Step(
             number=step,
@@ -202,7 +205,7 @@ class Trainer:
         now = self._step
         request = current_context().loss_request
         losses = None if request is None else request.losses_of(output)
-        if losses is not None:
+        if losses is not None:  # the head has computed them: `output` is divided and scaled
             now.losses[microbatch] = losses
             return output
         targets = self._batch(microbatch).targets
@@ -239,7 +242,7 @@ class Trainer:
         now = self._step
         batch = now.batches[microbatch]
         size = len(batch.targets)
-        # Ranks have equal numbers of samples; where the share ends, padding begins.
+        # Every rank runs the same number of samples: those after its share are padding.
         first = now.samples.start + microbatch * size
         real = min(max(now.samples.stop - first, 0), size)
         set_dropout(model, seed=self.seed, step=now.number, samples=range(first, first + size))
@@ -261,7 +264,7 @@ class Trainer:
             return None
         if context.length not in self._real_tokens:
             real = context.part < context.length
-            if not self._same_tokens:  # sequence parallelism splits the positions over tp
+            if not self._tp_repeats_tokens:  # sequence parallelism splits the positions over tp
                 real = real.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
             self._real_tokens[context.length] = real.to(self.device)
         return self._real_tokens[context.length]
@@ -273,12 +276,14 @@ class Trainer:
         finite. `stop_asked`: this rank was asked to stop. Returns a function that waits for the
         step's result."""
         losses, sums = self._reduce(stop_asked)
-        without_room = sums.rows_without_room
-        if self._limit is not None and read_later(without_room)().any():
+        without_room = sums.rows_without_room  # of the first try: a retry has no limit
+        if self._limit is not None:
             assert self._retry is not None
-            self._limit = None
-            self._retry.run()
-            losses, sums = self._reduce(stop_asked)
+            if read_later(without_room)().any():
+                self._limit = None
+                self._retry.run()
+                losses, sums = self._reduce(stop_asked)
+            self._retry = None  # it holds the batch and copies of the buffers
 
         with self.timer.phase("optimizer"):
             count = self._step.count
@@ -323,8 +328,8 @@ class Trainer:
         """The losses of this rank's samples, and the step's sums over all ranks."""
         with self.timer.phase("optimizer"):
             now = self._step
-            # A rank without the last stage has none.
-            in_order = [now.losses[i] for i in sorted(now.losses)]
+            in_order = [now.losses[i].double() for i in sorted(now.losses)]
+            # Beside an empty tensor, since a rank without the last stage has no losses.
             losses = torch.cat([self._zeros(0), *in_order])
             own = self._own_sums(losses, stop_asked)
             # Free before the next step needs memory.
@@ -364,6 +369,7 @@ class Trainer:
             stage = Field("gathers", str(self.mesh.index("pp")), size=3)
             sums[stage] = order_sums(self.mesh, self._zeros())
         if self._fields is None:
+            # Once, from what each rank has by now; all ranks know the sources' fields.
             self._fields = self._agreed_fields()
             if self.mixture is not None:
                 self._fields += tuple(_source_field(name) for name in self.mixture.names)
@@ -377,13 +383,13 @@ class Trainer:
                 "first step did not"
             )
         stacked = self._step.terms.stack(self._fields)
-        if self._same_tokens and not self.mesh.speaks_for_samples:
+        if self._tp_repeats_tokens and not self.mesh.speaks_for_samples:
             # One rank of tp speaks for all of them.
             stacked = torch.zeros_like(stacked)
         return split_fields(stacked, self._fields)
 
     def _agreed_fields(self) -> tuple[Field, ...]:
-        return agree_on_fields(self._step.terms, self.mesh, same_tokens=self._same_tokens)
+        return agree_on_fields(self._step.terms, self.mesh, same_tokens=self._tp_repeats_tokens)
 
     def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[Field, Tensor]:
         """For each source, the sum of this rank's losses and its number of valid targets. Padding
@@ -448,7 +454,8 @@ class Trainer:
         )
 
     def _metrics_of(self, step: int, outcome: StepOutcome) -> dict[str, float]:
-        """What metrics.jsonl has of the terms. Raises AgreedError: see `require_one_order`."""
+        """What metrics.jsonl has of the terms. They come with what FSDP's ranks compare. Raises
+        AgreedError: see `require_one_order`."""
         metrics: dict[str, float] = {}
         loads: list[Tensor] = []
         for name, sums in outcome.terms.items():
@@ -466,19 +473,20 @@ def _source_field(source: str) -> Field:
     return Field("source_loss", source, size=2)
 
 
-def _ranks_of_tp_share_tokens(model: nn.Module, config: "Config", mesh: Mesh) -> bool:
+def _tp_repeats_tokens_of(model: nn.Module, config: "Config", mesh: Mesh) -> bool:
     """Whether between layers all ranks of `tp` have the same tokens, so that one speaks for
     them."""
     plan = getattr(model_file(config.model.name), "tp_plan", None)
     wanted = has_sequence_parts(config.parallel.sequence_parallel, plan)
     # The check before the first step may have turned it off.
-    return mesh.size("tp") > 1 and not shares_sequence(model, wanted)
+    return mesh.size("tp") > 1 and not has_sequence_part(model, wanted)
 
 
 class LossScale:
     """The loss scale, which lifts float16 gradients above the smallest number of that type
-    (Micikevicius et al., https://arxiv.org/abs/1710.03740). If the global norm is not finite, it
-    halves on all ranks and the step is skipped; after `GROWTH` finite steps in a row it doubles."""
+    (Micikevicius et al., https://arxiv.org/abs/1710.03740). If the loss or the global norm is not
+    finite, it halves on all ranks and the step is skipped; after `GROWTH` finite steps in a row it
+    doubles."""
 
     FIRST = 2.0**16
     GROWTH = 2000
@@ -487,13 +495,13 @@ class LossScale:
         self.value = torch.tensor(self.FIRST, device=device)
         self.good = torch.tensor(0, device=device)  # finite steps in a row
 
-    def update(self, overflow: Tensor) -> None:
-        """`overflow`: the outcome of a step, a boolean scalar on the device. Updates `value` and
+    def update(self, bad: Tensor) -> None:
+        """`bad`: the outcome of a step, a boolean scalar on the device. Updates `value` and
         `good` in place."""
-        good = torch.where(overflow, 0, self.good + 1)
+        good = torch.where(bad, 0, self.good + 1)
         grows = good == self.GROWTH
         # Below 1 it would not lift gradients, and from 0 it could never grow again.
         halved = (self.value / 2).clamp(min=1)
         kept_or_doubled = torch.where(grows, self.value * 2, self.value)
-        self.value.copy_(torch.where(overflow, halved, kept_or_doubled))
+        self.value.copy_(torch.where(bad, halved, kept_or_doubled))
         self.good.copy_(torch.where(grows, 0, good))

@@ -118,7 +118,9 @@ class Attention(nn.Module):
         self.kv_a_proj_with_mqa = nn.Linear(d, config.kv_lora_rank + rope, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, h * (nope + config.v_head_dim), bias=False)
-        self.rotary_key = nn.Identity()  # a name for the tp_plan
+        # Under sequence parallelism a rank has the rotary keys of its own positions only: the
+        # tp_plan gathers them where this module is, as kv_b_proj gathers the latent.
+        self.rotary_key = nn.Identity()
         self.o_proj = nn.Linear(h * config.v_head_dim, d, bias=False)
 
         self.rotate = rotate_interleaved if config.rope_interleave else rotate
@@ -296,7 +298,7 @@ def check(config: Config) -> keys.Problems:
 
 # A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "deepseek_v3"
-_LEFT_OUT: dict[str, Any] = {
+_TRANSFORMERS_DEFAULTS: dict[str, Any] = {
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "num_hidden_layers": 61,
@@ -326,8 +328,9 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 presets: dict[str, dict[str, Any]] = {
-    "deepseek-v3": _LEFT_OUT | {"max_position_embeddings": 163840, "rope_scaling": _YARN},
-    "moonlight-16b-a3b": _LEFT_OUT
+    "deepseek-v3": _TRANSFORMERS_DEFAULTS
+    | {"max_position_embeddings": 163840, "rope_scaling": _YARN},
+    "moonlight-16b-a3b": _TRANSFORMERS_DEFAULTS
     | {
         "hidden_size": 2048,
         "intermediate_size": 11264,
@@ -369,7 +372,7 @@ only = keys.only | _ROUTING | {"pretraining_tp": 1}
 
 def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
     """The keys of `Config` for those of a config.json."""
-    return keys.read_config_json(written, _LEFT_OUT)
+    return keys.read_config_json(written, _TRANSFORMERS_DEFAULTS)
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Resume: the state a run starts from. One rank chooses, all agree on what they see, and each fills
 its part.
 
-1. *Choose*: rank 0 lists the candidates (candidates.py), with those that are on the hosts' local
-   disks only, and those that object storage has (stored.py).
-2. *Agree*: all ranks read the manifest of the first one, and compare digests. Damage that only one
-   host sees is none (witness.py).
+1. *Choose*: rank 0 lists the candidates (candidates.py): those of the run's folder, those that only
+   the hosts' local disks have, and those that object storage has (stored.py).
+2. *Agree*: all ranks read the manifest of the first one, and compare digests. What one host finds
+   damaged and another one reads is no damage of the checkpoint, but of the host (witness.py).
 3. *Fill*: each rank reads its share, and the ranks exchange what they have read. If that shows
    damage, the next candidate is taken.
 """
@@ -34,7 +34,7 @@ from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.stored import StoredCheckpoints
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import problems_of
-from meshtrain.checkpoint.witness import require_witness
+from meshtrain.checkpoint.witness import fail_if_another_host_reads
 from meshtrain.errors import DamagedError, InputError, MissingError, UnreadableError
 from meshtrain.job.consistency import Fingerprint, require_equal
 from meshtrain.job.process import Job
@@ -98,7 +98,7 @@ class Resume:
         self._spec = spec
         self._chosen: Chosen | None = None  # None: the run starts at its first step
 
-        # What only rank 0 knows:
+        # Filled on rank 0; other ranks only note what they read.
         self._candidates = Candidates()
         self._damaged: list[str] = []  # what was wrong with candidates that were passed over
         self._stored: StoredCheckpoints | None = None
@@ -126,7 +126,8 @@ class Resume:
 
     @property
     def own(self) -> bool:
-        """Whether the checkpoint is one of this run, and not another run's."""
+        """Whether the checkpoint lies in this run's own folder, and not in another run's, or on
+        local disks only."""
         return self._chosen is not None and self._is_own(self._chosen.path)
 
     @property
@@ -215,7 +216,7 @@ class Resume:
             if choice.path is None or choice.problem is None:
                 break
             look = partial(open_manifest, Path(choice.path))
-            require_witness(self._job, hosts, {hosts[0]}, choice.problem, look)
+            fail_if_another_host_reads(self._job, hosts, {hosts[0]}, choice.problem, look)
             self._pass_over([choice.problem])
         self.back = choice.back
         self._chosen = None
@@ -240,7 +241,7 @@ class Resume:
             if local_digest is not None and self.local is not None:
                 # each host has it on its own disk
                 folders = self.local.inventory()[step_of(path.name) or 0, local_digest]
-                place = next(iter(folders.values()))
+                place = next(iter(folders.values()))  # any: each has the same manifest
             manifest, digest = self._read_manifest(place)
         seen = Fingerprint(
             f"the manifest of {path}",
@@ -256,11 +257,11 @@ class Resume:
     def _read_manifest(self, checkpoint: Path) -> tuple[Manifest, str]:
         """Reads the manifest, which rank 0 has already read, together with checking the files."""
         # What rank 0 has seen may appear a little later on other hosts.
-        passing = () if self._job.rank == 0 else (InputError,)
+        retried = () if self._job.rank == 0 else (InputError,)
         try:
-            return with_retries(lambda: read_manifest(checkpoint), *passing)
+            return with_retries(lambda: read_manifest(checkpoint), *retried)
         except InputError as error:
-            # All hosts have been shown to see the run's own folder.
+            # That all hosts see the run's own folder was tested when it was locked.
             if self._job.rank > 0 and self._is_own(checkpoint):
                 raise UnreadableError(checkpoint, f"{error}, and rank 0 has read it") from error
             raise
@@ -274,12 +275,13 @@ class Resume:
         """Fills the state, unless a rank finds damage; returns the host of each rank, and what it
         has found. Both are empty if no rank has found any."""
         damage = None
-        sources: list[Mapping[int, Path]] = []
+        folders: Mapping[int, Path] = {}
         with self._job.collective_check(f"loading {chosen.path}"):
             try:
                 sources = self._sources(chosen, state)
                 # A file that this host alone does not see may appear a little later.
-                with_retries(partial(self._read, chosen, state, sources), MissingError)
+                read = partial(self._read, chosen, state, sources)
+                folders = with_retries(read, MissingError)
             except DamagedError as error:
                 damage = Damage(str(error), error.file.name)
             except UnreadableError as error:
@@ -293,7 +295,7 @@ class Resume:
             # Only now: a rank that found damage would not come to the collectives.
             exchange(state)
             if self.local is not None:
-                is_local = bool(sources[0])
+                is_local = bool(folders)  # the shared folder is named by none
                 count = self._job.reduce("loading", is_local, sum)
                 self._candidates.notes.append(
                     f"{count} of {self._job.world_size} ranks read from their local disks"
@@ -322,12 +324,15 @@ class Resume:
             return [on_local_disk]
         return [in_shared_folder] if missing else [on_local_disk, in_shared_folder]
 
-    def _read(self, chosen: Chosen, state: State, sources: list[Mapping[int, Path]]) -> None:
-        """Reads from the first source that is intact; removes those that are not."""
+    def _read(
+        self, chosen: Chosen, state: State, sources: list[Mapping[int, Path]]
+    ) -> Mapping[int, Path]:
+        """Reads from the first source that is intact, and returns it. Removes those that are not,
+        so that another try does not begin with them."""
         while True:
             try:
                 read_shares(chosen.path, chosen.manifest, state, sources[0])
-                return
+                return sources[0]
             except (DamagedError, OSError) as error:
                 if len(sources) == 1:
                     raise
@@ -347,7 +352,7 @@ class Resume:
                 if damage is not None and damage.file == name
             }
             look = partial(_is_intact, chosen.path, chosen.manifest, names.index(name))
-            require_witness(self._job, hosts, blind, problem, look)
+            fail_if_another_host_reads(self._job, hosts, blind, problem, look)
 
     # Afterwards ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from meshtrain.job.storage import with_retries
 ACTIVITY = "looking at a checkpoint from another host"
 
 
-def require_witness(
+def fail_if_another_host_reads(
     job: Job,
     hosts: Sequence[str],
     blind: Collection[str],

@@ -29,7 +29,7 @@ from meshtrain.parallel.tp_plan import (
     expert_modules,
     has_sequence_parts,
     no_context_plan,
-    shards_sequence,
+    plan_splits_sequence,
     split_layers,
     unequal_parts,
 )
@@ -173,7 +173,7 @@ def check_split(draft: ConfigDraft, sizes: Sizes) -> None:
         return
 
     sequence_parallel = draft.values["parallel.sequence_parallel"]
-    if sequence_parallel is True and not shards_sequence(plan):
+    if sequence_parallel is True and not plan_splits_sequence(plan):
         draft.refuse("parallel.sequence_parallel", f"{NO_SEQUENCE}: leave it out, or use false")
     elif (
         sequence_parallel is not INVALID

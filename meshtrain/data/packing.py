@@ -3,8 +3,7 @@ a split.
 
 The concatenation is never materialized: a split is a list of runs of the token file, a sample one
 or more slices of it. Runs are few where a split takes neighbouring documents, and as many as there
-are documents where it picks single ones: all that is done with them is done by numpy, for many
-samples at once.
+are documents where it picks single ones: so numpy looks up the runs of many samples at once.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ class Stream:
         self, corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, documents: int
     ) -> None:
         """`starts`, `lengths`: the runs, in tokens of the file; adjacent runs are merged.
-        `documents`: how many of them begin in the stream."""
+        `documents`: how many documents begin in the stream."""
         starts, lengths = _merge(starts, lengths)
         ends = np.cumsum(lengths)
         self.corpus = corpus
@@ -41,9 +40,10 @@ class Stream:
         starts = []
         lengths = []
         for piece in corpus.pieces():
-            sequences = np.repeat(selected[piece.documents], piece.counts)
+            # A document may consist of several sequences.
+            is_selected = np.repeat(selected[piece.documents], piece.counts)
             # Merged piece by piece: there may be many millions of documents.
-            merged = _merge(piece.starts[sequences], piece.lengths[sequences])
+            merged = _merge(piece.starts[is_selected], piece.lengths[is_selected])
             starts.append(merged[0])
             lengths.append(merged[1])
         documents = int(np.count_nonzero(selected))
@@ -184,10 +184,13 @@ class PackedTokens:
             begin_places = np.where(self.begins, positions, 0)
             positions = positions - np.maximum.accumulate(begin_places, axis=1)
 
+        # A copy: what numpy has broadcast cannot be written to.
         inputs = (torch.from_numpy(tokens), torch.from_numpy(np.array(positions)), documents)
         return Batch(dict(zip(LANGUAGE, inputs, strict=True)), torch.from_numpy(targets))
 
     def pin_memory(self) -> Batch:
+        """Called by the DataLoader in the training process: only here does a batch become int64
+        tensors, which a worker would have to send."""
         return self.batch().pin_memory()
 
 

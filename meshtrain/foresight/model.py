@@ -20,7 +20,7 @@ from meshtrain.dropout import set_dropout
 from meshtrain.errors import InputError
 from meshtrain.modeling.flops import why_not
 from meshtrain.parallel.options import ParallelOptions
-from meshtrain.parallel.tp_plan import shards_sequence
+from meshtrain.parallel.tp_plan import plan_splits_sequence
 from meshtrain.parallel.verify import compares
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_input, skip_blocks
 
@@ -53,7 +53,7 @@ def without_sequence_parts(config: Config) -> Config | None:
         return None
     spec = spec_of(config)
     plan = getattr(spec.module, "tp_plan", None)
-    is_on_by_default = parallel.sequence_parallel is None and shards_sequence(plan or {})
+    is_on_by_default = parallel.sequence_parallel is None and plan_splits_sequence(plan or {})
     if not is_on_by_default:
         return None
     if not compares(spec.meta, ParallelOptions(verify=parallel.verify)):

@@ -19,7 +19,7 @@ from meshtrain.config import Config
 from meshtrain.errors import bytes_text
 from meshtrain.foresight.model import without_sequence_parts
 from meshtrain.job.storage import optional, read_guarded, write_whole
-from meshtrain.parallel.parallelize import shares_sequence
+from meshtrain.parallel.parallelize import has_sequence_part
 
 PATIENCE_S = 5.0  # longest that a run waits for the prediction before its first step
 ROOM = "MESHTRAIN_DEVICE_MEMORY_GIB"  # variable that replaces the device's memory
@@ -53,7 +53,7 @@ class MemoryForecast:
     def follow(self, model: nn.Module) -> None:
         """Begins anew if the check of the parallelized model has turned sequence parallelism off:
         that takes memory."""
-        if self.process is None or shares_sequence(model) is not False:
+        if self.process is None or has_sequence_part(model) is not False:
             return
         config = without_sequence_parts(self.config)
         if config is not None:

@@ -35,8 +35,8 @@ from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import (
     apply_data_parallel,
     apply_tensor_parallel,
+    has_sequence_part,
     prepare,
-    shares_sequence,
 )
 from meshtrain.parallel.torch_private import (
     has_gradient_hooks,
@@ -148,7 +148,7 @@ def _build_pipeline(
         about=describe_pipeline(schedule, split),
         schedule_of=partial(load_schedule, config, mesh.layout),
     )
-    vars(pipeline)["shares_sequence"] = shares_sequence(
+    vars(pipeline)["has_sequence_part"] = has_sequence_part(
         stages[numbers[0]], options.sequence_parallel
     )
     return pipeline

@@ -169,8 +169,8 @@ def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
     spec, options = spec_of(config), config.parallel
     length = config.data.seq_len
     plan = getattr(spec.module, "tp_plan", None)
-    shares_sequence = has_sequence_parts(options.sequence_parallel, plan)
-    padded = padded_length(length, ranks, tp if shares_sequence else 1)
+    has_sequence_part = has_sequence_parts(options.sequence_parallel, plan)
+    padded = padded_length(length, ranks, tp if has_sequence_part else 1)
     tokens = config.batch.micro_size * padded // ranks
     shapes = [
         AttentionShape(

@@ -51,9 +51,11 @@ class Muon(UpdateRule):
     @classmethod
     def update_bytes(cls, parameter: ParameterSpec, config: "OptimizerSection", size: int) -> int:
         sent = 2 if size == 4 else size  # bytes of an element that is orthogonalized
+        # `where` reads two tensors and writes one, and its copy back reads and writes one.
+        kept_or_old = 5 * size
         moved = 3 * size  # the new momentum
-        moved += 5 * size  # kept, or the old one
-        moved += 2 * size + (2 * size + sent) + 5 * size  # decay, step, kept or the old values
+        moved += kept_or_old
+        moved += 2 * size + (2 * size + sent) + kept_or_old  # decay, step, and the values
         if config.clip_norm is not None:
             moved += 2 * size
         if config.nesterov:
@@ -91,7 +93,7 @@ class Muon(UpdateRule):
     def _direction(self, p: LocalParameter, skipped: Tensor) -> Tensor:
         """Moves the momentum; returns this rank's part of what is orthogonalized."""
         grad = p.local.grad
-        assert grad is not None  # `squared_norm` has taken the gradient
+        assert grad is not None  # `squared_norm` has set it
         momentum = p.state["momentum_buffer"]
         moved = momentum.lerp(grad, 1 - self._momentum)
         direction = moved
@@ -106,15 +108,15 @@ class Muon(UpdateRule):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Approximates U V^T of each matrix U S V^T of x (b, m, n): its singular values end between 0.7
-    and 1.2.
+    """Approximates U V^T of each matrix U S V^T of x (b, m, n): singular values that are not close
+    to 0 end between 0.7 and 1.2.
 
     Newton-Schulz with a quintic polynomial, which acts on the singular values alone:
 
         X_0 = X / |X|,    A = X_k X_k^T,    X_k+1 = a X_k + (b A + c A A) X_k
     """
     a, b, c = COEFFICIENTS
-    # A is (m, m): the smaller, the better.
+    # A, here `gram`, is (m, m): the smaller, the better.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT

@@ -17,7 +17,7 @@ from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     has_sequence_parts,
     plan_of,
-    shards_sequence,
+    plan_splits_sequence,
     split_layers,
 )
 from meshtrain.pipeline.partition import blocks_of
@@ -111,7 +111,7 @@ def tensor_parallel_of(
         )
     splits = split_layers(model, plan, mesh.size("tp"))
     sequence_parallel = has_sequence_parts(options.sequence_parallel, plan)
-    if sequence_parallel and not shards_sequence(plan):
+    if sequence_parallel and not plan_splits_sequence(plan):
         raise InputError(
             f"sequence_parallel: {NO_SEQUENCE}: leave it out, or use sequence_parallel: false"
         )

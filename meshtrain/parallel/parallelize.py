@@ -1,5 +1,6 @@
-"""Parallelization of a plain model: every kind of parallelism is a line here, in nesting order: in
-`apply_tensor_parallel` if it changes layers, in `apply_data_parallel` if it wraps them."""
+"""Parallelization of a plain model over all axes but `pp`: `parallelize` has every kind of it in
+nesting order. `apply_tensor_parallel` and `apply_expert_parallel` change layers, and
+`apply_data_parallel` wraps them; attention exchanges keys over `cp` by itself (`context/`)."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -56,7 +57,7 @@ from meshtrain.parallel.torch_private import (
     never_compiled,
     own_parameters,
 )
-from meshtrain.parallel.tp_plan import NO_SEQUENCE, Colwise, plan_of, shards_sequence, style_of
+from meshtrain.parallel.tp_plan import NO_SEQUENCE, Colwise, plan_of, plan_splits_sequence, style_of
 from meshtrain.parallel.verify import Moment, Subject, check_model
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of, has_forward
 
@@ -108,8 +109,7 @@ def prepare(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Gives all ranks the values of rank 0, in contiguous memory, as NCCL, FSDP and the optimizer
-    require."""
+    """Gives all ranks the values of rank 0, in contiguous memory, as NCCL and FSDP require."""
     group = mesh.world
     if group is None:
         return
@@ -129,7 +129,7 @@ def _warn_of_whole_sequences(model: nn.Module, mesh: Mesh, options: ParallelOpti
     """A plan without an embedding that splits the sequence costs memory, which is easily missed."""
     if mesh.rank > 0 or mesh.size("tp") == 1 or options.sequence_parallel is not None:
         return
-    if not shards_sequence(plan_of(type(model), "tp_plan", options.tp_plan) or {}):
+    if not plan_splits_sequence(plan_of(type(model), "tp_plan", options.tp_plan) or {}):
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=3)
 
 
@@ -151,13 +151,13 @@ def apply_tensor_parallel(
     bind_dropout(model, part)
     group = axis_group(mesh, "tp")
     group.measured_wait = options.measured_wait
-    _fuse_messages(group, mesh, options, sequence_parallel=tp.sequence_parallel)
+    _fuse_products_with_messages(group, mesh, options, sequence_parallel=tp.sequence_parallel)
     replace_layers(model, tp)
-    vars(model)["shares_sequence"] = tp.sequence_parallel
+    vars(model)["has_sequence_part"] = tp.sequence_parallel
     return replace(options, sequence_parallel=tp.sequence_parallel)
 
 
-def _fuse_messages(
+def _fuse_products_with_messages(
     group: AxisGroup, mesh: Mesh, options: ParallelOptions, *, sequence_parallel: bool
 ) -> None:
     """Lets products and their messages run as one kernel."""
@@ -167,10 +167,10 @@ def _fuse_messages(
         group.fuse_if_possible(torch.device(mesh.device_type))
 
 
-def shares_sequence(model: nn.Module, default: bool | None = None) -> bool | None:
+def has_sequence_part(model: nn.Module, default: bool | None = None) -> bool | None:
     """Whether each rank of `tp` has a part of the sequence between the layers of a parallelized
     model or stage."""
-    return vars(model).get("shares_sequence", default)
+    return vars(model).get("has_sequence_part", default)
 
 
 # What is wrapped around them ----------------------------------------------------------------------
@@ -197,7 +197,7 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
             registered_memory=options.symmetric_memory is True,
             measured_wait=options.measured_wait,
         )
-    _sum_over_copies(model, experts, mesh, options)
+    _sum_over_replicas(model, experts, mesh, options)
     if mesh.size("tp") > 1:
         assert options.sequence_parallel is not None  # apply_tensor_parallel has decided
         sum_partial_gradients(model, mesh, sequence_parallel=options.sequence_parallel)
@@ -236,8 +236,8 @@ def _unit_blocks(model: nn.Module, options: ParallelOptions) -> list[nn.Module]:
 def _choose_products(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
     """How linear layers multiply, and where their weights' gradients are added."""
     if not mesh.uses_fsdp:  # FSDP has separate gradients of gathered parameters
-        # On CPUs torch's own layers are faster, although their gradients are added in a separate
-        # pass. Also, with torch's layers the last product of a block is not recomputed.
+        # Our products add weight gradients in place. On CPUs torch's own layers are faster all the
+        # same. And only torch's layers let a block's last product out of its full recomputation.
         if mesh.device_type == "cuda" and options.recompute != "full":
             use_products(model)
         let_products_accumulate(model)
@@ -296,7 +296,7 @@ def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> No
             module.sample_groups = [axis_group(mesh, axis) for axis in axes]  # type: ignore[assignment]
 
 
-def _sum_over_copies(
+def _sum_over_replicas(
     model: nn.Module, experts: list[nn.Module], mesh: Mesh, options: ParallelOptions
 ) -> None:
     """DDP for parameters that FSDP does not handle. Distributed experts have other replicas than
@@ -329,7 +329,7 @@ def _measured_context(mesh: Mesh, options: ParallelOptions) -> ContextParallel |
     """The groups over which attention combines parts of sequences; waits for them are measured."""
     if mesh.size("cp") == 1:
         return None
-    context = context_parallel_of(mesh, options)
+    context = context_parallel_of(mesh, options)  # the same groups that attention uses
     for group in context.groups.values():
         group.measured_wait = options.measured_wait
     return context
@@ -381,7 +381,7 @@ def _wrap_blocks(
             module.forward = never_compiled(
                 cast_to_compute_dtype(module, module.forward, copies, cast_inputs=False)
             )
-    for block, is_trained in _own_blocks(model, blocks):
+    for block, is_trained in _blocks_and_training(model, blocks):
         wrapping = _wrapping_of(block, options, is_trained=is_trained)
         block.forward = _wrapped(
             block, wrapping, copies=copies if casts else None, recompute=options.recompute
@@ -392,9 +392,12 @@ def _wrap_blocks(
         model.forward = cast_to_compute_dtype(model, model.forward, copies, without=blocks)
 
 
-def _own_blocks(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
-    """The blocks of this stage, and whether anything up to their end is trained: blocks before the
-    first trained one save nothing for a backward, and so need not be recomputed."""
+def _blocks_and_training(
+    model: nn.Module, blocks: list[nn.Module]
+) -> Iterator[tuple[nn.Module, bool]]:
+    """The blocks of this stage, and whether a backward goes through each: blocks before the first
+    trained one save nothing for it, and so need not be recomputed. Parameters outside of all blocks
+    may be used before them, so they count as the first."""
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
     others = set(model.parameters()) - of_blocks
     is_trained = any(parameter.requires_grad for parameter in others)
@@ -407,7 +410,7 @@ def _own_blocks(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[nn.
 
 
 def _wrapping_of(block: nn.Module, options: ParallelOptions, *, is_trained: bool) -> Wrapping:
-    if not any(True for _ in block.children()):
+    if next(block.children(), None) is None:
         # A single layer has nothing to fuse or recompute.
         return Wrapping(compiled=False, recomputed=False)
     recomputed = is_trained and options.recompute != "none"

@@ -420,7 +420,7 @@ def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> l
     return found
 
 
-def shards_sequence(plan: Mapping[str, str]) -> bool:
+def plan_splits_sequence(plan: Mapping[str, str]) -> bool:
     """Whether a plan has an `embedding_rowwise` layer, whose output is a part of the sequence on
     each rank."""
     return EmbeddingRowwise.word in plan.values()
@@ -429,7 +429,7 @@ def shards_sequence(plan: Mapping[str, str]) -> bool:
 def has_sequence_parts(option: bool | None, plan: Mapping[str, str] | None) -> bool:
     """Whether each rank of `tp` has a part of the sequence between layers: by the option, or else
     by the plan."""
-    return shards_sequence(plan or {}) if option is None else option
+    return plan_splits_sequence(plan or {}) if option is None else option
 
 
 def unequal_parts(what: str, length: int, tp: int) -> str:

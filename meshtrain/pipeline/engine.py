@@ -72,8 +72,8 @@ class _SavedGraph(NamedTuple):
     """The saved state of a stage's forward of a microbatch, for its backward."""
 
     received: Tensor | None  # from the previous stage; its `.grad` is sent back there
-    # where the backward starts: the loss, or the graph of the stage's output
-    output: Tensor | GradientEdge | None
+    # where the backward starts: at the loss, or at the graph of the stage's output
+    start: Tensor | GradientEdge | None
 
 
 class Pipeline(nn.Module):
@@ -169,7 +169,12 @@ class Pipeline(nn.Module):
     def run(self, source: MicrobatchSource, microbatches: int | None = None) -> None:
         """Runs forwards and backwards of all microbatches of a step, after which gradients are
         complete. `microbatches`: their number, if it can differ from the schedule's."""
-        if microbatches not in (None, self.schedule.microbatches) and self._schedule_of is not None:
+        if microbatches is not None and microbatches != self.schedule.microbatches:
+            if self._schedule_of is None:
+                raise ValueError(
+                    f"the schedule has {self.schedule.microbatches} microbatches and the step has "
+                    f"{microbatches}: give schedule_of, which makes the schedules of other numbers"
+                )
             self._follow(self._schedule_of(microbatches))
         for stage in self.stages():
             set_is_last_backward(stage, False)
@@ -191,6 +196,7 @@ class Pipeline(nn.Module):
             # The sums of this stage overlap with the actions of others.
             if is_last:
                 start_reduce(stage)
+            # Posted as early as each can be, so that nobody who sends has to wait for it.
             self._tied.receive_ahead()
 
         self._transfers.end()
@@ -202,6 +208,7 @@ class Pipeline(nn.Module):
         self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None
     ) -> None:
         if self._queue is not None:
+            # Asked in the forward already, where layers save what their later products need.
             self._queue.used = _key(action) in self._split_passes
         with self._recording(action), source.around(stage, action):
             if action.kind is Kind.FORWARD:
@@ -229,15 +236,15 @@ class Pipeline(nn.Module):
         self._hand_on(action, output.detach())
 
     def _backward(self, action: Action, stage: nn.Module, grad: Tensor | None) -> None:
-        received, output = self._saved_graphs.pop(_key(action))
+        received, start = self._saved_graphs.pop(_key(action))
         is_split = action in self._split
         if is_split:
-            assert self._queue is not None  # the schedule splits backwards
+            assert self._queue is not None  # required of whoever splits backwards
             with self._queue.record() as weight_grads:
-                _run_backward(output, grad)
+                _run_backward(start, grad)
             self._weight_grads[_key(action)] = weight_grads
         else:
-            _run_backward(output, grad)
+            _run_backward(start, grad)
 
         if received is not None:
             input_grad = received.grad
@@ -256,9 +263,13 @@ class Pipeline(nn.Module):
     def _take(self, action: Action) -> Tensor | None:
         """Waits for the neighbouring stage's tensor for this action. None at the two ends of the
         model, and for weight gradients, whose inputs were saved by the input gradient action."""
-        for transfer in self.schedule.receives(action):
+        transfer = next(iter(self.schedule.receives(action)), None)
+        if transfer is not None:
             return self._transfers.receive(transfer)
-        return self._local_handoff.pop((action.kind.tensor, *_key(action)), None)
+        producer = action.stage - action.kind.direction
+        if action.kind is Kind.WEIGHT_GRAD or not 0 <= producer < self.schedule.stages:
+            return None
+        return self._local_handoff.pop((action.kind.tensor, *_key(action)))
 
     def tell_shape(self, key: Hashable, stage: int, meta: TensorMeta) -> None:
         """See `Transfers.tell_shape`."""
@@ -267,8 +278,10 @@ class Pipeline(nn.Module):
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
         """Sends the result of an action to the neighbouring stage, or keeps it for a stage of this
         rank."""
-        for transfer in self.schedule.sends(action):
-            return self._transfers.send(transfer, tensor)
+        transfer = next(iter(self.schedule.sends(action)), None)
+        if transfer is not None:
+            self._transfers.send(transfer, tensor)
+            return
         consumer = action.stage + action.kind.direction
         self._local_handoff[action.kind.tensor, consumer, action.microbatch] = tensor
 

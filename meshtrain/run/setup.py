@@ -42,7 +42,7 @@ from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     has_sequence_parts,
-    shards_sequence,
+    plan_splits_sequence,
     unequal_parts,
 )
 from meshtrain.pipeline.engine import Pipeline
@@ -249,7 +249,7 @@ def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> 
         yield describe_float8(plain, dtype, job.device.type)
     plan = getattr(model_file(config.model.name), "tp_plan", {})
     is_auto = config.parallel.sequence_parallel is None
-    if layout.size("tp") > 1 and is_auto and not shards_sequence(plan):
+    if layout.size("tp") > 1 and is_auto and not plan_splits_sequence(plan):
         yield f"parallel.sequence_parallel is off: {NO_SEQUENCE}"
     if job.device.type == "cuda" and config.parallel.compile == "auto":
         choice = build.compile_choice(config, layout, job.device)

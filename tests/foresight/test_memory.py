@@ -373,7 +373,7 @@ def test_a_run_that_turns_sequence_parallelism_off_foresees_the_memory_without(
     monkeypatch.setattr(start, "PATIENCE_S", 300)
     monkeypatch.setenv(start.ROOM, "1.6001")  # of which libraries take 1.6
     model = nn.Module()
-    vars(model)["shares_sequence"] = False
+    vars(model)["has_sequence_part"] = False
     config = loaded(2, "layout={tp: 2}", "parallel.verify=true")
     with start.MemoryForecast(tmp_path, torch.device("cpu"), config, 0) as forecast:
         forecast.follow(model)

@@ -40,8 +40,8 @@ are final, p_ij = exp(x_ij - l_i), so blocks are independent of each other and t
     dv_j = sum_i p_ij do_i,  dk_j  = scale sum_i dx_ij q_i,  dq_i = scale sum_j dx_ij k_j
 
 Keys and values are fetched again rather than kept. The gradients of a rank's keys go directly back
-to it, which adds them in the order of the ring after itself: the same sum bit for bit in each run,
-for `gather` and for `ring`.
+to it, which adds them in the order of the ring after itself: each method gives the same bits in
+each run, and the two may differ in rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,7 +97,9 @@ class Part:
     rows: slice  # of this rank's s queries
     columns: slice  # of the n keys of this stage
     block: Block  # how these queries see these keys
-    is_first: bool  # whether the rows have met no keys before; they then see at least themselves
+    # Whether the rows have met no keys before. These are then their own, so each sees at least
+    # itself, and its log-sum-exp is finite.
+    is_first: bool
 
 
 class Visibility:
@@ -189,7 +191,7 @@ class Visibility:
         if tuple(chunks) == self.own and not self._is_masked(self.own, self.own):
             # Stage 0 of a ring. Both are in ascending order, so together they are causal, too.
             yield self.own, self.own
-        elif visible[0] == visible[1]:
+        elif visible[0] == visible[1]:  # both halves see the same chunks, which are not their own
             if visible[0]:
                 yield self.own, visible[0]
         else:
@@ -198,7 +200,8 @@ class Visibility:
                 # the last key gets the square at the diagonal as a block of its own.
                 is_oblong = len(xs) > 1 and xs[-1] == y
                 if is_oblong and not self.kernel_aligns_ends and not self._is_masked((y,), xs):
-                    yield (y,), [xs.pop()]
+                    yield (y,), xs[-1:]
+                    xs = xs[:-1]
                 if xs:
                     yield (y,), xs
 
