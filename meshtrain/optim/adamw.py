@@ -119,7 +119,7 @@ class RoundedAdamW(UpdateRule):
 
     def _update_in_blocks(self, p: LocalParameter, group: ParamGroup, now: "_Update") -> None:
         """So that no whole moment exists in the weights' dtype."""
-        assert p.local.grad is not None  # `squared_norm` has taken the gradient
+        assert p.local.grad is not None  # `squared_norm` has set it
         weights, grads, exp_avgs, exp_avg_sqs = (
             torch.atleast_1d(x.detach())
             for x in (p.local, p.local.grad, p.state["exp_avg"], p.state["exp_avg_sq"])
