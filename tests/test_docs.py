@@ -70,7 +70,7 @@ class Block:
 def blocks(document: Path) -> Iterator[Block]:
     text = document.read_text()
     for match in BLOCK.finditer(text):
-        before = re.search(r"[Ww]ith this `([\w.-]+)`\s*$", text[: match.start()])
+        before = re.search(r"[Ww]ith this\s+`([\w.-]+)`\s*$", text[: match.start()])
         yield Block(match[1], match[2], before[1] if before else None)
 
 
