@@ -106,6 +106,7 @@ def judge(
         copy=partial(plain_model, config),
         inputs=_token_inputs(config, samples=1),
         is_language_model=_is_language_model(config),
+        packs_documents=config.data.mask_documents,
         terms=seen_terms,
     )
     return check_model(Moment.PLAIN, subject)
@@ -397,7 +398,13 @@ def looks_at_sample(config: "Config", layout: Layout) -> bool:
     """Whether a run's model is judged by a sample of its data (`short_sample`)."""
     parallel = config.parallel
     options = ParallelOptions(verify=parallel.verify, recompute=parallel.recompute)
-    return needs_sample(spec_of(config).meta, layout, options)
+    subject = Subject(
+        model=spec_of(config).meta,
+        layout=layout,
+        options=options,
+        packs_documents=config.data.mask_documents,
+    )
+    return needs_sample(subject)
 
 
 def short_sample(
