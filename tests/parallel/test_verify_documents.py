@@ -20,7 +20,7 @@ from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from tests.comparing import ALONE, D, V, small_llama
-from tests.launching import forked
+from tests.launching import Finished, forked
 from tests.parity.experiments import MODELS, QUICKSTART, SMALL
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -189,7 +189,7 @@ def test_a_document_that_sees_another_is_refused(way: Layer) -> None:
     assert check(Model(way), verify=False) == ""
 
 
-def test_what_is_no_row_of_a_token_alone_does_not_count() -> None:
+def test_what_lies_between_blocks_and_terms_of_tokens_count() -> None:
     def of_the_row(places: Tensor) -> Tensor:
         return torch.arange(places.shape[1], dtype=torch.float64)[:, None]
 
@@ -248,20 +248,22 @@ def test_ranks_agree(job: Job) -> None:
 # Whole runs --------------------------------------------------------------------------------------
 
 
-def start(tmp_path: Path, *keys: str, config: str = QUICKSTART) -> Any:
-    keys = (*SMALL, "data.mask_documents=true", "train.steps=1", *keys)
-    folders = (f"data.cache={tmp_path / 'cache'}", f"train.output={tmp_path / 'run'}")
-    return forked(1, "-m", "meshtrain.train", config, *keys, *folders)
+def start(folder: Path, config: str | Path, *keys: str) -> Finished:
+    """A run of one step, in one process."""
+    shared = ("data.mask_documents=true", "train.steps=1", f"data.cache={folder / 'cache'}")
+    output = f"train.output={folder / 'run'}"
+    return forked(1, "-m", "meshtrain.train", config, *shared, output, *keys)
 
 
 def test_a_run_of_one_process_is_refused_before_its_first_step(tmp_path: Path) -> None:
-    mixing = f"model.name={MODELS / 'mixing.py'}"
-    refused = start(tmp_path, mixing)
+    keys = (*SMALL, "train.steps=1", f"model.name={MODELS / 'mixing.py'}")
+    refused = start(tmp_path, QUICKSTART, *keys)
     assert refused.status == 2
     assert refused.err.count("if another is before it in its row: blocks_.0: input 0 differs") == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    start(tmp_path, mixing, "data.mask_documents=false").check()
-    start(tmp_path, mixing, "parallel.verify=false", "checkpoint.resume=none").check()
+    for number, way_out in enumerate(("data.mask_documents=false", "parallel.verify=false")):
+        output = f"train.output={tmp_path / str(number)}"
+        start(tmp_path, QUICKSTART, *keys, output, way_out).check()
 
 
 TINY = {
@@ -280,8 +282,7 @@ def test_classes_of_transformers(family: str, tmp_path: Path) -> None:
         "batch: {global_size: 2, micro_size: 2}\n"
         "train: {sample_tokens: 0, eval_every: 0}\n"
     )
-    keys = ("data.mask_documents=true", "train.steps=1", f"data.cache={tmp_path / 'cache'}")
-    done = forked(1, "-m", "meshtrain.train", config, *keys, f"train.output={tmp_path / 'run'}")
+    done = start(tmp_path, config)
     if family == "llama":
         done.check()
     else:
