@@ -234,7 +234,7 @@ def _samples(subject: Subject) -> None:
 
 def _documents(subject: Subject) -> None:
     as_context = plan_of(subject.model, "cp_plan", subject.options.cp_plan) is not None
-    compare_documents(_plain(subject), subject.terms, as_context=as_context)
+    compare_documents(_plain(subject), as_context=as_context)
 
 
 def _context_plan(subject: Subject) -> None:

@@ -353,13 +353,13 @@ def _again_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
     return compare
 
 
-def compare_documents(plain: Plain, terms: Terms = no_terms, *, as_context: bool) -> None:
+def compare_documents(plain: Plain, *, as_context: bool) -> None:
     """Compares a plain model's results for the second of two documents in one row with those for
-    this document alone. All ranks call it together. A model that cannot be compared is left alone.
+    this document alone. All ranks call it together. A model that cannot be compared is left alone,
+    and so are terms of the loss, which may be statistics of a row.
 
     Args:
         plain: its sample begins with tokens, positions and documents, (b, s).
-        terms: `meshtrain.loss.seen_terms`.
         as_context: the model takes the documents as an `AttentionContext`.
 
     Raises AgreedError: they differ.
@@ -368,7 +368,7 @@ def compare_documents(plain: Plain, terms: Terms = no_terms, *, as_context: bool
     if packed is None:
         return
     with suppress(PlainError), _generators_kept():
-        problem = _in_training(_document_comparison(plain, packed, terms, as_context))
+        problem = _in_training(_document_comparison(plain, packed, as_context))
         if problem is not None:
             raise AgreedError(
                 "data.mask_documents: the model computes something else for a document if another "
@@ -392,7 +392,7 @@ def _two_documents(plain: Plain) -> Batch | None:
     return Batch({**row.tensors, "positions": positions, "documents": documents}, row.targets)
 
 
-def _document_comparison(plain: Plain, packed: Batch, terms: Terms, as_context: bool) -> Comparison:
+def _document_comparison(plain: Plain, packed: Batch, as_context: bool) -> Comparison:
     """Of a row of two documents with the second one alone."""
     length = packed.targets.shape[1]
     second = list(range(length))[length // 2 :]
@@ -409,7 +409,7 @@ def _document_comparison(plain: Plain, packed: Batch, terms: Terms, as_context: 
     def compare(training: bool, seed: int) -> Result:
         model = plain.skeleton(training)
         # Tables of rotary embeddings may begin at the row's first token: they are relative.
-        settings: Any = {"terms": terms, "seed": seed, "constants_differ": True}
+        settings: Any = {"terms": no_terms, "seed": seed, "constants_differ": True}
         reference = Recording(model, plain.mesh, _kinds(plain, model), **settings)
         other = plain.skeleton(training)
         compared = Recording(other, plain.mesh, reference.kinds, reference, rows=rows, **settings)
