@@ -210,9 +210,9 @@ def visibilities(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     chosen for."""
     choose_kernel, choices, segmented = kernels.choose_kernel, list[str](), SegmentsByMask()
 
-    def choose(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:
+    def choose(q: Tensor, v: Tensor, by_products: bool, visible: str) -> kernels.Kernel:
         choices.append(visible)
-        return segmented if visible == "documents" else choose_kernel(q, v, soft_cap, visible)
+        return segmented if visible == "documents" else choose_kernel(q, v, by_products, visible)
 
     monkeypatch.setattr(kernels, "choose_kernel", choose)
     return choices
@@ -263,6 +263,10 @@ def test_memory_of_a_backward(job: Job, method: str, heads: int) -> None:
             context.ring,
             context.method,
             0.3,
+            None,
+            None,
+            None,
+            0.0,
             None,
             None,
         )
