@@ -30,8 +30,10 @@ from meshtrain.attention import (
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import Dropout, set_dropout
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
+from meshtrain.parallel.context import kernels
 from tests import varlen_on_cpu
 from tests.comparing import CPU, Peak, V, small_llama
+from tests.parallel.sharded_attention import SegmentsByMask
 
 TABLES = yaml.safe_load(Path(__file__).with_name("attention_kernels.yaml").read_text())
 VARLEN = varlen_on_cpu.KERNEL
@@ -264,6 +266,36 @@ def test_sinks_take_no_memory_of_all_scores() -> None:
     assert peak.bytes < s * s
 
 
+@pytest.mark.usefixtures("in_all_types")
+@pytest.mark.parametrize("window", [None, 3, 11])
+def test_sinks_of_packed_documents_need_no_mask(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs in 16 bits, where flash attention is given the documents' ends."""
+    segmented, choose = SegmentsByMask(), kernels.choose_kernel
+    monkeypatch.setattr(
+        kernels,
+        "choose_kernel",
+        lambda q, v, by_products, visible: (
+            segmented if visible == "documents" else choose(q, v, by_products, visible)
+        ),
+    )
+    packed = AttentionContext.of(AttentionContext(DOCUMENTS, cumulative_lengths(DOCUMENTS), VARLEN))
+    masked = AttentionContext.of(DOCUMENTS)
+    torch.manual_seed(0)
+    q, k, v, direction = (
+        torch.randn(3, heads, 11, width, dtype=torch.float64, requires_grad=True)
+        for heads, width in ((6, 12), (3, 12), (3, 5), (6, 5))
+    )
+    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    results = []
+    for context in (packed, masked):
+        y = attention(q, k, v, context, window=window, sinks=sinks)
+        results.append([y, *torch.autograd.grad(y, (q, k, v, sinks), direction)])
+    assert packed.mask is None
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
 def test_rounded_sinks_are_those_of_float32() -> None:
     torch.manual_seed(0)
     x, sinks = torch.randn(1, 2, 40, 16), torch.randn(2)
@@ -485,15 +517,25 @@ def test_selective_recomputation_keeps_packed_attention(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_layers_with_windows_and_caps_are_not_compiled_anew(masked: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_layers_with_all_options_are_not_compiled_anew(masked: bool, recompute: str) -> None:
+    torch.manual_seed(0)
+    sinks, table = torch.randn(2, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+    dropout = Dropout(0.3, heads=2)
+
     def layers(x: Tensor, context: AttentionContext) -> Tensor:
         near = attention(x, x, x, context, window=3, scale=0.2)
-        return attention(near, x, x, context, soft_cap=2.0)
+        far = attention(near, x, x, context, soft_cap=2.0)
+        drained = attention(far, x, x, context, sinks=sinks, window=4)
+        drained = attention(drained, x, x, context, sinks=sinks)
+        return attention(drained, x, x, context, bias=learned(table), dropout=dropout)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layers, backend=counter)
+    forward = checkpoint_block(layers, recompute)
+    compiled = torch.compile(forward, backend=counter, fullgraph=True)
     for cut in (2, 5, 7):
+        set_dropout(nn.ModuleList([dropout]), seed=0, step=cut, samples=range(2))
         documents = (torch.arange(9) >= cut).long().expand(2, 9) if masked else None
         x = torch.randn(2, 2, 9, 4, dtype=torch.float64, requires_grad=True)
         context = AttentionContext.of(documents)

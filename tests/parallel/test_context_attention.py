@@ -189,6 +189,23 @@ def test_options(job: Job, method: str, heads: int) -> None:
     check(way, Case(37, 3, "documents", **EVERYTHING))
 
 
+LEARNED = ["sinks", "alibi dropout", "by distance", "sinks absolute dropout"]
+
+
+@each_way
+@pytest.mark.parametrize("learned", LEARNED)
+def test_sinks_biases_and_dropout(job: Job, method: str, heads: int, learned: str) -> None:
+    """With the gradients of what they are made of, each rank's a part; nothing of them is sent."""
+    way = Way(job, method, heads)
+    for documents in ("causal", "documents", "returning"):
+        check(way, Case(37, 3, documents, learned=learned))
+    check(way, Case(3, 12, "causal", learned=learned))  # some ranks have padding alone
+    check(way, Case(48, 1, "documents", learned=learned, **EVERYTHING))
+    check(way, Case(37, 3, "documents", torch.float32, learned=learned, window=7))
+    if learned == "sinks":
+        check(way, Case(37, 3, "documents", torch.bfloat16, learned=learned))
+
+
 @each_way
 @pytest.mark.parametrize("documents", ["causal", "documents", "one-token documents"])
 def test_collectives_of_gpus(job: Job, method: str, heads: int, documents: str) -> None:
