@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 if TYPE_CHECKING:
     from meshtrain.dropout import Dropout
 
-# (positions of queries (1 or b, s), positions of keys (1 or b, t)) -> (1 or b, h of this rank, s, t)
+# (positions of queries (1 or b, s), of keys (1 or b, t)) -> (1 or b, h of this rank, s, t)
 Bias = Callable[[Tensor, Tensor], Tensor]
 
 VARLEN_TYPES = torch.float16, torch.bfloat16  # the dtypes of variable-length attention
@@ -327,10 +327,8 @@ def _by_scores(
     """Attention as it is written, in float32 or wider. k (b, h, t, e) and v (b, h, t, f)."""
     b, h, s, e = q.shape
     t = k.shape[2]
-    keys_at = queries_at = None
-    if options.bias is not None or options.dropout is not None:
-        keys_at = torch.arange(t, device=q.device)[None] if cache is None else cache.positions(t)
-        queries_at = keys_at[:, t - s :]
+    keys_at = torch.arange(t, device=q.device)[None] if cache is None else cache.positions(t)
+    queries_at = keys_at[:, t - s :]
 
     scale, cap = options.scale, options.soft_cap
     if scale is None:
@@ -370,6 +368,7 @@ def _with_sinks(
     # Here, because only models with sinks need it.
     from meshtrain.parallel.sinks import attend_with_sinks
 
+    assert options.sinks is not None
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     return attend_with_sinks(q, k, v, options.sinks, mask, ends, scale, options.window)
 

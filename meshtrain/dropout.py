@@ -81,11 +81,11 @@ class Dropout(nn.Module):
             return x
         if not self.bound:
             return F.dropout(x, self.p)
+        keys = self.keys_of(len(x))
         if x.dim() < 3 and self.part != SequencePart():
             raise RuntimeError(
                 f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)"
             )
-        keys = self.keys_of(len(x))
         shape = x.shape
         rows = x.shape[1] if x.dim() > 2 else 1
         # One row stands for the whole sequence.
@@ -244,7 +244,7 @@ def keep_pairs(keys: Tensor, queries: Tensor, keys_at: Tensor, p: float) -> Tens
         queries, keys_at: (1 or b, s) and (1 or b, t) int64: positions in the sequence, below 2^31.
     """
     pairs = queries[:, None, :, None] * 2**32 + keys_at[:, None, None, :]
-    bits = mix(mix(keys)[:, :, None, None] + pairs * GAMMA)
+    bits = mix(keys[:, :, None, None] + pairs * GAMMA)
     return (bits & (2**32 - 1)) >= round(p * 2**32)
 
 

@@ -247,9 +247,8 @@ def test_a_cache_gives_what_the_whole_row_gives(window: int | None) -> None:
         texts = [torch.randn(1, 4, n, 8, dtype=torch.float64) for n in (7, 9)]
         padded = torch.cat([F.pad(texts[0], (0, 0, 2, 0)), texts[1]])
         context = AttentionContext(cache=KVCache(torch.tensor([2, 0])))
-        outputs = []
-        for part in (padded[:, :, :6], padded[:, :, 6:7], padded[:, :, 7:]):
-            outputs.append(attention(part, part, part, context, window=window, **options))
+        parts = padded.split([6, 1, 2], dim=2)
+        outputs = [attention(x, x, x, context, window=window, **options) for x in parts]
         y = torch.cat(outputs, dim=2)
         for row, text, begin in ((0, texts[0], 2), (1, texts[1], 0)):
             expected = attention(text, text, text, window=window, **options)

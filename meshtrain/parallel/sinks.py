@@ -142,4 +142,5 @@ operator(
     f"{SETTINGS}) -> Tensor[]",
 )
 ops = torch.ops.meshtrain
+ATTENTION, BACKWARD = ops.sink_attention, ops.sink_attention_backward
 differentiable("sink_attention", _backward, _setup_context)

@@ -43,19 +43,21 @@ Keys and values are fetched again rather than kept. The gradients of a rank's ke
 to it, which adds them in the order of the ring after itself: each method gives the same bits in
 each run, and the two may differ in rounding.
 
-**What may be added to the scores.** Three options of attention fit into the same equations. A
-*sink* is a logit z of a head that takes probability and gives no value (gpt-oss): one more block,
-of one key, whose output is 0. It is merged last, l' = log(exp l + exp z), o' = exp(l - l') o, and
-the backward, which only knows the final l' and o', needs nothing new for q, k and v:
+**What else changes scores.** Three options of attention fit into the same equations, and none of
+them travels: all belong to the queries.
 
-    dz = sum_i exp(z - l'_i) (0 - D_i)
+A *sink* is a logit z of a head that takes probability and gives no value (gpt-oss): a block of one
+key, whose output is 0. It is merged last, and the backward, which knows only the final l and o,
+stays as it is for q, k and v:
 
-A *bias* of the scores, by the positions of query and key (ALiBi), is a part of x_ij, so
-db_ij = dx_ij. *Dropout* multiplies p_ij by m_ij, which is 0 or 1 / (1 - p), where it meets v_j in
-the forward, and so dp_ij = m_ij do_i . v_j in the backward; the sum D_i = do_i . o_i stays, and l is
-that of all keys, dropped or not. m_ij is a hash of sample, head and the two positions
-(`meshtrain.dropout`), so whichever rank computes a block knows its part. None of the three travels:
-all belong to the queries.
+    l' = log(exp l + exp z),   o' = exp(l - l') o,   dz = sum_i exp(z - l'_i) (0 - D_i)
+
+A *bias* of the positions of query and key (ALiBi) is an addend of x_ij, so its gradient is dx_ij.
+
+*Dropout* multiplies p_ij by m_ij, 0 or 1 / (1 - p), where it meets v_j, and so dp_ij = m_ij do_i .
+v_j. The normalization l is that of all keys, dropped or not, and D_i = do_i . o_i still holds. m_ij
+is a hash of the sample, the head and both positions (`meshtrain.dropout`), so every rank knows the
+part that it needs.
 """
 
 from collections.abc import Iterator, Sequence
