@@ -590,11 +590,12 @@ def test_no_scores_of_all_tokens_are_held_on_a_gpu(
 @NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("heads", "widths"), [((8, 8), (64, 64)), ((8, 2), (128, 128)), ((4, 4), (192, 128))]
 )
 def test_on_a_gpu_documents_laid_end_to_end_give_what_the_mask_gives(
-    heads: tuple[int, int], widths: tuple[int, int], window: int | None
+    heads: tuple[int, int], widths: tuple[int, int], window: int | None, has_sinks: bool
 ) -> None:
     b, s, dtype = 2, 1000, torch.bfloat16
     torch.manual_seed(0)
@@ -606,10 +607,16 @@ def test_on_a_gpu_documents_laid_end_to_end_give_what_the_mask_gives(
         (heads[0], widths[1]),
     ]
     *qkv, direction = (torch.randn(b, h, s, e, dtype=dtype, device="cuda") for h, e in shapes)
+    drawn = torch.randn(heads[0], dtype=dtype, device="cuda")
     results = []
     for packed, wide in ((True, dtype), (False, torch.float64)):
         inputs = [x.to(wide).requires_grad_() for x in qkv]
-        y = attention(*inputs, on_gpu(documents, packed, dtype), window=window)
+        sinks = None
+        if has_sinks:
+            sinks = drawn.to(wide).requires_grad_()
+            inputs.append(sinks)
+        context = on_gpu(documents, packed, dtype)
+        y = attention(*inputs[:3], context, window=window, sinks=sinks)
         results.append([y, *torch.autograd.grad(y, inputs, direction.to(wide))])
     for actual, expected in zip(*results, strict=True):
         assert (actual - expected).norm() <= 1e-2 * expected.norm()
