@@ -121,22 +121,19 @@ class Learned:
         set_dropout(nn.ModuleList([self.dropout]), seed=1, step=1, samples=range(B))
 
     def bias(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """(1 or b, h, s, t): ALiBi's penalty of a distance, a parameter for each distance as in T5,
-        or one for each pair of remainders, which depends on absolute positions."""
-        distance = queries[:, :, None] - keys[:, None]
+        """(1 or b, h, s, t): ALiBi's penalty of a distance, or a parameter for a pair of absolute
+        positions."""
         if "alibi" in self.names:
-            return -0.1 * self.slopes[:, None, None] * distance[:, None]
-        if "absolute" in self.names:
-            pairs = (queries[:, :, None] * keys[:, None]) % 5
-        else:
-            pairs = distance.clamp(0, 4)
+            distance = queries[:, None, :, None] - keys[:, None, None]
+            return -0.1 * self.slopes[:, None, None] * distance
+        pairs = (queries[:, :, None] * keys[:, None]) % 5
         return self.table[:, pairs].transpose(0, 1)
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
         if "sinks" in self.names:
             options["sinks"] = self.sinks
-        if any(kind in self.names for kind in ("alibi", "by distance", "absolute")):
+        if "alibi" in self.names or "absolute" in self.names:
             options["bias"] = self.bias
         if "dropout" in self.names:
             options["dropout"] = self.dropout

@@ -189,7 +189,7 @@ def test_options(job: Job, method: str, heads: int) -> None:
     check(way, Case(37, 3, "documents", **EVERYTHING))
 
 
-LEARNED = ["sinks", "alibi dropout", "by distance", "sinks absolute dropout"]
+LEARNED = ["sinks", "alibi dropout", "sinks absolute dropout"]
 
 
 @each_way
