@@ -47,9 +47,9 @@ def parameter_specs(
     if tp > 1:
         plan = model.module.tp_plan
         splits = {split.layer: split for split in split_layers(meta, plan, tp)}
-        for split in styled_parameters(meta, plan):
-            if STYLES[split.style].dim is not None:
-                split_vectors.update(f"{split.layer}.{own}" for own in split.parameters)
+        for vectors in styled_parameters(meta, plan):
+            if STYLES[vectors.style].dim is not None:
+                split_vectors.update(f"{vectors.layer}.{own}" for own in vectors.parameters)
     experts = expert_modules(meta, model.module.ep_plan) if layout.experts > 1 else {}
     stored_as = getattr(model.module, "stored_as", {})
     names = _names_of(meta)

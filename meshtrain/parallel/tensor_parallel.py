@@ -119,7 +119,8 @@ class TensorParallel:
             assert whole is not None  # the name is from this module
             module._parameters[name] = shard_parameter(whole, self.mesh, Shard(0))
         vars(module)["split_over_tp"] = tuple(names)
-        module.__class__ = _with_local_parameters(type(module), tuple(names))
+        kind: Any = type(module)
+        module.__class__ = _with_local_parameters(kind, tuple(names))
 
 
 def _sum_gradient_of_last(
@@ -130,7 +131,7 @@ def _sum_gradient_of_last(
 
 
 @cache
-def _with_local_parameters(kind: type, names: tuple[str, ...]) -> type:
+def _with_local_parameters(kind: Any, names: tuple[str, ...]) -> Any:
     """A class of modules whose parameters with these names are read as this rank's part of them."""
 
     def local(name: str) -> property:

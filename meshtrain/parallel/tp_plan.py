@@ -269,15 +269,14 @@ class PackedColwise(Style):
         parent = _parent(base_of(name))
         width: Any = getattr(modules[parent], "head_dim", None)
         inputs = [
-            modules[row].in_features
-            for row in modules
+            module.in_features
+            for row, module in modules.items()
             if _parent(row) == parent and style_of(plan, [row]) == Rowwise.word
+            if hasattr(module, "in_features")
         ]
         if len(inputs) > 1:
-            reason = "which layer takes the outputs of"
-            return Split(name, self.word), [
-                f"{reason} {name} is open: {parent} has several rowwise"
-            ]
+            problem = f"{parent} has several rowwise layers, so that {self.word} of {name} is open"
+            return Split(name, self.word), [problem]
 
         if width is not None and inputs:
             of_queries = inputs[0]
@@ -285,8 +284,8 @@ class PackedColwise(Style):
             whole_heads = of_queries % width == 0 and of_keys % width == 0 and of_keys > 0
             if not whole_heads or of_queries + 2 * of_keys != outputs:
                 problem = (
-                    f"{name} has {outputs} outputs, which are no {of_queries} of queries and equally "
-                    f"many of keys and values, in heads of {width}"
+                    f"{name} has {outputs} outputs, which are no {of_queries} of queries and "
+                    f"equally many of keys and values, in heads of {width}"
                 )
                 return Split(name, self.word), [problem]
             queries = of_queries // width
@@ -649,8 +648,13 @@ def unequal_parts(what: str, length: int, tp: int) -> str:
 
 
 def unsupported_options(embedding: Any) -> list[str]:
-    """Problems of options that an embedding split over the vocabulary does not support."""
+    """Problems of options that a split embedding does not support."""
     problems = []
+    if len(_parameters(embedding)) > 1 or getattr(embedding, "_modules", {}):
+        problems.append(
+            "an embedding with parameters besides its weight cannot be split over tp: take it out "
+            "of the tp_plan"
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         value = getattr(embedding, option, None)
         if value is not None and value is not False:

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshtrain
-from meshtrain.job.process import Job
-from meshtrain.layout import Layout
-from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.mesh import Mesh
 from meshtrain.optim import param_groups
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
@@ -124,3 +121,11 @@ def same_as_one_process(mesh: Mesh, family: str, **keys: Any) -> nn.Module:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_class_by_its_own_plan(tp: Mesh, family: str) -> None:
     same_as_one_process(tp, family)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (12, 3)])
+def test_ranks_that_share_key_heads(tp: Mesh, heads: int, kv_heads: int, attention: str) -> None:
+    """A class keeps how many queries share a head, which is another number on a rank."""
+    keys = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 2}
+    same_as_one_process(tp, "llama", attention=attention, **keys)

@@ -132,7 +132,7 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
     ),
     (
         attention_model(tied=True),
-        {name: style for name, style in PLAN.items() if name != "head"},
+        PLAN | {"head": "rowwise"},
         2,
         ["words and head share one weight"],
     ),
