@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -133,8 +134,15 @@ def test_fused_layers_with_fsdp_and_an_optimizer(
     mesh = build_mesh(Layout({"dp_shard": 2, "tp": 2}))
     model, plain = compare(Fused, mesh, steps=1, tp_plan=FUSED)
     section = OptimizerSection(name=optimizer, lr=0.05, warmup_steps=0)
+    norms = []
     for one, ranks in ((model, mesh), (plain, ALONE)):
-        Optimizer(one, section, ranks, 10).update(1, None, torch.tensor(False))
+        updates = Optimizer(one, section, ranks, 10)
+        norm = updates.squared_norm()
+        if ranks is mesh:
+            dist.all_reduce(norm)
+        norms.append(norm)
+        updates.update(1, None, torch.tensor(False))
+    same(*norms)
     parameters = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         part = parameters[name][local_part(parameter)[1]]
