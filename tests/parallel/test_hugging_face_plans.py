@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite_swa": {},  # a number per head
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-    "deepseek_v3": {  # latent attention
+    "deepseek_v2": {  # latent attention
         "num_key_value_heads": 4,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
