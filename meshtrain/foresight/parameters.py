@@ -45,13 +45,13 @@ def parameter_specs(
     splits = {}
     split_vectors = set[str]()
     if tp > 1:
-        plan = model.module.tp_plan
+        plan = model.plan("tp_plan")
         splits = {split.layer: split for split in split_layers(meta, plan, tp)}
         for vectors in styled_parameters(meta, plan):
             if STYLES[vectors.style].dim is not None:
                 split_vectors.update(f"{vectors.layer}.{own}" for own in vectors.parameters)
-    experts = expert_modules(meta, model.module.ep_plan) if layout.experts > 1 else {}
-    stored_as = getattr(model.module, "stored_as", {})
+    experts = expert_modules(meta, model.plan("ep_plan")) if layout.experts > 1 else {}
+    stored_as = model.plan("stored_as") or {}
     names = _names_of(meta)
     by_fsdp = fsdp_cuts(layout)
 
