@@ -270,7 +270,7 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
     for module in model.modules():
         for shared in getattr(module, "shared_inputs", ()):
             shared.merges = all(
-                layer.products == PLAIN.name and getattr(layer, "heads", None) is None
+                layer.products == PLAIN.name and getattr(layer, "uses_own_rows", True)
                 for layer in shared.layers
             )
 
