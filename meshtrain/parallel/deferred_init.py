@@ -84,7 +84,7 @@ class _Place:
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return view.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return view.set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,9 @@ class _Record(TorchDispatchMode):
     ) -> tuple[Any, Any]:
         """The arguments of an operator, all on meta."""
         if not all(tensor.is_meta for tensor in written):
-            raise NotDeferredError("its constructor writes values of parameters into another tensor")
+            raise NotDeferredError(
+                "its constructor writes values of parameters into another tensor"
+            )
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": META}
         if func.overloadpacket in INDEXED:
@@ -265,7 +267,7 @@ class _Record(TorchDispatchMode):
                 self._numbers[memory_of(memory)] = place.storage
             return place.of(self._on_meta[place.storage])
 
-    def register(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+    def register(self, module: nn.Module, name: str, parameter: Any) -> Any:
         """torch's hook at the registration of a parameter: the one to register instead, or None."""
         if parameter is None or self._paused:
             return None
@@ -369,7 +371,7 @@ class _Attributes(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._record._paused:
             return func(*args, **kwargs)
-        if func == Tensor.data.__set__ and args[0].is_meta:  # type: ignore[attr-defined]
+        if func == Tensor.data.__set__ and args[0].is_meta:
             return func(args[0], self._record.on_meta(args[1]))
         result = func(*args, **kwargs)
         if func == Tensor.device.__get__ and result == META:  # type: ignore[attr-defined]
@@ -404,8 +406,8 @@ class FirstValues:
 
     def draw(self, name: str) -> Tensor:
         """The whole values of a parameter, on the CPU, by any of its names. Takes the memory of
-        this tensor and of what its operators need. Leaves torch's generator in another state."""
-        with torch.no_grad():
+        this tensor and of what its operators need."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return self._record.values(self._places[name])
 
 
@@ -413,8 +415,8 @@ def construct(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Firs
     """Makes a model with its parameters on the meta device, and all its other tensors on the CPU.
 
     Args:
-        make: the constructor. What it draws by torch is a function of the seed; other generators
-            are the caller's.
+        make: the constructor. What it draws by torch is a function of the seed, and leaves torch's
+            generator as it was; numpy's and Python's are the caller's.
 
     Raises NotDeferredError: its parameters need memory, because the constructor reads their values,
     registers hooks of their gradients, or draws from a generator of its own.
@@ -422,7 +424,7 @@ def construct(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Firs
     record = _Record(seed)
     handle = register_module_parameter_registration_hook(record.register)
     try:
-        with record:
+        with torch.random.fork_rng(devices=[]), record:
             model = make()
     except NotDeferredError:
         raise
@@ -435,7 +437,7 @@ def construct(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Firs
         handle.remove()
 
     values = FirstValues(record, _parameter_places(model, record))
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         values.others_depend = _compute_others(model, record)
     return model, values
 
@@ -495,6 +497,8 @@ def _compute_others(model: nn.Module, record: _Record) -> bool:
 
 def _is_outside(value: Any, own: set[nn.Module]) -> bool:
     """Whether a value is a module outside of the model whose parameters would get no values."""
-    return isinstance(value, nn.Module) and value not in own and any(
-        tensor.is_meta for tensor in (*value.parameters(), *value.buffers())
+    return (
+        isinstance(value, nn.Module)
+        and value not in own
+        and any(tensor.is_meta for tensor in (*value.parameters(), *value.buffers()))
     )
