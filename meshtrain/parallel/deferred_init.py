@@ -8,8 +8,8 @@ operators before it give, from the first that it depends on. So whatever a class
 `torch.randn`, `reset_parameters`, an `_init_weights` applied to all modules, a rescaling by name)
 is obeyed without knowing its words. Buffers and other tensors are computed at once.
 
-Each random operator draws from a seed of its own, by (seed, its position in the record). So values
-do not depend on which parameters a rank draws, or how often.
+Each random operator draws from a seed of its own, by (seed, its number among them). So values do
+not depend on which parameters a rank draws, or how often.
 """
 
 import hashlib
@@ -63,6 +63,13 @@ FILLS = frozenset(
 INDEXED = frozenset((aten.index, aten.index_put, aten.index_put_))
 
 
+# As a `TorchFunctionMode` sees attributes of tensors.
+_attributes: Any = Tensor
+SET_DATA = _attributes.data.__set__
+GET_DEVICE = _attributes.device.__get__
+GET_IS_META = _attributes.is_meta.__get__
+
+
 class NotDeferredError(Exception):
     """A constructor cannot run without memory for parameters; the message says why."""
 
@@ -98,7 +105,7 @@ class _Call:
     # The number of the new storage of each tensor that it returns; None: it is no new one.
     made: Sequence[int | None]
     fills: int | None  # number of the storage that it overwrites entirely
-    is_random: bool
+    draw: int | None  # its number among the random ones; None: it draws nothing
     dtype: torch.dtype  # torch's default at the time
 
 
@@ -108,6 +115,7 @@ class _Record(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
+        self._draws = 0  # random operators so far
         self._calls: list[_Call] = []
         self._numbers: dict[int, int] = {}  # id of a storage -> its number
         # They keep the ids from being used again, and no memory.
@@ -153,10 +161,10 @@ class _Record(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         places = tree_map_only(Tensor, self.place, (args, kwargs))
         written = written_tensors(func, args, kwargs)
-        index = len(self._calls)
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random:
-            self._reseed(index)
+        draw: int | None = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            draw = self._next_draw()
+            self._reseed(draw)
         if any(tensor.is_meta for tensor in tensors):
             args, kwargs = self._moved(func, args, kwargs, written)
         result = func(*args, **kwargs)
@@ -168,7 +176,7 @@ class _Record(TorchDispatchMode):
         is_empty = func.__name__.startswith(("empty", "new_empty"))
         # An empty tensor has zeros here, so that a value that nobody sets is the same everywhere.
         if written or (any(number is not None for number in made) and not is_empty):
-            self._append(func, places, [self.place(x) for x in written], made, is_random)
+            self._append(func, places, [self.place(x) for x in written], made, draw)
         return result
 
     def record_init(self, function: Callable[..., Any], named: Mapping[str, Any]) -> None:
@@ -176,7 +184,7 @@ class _Record(TorchDispatchMode):
         meta."""
         with self.paused():
             places = tree_map_only(Tensor, self.place, ((), dict(named)))
-        self._append(function, places, [places[1]["tensor"]], [], is_random=True)
+        self._append(function, places, [places[1]["tensor"]], [], self._next_draw())
 
     def _append(
         self,
@@ -184,7 +192,7 @@ class _Record(TorchDispatchMode):
         places: tuple[Any, Any],
         written: Sequence[_Place],
         made: Sequence[int | None],
-        is_random: bool,
+        draw: int | None,
     ) -> None:
         args, named = tree_map_only(torch.device, lambda d: CPU if d == META else d, places)
         name = getattr(function, "__name__", "")
@@ -205,7 +213,7 @@ class _Record(TorchDispatchMode):
             frozenset(read),
             made,
             fills,
-            is_random,
+            draw,
             torch.get_default_dtype(),
         )
         index = len(self._calls)
@@ -341,8 +349,8 @@ class _Record(TorchDispatchMode):
                 call = self._calls[index]
                 args, named = tree_map_only(_Place, tensor_of, (call.args, call.named))
                 torch.set_default_dtype(call.dtype)
-                if call.is_random:
-                    self._reseed(index)
+                if call.draw is not None:
+                    self._reseed(call.draw)
                 result = call.function(*args, **named)
                 for tensor, made in zip(tree_leaves(result), call.made, strict=False):
                     if made is not None:
@@ -355,8 +363,12 @@ class _Record(TorchDispatchMode):
             torch.set_default_dtype(default)
         return tensor_of(place)
 
-    def _reseed(self, index: int) -> None:
-        digest = hashlib.blake2b(f"{self._seed} {index}".encode(), digest_size=8).digest()
+    def _next_draw(self) -> int:
+        self._draws += 1
+        return self._draws
+
+    def _reseed(self, draw: int) -> None:
+        digest = hashlib.blake2b(f"{self._seed} {draw}".encode(), digest_size=8).digest()
         torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
 
 
@@ -371,13 +383,13 @@ class _Attributes(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._record._paused:
             return func(*args, **kwargs)
-        if func == Tensor.data.__set__ and args[0].is_meta:
+        if func == SET_DATA and args[0].is_meta:
             return func(args[0], self._record.on_meta(args[1]))
         result = func(*args, **kwargs)
-        if func == Tensor.device.__get__ and result == META:  # type: ignore[attr-defined]
+        if func == GET_DEVICE and result == META:
             # Where a constructor makes a buffer "on the device of the weight".
             return CPU
-        if func == Tensor.is_meta.__get__ and result:  # type: ignore[attr-defined]
+        if func == GET_IS_META and result:
             # Some functions of torch.nn.init do nothing for tensors on meta: they read values.
             frame = inspect.currentframe()
             assert frame is not None
