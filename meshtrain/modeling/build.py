@@ -291,7 +291,7 @@ def unsplit_model(
     rank holds more than its part. Only a constructor that needs their values makes them at
     once."""
     spec = spec_of(config)
-    has_plan = getattr(spec.module, "init_plan", None) is not None
+    has_plan = spec.plan("init_plan") is not None
     drawn_by_plan = has_plan and not _has_made_parts(spec.meta)
     if drawn_by_plan or device.type == "meta":  # a trace has no values
         plain = PlainModel(spec.copy())
@@ -392,7 +392,7 @@ def _give_values(plain: PlainModel, config: "Config", device: torch.device) -> N
         # The constructor has said what the others are.
         adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
         names = [name for name in adapters if names is None or name in names]
-    plan = {**INIT_PLAN, **(getattr(spec.module, "init_plan", None) or {})}
+    plan = {**INIT_PLAN, **(spec.plan("init_plan") or {})}
     std = getattr(spec.config, "initializer_range", 0.02)
     initialise(model, plan, seed=config.train.seed, std=std, names=names)
 
@@ -457,5 +457,5 @@ def short_sample(
 def parameter_count(model: nn.Module) -> int:
     """The number of a model's parameters that are weights stored in files, tied ones counted
     once."""
-    table = table_of(type(model))
+    table = table_of(model)
     return sum(p.numel() for name, p in model.named_parameters() if is_weight(name, table))

@@ -56,7 +56,7 @@ class ExpertCosts:
 def expert_costs(config: Config, layout: Layout) -> ExpertCosts | None:
     """The costs of a run's experts, from closed forms; None for a model without experts."""
     spec = spec_of(config)
-    plan = getattr(spec.module, "ep_plan", None)
+    plan = spec.plan("ep_plan")
     per_token = config.model.keys.get("num_experts_per_tok")
     if not plan or per_token is None:
         return None
@@ -102,7 +102,7 @@ def _idle_parameters(model: nn.Module, name: str, experts: int, per_token: int) 
 
 def _tokens_of_microbatch(config: Config, layout: Layout) -> int:
     """The tokens that one rank routes."""
-    plan = getattr(spec_of(config).module, "tp_plan", None)
+    plan = spec_of(config).plan("tp_plan")
     parts = 1
     if has_sequence_parts(config.parallel.sequence_parallel, plan):
         parts = layout.size("tp")
