@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 @dataclass(frozen=True)
 class Config:
     kind: str = "llama"
-    vocab_size: int = 48
+    vocab_size: int = 256
     width: int = 16
     layers: int = 2
     heads: int = 4
