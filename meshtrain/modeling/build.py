@@ -312,7 +312,7 @@ def _construct(config: "Config", mesh: Mesh, device: torch.device) -> PlainModel
         model, values = construct(lambda: spec.module.Model(spec.config), config.train.seed)
         plain = PlainModel(spec.tuned(model), values)
     except NotDeferredError as error:
-        if mesh.rank == 0:
+        if mesh.rank == 0 and mesh.layout.world_size > 1:
             size = sum(tensor.nbytes for tensor in (*spec.meta.parameters(), *spec.meta.buffers()))
             warnings.warn(
                 f"each rank builds the whole model, {bytes_text(size)}, before it keeps its part, "

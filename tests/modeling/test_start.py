@@ -21,16 +21,25 @@ from tests.ranks import row
 
 MODEL = Path(__file__).parents[1] / "models" / "of_transformers.py"
 CHANGED = """
-from tests.models import of_transformers
-from tests.models.of_transformers import Config, tp_plan
+from dataclasses import dataclass
 
-class Changed(of_transformers.Llama):
+import torch
+from torch import nn
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 256
+
+class Model(nn.Module):
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__()
+        self.words = nn.Embedding(config.vocab_size, 8)
+        self.head = nn.Linear(8, config.vocab_size)
+        self.register_buffer("scale", torch.linspace(1, 2, 8))
         {change}
 
-def Model(config):
-    return Changed(config.of_llama)
+    def forward(self, tokens, positions, documents):
+        return self.head(self.words(tokens) * self.scale)
 
 {plan}
 """
@@ -78,7 +87,7 @@ LAYOUTS = [
     row(2, {"tp": 2}, "llama", name="tp"),
     row(2, {"pp": 2}, "llama", name="pp"),
     row(2, {"dp_shard": 2}, "gpt2", name="gpt2"),
-    row(4, {"dp_shard": 2, "tp": 2}, "llama", name="fsdp_tp"),
+    row(4, {"dp_shard": 2, "tp": 2}, "llama", name="fsdp_tp", slow=True),
 ]
 
 
@@ -147,3 +156,54 @@ def test_a_start_takes_the_memory_of_its_part_and_one_tensor(
     states = 2**14  # of random generators
     assert peak.bytes <= held_by(model) + largest + states
     assert peak.bytes < held_by(whole)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("self.largest = self.head.weight.max().item()", "values of parameters"),
+        ("self.words.weight.register_hook(lambda grad: grad)", "words.weight has a gradient hook"),
+    ],
+)
+def test_a_constructor_that_needs_values_is_said_to_take_memory(
+    job: Job, change: str, reason: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    (tmp_path / "changed.py").write_text(CHANGED.format(change=change, plan=""))
+    keys = {"name": tmp_path / "changed.py"}
+    layout = Layout({"dp_replicate": 2})
+    torch.manual_seed(job.rank)
+    model = build(config_of(tmp_path, layout, **keys), build_mesh(layout))
+    said = [str(warning.message) for warning in recwarn if "whole model" in str(warning.message)]
+    assert len(said) == (job.rank == 0)
+    for line in said:
+        assert line.startswith("each rank builds the whole model, 17.0 KiB, before it keeps its")
+        assert reason in line
+    same_values(model, build(config_of(tmp_path, **keys)))
+
+
+def test_a_plan_decides_beside_buffers(tmp_path: Path) -> None:
+    """What a constructor does to parameters counts only if buffers follow from it."""
+    plan = 'init_plan = {"*bias": "zeros", "*": "ones"}'
+    follows = 'self.register_buffer("start", self.head.weight.detach() * 2)'
+    for change, uses_plan in [("", True), (follows, False)]:
+        file = tmp_path / f"changed_{uses_plan}.py"
+        file.write_text(CHANGED.format(change=change, plan=plan))
+        model = build(config_of(tmp_path, name=file))
+        weight = model.get_parameter("head.weight")
+        assert bool((weight == 1).all()) == uses_plan
+        assert torch.equal(model.get_buffer("scale"), torch.linspace(1, 2, 8))
+        if not uses_plan:
+            assert torch.equal(model.get_buffer("start"), weight.detach() * 2)
+
+
+def test_adapters_of_a_model_without_a_plan(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    tuned = Config.load(str(tmp_path / "run.yaml"), ["train.lora={rank: 2}"])
+    same_values(build(config), build(tuned))
+    adapters = {
+        name: parameter for name, parameter in build(tuned).named_parameters() if "lora" in name
+    }
+    assert adapters
+    for name, parameter in adapters.items():
+        assert parameter.any() == ("lora_A" in name), name
