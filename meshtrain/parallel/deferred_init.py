@@ -1,12 +1,12 @@
 """Deferred initialization: a constructor runs without memory for parameters, and what it does to
-their values is replayed later, a parameter at a time
-(https://pytorch.org/torchdistx/latest/deferred_init.html).
+their values is replayed later, a parameter at a time.
 
 `construct` moves each parameter to the meta device when its module registers it, and records every
 operator that makes or changes a tensor. The values of a parameter are those that the recorded
-operators before it give, from the first that it depends on. So whatever a class does (bare
-`torch.randn`, `reset_parameters`, an `_init_weights` applied to all modules, a rescaling by name)
-is obeyed without knowing its words. Buffers and other tensors are computed at once.
+operators on which it depends give. So whatever a class does (bare `torch.randn`,
+`reset_parameters`, an `_init_weights` applied to all modules, a rescaling by name) is obeyed
+without knowing its words. Buffers and other tensors are computed at once. The idea is torchdistX's:
+https://pytorch.org/torchdistx/latest/deferred_init.html
 
 Each random operator draws from a seed of its own, by (seed, its number among them). So values do
 not depend on which parameters a rank draws, or how often.
