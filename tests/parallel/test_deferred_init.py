@@ -20,7 +20,8 @@ class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
+        mask = torch.ones(4, 4, device=self.weight.device).tril()
+        self.register_buffer("mask", mask, persistent=False)
         self.angles = torch.arange(4) / 10
 
 
@@ -60,6 +61,10 @@ class Bare(nn.Module):
         self.given = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]), requires_grad=False)
         self.target = nn.Parameter(self.scale.detach().clone())
         self.never = nn.Parameter(torch.empty(3, dtype=torch.float64))
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        self.wide = nn.Parameter(torch.rand(3))
+        torch.set_default_dtype(default)
         self.replaced = nn.Linear(3, 3)
         self.replaced.weight.data = torch.eye(3) * torch.rand(1)
         with torch.no_grad():
