@@ -189,7 +189,7 @@ class ParallelSection:
 
     sequence_parallel: bool | None = key(None, also="sequence_parallelism sp")
     """With `tp`: whether activations between parallel layers are split along the sequence. null: if
-    the model's `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
+    the model's `tp_plan` has an `embedding_rowwise_sequence` layer, which makes the split."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of being kept."""
     symmetric_memory: bool | Literal["auto"] = key(False, also="async_tp async_tensor_parallel")

@@ -83,6 +83,10 @@ class Plain:
         return moved
 
 
+# What torch says of a view, a reshape or an unflatten of another size.
+WRONG_SHAPE = ("is invalid for input of size", "don't multiply up to the size")
+
+
 class Result(NamedTuple):
     """What one comparison says."""
 
@@ -131,6 +135,11 @@ def compare_split(plain: Plain, tp: TensorParallel, *, may_fall_back: bool) -> V
                     without_parts = problem
                     return None
                 remedy = "parallel.sequence_parallel: false, which passes this check"
+        if any(told in problem for told in WRONG_SHAPE):
+            problem += (
+                ". A module that counts heads by itself has to take their number from its tensors, "
+                "view(..., -1, head_dim), because a rank has some of them"
+            )
         cut = cut_through_heads(tp.splits, dict(plain.model.named_modules()))
         if cut is not None:
             problem += (
