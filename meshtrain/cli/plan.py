@@ -197,9 +197,7 @@ def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
     # of a forward; input gradients and weight gradients have as many products each
     costs = split.costs
     timeline = simulate(schedule, forward=costs, input_grad=costs, weight_grad=costs)
-    holding = stages_of_parameter(
-        spec_of(config).meta, split.bounds, outline_of_model(config)
-    )
+    holding = stages_of_parameter(spec_of(config).meta, split.bounds, outline_of_model(config))
     return PipelinePlan(describe_pipeline(schedule, split), schedule, split, holding, timeline)
 
 

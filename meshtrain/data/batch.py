@@ -105,9 +105,7 @@ class Batch:
         context = AttentionContext(documents, lengths)
         return Batch({**self.tensors, "documents": context}, self.targets)
 
-    def to(
-        self, device: torch.device, dtype: torch.dtype, with_targets: bool = True
-    ) -> "Batch":
+    def to(self, device: torch.device, dtype: torch.dtype, with_targets: bool = True) -> "Batch":
         """The batch on a device, floating-point inputs (images) in the model's compute dtype.
         `with_targets`: whether this rank uses the targets; else they stay where they are."""
 

@@ -228,9 +228,7 @@ def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     return tuple(costs)
 
 
-def outline_of_model(
-    config: "Config", sample: Sequence[Tensor | None] | None = None
-) -> Outline:
+def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = None) -> Outline:
     """Where the forward of a config's model uses what. `sample`: inputs of a model whose config
     does not tell them. Raises InputError: stages cannot be made of it."""
     spec = spec_of(config)

@@ -292,9 +292,7 @@ class Pipeline(nn.Module):
         value = filled(form_of(output.value), [x.detach() for x in tensors])
         self._hand_on(action, Activation(value, output.earlier))
 
-    def _backward(
-        self, action: Action, stage: nn.Module, grads: Sequence[Tensor] | None
-    ) -> None:
+    def _backward(self, action: Action, stage: nn.Module, grads: Sequence[Tensor] | None) -> None:
         entry, starts = self._saved_graphs.pop(_key(action))
         is_split = action in self._split
         if is_split:

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtrain.parallel.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from meshtrain.parallel.torch_private import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 
 @dataclass(frozen=True)

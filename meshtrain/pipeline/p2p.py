@@ -199,15 +199,18 @@ class Transfers:
             self._send_description(transfer, self._known[key])
         known = self._known[key]
         expected = known.of_kind(transfer.kind)
-        is_as_known = len(own) == len(expected) and all(map(TensorMeta.fits, own, expected))
-        if transfer.kind == "activation":
-            is_as_known = is_as_known and alike(ready.about, known.about)
-        if not is_as_known:
+        found = None
+        if len(own) != len(expected) or not all(map(TensorMeta.fits, own, expected)):
+            found = _words(own)
+        elif transfer.kind == "activation" and not alike(ready.about, known.about):
+            found = f"{_words(own)} with another plain value among what blocks return"
+        if found is not None:
             raise InputError(
                 f"the {transfer.kind} for stage {transfer.stage} of microbatch "
-                f"{transfer.microbatch} is {_words(own)}, and {_words(expected)} is what is known "
+                f"{transfer.microbatch} is {found}, and {_words(expected)} is what is known "
                 f"of microbatches whose inputs are {key[0]}: with pp the shapes of inputs must "
-                "tell what blocks return. Pad to shapes that do, or use pp: 1"
+                "tell what blocks return, but for the values of tensors. Pad to shapes that do, or "
+                "use pp: 1"
             )
         for meta, tensor in zip(expected, ready.tensors, strict=True):
             laid_out = meta.lay_out(tensor)
@@ -275,4 +278,4 @@ class _Ready(NamedTuple):
 
 
 def _words(metas: Sequence[TensorMeta]) -> str:
-    return " and ".join(f"{list(meta.shape)} of {meta.dtype}" for meta in metas)
+    return " and ".join(f"{list(meta.shape)} of {meta.dtype}" for meta in metas) or "no tensor"

@@ -179,9 +179,7 @@ class _LeaveForward(BaseException):
 class Stage:
     """How a model's forward runs as a stage: `Stage.of(model)`."""
 
-    def __init__(
-        self, model: nn.Module, first: int, end: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, first: int, end: int, device: torch.device) -> None:
         blocks = blocks_of(model)
         self._first = first
         self._own = blocks[first:end]
@@ -199,9 +197,7 @@ class Stage:
         """None: a whole model."""
         return vars(model).get("pipeline_stage")
 
-    def call(
-        self, model: nn.Module, inputs: tuple[Any, ...], received: Activation | None
-    ) -> Any:
+    def call(self, model: nn.Module, inputs: tuple[Any, ...], received: Activation | None) -> Any:
         """Runs the stage; `model` may do more around its forward. Returns an Activation, or from
         the last stage the model's output."""
         self._received, self._forms = received, []

@@ -124,7 +124,8 @@ def stand_ins(form: Any, device: torch.device, source: str) -> Any:
     def stand_in(meta: TensorMeta) -> StandIn:
         return StandIn(meta.view(meta.empty(torch.device("meta"))), device, source)
 
-    return tree_map_only(TensorMeta, stand_in, form)
+    with without_dispatch_modes():
+        return tree_map_only(TensorMeta, stand_in, form)
 
 
 def first_stand_in(values: Any) -> StandIn | None:

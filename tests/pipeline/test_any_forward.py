@@ -61,9 +61,7 @@ def test_on_schedules_that_split_backwards(pp: Mesh, kind: str, schedule: str) -
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", ["nanogpt", "tuples"])
 def test_on_four_ranks_with_two_stages_each(pp: Mesh, kind: str) -> None:
-    compare_training(
-        pp, "interleaved-1f1b", of_kind(kind, num_hidden_layers=8), microbatches=4
-    )
+    compare_training(pp, "interleaved-1f1b", of_kind(kind, num_hidden_layers=8), microbatches=4)
 
 
 @pytest.mark.ranks(4)
