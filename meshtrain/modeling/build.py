@@ -16,6 +16,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
+from meshtrain.errors import InputError
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of

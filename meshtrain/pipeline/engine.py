@@ -46,6 +46,7 @@ from meshtrain.pipeline.stage import call_stage
 from meshtrain.pipeline.tied import TiedGradients
 
 Number = TypeVar("Number", int, float)
+Start = Tensor | GradientEdge  # of a backward
 
 
 class MicrobatchSource(Protocol):
@@ -75,7 +76,7 @@ class _SavedGraph(NamedTuple):
     entry: "_Entry | None"  # where the graph ends, in the gradient for the previous stage
     # where the backward starts: at the loss, or at the graphs of the tensors that were handed on
     # and have a gradient; None: that tensor needs none
-    starts: list[Tensor | GradientEdge | None]
+    starts: Sequence[Start | None]
 
 
 class _Entry:
@@ -416,18 +417,18 @@ def _forwards(placement: tuple[int, ...], microbatches: int, rank: int) -> tuple
     return plan.actions_of(rank), transfer_order(plan), sends_confirmed_by(plan, rank)
 
 
-def _run_backward(
-    starts: Sequence[Tensor | GradientEdge | None], grads: Sequence[Tensor] | None
-) -> None:
+def _run_backward(starts: Sequence[Start | None], grads: Sequence[Tensor] | None) -> None:
     """Backward from what a stage has handed on, with its gradients, or from the loss (None); from
     nothing that needs no gradient, as when all of the stage is frozen."""
-    pairs = [
-        (start, grad)
-        for start, grad in zip(starts, grads or [None] * len(starts), strict=True)
-        if start is not None
-    ]
-    if pairs:
-        torch.autograd.backward([start for start, _ in pairs], [grad for _, grad in pairs])
+    kept: list[Any] = []
+    kept_grads: list[Any] = []
+    of_starts: Sequence[Tensor | None] = [None] * len(starts) if grads is None else grads
+    for start, grad in zip(starts, of_starts, strict=True):
+        if start is not None:
+            kept.append(start)
+            kept_grads.append(grad)
+    if kept:
+        torch.autograd.backward(kept, kept_grads)
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -190,7 +190,7 @@ class Stage:
         self._output: Any = None  # of its last block
         self._forward = model.forward
         vars(model)["pipeline_stage"] = self
-        model.forward = self.forward  # type: ignore[method-assign]
+        model.forward = self.forward
 
     @staticmethod
     def of(model: nn.Module) -> "Stage | None":
@@ -286,7 +286,7 @@ def keep_stage(
             continue
         name = names[block]
         placeholder = OtherStageBlock(block)
-        placeholder.forward = partial(stage.other_block, number, name)  # type: ignore[method-assign]
+        vars(placeholder)["forward"] = partial(stage.other_block, number, name)
         for path, tensor in block.named_parameters(remove_duplicate=False):
             full = f"{name}.{path}"
             if full in held:
@@ -298,10 +298,10 @@ def keep_stage(
 
     for name, module in outside:
         if isinstance(module, Dropout):
-            module.forward = partial(_unless_stand_in, module.forward)  # type: ignore[method-assign]
+            vars(module)["forward"] = partial(_unless_stand_in, module.forward)
         elif state_of(module) and not own & outline.called.get(name, frozenset()):
             as_it_was = module if plain is None else plain[name]
-            module.forward = stand_in_forward(as_it_was, name, device, dtype)  # type: ignore[method-assign]
+            vars(module)["forward"] = stand_in_forward(as_it_was, name, device, dtype)
     inside = {inner for number in own for inner in blocks[number].modules()}
     for name, module in list(model.named_modules()):
         if module not in inside and not isinstance(module, OtherStageBlock):
@@ -340,9 +340,7 @@ def take_out(
         if full in held:
             continue
         kind = "parameter" if own in own_parameters(module) else "buffer"
-        table: dict[str, Any] = (
-            own_parameters(module) if kind == "parameter" else own_buffers(module)  # type: ignore[assignment]
-        )
+        table: Any = own_parameters(module) if kind == "parameter" else own_buffers(module)
         del table[own]
         # Not by `setattr`, which a module may have overridden.
         vars(module)[own] = StandIn.like(tensor, device, f"the {kind} {full}", dtype)

@@ -15,6 +15,7 @@ from meshtrain.parallel.torch_private import (
     tree_leaves,
     tree_map_only,
     without_dispatch_modes,
+    without_torch_function,
     wrapper_without_memory,
     written_tensors,
 )
@@ -51,10 +52,12 @@ class StandIn(Tensor):
         dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
         return cls(torch.empty(x.shape, dtype=dtype, device="meta"), device, source)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = without_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         with without_dispatch_modes():
             return _run(func, args, kwargs)

@@ -22,6 +22,12 @@ from meshtrain.dropout import Dropout
 from tests.float64_inside import keep_float64
 
 D, HEADS = 16, 4
+tp_plan = {  # of nanogpt
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.up": "colwise",
+    "transformer.h.*.down": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,11 @@ class GPT(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.transformer.h)
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Any = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None
+    ) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         embedded = self.transformer.wte(tokens)
         x = self.transformer.drop(embedded + self.transformer.wpe(positions))
         first = x
@@ -234,6 +244,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def Model(config: Config) -> nn.Module:
+def build(config: Config) -> nn.Module:
     keep_float64("transformers")
     return KINDS[config.kind](config)
+
+
+Model = build

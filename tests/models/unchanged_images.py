@@ -8,6 +8,9 @@ from tests.models import unchanged
 Config = unchanged.ImageConfig
 
 
-def Model(config: Config) -> nn.Module:
+def build(config: Config) -> nn.Module:
     keep_float64("transformers")
     return unchanged.vit(config)
+
+
+Model = build

@@ -74,6 +74,25 @@ def test_beside_shards(job: Job) -> None:
     same(torch.tensor(numbers), torch.tensor(expected), tolerance=1e-10)
 
 
+@pytest.mark.ranks(4)
+def test_beside_layers_that_are_split(job: Job) -> None:
+    """Embedding and head too, which are outside of blocks: they exchange nothing in the stages of
+    others."""
+    mesh = build_mesh(Layout({"pp": 2, "tp": 2}))
+    compare_training(
+        mesh, "1f1b", of_kind("nanogpt"), "parallel.sequence_parallel=false", microbatches=2
+    )
+
+
+@pytest.mark.ranks(2)
+def test_the_first_loss_in_16_bits_is_that_of_one_process(pp: Mesh) -> None:
+    """Stand-ins have the dtype in which the run computes, which angles follow."""
+    keys = (of_kind("gemma2"), "train.precision=bfloat16")
+    _, numbers = train(pp, "1f1b", 3, *keys)
+    _, expected = train(ALONE, "1f1b", 3, *keys)
+    assert numbers[0][0] == expected[0][0]
+
+
 class Classified(Step):
     """Microbatches of classes."""
 

@@ -28,6 +28,20 @@ SIZES: dict[str, Any] = {
 }
 TWO_STAGES = [(0, 2), (2, 5)]
 MODEL = "tests/models/between_blocks.py"
+PASS = [
+    "none",
+    "inside",
+    "values",
+    "rotary",
+    "scale",
+    "in_place",
+    "middle",
+    "cap",
+    "ids",
+    "eval",
+    "mask",
+    "float",
+]
 IMAGES = torch.zeros(2, 1, 8, 8)
 
 
@@ -45,12 +59,9 @@ def check_llama(
 
 
 @pytest.mark.parametrize("bounds", [TWO_STAGES, [(0, 1), (1, 4), (4, 5)]])
-@pytest.mark.parametrize(
-    "tweak",
-    ["none", "inside", "values", "rotary", "scale", "in place", "middle", "cap", "ids", "eval"]
-    + ["mask", "float"],
-)
+@pytest.mark.parametrize("tweak", PASS)
 def test_what_stages_compute_as_it_is_passes(tweak: str, bounds: list[tuple[int, int]]) -> None:
+    tweak = tweak.replace("_", " ")
     check_llama(tweak, bounds)
     check_llama(tweak, bounds, hidden_dropout=0.1, tie_word_embeddings=True)
 
@@ -256,7 +267,7 @@ def test_a_number_is_read_where_its_tensor_is(read: Callable[[Tensor], float]) -
     with torch.device("meta"):
         model = Reads(read)
     check_forward(model, [(0, 1), (1, 3)], (IMAGES,), torch.float32)
-    with pytest.raises(InputError, match="behind block first (it reads values of|its forward f)"):
+    with pytest.raises(InputError, match=r"behind block first (it reads values of|its forward f)"):
         check_forward(model, [(0, 2), (2, 3)], (IMAGES,), torch.float32)
 
 

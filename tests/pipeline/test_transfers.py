@@ -14,8 +14,8 @@ from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.pipeline.actions import Schedule, Transfer
-from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.forms import TensorMeta
+from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.p2p import Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
