@@ -17,7 +17,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import bytes_text
+from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -33,7 +33,7 @@ from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
-from meshtrain.parallel.mixed_precision import random_state, reseed
+from meshtrain.parallel.mixed_precision import compute_dtype, random_state, reseed
 from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import (
     apply_data_parallel,
@@ -46,8 +46,9 @@ from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
+from meshtrain.pipeline.probe import outline_of
 from meshtrain.pipeline.schedule import load
-from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
+from meshtrain.pipeline.stage import Outline, blocks_of, keep_stage, stages_of_parameter
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -132,18 +133,19 @@ def _build_pipeline(
     # Many microbatches are in flight at once: parameters freed between them would be gathered again
     # for each.
     options = replace(options, reshard_after_forward=False)
+    outline = outline_of_model(config, options.sample)
     stages: dict[int, nn.Module] = {}
     whole: PlainModel | None = plain
     for number in numbers:
-        blocks = split.bounds[number]
-        stages[number] = build_stage(config, mesh, device, options, blocks, later, plain=whole)
+        cut = Cut(*split.bounds[number], outline)
+        stages[number] = build_stage(config, mesh, device, options, cut, later, plain=whole)
         whole = None  # each further stage is cut from a model of its own
     pipeline = Pipeline(
         stages,
         schedule,
         mesh,
         device,
-        parameter_stages=stages_of_parameter(spec_of(config).meta, split.bounds),
+        parameter_stages=stages_of_parameter(spec_of(config).meta, split.bounds, outline),
         weight_grads=later,
         measured_wait=options.measured_wait,
         about=describe_pipeline(schedule, split),
@@ -227,10 +229,35 @@ def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     return tuple(costs)
 
 
+def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = None) -> Outline:
+    """Where the forward of a config's model uses what. `sample`: inputs of a model whose config
+    does not tell them. Raises InputError: stages cannot be made of it."""
+    spec = spec_of(config)
+    inputs = _inputs_of(config, samples=1) or sample
+    if inputs is None:
+        raise InputError(
+            f"the model {config.model.name} cannot be cut into stages before its inputs are known: "
+            "give its Config vocab_size (tokens), or image_size and in_channels (images), or use "
+            "pp: 1"
+        )
+    shapes = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in inputs)
+    return _outline(spec, shapes)
+
+
+@lru_cache(maxsize=8)
+def _outline(
+    spec: ModelSpec, inputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+) -> Outline:
+    return outline_of(
+        spec.copy(),
+        [None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in inputs],
+    )
+
+
 def check_stages(config: "Config", split: StageSplit) -> None:
-    """Raises InputError: the stages of a language model, whose inputs follow from the config, would
-    compute something other than the whole model. Others are looked at by `check_start`."""
-    inputs = _token_inputs(config, samples=config.batch.micro_size)
+    """Raises InputError: the stages of a model whose inputs follow from the config would compute
+    something other than the whole model. Others are looked at by `check_start`."""
+    inputs = _inputs_of(config, samples=config.batch.micro_size)
     check_model(Moment.START, _before_start(config, config.resolved, split, inputs))
 
 
@@ -261,6 +288,15 @@ def _token_inputs(config: "Config", *, samples: int) -> tuple[Tensor | None, ...
         return None
     tokens = torch.empty(samples, config.data.seq_len, dtype=torch.int64, device="meta")
     return tokens, torch.empty_like(tokens), None
+
+
+def _inputs_of(config: "Config", *, samples: int) -> tuple[Tensor | None, ...] | None:
+    """The shapes of a model's inputs, as far as its config tells them."""
+    settings = spec_of(config).config
+    channels, size = (getattr(settings, name, None) for name in ("in_channels", "image_size"))
+    if _is_language_model(config) or not isinstance(channels, int) or not isinstance(size, int):
+        return _token_inputs(config, samples=samples)
+    return (torch.empty(samples, channels, size, size, device="meta"),)
 
 
 def _is_language_model(config: "Config") -> bool:
@@ -329,12 +365,20 @@ def _construct(config: "Config", mesh: Mesh, device: torch.device) -> PlainModel
     return plain
 
 
+class Cut(NamedTuple):
+    """A stage of a model: its first block and the one after its last."""
+
+    first: int
+    end: int
+    outline: Outline
+
+
 def build_stage(
     config: "Config",
     mesh: Mesh,
     device: torch.device,
     options: ParallelOptions,
-    blocks: tuple[int, int] | None = None,
+    cut: Cut | None = None,
     later: WeightGradQueue | None = None,
     *,
     plain: PlainModel | None = None,
@@ -342,17 +386,27 @@ def build_stage(
     """The whole model or a stage of it, parallelized and initialized.
 
     Args:
-        blocks: the stage's first block and the one after its last; None: all blocks.
+        cut: of a stage; None: all blocks.
         later: where weight gradients wait that a schedule computes later.
         plain: the whole model, which is split in place; None: it is built.
     """
     if plain is None:
         plain = unsplit_model(config, mesh, device, options)
     model = plain.model
+    # Splitting replaces layers.
+    unsplit = dict(model.named_modules())
     options = apply_tensor_parallel(model, mesh, options)
     apply_expert_parallel(model, mesh, options)
-    if blocks is not None:
-        keep_stage(model, *blocks)
+    if cut is not None:
+        keep_stage(
+            model,
+            cut.first,
+            cut.end,
+            cut.outline,
+            device=device,
+            dtype=compute_dtype(options.precision),
+            plain=unsplit,
+        )
     if later is not None:
         use_products(model, queue=later)
     if not mesh.uses_fsdp:
@@ -424,6 +478,8 @@ def check_start(
 
 def looks_at_sample(config: "Config", layout: Layout) -> bool:
     """Whether a run's model is judged by a sample of its data (`short_sample`)."""
+    if layout.size("pp") > 1 and _inputs_of(config, samples=1) is None:
+        return True  # to cut it into stages
     parallel = config.parallel
     options = ParallelOptions(verify=parallel.verify, recompute=parallel.recompute)
     subject = Subject(

@@ -188,7 +188,8 @@ def block_flops(
     """FLOPs of the forward of each block for one sample, and a sentence about them.
 
     Counted as in `sample_flops`, plus one per element that a block returns, so that an embedding
-    costs a little. The last block includes the loss. Code outside the blocks is not counted.
+    costs a little. What the forward computes before a block counts with that block, and what it
+    computes behind the last with the last, as in a pipeline; so does the loss.
 
     If the model cannot run without values, the estimate is two operations per weight of each block,
     and the sentence says so. That omits the products of attention, and the positions at which a
@@ -198,30 +199,28 @@ def block_flops(
     """
     state, on_meta = _on_meta(model, inputs)
     costs = dict.fromkeys(blocks, 0.0)
-    returned = 0
+    counted = 0  # until the end of the block before
 
-    def enter(block: nn.Module, _: object) -> None:
-        costs[block] -= counter.get_total_flops()
+    def elements(output: object) -> int:
+        return sum(tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
 
     def leave(block: nn.Module, _: object, output: object) -> None:
-        nonlocal returned
-        returned = sum(
-            tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor)
-        )
-        costs[block] += counter.get_total_flops() + returned
+        nonlocal counted
+        total = counter.get_total_flops()
+        costs[block] += total - counted + elements(output)
+        counted = total
 
     with ExitStack() as stack:
         for block in costs:
-            stack.callback(block.register_forward_pre_hook(enter).remove)
             stack.callback(block.register_forward_hook(leave).remove)
         counter = stack.enter_context(_counting())
         stack.enter_context(torch.no_grad())
         try:
-            functional_call(model, state, on_meta)
+            output = functional_call(model, state, on_meta)
         except Exception as error:  # any error of a model that reads values of a tensor
             by_weights = [_of_weights(block) for block in blocks]
             return by_weights, f"costs of blocks by their weights: {why_not(error)}"
-    costs[blocks[-1]] += _LOSS * returned
+    costs[blocks[-1]] += counter.get_total_flops() - counted + _LOSS * elements(output)
     size = _batch_size(inputs)
     of_sample = [costs[block] / size for block in blocks]
     return of_sample, "costs of blocks: FLOPs counted on the meta device"

@@ -220,6 +220,24 @@ def raise_unless(condition: Tensor, message: str) -> None:
 # Read in torch 2.13: where tensors and modules keep the hooks that were registered.
 
 
+# The `__torch_function__` of a class whose functions are torch's own. Read in torch 2.13.
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_without_memory(kind: type, like: Tensor, device: torch.device) -> Any:
+    """A tensor of a class with a `__torch_dispatch__` of its own, which looks like another and has
+    no memory. Read in torch 2.13."""
+    return Tensor._make_wrapper_subclass(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+        storage_size=0,
+    )
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a hook may change the gradient of a tensor in a backward."""
     return bool(tensor._backward_hooks)
