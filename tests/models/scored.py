@@ -63,3 +63,9 @@ class Model(llama.Model):
         super().__init__(config)
         for i, layer in enumerate(self.model.layers):
             layer.self_attn = Attention(config, i)
+
+
+def tp_plan(config: Config) -> dict[str, str]:
+    per_head = ["sinks", "distances"] if config.all_scores else ["sinks"]
+    split = {f"model.layers.*.self_attn.{name}": "colwise_parameter" for name in per_head}
+    return split | llama.tp_plan
