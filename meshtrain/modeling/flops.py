@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.errors import plural
+from meshtrain.parallel import sinks
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.torch_private import tree_leaves, varlen_attention
 
@@ -231,7 +232,9 @@ def _counting() -> Iterator[FlopCounterMode]:
     # The math backend, because the fused backward kernels recompute the scores, which would be
     # counted.
     with (
-        FlopCounterMode(display=False, custom_mapping=_varlen_counts()) as counter,
+        FlopCounterMode(
+            display=False, custom_mapping=_varlen_counts() | _sinks_counts()
+        ) as counter,
         sdpa_kernel(SDPBackend.MATH),
     ):
         yield counter
@@ -262,6 +265,19 @@ def _varlen_counts() -> dict[Any, Callable[..., int]]:
 
     operators = varlen_attention()
     return {} if operators is None else dict(zip(operators, (forward, backward), strict=True))
+
+
+def _sinks_counts() -> dict[Any, Callable[..., int]]:
+    """Counters for attention with sinks, an operator of meshtrain's: in full, too."""
+
+    def forward(q: Any, k: Any, v: Any, *others: Any, **unused: Any) -> int:
+        b, h, s, e = q
+        return 2 * b * h * s * k[2] * (e + v[3])
+
+    def backward(grad: object, *others: Any, **unused: Any) -> int:
+        return 2 * forward(*others)
+
+    return {sinks.ATTENTION: forward, sinks.BACKWARD: backward}
 
 
 def why_not(error: Exception) -> str:

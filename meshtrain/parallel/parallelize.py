@@ -148,7 +148,7 @@ def apply_tensor_parallel(
         return options
     if tp.sequence_parallel:
         part = part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp"))
-    bind_dropout(model, part)
+    bind_dropout(model, part, mesh.index("tp"))
     group = axis_group(mesh, "tp")
     group.measured_wait = options.measured_wait
     _fuse_products_with_messages(group, mesh, options, sequence_parallel=tp.sequence_parallel)
