@@ -118,7 +118,14 @@ def same_as_one_process(mesh: Mesh, family: str, **keys: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# each has something of its own; the others are variations
+QUICK = ("olmo2", "gemma2", "granite_swa", "deepseek_v2")
+CELLS = [
+    pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow]) for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", CELLS)
 def test_a_class_by_its_own_plan(tp: Mesh, family: str) -> None:
     same_as_one_process(tp, family)
 

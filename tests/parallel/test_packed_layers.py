@@ -18,9 +18,10 @@ from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.linear.lora import add_adapters, merge_adapters
 from meshtrain.parallel.sharding import local_part
+from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_plan import Split, SplitError, split_layers
-from tests.comparing import ALONE, D, V, compare, same, token_losses, tokens
+from tests.comparing import ALONE, D, V, compare, llama, same, small_llama, token_losses, tokens
 from tests.properties import given, st
 
 
@@ -123,6 +124,34 @@ def test_what_is_no_fused_layer(model: nn.Module, tp: int, problem: str) -> None
 def test_fused_layers(tp: Mesh, heads: int, kv_heads: int, plan: dict[str, str]) -> None:
     """Heads as many as queries, one for all, and three, of which ranks share some unevenly."""
     compare(lambda: Fused(heads, kv_heads), tp, steps=2, microbatches=2, tp_plan=plan)
+
+
+@pytest.mark.ranks(2)
+def test_only_rows_that_are_needed_elsewhere_travel(tp: Mesh) -> None:
+    """Of gate and up on two ranks half of what each holds, and then the gradients of these rows."""
+    layer = nn.Linear(D, 8, bias=False)
+    plan = {"x": "packed_colwise"}
+    model = nn.ModuleDict({"x": layer})
+    splits = split_layers(model, plan, 2)
+    replace_layers(model, TensorParallel(tp, plan, splits, sequence_parallel=False))
+    tp.comm_bytes.restart()
+    x = torch.zeros(3, D)
+    assert model["x"](x).shape == (3, 4)
+    model["x"](x).sum().backward()
+    assert tp.comm_bytes.by_kind("tp")["all_to_all"] == 3 * (2 * D * 4)
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_with_the_old_words_computes_the_same(tp: Mesh) -> None:
+    """With Hugging Face's meaning: whole sequences, and all logits on each rank."""
+    plan = llama.tp_plan | {
+        "model.embed_tokens": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    model, _ = compare(small_llama, tp, tp_plan=plan)
+    assert not model.has_sequence_part
+    with pytest.raises(InputError, match="no embedding_rowwise_sequence layer"):
+        meshtrain.parallelize(small_llama(), tp, tp_plan=plan, sequence_parallel=True)
 
 
 @pytest.mark.ranks(4)
