@@ -21,7 +21,6 @@ from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
 from meshtrain.experts import load_metrics
-from meshtrain.job.locate import model_file
 from meshtrain.layout import DATA_AXES
 from meshtrain.loss import (
     Field,
@@ -45,7 +44,6 @@ from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.parallelize import has_sequence_part
 from meshtrain.parallel.step_context import StepContext, current_context, use_context
-from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
 from meshtrain.step_sums import StepOutcome, StepSums, read_later
@@ -124,7 +122,7 @@ class Trainer:
         self.dtype = compute_dtype(config.train.precision)
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         self.counts_correct = task == "classification"
-        self._tp_repeats_tokens = _tp_repeats_tokens_of(model, config, mesh)
+        self._tp_repeats_tokens = _tp_repeats_tokens_of(model, mesh)
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
         self._step: _Step
@@ -473,13 +471,10 @@ def _source_field(source: str) -> Field:
     return Field("source_loss", source, size=2)
 
 
-def _tp_repeats_tokens_of(model: nn.Module, config: "Config", mesh: Mesh) -> bool:
+def _tp_repeats_tokens_of(model: nn.Module, mesh: Mesh) -> bool:
     """Whether between layers all ranks of `tp` have the same tokens, so that one speaks for
     them."""
-    plan = getattr(model_file(config.model.name), "tp_plan", None)
-    wanted = has_sequence_parts(config.parallel.sequence_parallel, plan)
-    # The check before the first step may have turned it off.
-    return mesh.size("tp") > 1 and not has_sequence_part(model, wanted)
+    return mesh.size("tp") > 1 and not has_sequence_part(model)
 
 
 class LossScale:

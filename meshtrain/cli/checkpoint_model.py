@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshtrain.config import spec_of
 from meshtrain.config.checks import scales_dynamically
 from meshtrain.config.removed import without_removed
 from meshtrain.errors import InputError
@@ -103,7 +104,7 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
         written = {**without_removed(manifest.config), "model": one_form(manifest.section("model"))}
         path.write_text(json.dumps(written))
         config = Config.load(str(path), overrides, world_size=world_size, device=device)
-    if not hasattr(locate.model_file(config.model.name), "cp_plan"):
+    if spec_of(config).plan("cp_plan") is None:
         raise InputError(
             f"the model {config.model.name} has no cp_plan, by which it says that its attention "
             "takes what it must know of the tokens from an AttentionContext: padding and a cache "

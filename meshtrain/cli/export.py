@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
+from meshtrain.config.model_spec import ModelSpec
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
@@ -32,7 +32,7 @@ from meshtrain.huggingface.export import (
 from meshtrain.huggingface.export_texts import small_files, tokenizer_files
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
-from meshtrain.huggingface.stored_names import StoredTensor, Table, table_of
+from meshtrain.huggingface.stored_names import StoredTensor, Table, whole_table
 from meshtrain.job import locate
 from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
@@ -164,9 +164,9 @@ def _weights(
 ) -> _Content:
     """The weights, with adapters merged, in the form of the model's published files."""
     merged = merged_source(source, manifest.section("train").get("lora"))
-    module = _module(manifest, model, say)
-    table: Table = {} if module is None else table_of(module.Model)
-    config = _config(module, manifest, say)
+    spec = _spec(manifest, model, say)
+    config = _config(spec, say)
+    table: Table = {} if spec is None else whole_table(spec.plan("stored_as"))
     tokenizer = _tokenizer(manifest, say)
     beside: Mapping[str, str] = {}
     if config is not None:
@@ -216,11 +216,12 @@ def _precision(manifest: Manifest) -> str:
     return precision
 
 
-def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> ModuleType | None:
-    """The model's file; None, with a message, if no file is known that may be run."""
+def _spec(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> ModelSpec | None:
+    """The run's model; None, with a message, if no file is known that may be run."""
+    section = manifest.section("model")
     name = model
     if name is None:
-        name = manifest.section("model").get("name")
+        name = section.get("name")
         if name not in locate.names("models", ".py"):
             say(
                 "config.json is not written, and tensors keep the names that they have in the "
@@ -229,25 +230,23 @@ def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -
             )
             return None
     try:
-        return locate.model_file(str(name))
+        module = locate.model_file(str(name))
     except FileNotFoundError as error:
         raise InputError(f"--model: {error}") from error
+    keys = {key: value for key, value in section.items() if key not in OWN_MODEL_KEYS}
+    return ModelSpec(module, keys)
 
 
-def _config(
-    module: ModuleType | None, manifest: Manifest, say: Callable[[str], None]
-) -> dict[str, Any] | None:
+def _config(spec: ModelSpec | None, say: Callable[[str], None]) -> dict[str, Any] | None:
     """The contents of config.json; None, with a message, if they are unknown."""
-    if module is None:
+    if spec is None:
         return None
-    section = manifest.section("model")
-    name = Path(str(module.__file__)).stem
-    if not hasattr(module, "to_hugging_face"):
+    name = Path(str(spec.module.__file__)).stem
+    if not hasattr(spec.module, "to_hugging_face"):
         say(f"config.json is not written: the model {name} has no Hugging Face form")
         return None
-    keys = {key: value for key, value in section.items() if key not in OWN_MODEL_KEYS}
     try:
-        return module.to_hugging_face(module.Config(**keys))
+        return spec.module.to_hugging_face(spec.config)
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise InputError(
             f"the model {name} refuses the keys in the checkpoint's config: {error}"

@@ -18,7 +18,6 @@ from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
 from meshtrain.errors import any_of, yaml_text
-from meshtrain.job.locate import model_file
 from meshtrain.layout import DATA_AXES, NOT_WITH_FSDP, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
@@ -166,7 +165,7 @@ def check_split(draft: ConfigDraft, sizes: Sizes) -> None:
     spec = draft_model(draft)
     if spec is None:
         return
-    plan = getattr(spec.module, "tp_plan", None)
+    plan = spec.plan("tp_plan")
     if not plan:
         model = f"the model {draft.values['model.name']} has no tp_plan, which says how it splits"
         draft.report(draft.place("layout.tp"), f"layout.tp is {tp}, and {model}: use tp: 1")
@@ -215,7 +214,7 @@ def check_float8(draft: ConfigDraft, sizes: Sizes) -> None:
     tp = max(sizes.get("tp", 1), 1)
     splits: Any = []
     if tp > 1:
-        plan = getattr(spec.module, "tp_plan", None) or {}
+        plan = spec.plan("tp_plan") or {}
         try:
             splits = split_layers(spec.meta, plan, tp)
         except SplitError:
@@ -238,7 +237,7 @@ def check_context(draft: ConfigDraft, sizes: Sizes) -> None:
     if spec is None:
         return
     place = draft.place("layout.cp")
-    plan = getattr(spec.module, "cp_plan", None)
+    plan = spec.plan("cp_plan")
     if not plan:
         model = draft.values["model.name"]
         draft.report(place, no_context_plan(f"layout.cp is {cp}, and the model {model}"))
@@ -278,7 +277,8 @@ def expert_ranks(draft: ConfigDraft, sizes: Sizes) -> int:
     ranks = draft.values["parallel.expert_parallel"]
     if ranks:
         return ranks
-    has_experts = hasattr(model_file(draft.values["model.name"]), "ep_plan")
+    spec = draft_model(draft)
+    has_experts = spec is not None and bool(spec.plan("ep_plan"))
     return sizes.get("tp", 1) if has_experts else 1
 
 
@@ -291,7 +291,7 @@ def check_experts(draft: ConfigDraft, sizes: Sizes) -> None:
     spec = draft_model(draft)
     if spec is None:
         return
-    plan = getattr(spec.module, "ep_plan", None)
+    plan = spec.plan("ep_plan")
     if not plan:
         if given is not None:
             model = draft.values["model.name"]

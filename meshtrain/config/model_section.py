@@ -277,6 +277,8 @@ class _ModelReader:
         node = read_text(text, lambda line, column: Place.in_file(file, line), draft.errors)
         if node is None or node.broken:
             return {}
+        if not hasattr(self.module, "model_type"):  # it takes any, and checks the keys itself
+            return self.module.from_hugging_face(node.plain)
         kind = node.get("model_type")
         if kind is None or kind.plain != self.module.model_type:
             found = "is missing" if kind is None else f"is {yaml_text(kind.plain)}"

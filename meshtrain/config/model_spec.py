@@ -12,6 +12,7 @@ from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.job import locate
+from meshtrain.parallel.tp_plan import OWN_PLANS, PLANS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,11 +34,20 @@ class ModelSpec:
         self.keys = dict(keys)
         self.freeze = freeze
         self.lora = lora
+        self._plans: dict[str, Any] = {}
 
     @property
     def config(self) -> Any:
         """A new instance of the model's `Config`, since a model may modify it."""
         return self.module.Config(**self.keys)
+
+    def plan(self, key: str) -> Any:
+        """What the model's file says under a name (`tp_plan`, `stored_as`, ...): for this config,
+        if it says it by a function of the config. None: nothing."""
+        if key not in self._plans:
+            found = getattr(self.module, key, None)
+            self._plans[key] = found(self.config) if callable(found) else found
+        return self._plans[key]
 
     @cached_property
     def meta(self) -> "nn.Module":
@@ -64,8 +74,11 @@ class ModelSpec:
             return self.tuned(_without_memory(self.module.Model(self.config)))
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
-        """A plain model with `train.freeze` and `train.lora` applied. Patterns were checked with
-        the config."""
+        """A plain model with its plans, and with `train.freeze` and `train.lora` applied. Patterns
+        were checked with the config."""
+        functions = [key for key in PLANS if callable(getattr(self.module, key, None))]
+        if functions:
+            vars(model)[OWN_PLANS] = {key: self.plan(key) for key in functions}
         if not self.freeze and self.lora is None:
             return model
         from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch

@@ -52,7 +52,7 @@ def without_sequence_parts(config: Config) -> Config | None:
     if layout.size("tp") == 1 or layout.size("ep") > 1:
         return None
     spec = spec_of(config)
-    plan = getattr(spec.module, "tp_plan", None)
+    plan = spec.plan("tp_plan")
     is_on_by_default = parallel.sequence_parallel is None and plan_splits_sequence(plan or {})
     if not is_on_by_default:
         return None
@@ -86,7 +86,7 @@ def _batch_of_tokens(spec: ModelSpec, size: int, seq_len: int, mask_documents: b
     tokens, positions, targets = (torch.zeros(size, seq_len, dtype=torch.int64) for _ in range(3))
     documents = torch.zeros_like(tokens) if mask_documents else None
     batch = Batch.of((tokens, positions, documents), targets)
-    return batch.with_context() if hasattr(spec.module, "cp_plan") else batch
+    return batch.with_context() if spec.plan("cp_plan") else batch
 
 
 def kind_of(block: nn.Module) -> tuple[Any, ...]:

@@ -44,9 +44,9 @@ def parameter_specs(
     tp = layout.size("tp")
     splits = {}
     if tp > 1:
-        splits = {split.layer: split for split in split_layers(meta, model.module.tp_plan, tp)}
-    experts = expert_modules(meta, model.module.ep_plan) if layout.experts > 1 else {}
-    stored_as = getattr(model.module, "stored_as", {})
+        splits = {split.layer: split for split in split_layers(meta, model.plan("tp_plan"), tp)}
+    experts = expert_modules(meta, model.plan("ep_plan")) if layout.experts > 1 else {}
+    stored_as = model.plan("stored_as") or {}
     names = _names_of(meta)
     by_fsdp = fsdp_cuts(layout)
 

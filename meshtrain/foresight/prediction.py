@@ -131,7 +131,7 @@ class Prediction:
         outputs = [known.outputs[end - 1] for _, end in self.bounds[:-1]]
         # Ranks of cp, and of tp with sequence parallelism, hand on a part of the sequence each.
         parts = layout.size("cp")
-        plan = getattr(self.spec.module, "tp_plan", None)
+        plan = self.spec.plan("tp_plan")
         if has_sequence_parts(config.parallel.sequence_parallel, plan):
             parts *= layout.size("tp")
         return config.batch.micro_size * max(outputs) * compute_size(config.train.precision) / parts
@@ -239,7 +239,7 @@ class Prediction:
             message_size=message_size,
             optimizer=config.optimizer,
             shards_optimizer=parallel.shard_optimizer,
-            stored_as=getattr(self.spec.module, "stored_as", {}),
+            stored_as=self.spec.plan("stored_as") or {},
             tokens=samples * self.tokens_per_sample,
             # A backward has two products for each of the forward. For images they are unknown.
             flops=3 * samples * self._forward_flops if self.is_text else 0,

@@ -115,7 +115,7 @@ class Space:
         self.unit = math.gcd(self.placed.world_size, *begins)
         spec = spec_of(config)
         self.blocks = len(blocks_of(spec.meta))
-        self.has_experts = hasattr(spec.module, "ep_plan")
+        self.has_experts = spec.plan("ep_plan") is not None
         self.rules = RememberedRules(_values_of(config))
         self.count = 0
         self.rejected: dict[str, tuple[int, str]] = {}

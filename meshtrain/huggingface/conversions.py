@@ -51,7 +51,11 @@ class FileNames:
 
 
 def file_names(model: nn.Module) -> FileNames:
-    """The names in files of a model of transformers, which may be on the meta device."""
+    """The names in files of a model of transformers, which may be on the meta device.
+
+    Args:
+        model: of a class of transformers, or of one that is derived from it elsewhere.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     # What a router's `Balance` counts is in no file.
@@ -61,8 +65,13 @@ def file_names(model: nn.Module) -> FileNames:
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     name_of = {_storage(tensor): name for name, tensor in tensors.items()}
-    with _KeepViews():
-        stored = revert_weight_conversion(model, dict(tensors))  # type: ignore[arg-type]
+    own = type(model)
+    model.__class__ = _class_in_transformers(own)
+    try:
+        with _KeepViews():
+            stored = revert_weight_conversion(model, dict(tensors))  # type: ignore[arg-type]
+    finally:
+        model.__class__ = own
 
     pieces: dict[str, list[StoredTensor]] = {name: [] for name in tensors}
     unsupported = []
@@ -88,6 +97,12 @@ def file_names(model: nn.Module) -> FileNames:
     if loads:
         rows[LOADS] = ()
     return FileNames(rows, tuple(unsupported))
+
+
+def _class_in_transformers(model: type) -> type:
+    """The class that the tables know: they leave classes of other packages alone."""
+    bases = (base for base in model.__mro__ if base.__module__.startswith("transformers.models."))
+    return next(bases, model)
 
 
 class _KeepViews(TorchFunctionMode):

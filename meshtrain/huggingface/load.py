@@ -136,7 +136,7 @@ def _destinations(
 ) -> tuple[dict[str, _Destination], list[str]]:
     """Destinations by names of stored tensors, and the names of missing ones. One name of a tied
     tensor suffices."""
-    table = table_of(type(model))
+    table = table_of(model)
     destinations: dict[str, _Destination] = {}
     missing: list[str] = []
     for names, tensor in named_tensors(model).items():
@@ -171,7 +171,7 @@ def check_weights(
             (patterns).
     """
     destinations, missing = _destinations(model, source.entries)
-    patterns = plan_of(type(model), "ignored") or ()
+    patterns = plan_of(model, "ignored") or ()
     ignored = []
     unknown = []
     for name in source.entries:

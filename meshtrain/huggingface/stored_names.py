@@ -17,7 +17,7 @@ the tensor is not stored.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshtrain.parallel.sharding import Part, Shape, local_slice, shape_of, within
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B, plan_of
@@ -118,6 +118,11 @@ def _fill_in(stored: str, texts: Sequence[str]) -> str:
     return filled
 
 
-def table_of(model: type) -> Table:
-    """The table of a model's class."""
-    return {**ADAPTERS, **(plan_of(model, "stored_as") or {})}
+def table_of(model: Any) -> Table:
+    """The table of a model."""
+    return whole_table(plan_of(model, "stored_as"))
+
+
+def whole_table(stored_as: Table | None) -> Table:
+    """The table of a model file, with the rows of every model."""
+    return {**ADAPTERS, **(stored_as or {})}

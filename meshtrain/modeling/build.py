@@ -331,7 +331,7 @@ def _is_built_whole(spec: ModelSpec, device: torch.device) -> bool:
     constructor makes."""
     if device.type == "meta":  # a trace has no values
         return False
-    has_plan = getattr(spec.module, "init_plan", None) is not None
+    has_plan = spec.plan("init_plan") is not None
     return not has_plan or _has_made_parts(spec.meta)
 
 
@@ -364,7 +364,7 @@ def _give_values(model: nn.Module, config: "Config", device: torch.device) -> No
         # The constructor has initialized the others.
         adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
         names = [name for name in adapters if names is None or name in names]
-    plan = {**INIT_PLAN, **(getattr(spec.module, "init_plan", None) or {})}
+    plan = {**INIT_PLAN, **(spec.plan("init_plan") or {})}
     std = getattr(spec.config, "initializer_range", 0.02)
     initialise(model, plan, seed=config.train.seed, std=std, names=names)
 
@@ -429,5 +429,5 @@ def short_sample(
 def parameter_count(model: nn.Module) -> int:
     """The number of a model's parameters that are weights stored in files, tied ones counted
     once."""
-    table = table_of(type(model))
+    table = table_of(model)
     return sum(p.numel() for name, p in model.named_parameters() if is_weight(name, table))

@@ -168,7 +168,7 @@ def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
         return None
     spec, options = spec_of(config), config.parallel
     length = config.data.seq_len
-    plan = getattr(spec.module, "tp_plan", None)
+    plan = spec.plan("tp_plan")
     has_sequence_part = has_sequence_parts(options.sequence_parallel, plan)
     padded = padded_length(length, ranks, tp if has_sequence_part else 1)
     tokens = config.batch.micro_size * padded // ranks

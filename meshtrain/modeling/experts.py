@@ -56,7 +56,7 @@ class ExpertCosts:
 def expert_costs(config: Config, layout: Layout) -> ExpertCosts | None:
     """The costs of a run's experts, from closed forms; None for a model without experts."""
     spec = spec_of(config)
-    plan = getattr(spec.module, "ep_plan", None)
+    plan = spec.plan("ep_plan")
     per_token = config.model.keys.get("num_experts_per_tok")
     if not plan or per_token is None:
         return None

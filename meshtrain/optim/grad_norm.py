@@ -95,7 +95,7 @@ class LocalParameter:
 
 def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
     """The trainable parameters of a model, or of this rank's pipeline stages."""
-    table = table_of(type(_stages(model)[0]))
+    table = table_of(_stages(model)[0])
     shared = {p for sync in optimizer_shards(model) for p in sync.parameters}
     return [
         LocalParameter(spec, p, mesh, table, shared=p in shared)

@@ -57,7 +57,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
     """
     if mesh.size(AXIS) == 1:
         return
-    plan = plan_of(type(model), "ep_plan", options.ep_plan)
+    plan = plan_of(model, "ep_plan", options.ep_plan)
     if not plan:
         raise InputError(
             f"{type(model).__name__} has no ep_plan, which names its experts: use expert_parallel: "

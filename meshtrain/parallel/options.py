@@ -103,7 +103,7 @@ def tensor_parallel_of(
     """
     if mesh.size("tp") == 1:
         return None
-    plan = plan_of(type(model), "tp_plan", options.tp_plan)
+    plan = plan_of(model, "tp_plan", options.tp_plan)
     if plan is None:
         raise InputError(
             f"{type(model).__name__} has no tp_plan, which says how its layers split: use tp: 1, "

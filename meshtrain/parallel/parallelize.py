@@ -129,7 +129,7 @@ def _warn_of_whole_sequences(model: nn.Module, mesh: Mesh, options: ParallelOpti
     """A plan without an embedding that splits the sequence costs memory, which is easily missed."""
     if mesh.rank > 0 or mesh.size("tp") == 1 or options.sequence_parallel is not None:
         return
-    if not plan_splits_sequence(plan_of(type(model), "tp_plan", options.tp_plan) or {}):
+    if not plan_splits_sequence(plan_of(model, "tp_plan", options.tp_plan) or {}):
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=3)
 
 
@@ -251,7 +251,7 @@ def _choose_products(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> 
         )
     merges = options.compile and is_mixed(options.precision) and mesh.device_type in MERGED_ON
     if merges and not mesh.uses_fsdp:
-        _merge_weights(model, plan_of(type(model), "tp_plan", options.tp_plan) or {})
+        _merge_weights(model, plan_of(model, "tp_plan", options.tp_plan) or {})
 
 
 def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:

@@ -281,15 +281,38 @@ STYLES: dict[str, Style] = {
 }
 
 
-def plan_of(model: type, key: str, plan: Any = None) -> Any:
+# What a model's file may say by a function of the config.
+PLANS = ("tp_plan", "cp_plan", "ep_plan", "stored_as", "init_plan")
+# The attribute of a model that holds its file's plans, where these are functions of the config.
+OWN_PLANS = "_plans"
+
+
+def plan_of(model: Any, key: str, plan: Any = None) -> Any:
     """An option's plan, or else that in the file of the model's class or of a base class: FSDP
-    derives classes."""
+    derives classes.
+
+    One that is a function of the config was called when the model was built from a config
+    (`ModelSpec`). For any other model it gets the model's `config`. Raises InputError: there is
+    none.
+    """
     if plan is not None:
         return plan
-    for base in model.__mro__:
+    made = vars(model).get(OWN_PLANS, {})
+    if key in made:
+        return made[key]
+    for base in type(model).__mro__:
         module = sys.modules.get(base.__module__)
-        if hasattr(module, key):
-            return getattr(module, key)
+        if not hasattr(module, key):
+            continue
+        found = getattr(module, key)
+        if not callable(found):
+            return found
+        if not hasattr(model, "config"):
+            raise InputError(
+                f"{key} is a function of the config, which {type(model).__name__} does not keep: "
+                f"set `self.config`, or give {key} itself"
+            )
+        return found(model.config)
     return None
 
 

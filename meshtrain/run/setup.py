@@ -9,7 +9,7 @@ from torch import nn
 
 from meshtrain.attention import has_varlen
 from meshtrain.checkpoint.run_spec import RunSpec
-from meshtrain.config import Config
+from meshtrain.config import Config, spec_of
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.data import (
     Batch,
@@ -26,7 +26,6 @@ from meshtrain.data.order import describe_ramp
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
 from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
-from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES, Layout
@@ -93,7 +92,7 @@ def check_parts(config: Config, layout: Layout, data: OpenData) -> None:
     of a data set of one's own. With `cp` sequences are padded; later samples are looked at by the
     layer that splits them."""
     tp = layout.size("tp")
-    plan = getattr(model_file(config.model.name), "tp_plan", None)
+    plan = spec_of(config).plan("tp_plan")
     has_parts = has_sequence_parts(config.parallel.sequence_parallel, plan)
     if tp == 1 or layout.size("cp") > 1 or not has_parts:
         return
@@ -130,7 +129,7 @@ def model_of_run(
     sample = None
     if build.looks_at_sample(config, mesh.layout):
         with job.collective_check("reading the first samples"):
-            plain = build.spec_of(config).meta
+            plain = spec_of(config).meta
             sample = build.short_sample(data, plain, mesh.size("cp"), mesh.size("tp"))
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
 
@@ -147,7 +146,7 @@ def readers(
     """This rank's microbatches of each step, and those of an evaluation."""
     reading: Reading = {"workers": config.data.workers}
     # A model without a cp_plan takes the plain tensor of documents.
-    if hasattr(model_file(config.model.name), "cp_plan"):
+    if spec_of(config).plan("cp_plan") is not None:
         split = mesh.size("cp") > 1
         reading["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
     rank = mesh.index(*DATA_AXES)
@@ -175,7 +174,7 @@ def readers(
 def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
     """How the run's sequences are split over `cp`."""
     keys = config.parallel
-    plan = getattr(model_file(config.model.name), "tp_plan", None)
+    plan = spec_of(config).plan("tp_plan")
     sequence = has_sequence_parts(keys.sequence_parallel, plan)
     return ContextParallel(
         mesh, method=keys.context, heads=keys.context_heads, sequence_parallel=sequence
@@ -232,7 +231,7 @@ def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> 
     if costs is not None:
         yield costs.describe()
 
-    plain = build.spec_of(config).meta
+    plain = spec_of(config).meta
     experts = expert_costs(config, layout)
     size = f"model {config.model.name}: {build.parameter_count(plain):,} parameters"
     if experts is not None:
@@ -247,7 +246,7 @@ def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> 
     if config.train.linear_precision is not None:
         dtype = compute_dtype(config.train.precision)
         yield describe_float8(plain, dtype, job.device.type)
-    plan = getattr(model_file(config.model.name), "tp_plan", {})
+    plan = spec_of(config).plan("tp_plan") or {}
     is_auto = config.parallel.sequence_parallel is None
     if layout.size("tp") > 1 and is_auto and not plan_splits_sequence(plan):
         yield f"parallel.sequence_parallel is off: {NO_SEQUENCE}"
@@ -280,7 +279,7 @@ def _document_lines(config: Config, layout: Layout, job: Job) -> Iterator[str]:
     if not config.data.mask_documents or layout.size("cp") > 1 or job.device.type != "cuda":
         return
     dtype = compute_dtype(config.train.precision)
-    takes_lengths = hasattr(model_file(config.model.name), "cp_plan")
+    takes_lengths = spec_of(config).plan("cp_plan") is not None
     by_lengths = takes_lengths and has_varlen(job.device, dtype)
     how = "their lengths" if by_lengths else "a mask of all pairs of tokens"
     yield f"attention within documents by {how}"

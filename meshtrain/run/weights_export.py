@@ -96,7 +96,7 @@ def export(
     placements = gather_placements(specs, job, mesh.layout)
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
     first_stage = model.stages()[0] if isinstance(model, Pipeline) else model
-    files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first_stage)))
+    files, parts = plan_export(entries, dtype, file_bytes, table_of(first_stage))
     writers = _begin(place, job)
     try:
         # raised after the last turn: other ranks wait for this rank's parts

@@ -28,10 +28,10 @@ MORE = {
 
 def with_table(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same model as one of a model file with these names."""
+    model.__class__ = type("Own", (type(model),), {"__module__": families.__name__})
     names = file_names(model)
     names.require_supported()
     monkeypatch.setattr(families, "stored_as", names.stored_as, raising=False)
-    model.__class__ = type("Own", (type(model),), {"__module__": families.__name__})
     return model
 
 

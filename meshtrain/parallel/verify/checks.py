@@ -225,7 +225,7 @@ def _samples(subject: Subject) -> None:
 
 
 def _context_plan(subject: Subject) -> None:
-    plan = plan_of(type(subject.model), "cp_plan", subject.options.cp_plan)
+    plan = plan_of(subject.model, "cp_plan", subject.options.cp_plan)
     if not plan:
         raise InputError(no_context_plan(type(subject.model).__name__))
     context_modules(subject.model, plan)  # raises for what the plan has wrong
@@ -233,7 +233,7 @@ def _context_plan(subject: Subject) -> None:
 
 def _context(subject: Subject) -> None:
     assert subject.mesh is not None
-    plan = plan_of(type(subject.model), "cp_plan", subject.options.cp_plan)
+    plan = plan_of(subject.model, "cp_plan", subject.options.cp_plan)
     modules = context_modules(subject.model, plan)
     context = context_parallel_of(subject.mesh, subject.options)
     unverified = compare_context(_plain(subject), modules, context)
@@ -300,7 +300,7 @@ def _only_parts(subject: Subject) -> None:
 
 
 def _attention_calls(subject: Subject) -> None:
-    plan = plan_of(type(subject.model), "cp_plan", subject.options.cp_plan) or {}
+    plan = plan_of(subject.model, "cp_plan", subject.options.cp_plan) or {}
     # In a stage, some patterns match only blocks of other stages.
     attention = [
         name

@@ -1,0 +1,381 @@
+"""Any causal language model of Hugging Face's transformers, by its own class.
+
+    model: {name: transformers, path: FOLDER}                # class and sizes of a config.json
+    model: {name: transformers, weights: FOLDER}             # these, and the values
+    model: {name: transformers, model_type: gemma2, config: {hidden_size: 64, num_hidden_layers: 2}}
+
+The class, its forward and the names of its parameters stay those of transformers. This file adds
+what a run asks a model for: its blocks, a forward from tokens, positions and documents to logits,
+and the tables that say how it splits, which follow from the class's own plans. Attention goes
+through `meshtrain.attention`, which knows documents, parts of sequences and caches.
+"""
+
+import dataclasses
+import fnmatch
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.attention import AttentionContext, attention
+from meshtrain.config.errors import nearest
+from meshtrain.parallel.tp_plan import ATTENTION
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'meshtrain[transformers]'") from error
+
+OURS = "meshtrain"  # the name of our attention among transformers' implementations
+# Keys of older files, from which a class makes its `rope_parameters`.
+LEGACY = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
+# Keys of every class that have no effect on training.
+PASSED_OVER = frozenset({"architectures", "dtype", "transformers_version", "use_cache"})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which class, and its sizes. Beside `weights`, both come from the config.json there."""
+
+    path: str | None = None  # a folder with a config.json
+    model_type: str | None = None  # or the family, with `config`
+    config: dict[str, Any] = field(default_factory=dict)  # keys of config.json, which override it
+    vocab_size: int | None = None  # number of token ids; null: that of the class's config
+    # the longest sequence that the model is designed for; null: that of the class's config
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        """Takes in the config.json, so that a checkpoint says all of its model."""
+        model_type = self.model_type
+        stored: dict[str, Any] = {}
+        if self.path is not None:
+            model_type, stored = _read_folder(Path(self.path).expanduser())
+        if model_type is None:
+            raise ValueError(
+                "give `path`, a folder with a config.json, or `model_type` (llama, gemma2, ...) "
+                "and its `config`"
+            )
+        _refuse_unknown(model_type, self.config)
+        keys = stored | self.config
+        for name in ("vocab_size", "max_position_embeddings"):
+            if getattr(self, name) is not None:
+                keys[name] = getattr(self, name)
+
+        described = hugging_face_config(model_type, keys)
+        if not hasattr(described, "vocab_size"):
+            parts = ", ".join(described.sub_configs) or "parts"
+            raise ValueError(
+                f"{model_type} is made of several models ({parts}): take the model_type of its "
+                "text model"
+            )
+        longest = getattr(described, "max_position_embeddings", None)
+        resolved = {
+            "path": None,
+            "model_type": model_type,
+            "config": keys,
+            "vocab_size": described.vocab_size,
+            "max_position_embeddings": longest,
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+
+
+def hugging_face_config(model_type: str, keys: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config object of a class. Raises ValueError: there is no such family, or the class
+    refuses the keys."""
+    try:
+        config = AutoConfig.for_model(model_type, **keys)
+    except Exception as error:  # a class may raise anything
+        raise ValueError(f"transformers' {model_type} refuses them: {error}") from error
+    config.use_cache = False
+    return config
+
+
+def _refuse_unknown(model_type: str, keys: Mapping[str, Any]) -> None:
+    """Raises ValueError: the family does not exist, or its config has no such key."""
+    if model_type not in CONFIG_MAPPING:
+        near = nearest(model_type, CONFIG_MAPPING)
+        advice = f"did you mean {near}?" if near else "see its documentation for the names"
+        raise ValueError(f"transformers has no model_type {model_type}: {advice}")
+    kind = CONFIG_MAPPING[model_type]
+    known = {key.name for key in dataclasses.fields(kind)} | kind.attribute_map.keys() | LEGACY
+    for key in keys:
+        if key not in known:
+            near = nearest(key, known)
+            advice = f"did you mean {near}?" if near else "take it away"
+            raise ValueError(f"{kind.__name__} has no key {key}: {advice}")
+
+
+def _read_folder(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """The model_type and the keys of a folder's config.json. Raises ValueError: it cannot be
+    read."""
+    file = folder / "config.json"
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"path: {file} cannot be read: {error}") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"path: {file} is no JSON object")
+    return _normal(stored)
+
+
+def _normal(stored: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The model_type of a config.json, and its keys as the class has them, without those that have
+    no effect."""
+    keys = dict(stored)
+    model_type = keys.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        return model_type, {}
+    described = hugging_face_config(model_type, keys).to_diff_dict()
+    known = {key.name for key in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    kept = known - PASSED_OVER
+    return model_type, {key: value for key, value in described.items() if key in kept}
+
+
+def from_hugging_face(stored: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the section `model` from a config.json."""
+    model_type, keys = _normal(stored)
+    return {"model_type": model_type, "config": keys}
+
+
+def to_hugging_face(config: Config) -> dict[str, Any]:
+    """A config.json, which `from_pretrained` reads."""
+    described = hugging_face_config(config.model_type, config.config)
+    described.use_cache = True
+    return {**described.to_dict(), "architectures": [_class_of(described).__name__]}
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    """The class of a causal language model. Raises ValueError: the family has none."""
+    try:
+        return AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        raise ValueError(
+            f"transformers has no causal language model of the type {config.model_type}"
+        ) from error
+
+
+# The model ----------------------------------------------------------------------------------------
+
+
+class CausalLM:
+    """Mixed into a class of transformers: how meshtrain calls it."""
+
+    def blocks(self: Any) -> list[nn.Module]:
+        """Embedding, layers and head. What lies between them belongs to the following one."""
+        return [self.get_input_embeddings(), *layers_of(self), self.get_output_embeddings()]
+
+    def forward(
+        self: Any,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: AttentionContext | Tensor | None = None,
+    ) -> Tensor:
+        """Tokens (b, s) -> logits (b, s, v). positions: (b, s), from 0 in each document."""
+        if self.attends:
+            mask = Attended(AttentionContext.of(documents), tokens.shape)
+            return self.logits(tokens, positions, mask)
+        # The class finds the documents itself, where positions begin anew.
+        return self.logits(tokens, None if documents is None else positions)
+
+    def logits(
+        self: Any, tokens: Tensor, positions: Tensor | None, mask: "Attended | None" = None
+    ) -> Tensor:
+        """The class's own forward."""
+        given = {"position_ids": positions, "attention_mask": mask}
+        given = {key: value for key, value in given.items() if key in self.takes}
+        return super().forward(input_ids=tokens, use_cache=False, **given).logits
+
+
+def Model(config: Config) -> nn.Module:  # noqa: N802  (a model file's `Model` takes a Config)
+    """The class of a config, with values of its own initialization."""
+    return _build(config.model_type, config.config)
+
+
+def _build(model_type: str, keys: Mapping[str, Any], *, attends: bool | None = None) -> Any:
+    """attends: whether its attention is ours; None: if the class can take it."""
+    described = hugging_face_config(model_type, keys)
+    plain = _class_of(described)
+    if attends is None:
+        attends = bool(_attending(model_type, _text_of(keys)))
+    kind: Any = type(plain.__name__, (CausalLM, plain), {"__module__": __name__})
+    options = {"attn_implementation": OURS} if attends else {}
+    model = kind._from_config(described, dtype=torch.float32, **options)
+    model.attends = attends
+    model.takes = frozenset(inspect.signature(plain.forward).parameters)
+    return model
+
+
+def _text_of(keys: Mapping[str, Any]) -> str:
+    return json.dumps(keys, sort_keys=True)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a class: its longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+# How it splits ------------------------------------------------------------------------------------
+
+
+def tp_plan(config: Config) -> dict[str, str] | None:
+    """The class's own plan, for the layers that this config has."""
+    model = _on_meta(config)
+    names = {name for name, _ in model.named_modules()}
+    names |= {name for name, _ in model.named_parameters()}
+    own = model.tp_plan or {}
+    return {key: word for key, word in own.items() if fnmatch.filter(names, key)} or None
+
+
+def cp_plan(config: Config) -> dict[str, str] | None:
+    """The modules in which tokens attend to each other."""
+    modules = _attending(config.model_type, _text_of(config.config))
+    return dict.fromkeys(modules, ATTENTION) or None
+
+
+def _on_meta(config: Config) -> Any:
+    return _cached_on_meta(config.model_type, _text_of(config.config))
+
+
+@lru_cache(maxsize=8)
+def _cached_on_meta(model_type: str, keys: str) -> Any:
+    with torch.device("meta"):
+        return _build(model_type, json.loads(keys))
+
+
+@lru_cache(maxsize=8)
+def _attending(model_type: str, keys: str) -> tuple[str, ...]:
+    """The names of the modules that call attention in a forward on the meta device. None: the class
+    computes its attention itself, or looks into its mask for more than attention.
+
+    Raises UnsupportedError: its attention is not causal.
+    """
+    if not _class_of(hugging_face_config(model_type, json.loads(keys)))._supports_attention_backend:
+        return ()
+    with torch.device("meta"):
+        model = _build(model_type, json.loads(keys), attends=True)
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+    mask = Attended(AttentionContext(), tokens.shape, calls=[])
+    try:
+        model.logits(tokens, torch.zeros_like(tokens), mask)
+    except UnsupportedError:
+        raise
+    except Exception:  # whatever a class raises that cannot run so
+        return ()
+    names = {module: name for name, module in model.named_modules()}
+    return tuple(names[module] for module in dict.fromkeys(mask.calls))
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+class UnsupportedError(NotImplementedError):
+    """A class computes what `meshtrain.attention` does not."""
+
+
+class Attended:
+    """What a class gets as its `attention_mask`, and hands to each of its layers: the context of
+    attention, with the window of the layer's kind. A class takes it for a mask of all pairs of
+    tokens, (b, 1, s, s), with which it does nothing but hand it on."""
+
+    ndim = 4
+
+    def __init__(
+        self,
+        context: AttentionContext,
+        shape: torch.Size,
+        *,
+        window: int | None = None,
+        calls: list[nn.Module] | None = None,
+    ) -> None:
+        """
+        Args:
+            shape: (b, s), of the tokens. window: see `attention`.
+            calls: gets each module that calls attention.
+        """
+        self.context = context
+        self.tokens = shape
+        self.shape = (shape[0], 1, shape[1], shape[1])
+        self.window = window
+        self.calls = calls
+
+    def to(self, *args: Any, **kwargs: Any) -> "Attended":
+        """A class moves its mask to its device, where the context is already."""
+        return self
+
+
+def make_mask(*, mask_function: Any, attention_mask: Attended, **others: Any) -> Attended:
+    """transformers' interface of masks."""
+    return Attended(
+        attention_mask.context,
+        attention_mask.tokens,
+        window=_window_of(mask_function),
+        calls=attention_mask.calls,
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Attended,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface of attention: (b, h, s, e) -> (b, s, h, e).
+
+    s_aux: (h,), a logit of each head that takes probability from its keys.
+    """
+    if attention_mask is None or not getattr(module, "is_causal", True) or is_causal is False:
+        raise UnsupportedError("its attention is not causal")
+    if attention_mask.calls is not None:
+        attention_mask.calls.append(module)
+    context = attention_mask.context
+    layer = getattr(module, "layer_idx", None)
+    if layer is not None:
+        context = context.at(layer)
+    y = attention(
+        query,
+        key,
+        value,
+        context,
+        scale=scaling,
+        window=attention_mask.window,
+        soft_cap=softcap,
+    )
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _window_of(mask_function: Any) -> int | None:
+    """The sliding window of a function that transformers has made for a mask; None: there is none.
+    Raises UnsupportedError: it is another kind of mask."""
+    if mask_function is causal_mask_function:
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    windows = []
+    for part in parts:
+        inside = inspect.getclosurevars(part).nonlocals
+        if part is not causal_mask_function:
+            windows.append(inside.get("sliding_window"))
+    if len(windows) != 1 or windows[0] is None:
+        raise UnsupportedError("its attention is neither causal nor within a sliding window")
+    return windows[0]
+
+
+ALL_ATTENTION_FUNCTIONS.register(OURS, attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, make_mask)

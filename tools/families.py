@@ -1,0 +1,323 @@
+"""Trains a tiny model of every causal language model of transformers on several layouts, and
+compares each with one process in float64.
+
+    python tools/families.py                  goes on where it was stopped
+    python tools/families.py llama gemma2     these, again
+    python tools/families.py --layouts pp cp  these columns of all families, again
+    python tools/families.py --table          only writes docs/transformers.md
+
+Each family has a file in tools/families/; the table of docs/transformers.md is made from them.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch._inductor.compile_fx  # noqa: F401  so that no forked process imports it
+import transformers
+import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import meshtrain.run.results
+import meshtrain.run.step_logger
+import meshtrain.train
+from meshtrain.config import Config, ConfigErrors
+from meshtrain.errors import InputError
+from meshtrain.job.environment import read_environment
+from meshtrain.job.process import join
+from meshtrain.metrics.logger import read
+from meshtrain.parallel import fsdp
+from tests.float64_inside import keep_float64
+from tests.launching import free_port
+
+RESULTS = ROOT / "tools" / "families"
+NEEDS = ROOT / "tools" / "families.yaml"
+DOCUMENT = ROOT / "docs" / "transformers.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+STEPS = 4
+MOST_S = 240  # of one run
+TOLERANCE = 1e-9  # relative, in float64
+
+# Keys of the classes' configs, whichever of them a class has.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size",), 64),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("decoder_layers",), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads",), 2),
+    **dict.fromkeys(("head_dim",), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok",), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("pad_token_id",), None),
+}
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "dp_shard 2": (2, ("layout={dp_shard: 2}",)),
+    "dp_shard 2, recompute": (2, ("layout={dp_shard: 2}", "parallel.recompute=full")),
+    "tp 2": (2, ("layout={tp: 2}",)),
+    "dp_shard 2 x tp 2": (4, ("layout={dp_shard: 2, tp: 2}",)),
+    "pp 2": (2, ("layout={pp: 2}",)),
+    "cp 2": (2, ("layout={cp: 2}",)),
+    "ep 2": (2, ("layout={dp_shard: 2}", "parallel.expert_parallel=2")),
+}
+ALONE = "one process"
+
+
+def tiny(family: str) -> dict[str, Any]:
+    """The keys of a tiny model: sizes, no dropout, and what the family needs besides."""
+    kind = CONFIG_MAPPING[family]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    other_names = kind.attribute_map
+    keys = {name: size for name, size in SIZES.items() if name in fields}
+    for name, meant in other_names.items():
+        if name in SIZES and meant not in keys:
+            keys[name] = SIZES[name]
+    for name in fields:
+        if "drop" in name and isinstance(getattr(kind, name, None), float):
+            keys[name] = 0.0
+    needs = yaml.safe_load(NEEDS.read_text()) or {}
+    return keys | needs.get(family, {})
+
+
+def base(family: str) -> str:
+    """The config of a family's run."""
+    return yaml.safe_dump(
+        {
+            "model": {"name": "transformers", "model_type": family, "config": tiny(family)},
+            "data": {"source": str(ROOT / "tests" / "fuzz" / "answers.py"), "seq_len": 20},
+            "batch": {"global_size": 6, "micro_size": 2},
+            "optimizer": {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
+            "train": {"steps": STEPS, "precision": "float64", "eval_every": 0},
+            "checkpoint": {"every": 0, "resume": "none"},
+        }
+    )
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def run(family: str, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Trains in forked processes. Returns `rows`, or `refused` or `failed` with the reason."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.yaml").write_text(base(family))
+        job = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+        children = []
+        for rank in range(ranks):
+            pid = os.fork()
+            if pid == 0:
+                if ranks > 1:
+                    os.environ.update(job, RANK=str(rank), LOCAL_RANK=str(rank))
+                _train(folder, overrides, rank)
+            children.append(pid)
+        in_time = _wait(children)
+        ends = [file for rank in range(ranks) if (file := folder / f"end{rank}.json").exists()]
+        said = [json.loads(file.read_text()) for file in ends]
+        for kind in ("failed", "refused"):
+            for end in said:
+                if kind in end:
+                    return end
+        if not in_time:
+            return {"failed": f"not done within {MOST_S} s"}
+        if len(said) < ranks:
+            return {"failed": "a rank has ended without a word"}
+        rows = read(folder / "run" / "metrics.jsonl")
+        return {"rows": [{key: row[key] for key in ("loss", "grad_norm", "samples")} for row in rows]}
+
+
+def _train(folder: Path, overrides: Sequence[str], rank: int) -> None:
+    """In a forked process, which it ends."""
+    end: dict[str, Any] = {"done": True}
+    printed = open(os.devnull, "w")  # noqa: SIM115  the process ends with it
+    try:
+        os.setsid()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            keys = [*overrides, f"train.output={folder / 'run'}"]
+            job = join(read_environment(os.environ))
+            config = Config.load(
+                str(folder / "config.yaml"), keys, world_size=job.world_size, for_training=True
+            )
+            meshtrain.train.run(config, job)
+    except ConfigErrors as errors:
+        end = {"refused": _sentence(str(errors))}
+    except InputError as error:
+        end = {"refused": _sentence(str(error))}
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        end = {"failed": f"{type(error).__name__}: {error}"[:300] + f" ({where})"}
+        if "FAMILIES_DEBUG" in os.environ:
+            traceback.print_exception(error, file=sys.__stderr__)
+    (folder / f"end{rank}.json").write_text(json.dumps(end))
+    os._exit(0)
+
+
+def _sentence(text: str) -> str:
+    """A refusal without the places in this run's config."""
+    lines = [line for line in text.splitlines() if line and not line.endswith((" error", " errors"))]
+    return " ".join(re.sub(r"^\S*config\.yaml:\d+: ", "", line) for line in lines)
+
+
+def _wait(children: list[int]) -> bool:
+    """Until all have ended; a rank that has failed leaves the others waiting. Returns whether none
+    had to be killed for the time."""
+    begin = time.monotonic()
+    waiting = set(children)
+    first_end = None
+    while waiting:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if pid in waiting:
+            waiting.remove(pid)
+            first_end = first_end or time.monotonic()
+            continue
+        now = time.monotonic()
+        late = now - begin > MOST_S
+        if late or (first_end is not None and now - first_end > 20):
+            for left in waiting:
+                os.kill(left, signal.SIGKILL)
+                os.waitpid(left, 0)
+            return not late
+        time.sleep(0.01)
+    return True
+
+
+def compared(rows: list[dict], expected: list[dict]) -> float:
+    """The largest relative difference of loss and gradient norm."""
+    if len(rows) != len(expected) or any(
+        a["samples"] != b["samples"] for a, b in zip(rows, expected, strict=True)
+    ):
+        return math.inf
+    largest = 0.0
+    for row, other in zip(rows, expected, strict=True):
+        for key in ("loss", "grad_norm"):
+            scale = max(abs(other[key]), 1e-30)
+            difference = abs(row[key] - other[key]) / scale
+            largest = max(largest, difference if math.isfinite(difference) else math.inf)
+    return largest
+
+
+def measure(family: str, wanted: Sequence[str]) -> dict[str, Any]:
+    """What a family does on layouts: layout -> result."""
+    alone = run(family, 1, ("layout={dp_shard: 1}",))
+    if "rows" not in alone:
+        return {ALONE: alone}
+    results: dict[str, Any] = {ALONE: {"loss": [row["loss"] for row in alone["rows"]]}}
+    for name in wanted:
+        ranks, overrides = LAYOUTS[name]
+        end = run(family, ranks, overrides)
+        if "rows" in end:
+            difference = compared(end["rows"], alone["rows"])
+            word = "exact" if difference <= TOLERANCE else "wrong"
+            end = {word: float(f"{difference:.1e}")}
+        results[name] = end
+    return results
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def result_file(family: str) -> Path:
+    return RESULTS / f"{family}.json"
+
+
+def stored(family: str) -> dict[str, Any]:
+    file = result_file(family)
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def store(family: str, results: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(
+        {
+            "family": family,
+            "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family],
+            "transformers": transformers.__version__,
+            "results": results,
+        },
+        indent=1,
+    )
+    result_file(family).write_text(text + "\n")
+
+
+def describe(results: dict[str, Any]) -> str:
+    words = []
+    for name, end in results.items():
+        if name == ALONE and "loss" in end:
+            continue
+        word, value = next(iter(end.items()))
+        words.append(f"{name}: {word}" + ("" if word == "exact" else f" {str(value)[:160]}"))
+    return "; ".join(words)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("families", nargs="*", help="default: those without a result")
+    parser.add_argument("--layouts", nargs="+", help="words of the layouts; default: all")
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    options = parser.parse_args()
+    if not options.table:
+        _measure_all(options.families, options.layouts)
+    write_table()
+    return 0
+
+
+def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
+    warnings.filterwarnings("ignore")
+    keep_float64("transformers")
+    for module, name, value in (
+        # What costs more than the steps of a tiny model, and changes none of them.
+        (meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "not counted")),
+        (meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s")),
+        (meshtrain.run.results, "plot_loss", lambda *_: "no picture"),
+        (fsdp, "MIN_UNIT_SIZE", 0),
+    ):
+        setattr(module, name, value)
+    for family in families or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        wanted = [n for n in LAYOUTS if not words or any(word in n.split() for word in words)]
+        before = stored(family).get("results", {})
+        if not families and not words:
+            wanted = [name for name in wanted if name not in before]
+            if not wanted or ALONE in before and "loss" not in before[ALONE]:
+                continue
+        begin = time.monotonic()
+        results = before | measure(family, wanted)
+        store(family, results)
+        print(f"{family} ({time.monotonic() - begin:.0f} s): {describe(results)}", flush=True)
+
+
+def write_table() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
