@@ -6,7 +6,8 @@ transformers asks a registry how a layer of experts computes. `adopt_experts` na
 there, and nothing of a class is replaced.
 """
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,21 @@ def adopt_experts(model: nn.Module) -> dict[str, str]:
         if _has_own_experts(model, name):
             plan[name] = EXPERTS
     return plan
+
+
+def plan_without_experts(
+    model: nn.Module, ep_plan: Mapping[str, str], tp_plan: Mapping[str, str]
+) -> dict[str, str]:
+    """A class's `tp_plan` without the words for layers that the `ep_plan` names, and for what is in
+    them: whole experts are distributed, and tp splits none."""
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters()]
+    of_experts = {name for name in names if any(f"{name}.".startswith(f"{e}.") for e in ep_plan)}
+    return {
+        pattern: word
+        for pattern, word in tp_plan.items()
+        if not of_experts.intersection(fnmatch.filter(names, pattern))
+    }
 
 
 def _is_decorated(module: nn.Module) -> bool:

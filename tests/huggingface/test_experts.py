@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshtrain
-from meshtrain.huggingface.experts import adopt_experts
+from meshtrain.huggingface.experts import adopt_experts, plan_without_experts
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import Field, GlobalCount, StepTerms, sample_losses, split_fields
@@ -158,3 +158,11 @@ def test_without_the_key_there_is_no_balance() -> None:
     assert not any(name.endswith("loads") for name, _ in Model("mixtral").named_parameters())
     deepseek = Model("deepseek_v3", "batch")  # its class adds no term
     assert not any(name.endswith("loads") for name, _ in deepseek.named_parameters())
+
+
+def test_a_tp_plan_keeps_its_words_for_other_layers() -> None:
+    model = causal_lm("deepseek_v3")
+    plan = plan_without_experts(model, adopt_experts(model), model.tp_plan)
+    assert not any(".experts" in pattern for pattern in plan)
+    assert plan["model.layers.*.mlp.shared_experts.gate_proj"] == "colwise"
+    assert plan["model.layers.*.mlp.gate_proj"] == "colwise"  # of the dense layers

@@ -79,7 +79,7 @@ def use_products(
         if isinstance(module, ProductsLayer):
             module.products = products.name
         if hasattr(module, "weight_grad_queue") and queue is not None:
-            module.weight_grad_queue = queue
+            module.weight_grad_queue = queue  # type: ignore[assignment]
 
 
 class LinearMatmul(torch.autograd.Function):
