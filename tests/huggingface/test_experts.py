@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshtrain
 from meshtrain.huggingface.experts import adopt_experts, plan_without_experts
@@ -14,6 +14,8 @@ from meshtrain.loss import Field, GlobalCount, StepTerms, sample_losses, split_f
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.expert import dispatched_modules
 from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
 from tests.comparing import ALONE, CPU, B, S, compare, gradients, same, same_gradients, tokens
 from tests.huggingface.families import FAMILIES, Model, causal_lm, tp_plan
 from tests.ranks import row
@@ -166,3 +168,33 @@ def test_a_tp_plan_keeps_its_words_for_other_layers() -> None:
     assert not any(".experts" in pattern for pattern in plan)
     assert plan["model.layers.*.mlp.shared_experts.gate_proj"] == "colwise"
     assert plan["model.layers.*.mlp.gate_proj"] == "colwise"  # of the dense layers
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_weight_gradients_may_wait(family: str) -> None:
+    at_once, later = (Model(family).double() for _ in range(2))
+    queue = WeightGradQueue()
+    use_products(later, queue=queue)
+    at_once(tokens()).square().sum().backward()
+    with queue.record() as deferred:
+        later(tokens()).square().sum().backward()
+    experts = later.plain.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.grad is None
+    run_weight_grads(deferred)
+    same_gradients(later, gradients(at_once))
+
+
+def test_padding_counts_for_no_expert_and_gets_no_bias() -> None:
+    model = Model("gpt_oss").double()
+    outputs: list[Tensor] = []
+    counts: list[Tensor] = []
+    for layer in model.plain.model.layers:
+        layer.mlp.experts.register_forward_hook(lambda *call: outputs.append(call[2]))
+        layer.mlp.experts.dispatch = lambda rows, n, products: counts.append(n) or products(rows, n)
+    terms = StepTerms(GlobalCount((B - 1) * S, ALONE, CPU))
+    with terms.of_microbatch(B, B - 1):
+        model(tokens())
+    for output, of_experts in zip(outputs, counts, strict=True):
+        assert not output.view(B, S, -1)[-1].any()
+        assert output.view(B, S, -1)[0].any()
+        assert of_experts.sum() == (B - 1) * S * 2
