@@ -77,6 +77,7 @@ class Config:
                 f"{model_type} is made of several models ({parts}): take the model_type of its "
                 "text model"
             )
+        _class_of(described)
         longest = getattr(described, "max_position_embeddings", None)
         resolved = {
             "path": None,
@@ -141,6 +142,15 @@ def _normal(stored: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     return model_type, {key: value for key, value in described.items() if key in kept}
 
 
+def check(config: Config) -> list[tuple[str, str]]:
+    """What is wrong with the keys, and what would work."""
+    try:
+        _attending(*_key(config))
+    except UnsupportedError as error:
+        return [("config", str(error))]
+    return []
+
+
 def from_hugging_face(stored: dict[str, Any]) -> dict[str, Any]:
     """The keys of the section `model` from a config.json."""
     model_type, keys = _normal(stored)
@@ -149,7 +159,7 @@ def from_hugging_face(stored: dict[str, Any]) -> dict[str, Any]:
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """A config.json, which `from_pretrained` reads."""
-    described = hugging_face_config(config.model_type, config.config)
+    described = _described(config)
     described.use_cache = True
     return {**described.to_dict(), "architectures": [_class_of(described).__name__]}
 
@@ -193,30 +203,38 @@ class CausalLM:
         """The class's own forward."""
         given = {"position_ids": positions, "attention_mask": mask}
         given = {key: value for key, value in given.items() if key in self.takes}
-        return super().forward(input_ids=tokens, use_cache=False, **given).logits
+        plain: Any = super()
+        return plain.forward(input_ids=tokens, use_cache=False, **given).logits
 
 
 def Model(config: Config) -> nn.Module:  # noqa: N802  (a model file's `Model` takes a Config)
     """The class of a config, with values of its own initialization."""
-    return _build(config.model_type, config.config)
+    return _build(*_key(config))
 
 
-def _build(model_type: str, keys: Mapping[str, Any], *, attends: bool | None = None) -> Any:
+def _key(config: Config) -> tuple[str, str]:
+    """The model_type of a config and its keys as JSON, by which its model is built once."""
+    assert config.model_type is not None  # its __post_init__ has one, or raises
+    return config.model_type, json.dumps(config.config, sort_keys=True)
+
+
+def _described(config: Config) -> PreTrainedConfig:
+    model_type, keys = _key(config)
+    return hugging_face_config(model_type, json.loads(keys))
+
+
+def _build(model_type: str, keys: str, *, attends: bool | None = None) -> Any:
     """attends: whether its attention is ours; None: if the class can take it."""
-    described = hugging_face_config(model_type, keys)
+    described = hugging_face_config(model_type, json.loads(keys))
     plain = _class_of(described)
     if attends is None:
-        attends = bool(_attending(model_type, _text_of(keys)))
+        attends = bool(_attending(model_type, keys))
     kind: Any = type(plain.__name__, (CausalLM, plain), {"__module__": __name__})
     options = {"attn_implementation": OURS} if attends else {}
     model = kind._from_config(described, dtype=torch.float32, **options)
     model.attends = attends
     model.takes = frozenset(inspect.signature(plain.forward).parameters)
     return model
-
-
-def _text_of(keys: Mapping[str, Any]) -> str:
-    return json.dumps(keys, sort_keys=True)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -230,7 +248,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def tp_plan(config: Config) -> dict[str, str] | None:
     """The class's own plan, for the layers that this config has."""
-    model = _on_meta(config)
+    model = _on_meta(*_key(config))
     names = {name for name, _ in model.named_modules()}
     names |= {name for name, _ in model.named_parameters()}
     own = model.tp_plan or {}
@@ -239,18 +257,13 @@ def tp_plan(config: Config) -> dict[str, str] | None:
 
 def cp_plan(config: Config) -> dict[str, str] | None:
     """The modules in which tokens attend to each other."""
-    modules = _attending(config.model_type, _text_of(config.config))
-    return dict.fromkeys(modules, ATTENTION) or None
-
-
-def _on_meta(config: Config) -> Any:
-    return _cached_on_meta(config.model_type, _text_of(config.config))
+    return dict.fromkeys(_attending(*_key(config)), ATTENTION) or None
 
 
 @lru_cache(maxsize=8)
-def _cached_on_meta(model_type: str, keys: str) -> Any:
+def _on_meta(model_type: str, keys: str) -> Any:
     with torch.device("meta"):
-        return _build(model_type, json.loads(keys))
+        return _build(model_type, keys)
 
 
 @lru_cache(maxsize=8)
@@ -263,7 +276,7 @@ def _attending(model_type: str, keys: str) -> tuple[str, ...]:
     if not _class_of(hugging_face_config(model_type, json.loads(keys)))._supports_attention_backend:
         return ()
     with torch.device("meta"):
-        model = _build(model_type, json.loads(keys), attends=True)
+        model = _build(model_type, keys, attends=True)
         tokens = torch.zeros(1, 8, dtype=torch.int64)
     mask = Attended(AttentionContext(), tokens.shape, calls=[])
     try:
@@ -273,7 +286,7 @@ def _attending(model_type: str, keys: str) -> tuple[str, ...]:
     except Exception:  # whatever a class raises that cannot run so
         return ()
     names = {module: name for name, module in model.named_modules()}
-    return tuple(names[module] for module in dict.fromkeys(mask.calls))
+    return tuple(names[module] for module in dict.fromkeys(mask.calls or ()))
 
 
 # Attention ----------------------------------------------------------------------------------------
@@ -281,6 +294,12 @@ def _attending(model_type: str, keys: str) -> tuple[str, ...]:
 
 class UnsupportedError(NotImplementedError):
     """A class computes what `meshtrain.attention` does not."""
+
+
+NOT_CAUSAL = (
+    "the class attends to tokens that are neither before a token nor within a sliding window: a "
+    "class that is an encoder by default is a language model with is_decoder: true"
+)
 
 
 class Attended:
@@ -342,7 +361,7 @@ def attend(
     s_aux: (h,), a logit of each head that takes probability from its keys.
     """
     if attention_mask is None or not getattr(module, "is_causal", True) or is_causal is False:
-        raise UnsupportedError("its attention is not causal")
+        raise UnsupportedError(NOT_CAUSAL)
     if attention_mask.calls is not None:
         attention_mask.calls.append(module)
     context = attention_mask.context
@@ -373,7 +392,7 @@ def _window_of(mask_function: Any) -> int | None:
         if part is not causal_mask_function:
             windows.append(inside.get("sliding_window"))
     if len(windows) != 1 or windows[0] is None:
-        raise UnsupportedError("its attention is neither causal nor within a sliding window")
+        raise UnsupportedError(NOT_CAUSAL)
     return windows[0]
 
 

@@ -1,10 +1,10 @@
 """Trains a tiny model of every causal language model of transformers on several layouts, and
 compares each with one process in float64.
 
-    python tools/families.py                  goes on where it was stopped
-    python tools/families.py llama gemma2     these, again
-    python tools/families.py --layouts pp cp  these columns of all families, again
-    python tools/families.py --table          only writes docs/transformers.md
+    python -m tools.families                  goes on where it was stopped (`make families`)
+    python -m tools.families llama gemma2     these, again
+    python -m tools.families --layouts pp cp  these columns of all families, again
+    python -m tools.families --table          only writes docs/transformers.md
 
 Each family has a file in tools/families/; the table of docs/transformers.md is made from them.
 """
@@ -22,14 +22,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch._inductor.compile_fx  # noqa: F401  so that no forked process imports it
 import transformers
@@ -47,13 +41,14 @@ from meshtrain.job.process import join
 from meshtrain.metrics.logger import read
 from meshtrain.parallel import fsdp
 from tests.float64_inside import keep_float64
-from tests.launching import free_port
+from tests.launching import ROOT, free_port
 
 RESULTS = ROOT / "tools" / "families"
 NEEDS = ROOT / "tools" / "families.yaml"
 DOCUMENT = ROOT / "docs" / "transformers.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 STEPS = 4
+COMPARED = ("loss", "grad_norm", "samples")  # of each step
 MOST_S = 240  # of one run
 TOLERANCE = 1e-9  # relative, in float64
 
@@ -142,32 +137,36 @@ def run(family: str, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
             children.append(pid)
         in_time = _wait(children)
         ends = [file for rank in range(ranks) if (file := folder / f"end{rank}.json").exists()]
+        # What came first is the cause: other ranks fail because that one is gone.
+        ends.sort(key=lambda file: file.stat().st_mtime_ns)
         said = [json.loads(file.read_text()) for file in ends]
-        for kind in ("failed", "refused"):
-            for end in said:
-                if kind in end:
-                    return end
+        for end in said:
+            if "refused" in end or "failed" in end:
+                return end
         if not in_time:
             return {"failed": f"not done within {MOST_S} s"}
         if len(said) < ranks:
             return {"failed": "a rank has ended without a word"}
         rows = read(folder / "run" / "metrics.jsonl")
-        return {"rows": [{key: row[key] for key in ("loss", "grad_norm", "samples")} for row in rows]}
+        return {
+            "rows": [{key: row[key] for key in ("loss", "grad_norm", "samples")} for row in rows]
+        }
 
 
 def _train(folder: Path, overrides: Sequence[str], rank: int) -> None:
     """In a forked process, which it ends."""
     end: dict[str, Any] = {"done": True}
-    printed = open(os.devnull, "w")  # noqa: SIM115  the process ends with it
     try:
-        os.setsid()
-        with redirect_stdout(printed), redirect_stderr(printed):
-            keys = [*overrides, f"train.output={folder / 'run'}"]
-            job = join(read_environment(os.environ))
-            config = Config.load(
-                str(folder / "config.yaml"), keys, world_size=job.world_size, for_training=True
-            )
-            meshtrain.train.run(config, job)
+        if "FAMILIES_DEBUG" not in os.environ:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(nothing, 2)
+        keys = [*overrides, f"train.output={folder / 'run'}"]
+        job = join(read_environment(os.environ))
+        config = Config.load(
+            str(folder / "config.yaml"), keys, world_size=job.world_size, for_training=True
+        )
+        meshtrain.train.run(config, job)
     except ConfigErrors as errors:
         end = {"refused": _sentence(str(errors))}
     except InputError as error:
@@ -177,15 +176,18 @@ def _train(folder: Path, overrides: Sequence[str], rank: int) -> None:
         where = f"{Path(place.filename).name}:{place.lineno}"
         end = {"failed": f"{type(error).__name__}: {error}"[:300] + f" ({where})"}
         if "FAMILIES_DEBUG" in os.environ:
-            traceback.print_exception(error, file=sys.__stderr__)
+            traceback.print_exception(error)
     (folder / f"end{rank}.json").write_text(json.dumps(end))
     os._exit(0)
 
 
 def _sentence(text: str) -> str:
     """A refusal without the places in this run's config."""
-    lines = [line for line in text.splitlines() if line and not line.endswith((" error", " errors"))]
-    return " ".join(re.sub(r"^\S*config\.yaml:\d+: ", "", line) for line in lines)
+    lines = [
+        line for line in text.splitlines() if line and not line.endswith((" error", " errors"))
+    ]
+    place = re.compile(r"^(\S*config\.yaml:\d+|command line): (layout=\S+( \S+)*\}: )?")
+    return " ".join(place.sub("", line.strip()) for line in lines)
 
 
 def _wait(children: list[int]) -> bool:
@@ -293,6 +295,7 @@ def main() -> int:
 
 def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
     warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
     keep_float64("transformers")
     for module, name, value in (
         # What costs more than the steps of a tiny model, and changes none of them.
@@ -307,7 +310,7 @@ def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
         before = stored(family).get("results", {})
         if not families and not words:
             wanted = [name for name in wanted if name not in before]
-            if not wanted or ALONE in before and "loss" not in before[ALONE]:
+            if not wanted or (ALONE in before and "loss" not in before[ALONE]):
                 continue
         begin = time.monotonic()
         results = before | measure(family, wanted)

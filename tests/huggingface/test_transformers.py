@@ -1,0 +1,138 @@
+"""Classes of transformers, trained by `model: {name: transformers}`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from meshtrain.config import Config, ConfigErrors
+from meshtrain.metrics.logger import read
+from tests.huggingface.beside_own_loop import BATCH, CLIP, LR, SEED, STEPS
+from tests.launching import forked
+
+PROGRAM = Path(__file__).with_name("beside_own_loop.py")
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+FEW_HEADS = SIZES | {"intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": None}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": FEW_HEADS,
+    "gpt2": {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, **NO_DROPOUT},
+    # soft caps, a window in every second layer, a scaled and tied embedding
+    "gemma2": FEW_HEADS | {"head_dim": 16, "sliding_window": 8},
+    "mistral": FEW_HEADS | {"sliding_window": 8},
+    "qwen2": FEW_HEADS,
+    "qwen3": FEW_HEADS | {"head_dim": 16},
+    "phi3": FEW_HEADS,
+    "olmo2": FEW_HEADS,
+    "gpt_neox": SIZES | {"intermediate_size": 96, "pad_token_id": None},
+    "falcon": SIZES | {"attention_dropout": 0.0, "hidden_dropout": 0.0, "pad_token_id": None},
+    "mamba": {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+}
+
+
+def config_of(folder: Path, **model: Any) -> Path:
+    """The config of a run."""
+    file = folder / "config.yaml"
+    sections = {
+        "model": {"name": "transformers", **model},
+        "data": {"source": str(PROGRAM), "seq_len": 20},
+        "batch": {"global_size": BATCH, "micro_size": 2},
+        "optimizer": {"lr": LR, "schedule": "constant", "warmup_steps": 0, "clip_norm": CLIP},
+        "train": {
+            "steps": STEPS,
+            "seed": SEED,
+            "precision": "float64",
+            "eval_every": 0,
+            "output": str(folder / "run"),
+        },
+        "checkpoint": {"every": 0},
+    }
+    file.write_text(yaml.safe_dump(sections))
+    return file
+
+
+def save_pretrained(folder: Path, family: str) -> None:
+    """Weights as published ones lie in a folder, drawn anew, of a tiny model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "layout"),
+    [
+        ("gemma2", 2, "{dp_shard: 2}"),
+        *[
+            pytest.param(family, 1, "{dp_shard: 1}", marks=pytest.mark.slow)
+            for family in FAMILIES
+            if family != "gemma2"
+        ],
+    ],
+)
+def test_ten_steps_are_those_of_the_class_in_a_loop_of_its_own(
+    family: str, processes: int, layout: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    save_pretrained(weights, family)
+    config = config_of(tmp_path, weights=str(weights))
+    forked(processes, PROGRAM, weights, config, f"layout={layout}").check()
+
+    rows = read(tmp_path / "run/metrics.jsonl")
+    own = json.loads((weights / "own.json").read_text())
+    assert len(rows) == len(own) == STEPS
+    for row, (loss, norm) in zip(rows, own, strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-9)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-9)
+    assert own[-1][0] < 0.9 * own[0][0], "a model that does not move would agree with anything"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({}, "give `path`, a folder with a config.json, or `model_type`"),
+        ({"model_type": "lama"}, "transformers has no model_type lama: did you mean llama?"),
+        (
+            {"model_type": "llama", "config": {"hiden_size": 64}},
+            "LlamaConfig has no key hiden_size: did you mean hidden_size?",
+        ),
+        ({"model_type": "gemma3"}, "gemma3 is made of several models (text_config, vision_config)"),
+        ({"model_type": "t5"}, "transformers has no causal language model of the type t5"),
+        ({"path": "nowhere"}, "nowhere/config.json cannot be read: "),
+        (
+            {"model_type": "bert", "config": SIZES},
+            "an encoder by default is a language model with is_decoder: true",
+        ),
+    ],
+)
+def test_a_wrong_model_is_refused(model: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors) as refused:
+        Config.load(str(config_of(tmp_path, **model)), [], world_size=1, for_training=True)
+    assert said in str(refused.value)
+
+
+def test_a_config_json_is_taken_in(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "torch_dtype": "bfloat16",
+                "rope_theta": 500.0,
+                "_name_or_path": "somewhere",
+                **FEW_HEADS,
+            }
+        )
+    )
+    file = config_of(tmp_path, path=str(tmp_path), config={"hidden_size": 32})
+    keys = Config.load(str(file), [], world_size=1, for_training=True).model.keys
+    assert keys["path"] is None, "a checkpoint says all of its model"
+    assert keys["model_type"] == "llama"
+    assert keys["vocab_size"] == 64
+    assert keys["config"]["hidden_size"] == 32
+    assert keys["config"]["rope_parameters"]["rope_theta"] == 500.0
+    assert not keys["config"].keys() & {"architectures", "dtype", "torch_dtype", "_name_or_path"}
