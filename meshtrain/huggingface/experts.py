@@ -101,10 +101,9 @@ def _products(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
 def _linear(
     module: Any, name: str, rows: Tensor, counts: Tensor, expert_of_row: Tensor | None
 ) -> Tensor:
-    weight = to_local(getattr(module, name))  # (E, out, in), or (E, in, out)
-    if module.is_transposed:
-        weight = weight.transpose(1, 2)
-    y = GroupedMatmul.apply(rows, weight, counts, module.weight_grad_queue)
+    weight = to_local(getattr(module, name))  # (E, out, in), or transposed (E, in, out)
+    queue = module.weight_grad_queue
+    y = GroupedMatmul.apply(rows, weight, counts, queue, module.is_transposed)
     if expert_of_row is None:
         return y
     # A product, because its gradient sums the rows of an expert in the same order each time, and

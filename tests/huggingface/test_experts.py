@@ -16,6 +16,7 @@ from meshtrain.parallel.expert import dispatched_modules
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
+from meshtrain.parallel.torch_private import to_local
 from tests.comparing import ALONE, CPU, B, S, compare, gradients, same, same_gradients, tokens
 from tests.huggingface.families import FAMILIES, Model, causal_lm, tp_plan
 from tests.ranks import row
@@ -71,6 +72,9 @@ def test_a_step_is_that_of_one_process(
     options = options_of(Model(family), mesh)
     model, _ = compare(lambda: Model(family), mesh, steps=2, microbatches=2, **options)
     assert len(dispatched_modules(model)) == (len(model.ep_plan) if ep > 1 else 0)
+    for name, parameter in model.named_parameters():
+        # An optimizer goes over the memory of both.
+        assert to_local(parameter.grad).stride() == to_local(parameter).stride(), name
 
 
 @pytest.mark.parametrize(
