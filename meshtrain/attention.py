@@ -11,14 +11,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+if TYPE_CHECKING:
+    from meshtrain.dropout import Dropout
+
+# (positions of queries (1 or b, s), of keys (1 or b, t)) -> (1 or b, h of this rank, s, t)
+Bias = Callable[[Tensor, Tensor], Tensor]
+
 VARLEN_TYPES = torch.float16, torch.bfloat16  # the dtypes of variable-length attention
+
+
+class AttentionOptions(NamedTuple):
+    """The options of `attention`, as it has got them."""
+
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    bias: Bias | None = None
+    dropout: "Dropout | None" = None  # None: nothing is dropped now
 
 
 @dataclass(eq=False, repr=False)
@@ -87,29 +104,25 @@ class AttentionContext:
     def pin_memory(self) -> "AttentionContext":
         return self.apply(Tensor.pin_memory)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        window: int | None,
-        soft_cap: float | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """`attention` of these tokens."""
+        window = options.window
         if self.cache is not None and self.documents is None:
             k, v = self.cache.extend(self.layer, k, v)
             mask = self.cache.mask(q.shape[2], k.shape[2], window)
-            return _attend(q, k, v, mask, scale, soft_cap)
+            return _attend(q, k, v, mask, options, self.cache)
         if self.part is not None or self.cache is not None:
             raise ValueError(
                 "a cache takes no documents, and parts of a sequence are those of a ShardedContext"
             )
         # If the shapes differ, masked attention reports the mismatch.
         counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
-        packed = counted and takes_varlen(q, k, v, soft_cap)
+        packed = counted and not _needs_scores(options) and takes_varlen(q, k, v)
         if self.kernel is not None and self.lengths is not None and packed:
-            return _varlen(self.kernel, (q, k, v), self.lengths, scale, window)
-        return _attend(q, k, v, self._mask(window, k), scale, soft_cap)
+            if options.sinks is None:
+                return _varlen(self.kernel, (q, k, v), self.lengths, options.scale, window)
+            return _with_sinks(q, k, v, options, ends=self.lengths)
+        return _attend(q, k, v, self._mask(window, k), options)
 
     def _mask(self, window: int | None, k: Tensor) -> Tensor | None:
         """Of the documents, with a sliding window. The layers share what is made once."""
@@ -166,6 +179,11 @@ class KVCache:
         near = (distance >= 0) & (distance < (window or keys))
         return (near & (columns >= self.starts[:, None, None, None])) | (distance == 0)
 
+    def positions(self, keys: int) -> Tensor:
+        """(b, keys) int64: the position of each column in its row's text; that of padding is 0."""
+        columns = torch.arange(keys, device=self.starts.device)
+        return (columns - self.starts[:, None]).clamp(min=0)
+
 
 def attention(
     q: Tensor,
@@ -176,8 +194,15 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Bias | None = None,
+    dropout: "Dropout | float" = 0.0,
 ) -> Tensor:
     """Causal scaled dot-product attention with grouped key/value heads.
+
+    The scores of a query and the keys that it sees become probabilities, in this order:
+
+        x = scale q k,   x = soft_cap tanh(x / soft_cap),   x = x + bias,   p = softmax(x, sink)
 
     Args:
         q: (b, h, s, e).
@@ -187,23 +212,59 @@ def attention(
             query sees a key.
         scale: factor of the scores; None: 1 / sqrt(e).
         window: a token sees itself and the window - 1 tokens before it
-            (https://arxiv.org/abs/2004.05150); None: all.
-        soft_cap: scores x become soft_cap * tanh(x / soft_cap) (Gemma 2,
-            https://arxiv.org/abs/2408.00118, section 2). No fused kernel of torch does that: all
-            scores (b, h, s, s) are in memory.
+            (https://arxiv.org/abs/2004.05150); None: all. Each call has its own, so layers may
+            differ.
+        soft_cap: see above (Gemma 2, https://arxiv.org/abs/2408.00118, section 2).
+        sinks: (h,), a learned logit per head that takes probability from the keys and has no value:
+            p_j = exp(x_j) / (exp(sink) + sum exp(x_i)) (gpt-oss, https://arxiv.org/abs/2508.10925;
+            transformers' `s_aux`).
+        bias: called as bias(positions of queries (1 or b, s), positions of keys (1 or b, t)), both
+            int64; returns (1 or b, h, s, t), for the h query heads of this rank. Parameters in it
+            get gradients. Positions count the tokens of a row from 0, wherever its documents begin
+            and whichever part of it this rank has, so that a bias by distance (ALiBi,
+            https://arxiv.org/abs/2108.12409; T5) is right with documents too. In generation they
+            count from the first token of each prompt.
+        dropout: a `meshtrain.dropout.Dropout(p, heads=...)` of the calling module, which drops
+            probabilities in training, the same ones on every layout; 0: none.
 
-    Returns (b, h, s, f).
+    Costs: `sinks` alone use fused kernels. With `soft_cap`, `bias` or `dropout` all scores (b, h,
+    s, s) are in memory, because no fused kernel of torch has them (over `cp` those of one block at
+    a time, but the bias of this rank's queries for all keys until the backward).
+
+    Returns (b, h, s, f). Raises ValueError: `dropout` is a probability, whose masks would depend on
+    the layout.
     """
     # torch's protocol to intercept calls, used by `modeling.flops`
     if has_torch_function((q, k, v)):
-        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        return handle_torch_function(attention, (q, k, v), q, k, v, context, **options)
+        given: Any = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+            "bias": bias,
+            "dropout": dropout,
+        }
+        return handle_torch_function(attention, (q, k, v), q, k, v, context, **given)
+    options = AttentionOptions(scale, window, soft_cap, sinks, bias, _active(dropout))
     if isinstance(context, AttentionContext):
-        return context.attend(q, k, v, scale, window, soft_cap)
+        return context.attend(q, k, v, options)
     mask = context
     if window is not None and window < k.shape[2]:
         mask = _windowed(mask, window, k)
-    return _attend(q, k, v, mask, scale, soft_cap)
+    return _attend(q, k, v, mask, options)
+
+
+def _active(dropout: "Dropout | float") -> "Dropout | None":
+    """The module, if it drops something now."""
+    if isinstance(dropout, int | float):
+        if dropout == 0:
+            return None
+        raise ValueError(
+            f"attention with dropout={dropout}: a probability alone does not say which elements to "
+            "drop on which layout: give the calling module a meshtrain.dropout.Dropout(p, "
+            "heads=...) and pass that"
+        )
+    return dropout if dropout.training and dropout.p > 0 else None
 
 
 def _windowed(mask: Tensor | None, window: int, k: Tensor) -> Tensor:
@@ -213,36 +274,103 @@ def _windowed(mask: Tensor | None, window: int, k: Tensor) -> Tensor:
     return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, -torch.inf)
 
 
+def _needs_scores(options: AttentionOptions) -> bool:
+    """Whether no fused kernel has these options."""
+    return (options.soft_cap, options.bias, options.dropout) != (None, None, None)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    cache: KVCache | None = None,
 ) -> Tensor:
+    """q (b, h, s, e) are the last s tokens of k (b, k, t, e) and v (b, k, t, f)."""
+    by_scores = _needs_scores(options)
+    if options.sinks is not None:
+        # A mask of numbers might need a gradient.
+        by_scores |= mask is not None and mask.dtype != torch.bool
+        if not by_scores:
+            return _with_sinks(q, k, v, options, mask=mask)
+
     heads = q.shape[1]
     kv_heads = k.shape[1]
-    repeat = cap is not None or wants_repeated(
+    repeat = by_scores or wants_repeated(
         q.device.type, q.dtype, mask is not None, heads, kv_heads, q.shape[-1], v.shape[-1]
     )
     if repeat:
         k = k.repeat_interleave(heads // kv_heads, dim=1)
         v = v.repeat_interleave(heads // kv_heads, dim=1)
-    if cap is not None:
-        return _soft_capped(q, k, v, mask, scale, cap)
+    if by_scores:
+        return _by_scores(q, k, v, mask, options, cache)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=options.scale,
+        enable_gqa=heads != k.shape[1],
     )
 
 
-def _soft_capped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float
+def _by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    cache: KVCache | None,
 ) -> Tensor:
+    """Attention as it is written, in float32 or wider. k (b, h, t, e) and v (b, h, t, f)."""
+    b, h, s, e = q.shape
+    t = k.shape[2]
+    keys_at = torch.arange(t, device=q.device)[None] if cache is None else cache.positions(t)
+    queries_at = keys_at[:, t - s :]
+
+    scale, cap = options.scale, options.soft_cap
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = e**-0.5
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    scores = soft_cap * torch.tanh(scores * (scale / soft_cap))
+    scores = scores * scale if cap is None else cap * torch.tanh(scores * (scale / cap))
+    if options.bias is not None:
+        scores = scores + options.bias(queries_at, keys_at)
+
     if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = torch.ones(s, t, dtype=torch.bool, device=q.device).tril()
     hides = mask.dtype == torch.bool  # else it is added
     scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
-    return scores.softmax(-1).to(v.dtype) @ v
+
+    if options.sinks is None:
+        p = scores.softmax(-1)
+    else:  # one more column, whose value is 0
+        sinks = options.sinks.to(scores.dtype)[:, None, None].expand(b, -1, s, 1)
+        p = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :t]
+    if options.dropout is not None:
+        keep = options.dropout.keep_pairs(b, h, queries_at, keys_at)
+        p = torch.where(keep, p * (1 / (1 - options.dropout.p)), 0)
+    return p.to(v.dtype) @ v
+
+
+def _with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    *,
+    mask: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Attention with sinks by a kernel that also returns the log-sum-exp of the scores. `mask`: of
+    bools. `ends`: of packed documents, as `cumulative_lengths` has them."""
+    # Here, because only models with sinks need it.
+    from meshtrain.parallel.sinks import attend_with_sinks
+
+    assert options.sinks is not None
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    return attend_with_sinks(q, k, v, options.sinks, mask, ends, scale, options.window)
 
 
 def wants_repeated(
@@ -306,11 +434,8 @@ def has_varlen(device: torch.device, dtype: torch.dtype | None) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def takes_varlen(q: Tensor, k: Tensor, v: Tensor, soft_cap: float | None) -> bool:
-    """Whether a variable-length kernel accepts these tensors. torch's has no soft cap; narrow heads
-    are padded."""
-    if soft_cap is not None:
-        return False
+def takes_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a variable-length kernel accepts these tensors; narrow heads are padded."""
     fits = q.dtype == k.dtype == v.dtype and q.dtype in VARLEN_TYPES
     return fits and max(q.shape[-1], v.shape[-1]) <= 256
 

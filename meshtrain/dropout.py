@@ -3,7 +3,8 @@
 Whether an element is dropped is a function of (seed, the module's full name, step, position of its
 sample in the global batch, position in the sample), computed on the rank that holds the element.
 There is no generator and no state: any layout, microbatch size, recomputed block and compiled block
-drops the same elements, on a CPU and on a GPU.
+drops the same elements, on a CPU and on a GPU. For a probability of attention the position in the
+sample is (head, position of the query, position of the key).
 """
 
 import hashlib
@@ -45,16 +46,22 @@ class Dropout(nn.Module):
     (`SequencePart`). Not for features between a colwise and a rowwise layer, where every rank of
     `tp` would apply the same mask to its own features, unless `columns` says which they are. A
     module used in two places drops the same elements in both.
+
+    Of the probabilities inside attention it is not called, but given to
+    `meshtrain.attention.attention` as `dropout`.
     """
 
-    def __init__(self, p: float) -> None:
-        """Raises ValueError: p is not in [0, 1)."""
+    def __init__(self, p: float, heads: int | None = None) -> None:
+        """`heads`: for attention, the number of query heads of the whole layer, on all ranks of
+        `tp` together. Raises ValueError: p is not in [0, 1)."""
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout with probability {p}: expected 0 <= p < 1")
         self.p = p
+        self.heads = heads
         self.bound = False
         self.part = SequencePart()
+        self.tp_index = 0  # of this rank, by which its heads are counted
         # number of all features, and this rank's; None: has all
         self.columns: tuple[int, slice] | None = None
         # (b), one hash per sample of the microbatch. A tensor but not a buffer: the compiler takes
@@ -74,7 +81,11 @@ class Dropout(nn.Module):
             return x
         if not self.bound:
             return F.dropout(x, self.p)
-        keys = self._keys_of(x)
+        keys = self.keys_of(len(x))
+        if x.dim() < 3 and self.part != SequencePart():
+            raise RuntimeError(
+                f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)"
+            )
         shape = x.shape
         rows = x.shape[1] if x.dim() > 2 else 1
         # One row stands for the whole sequence.
@@ -89,37 +100,59 @@ class Dropout(nn.Module):
             mask = mask[..., own]
         return torch.where(mask, x * (1 / (1 - self.p)), 0)
 
-    def _keys_of(self, x: Tensor) -> Tensor:
-        if self.keys is None or self.keys.shape[0] != x.shape[0]:
+    def keys_of(self, samples: int) -> Tensor:
+        """(b,) int64: the hashes of a batch of this many samples. Raises RuntimeError: they were
+        not set for as many."""
+        if self.keys is None or self.keys.shape[0] != samples:
             count = 0 if self.keys is None else self.keys.shape[0]
             raise RuntimeError(
-                f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {count}: "
+                f"dropout of a batch of {samples} samples, but set_dropout told of {count}: "
                 "call set_dropout(model, seed=..., step=..., samples=...) before each forward in "
                 "training"
             )
-        if x.dim() < 3 and self.part != SequencePart():
-            raise RuntimeError(
-                f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)"
-            )
         return self.keys
+
+    def first_head(self, own: int) -> int:
+        """The index, in the whole layer, of the first of this rank's `own` query heads. Raises
+        ValueError: the module does not know how many heads there are, or these are no share of
+        them."""
+        if self.heads is None or self.heads % own:
+            raise ValueError(
+                f"dropout inside attention, of {own} query heads here: expected "
+                "meshtrain.dropout.Dropout(p, heads=the number of query heads of the whole layer), "
+                f"and got heads={self.heads}"
+            )
+        return 0 if own == self.heads else self.tp_index * own
+
+    def keep_pairs(self, b: int, h: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which probabilities (b, h, s, t) of this rank's h query heads to keep: see
+        `keep_pairs`."""
+        first = self.first_head(h)
+        if not self.bound:
+            shape = b, h, queries.shape[-1], keys.shape[-1]
+            return torch.rand(shape, device=queries.device) >= self.p
+        seeds = head_keys(self.keys_of(b).to(queries.device), first, h)
+        return keep_pairs(seeds, queries, keys, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-def bind_dropout(model: nn.Module, part: SequencePart | None = None) -> None:
+def bind_dropout(model: nn.Module, part: SequencePart | None = None, tp_index: int = 0) -> None:
     """Makes every `Dropout` of a model use the masks that `set_dropout` selects.
 
     Args:
         model: the whole model, whose module names determine the masks; on any device, meta
             included.
         part: the part of each sequence that this rank has; None: all of it.
+        tp_index: this rank's index on `tp`, over which heads of attention are split.
     """
     dropouts: dict[str, Dropout] = {}
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
             module.bound = True
             module.part = part or SequencePart()
+            module.tp_index = tp_index
             dropouts[name] = module
     # a plain attribute, not a submodule
     model.dropout_masks = _DropoutKeys(dropouts)  # type: ignore[assignment]
@@ -190,6 +223,29 @@ def keep_mask(keys: Tensor, shape: torch.Size, positions: Tensor, p: float) -> T
     # bounds.
     halves = torch.cat((bits, bits >> 32), dim=-1) & (2**32 - 1)
     return (halves >= round(p * 2**32)).flatten(2)[..., :width].reshape(shape)
+
+
+def head_keys(keys: Tensor, first: int, count: int) -> Tensor:
+    """(b, h) int64: a key for each head of each sample, of the heads from `first` on, as they are
+    counted in the whole layer. `keys`: (b,) int64, those of the samples."""
+    heads = torch.arange(first, first + count, device=keys.device)
+    return mix(mix(keys)[:, None] + heads * GAMMA)
+
+
+def keep_pairs(keys: Tensor, queries: Tensor, keys_at: Tensor, p: float) -> Tensor:
+    """The pairs of a query and a key to keep, (b, h, s, t) bool: each with probability 1 - p, to a
+    precision of 2^-32.
+
+    A function of the head's key and of the two positions, so any part of the pairs can be asked
+    for. SplitMix64, seeded with the head's key, gives the bits of pair number 2^32 query + key.
+
+    Args:
+        keys: (b, h) int64, from `head_keys`.
+        queries, keys_at: (1 or b, s) and (1 or b, t) int64: positions in the sequence, below 2^31.
+    """
+    pairs = queries[:, None, :, None] * 2**32 + keys_at[:, None, None, :]
+    bits = mix(keys[:, :, None, None] + pairs * GAMMA)
+    return (bits & (2**32 - 1)) >= round(p * 2**32)
 
 
 def hash64(text: str) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
 from meshtrain.parallel.step_context import StepContext, use_context
-from meshtrain.pipeline.engine import Pipeline, StageForward, call_stage, ends_of, shapes_of
+from meshtrain.pipeline.engine import Pipeline, StageForward, has_last_stage, shapes_of
+from meshtrain.pipeline.forms import Activation
+from meshtrain.pipeline.stage import call_stage
 
 UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
@@ -116,12 +118,12 @@ def evaluate(
     evaluation set; every rank has the same number of batches. Raises AgreedError: no batch of any
     rank has a valid target."""
     sums = _Sums(*torch.zeros(3, dtype=torch.float64, device=device))
-    ends = ends_of(model)
+    has_last = has_last_stage(model)
 
-    def score(stage: nn.Module, batch: Batch, received: Tensor | None, last: bool) -> Tensor | None:
+    def score(stage: nn.Module, batch: Batch, received: Activation | None, last: bool) -> Any:
         """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than
         training."""
-        inputs, targets = batch.to(device, dtype, *ends)
+        inputs, targets = batch.to(device, dtype, with_targets=has_last)
         is_classifier = targets.ndim == 1
         request = None if is_classifier else LossRequest(lambda: targets)
         with use_context(StepContext(loss_request=request)):

@@ -45,7 +45,7 @@ from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.parallelize import has_sequence_part
 from meshtrain.parallel.step_context import StepContext, current_context, use_context
 from meshtrain.pipeline.actions import Action, Kind
-from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
+from meshtrain.pipeline.engine import Pipeline, has_last_stage, shapes_of
 from meshtrain.step_sums import StepOutcome, StepSums, read_later
 
 if TYPE_CHECKING:
@@ -228,8 +228,9 @@ class Trainer:
         """A microbatch on the device. A pipeline asks for one several times in a row."""
         now = self._step
         if now.on_device is None or now.on_device[0] != microbatch:
-            ends = ends_of(self.model)
-            batch = now.batches[microbatch].to(self.device, self.dtype, *ends)
+            batch = now.batches[microbatch].to(
+                self.device, self.dtype, with_targets=has_last_stage(self.model)
+            )
             now.on_device = microbatch, batch
         return now.on_device[1]
 

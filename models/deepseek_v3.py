@@ -390,14 +390,14 @@ init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": 
 # q_b_proj, or q_proj without a latent of queries; `mlp.*gate_proj` also matches that of the shared
 # experts.
 tp_plan = {
-    "model.embed_tokens": "embedding_rowwise",
+    "model.embed_tokens": "embedding_rowwise_sequence",
     "model.layers.*.self_attn.q_[bp]*": "colwise",
     "model.layers.*.self_attn.kv_b_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
     "model.layers.*.mlp.*gate_proj": "colwise",
     "model.layers.*.mlp.*up_proj": "colwise",
     "model.layers.*.mlp.*down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
+    "lm_head": "colwise_logits",
     "model.layers.*.self_attn.*_a_*": "replicate",
     "model.layers.*.self_attn.rotary_key": "gather_sequence",
 }

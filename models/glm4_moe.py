@@ -314,7 +314,7 @@ init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": 
 # How weights are split over `tp`, in Hugging Face's words. `mlp.*gate_proj` also matches that of
 # the shared experts.
 tp_plan = {
-    "model.embed_tokens": "embedding_rowwise",
+    "model.embed_tokens": "embedding_rowwise_sequence",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
@@ -324,7 +324,7 @@ tp_plan = {
     "model.layers.*.mlp.*gate_proj": "colwise",
     "model.layers.*.mlp.*up_proj": "colwise",
     "model.layers.*.mlp.*down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
+    "lm_head": "colwise_logits",
 }
 
 # Modules in which tokens attend to each other. A model with this table accepts an

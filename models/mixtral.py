@@ -231,12 +231,12 @@ init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*": "normal"}
 
 # How weights are split over `tp`, in Hugging Face's words.
 tp_plan = {
-    "model.embed_tokens": "embedding_rowwise",
+    "model.embed_tokens": "embedding_rowwise_sequence",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
+    "lm_head": "colwise_logits",
 }
 
 # Modules in which tokens attend to each other. A model with this table accepts an

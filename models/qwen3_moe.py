@@ -291,7 +291,7 @@ init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*": "normal"}
 # How weights are split over `tp`, in Hugging Face's words. All ranks hold dense feed-forward parts
 # whole.
 tp_plan = {
-    "model.embed_tokens": "embedding_rowwise",
+    "model.embed_tokens": "embedding_rowwise_sequence",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
@@ -299,7 +299,7 @@ tp_plan = {
     "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
     "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "model.layers.*.self_attn.o_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
+    "lm_head": "colwise_logits",
 }
 
 # Modules in which tokens attend to each other. A model with this table accepts an

@@ -376,6 +376,8 @@ def attend(
         scale=scaling,
         window=attention_mask.window,
         soft_cap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
     )
     return y.transpose(1, 2).contiguous(), None
 

@@ -236,7 +236,8 @@ class Sent:
 
 
 class Created(TorchDispatchMode):
-    """Tracks the memory of all tensors made while active, whoever holds it in the end."""
+    """Tracks the memory of all tensors made while active, whoever holds it in the end. Those on the
+    meta device have none."""
 
     def __init__(self, besides: Iterable[Tensor]) -> None:
         """`besides`: tensors whose memory, also through views, does not count."""
@@ -247,8 +248,8 @@ class Created(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = to_local(tensor.detach()).untyped_storage()
                 if storage._cdata not in self._known:
                     self._made.setdefault(
                         storage._cdata, (StorageWeakRef(storage), storage.nbytes())

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import attention as back_ends
 from torch.nn.attention import varlen
@@ -16,6 +17,7 @@ from torch.nn.attention import varlen
 from meshtrain import attention as module
 from meshtrain.attention import (
     AttentionContext,
+    Bias,
     KVCache,
     attention,
     cumulative_lengths,
@@ -26,9 +28,12 @@ from meshtrain.attention import (
     wants_repeated,
 )
 from meshtrain.data.batch import Batch
+from meshtrain.dropout import Dropout, set_dropout
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
+from meshtrain.parallel.context import kernels
 from tests import varlen_on_cpu
-from tests.comparing import CPU, V, small_llama
+from tests.comparing import CPU, Peak, V, small_llama
+from tests.parallel.sharded_attention import SegmentsByMask
 
 TABLES = yaml.safe_load(Path(__file__).with_name("attention_kernels.yaml").read_text())
 VARLEN = varlen_on_cpu.KERNEL
@@ -55,8 +60,11 @@ def formula(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Bias | None = None,
+    keep: Tensor | None = None,
 ) -> Tensor:
-    """Attention as it is written."""
+    """Attention as it is written. `keep`: factors of the probabilities."""
     tokens = torch.arange(q.shape[2])
     distance = tokens[:, None] - tokens
     seen = (distance >= 0) & (distance < (window or 99))
@@ -66,7 +74,31 @@ def formula(
     scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    if bias is not None:
+        scores = scores + bias(tokens[None], tokens[None])
+    exponentials = scores.masked_fill(~seen, -torch.inf).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    p = exponentials / total
+    return (p if keep is None else p * keep) @ v
+
+
+def alibi(slopes: Tensor) -> Bias:
+    """The penalty of a distance, with a slope for each head (https://arxiv.org/abs/2108.12409)."""
+    return lambda queries, keys: (
+        slopes[:, None, None] * (keys[:, None, None] - queries[:, None, :, None])
+    )
+
+
+def learned(table: Tensor) -> Bias:
+    """T5's: a parameter (h, n) for each distance, the last one for all from there on."""
+
+    def bias(queries: Tensor, keys: Tensor) -> Tensor:
+        distance = queries[:, :, None] - keys[:, None]
+        return table[:, distance.clamp(0, table.shape[1] - 1)].transpose(0, 1)
+
+    return bias
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -122,6 +154,157 @@ def test_attention_is_the_formula(
     assert (packed.mask is None) is ("soft_cap" not in options), "a mask is made where it is used"
 
 
+@pytest.mark.usefixtures("in_all_types")
+@pytest.mark.parametrize("names", ["sinks", "alibi", "learned", "sinks learned", "sinks dropped"])
+@pytest.mark.parametrize("options", [{}, {"window": 4, "scale": 0.3}, {"soft_cap": 0.7}], ids=str)
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_sinks_biases_and_dropout_are_the_formula(
+    names: str, options: dict[str, Any], kv_heads: int
+) -> None:
+    """With the gradients of all that they are made of, in every form of a context."""
+    torch.manual_seed(0)
+    q, k, v, direction = (
+        torch.randn(3, 11, heads, width, dtype=torch.float64).transpose(1, 2)
+        for heads, width in ((6, 8), (kv_heads, 8), (kv_heads, 5), (6, 5))
+    )
+    sinks, slopes = torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    table = torch.randn(6, 4, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks, slopes, table)]
+    dropout, factors = dropout_of(6, 3), None
+    more: dict[str, Any] = {}
+    if "sinks" in names:
+        more["sinks"] = sinks
+    if "alibi" in names:
+        more["bias"] = alibi(slopes)
+    if "learned" in names:
+        more["bias"] = learned(table)
+    if "dropped" in names:
+        tokens = torch.arange(11)[None]
+        factors = dropout.keep_pairs(3, 6, tokens, tokens).double() / (1 - dropout.p)
+    mask = document_mask(DOCUMENTS)
+    packed = AttentionContext.of(AttentionContext(DOCUMENTS, cumulative_lengths(DOCUMENTS), VARLEN))
+    forms = [
+        (None, None),
+        (None, AttentionContext.of(None)),
+        (DOCUMENTS, AttentionContext.of(DOCUMENTS)),
+        (DOCUMENTS, packed),
+        (DOCUMENTS, mask),
+        (DOCUMENTS, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)),
+    ]
+    for documents, context in forms:
+        y = attention(
+            q, k, v, context, **options, **more, dropout=dropout if "dropped" in names else 0.0
+        )
+        expected = formula(q, k, v, documents, **options, **more, keep=factors)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        results = [
+            torch.autograd.grad(output, leaves, direction, allow_unused=True)
+            for output in (y, expected)
+        ]
+        for actual, known in zip(*results, strict=True):
+            assert (actual is None) == (known is None)
+            torch.testing.assert_close(actual, known, rtol=1e-11, atol=1e-12)
+
+
+def dropout_of(heads: int, samples: int) -> Dropout:
+    dropout = Dropout(0.3, heads)
+    set_dropout(nn.ModuleList([dropout]), seed=3, step=2, samples=range(samples))
+    return dropout
+
+
+def test_dropout_is_of_training_and_of_a_module() -> None:
+    x = torch.randn(2, 4, 5, 8)
+    dropout = dropout_of(4, 2)
+    assert not torch.equal(attention(x, x, x, dropout=dropout), attention(x, x, x))
+    assert torch.equal(attention(x, x, x, dropout=dropout.eval()), attention(x, x, x))
+    with pytest.raises(ValueError, match="a probability alone"):
+        attention(x, x, x, dropout=0.1)
+    for unknown in (Dropout(0.1), Dropout(0.1, heads=6)):
+        with pytest.raises(ValueError, match="the number of query heads of the whole layer"):
+            attention(x, x, x, dropout=unknown)
+    torch.manual_seed(0)
+    alone = attention(x, x, x, dropout=Dropout(0.5, heads=4))  # of a plain model
+    assert not torch.equal(alone, attention(x, x, x, dropout=Dropout(0.5, heads=4)))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_cache_gives_what_the_whole_row_gives(window: int | None) -> None:
+    """With sinks and a bias, of rows that are padded on the left, token by token."""
+    torch.manual_seed(0)
+    sinks, table = torch.randn(4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    slopes = torch.rand(4, dtype=torch.float64)
+    for options in (
+        {"sinks": sinks},
+        {"bias": alibi(slopes)},
+        {"sinks": sinks, "bias": learned(table)},
+        # of absolute positions
+        {
+            "bias": lambda q, k: (
+                q[:, None, :, None] * slopes[:, None, None] * k[:, None, None]
+            ).sin()
+        },
+    ):
+        texts = [torch.randn(1, 4, n, 8, dtype=torch.float64) for n in (7, 9)]
+        padded = torch.cat([F.pad(texts[0], (0, 0, 2, 0)), texts[1]])
+        context = AttentionContext(cache=KVCache(torch.tensor([2, 0])))
+        parts = padded.split([6, 1, 2], dim=2)
+        outputs = [attention(x, x, x, context, window=window, **options) for x in parts]
+        y = torch.cat(outputs, dim=2)
+        for row, text, begin in ((0, texts[0], 2), (1, texts[1], 0)):
+            expected = attention(text, text, text, window=window, **options)
+            torch.testing.assert_close(y[row, :, begin:], expected[0], rtol=1e-12, atol=1e-12)
+
+
+def test_sinks_take_no_memory_of_all_scores() -> None:
+    """A fused kernel's log-sum-exp is enough."""
+    s = 1024
+    x = torch.randn(1, 2, s, 8, requires_grad=True)
+    sinks = torch.zeros(2, requires_grad=True)
+    with Peak([x, sinks]) as peak:
+        attention(x, x, x, sinks=sinks).sum().backward()
+    assert peak.bytes < s * s
+
+
+@pytest.mark.usefixtures("in_all_types")
+@pytest.mark.parametrize("window", [None, 3, 11])
+def test_sinks_of_packed_documents_need_no_mask(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs in 16 bits, where flash attention is given the documents' ends."""
+    segmented, choose = SegmentsByMask(), kernels.choose_kernel
+    monkeypatch.setattr(
+        kernels,
+        "choose_kernel",
+        lambda q, v, by_products, visible: (
+            segmented if visible == "documents" else choose(q, v, by_products, visible)
+        ),
+    )
+    packed = AttentionContext.of(AttentionContext(DOCUMENTS, cumulative_lengths(DOCUMENTS), VARLEN))
+    masked = AttentionContext.of(DOCUMENTS)
+    torch.manual_seed(0)
+    q, k, v, direction = (
+        torch.randn(3, heads, 11, width, dtype=torch.float64, requires_grad=True)
+        for heads, width in ((6, 12), (3, 12), (3, 5), (6, 5))
+    )
+    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    results = []
+    for context in (packed, masked):
+        y = attention(q, k, v, context, window=window, sinks=sinks)
+        results.append([y, *torch.autograd.grad(y, (q, k, v, sinks), direction)])
+    assert packed.mask is None
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_rounded_sinks_are_those_of_float32() -> None:
+    torch.manual_seed(0)
+    x, sinks = torch.randn(1, 2, 40, 16), torch.randn(2)
+    expected = attention(x, x, x, sinks=sinks)
+    half = x.bfloat16()
+    y = attention(half, half, half, sinks=sinks)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=10 * 2**-8)
+
+
 def test_soft_capped_scores_of_16_bits_are_capped_in_32(monkeypatch: pytest.MonkeyPatch) -> None:
     capped: list[torch.dtype] = []
     tanh = torch.tanh
@@ -144,12 +327,12 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups() -> None:
 
 def test_what_the_kernel_takes() -> None:
     for row in TABLES["varlen_takes"]:
-        dtypes, widths, soft_cap, taken = row
+        dtypes, widths, taken = row
         qkv = (
             torch.empty(1, 2, 3, e, dtype=getattr(torch, t))
             for t, e in zip(dtypes, widths, strict=True)
         )
-        assert takes_varlen(*qkv, soft_cap) is taken, row
+        assert takes_varlen(*qkv) is taken, row
 
 
 def test_which_devices_have_attention_of_variable_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,15 +516,25 @@ def test_selective_recomputation_keeps_packed_attention(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_layers_with_windows_and_caps_are_not_compiled_anew(masked: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_layers_with_all_options_are_not_compiled_anew(masked: bool, recompute: str) -> None:
+    torch.manual_seed(0)
+    sinks, table = torch.randn(2, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+    dropout = Dropout(0.3, heads=2)
+
     def layers(x: Tensor, context: AttentionContext) -> Tensor:
         near = attention(x, x, x, context, window=3, scale=0.2)
-        return attention(near, x, x, context, soft_cap=2.0)
+        far = attention(near, x, x, context, soft_cap=2.0)
+        drained = attention(far, x, x, context, sinks=sinks, window=4)
+        drained = attention(drained, x, x, context, sinks=sinks)
+        return attention(drained, x, x, context, bias=learned(table), dropout=dropout)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layers, backend=counter)
+    forward = checkpoint_block(layers, recompute)
+    compiled = torch.compile(forward, backend=counter, fullgraph=True)
     for cut in (2, 5, 7):
+        set_dropout(nn.ModuleList([dropout]), seed=0, step=cut, samples=range(2))
         documents = (torch.arange(9) >= cut).long().expand(2, 9) if masked else None
         x = torch.randn(2, 2, 9, 4, dtype=torch.float64, requires_grad=True)
         context = AttentionContext.of(documents)
@@ -397,11 +590,12 @@ def test_no_scores_of_all_tokens_are_held_on_a_gpu(
 @NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("heads", "widths"), [((8, 8), (64, 64)), ((8, 2), (128, 128)), ((4, 4), (192, 128))]
 )
 def test_on_a_gpu_documents_laid_end_to_end_give_what_the_mask_gives(
-    heads: tuple[int, int], widths: tuple[int, int], window: int | None
+    heads: tuple[int, int], widths: tuple[int, int], window: int | None, has_sinks: bool
 ) -> None:
     b, s, dtype = 2, 1000, torch.bfloat16
     torch.manual_seed(0)
@@ -413,10 +607,16 @@ def test_on_a_gpu_documents_laid_end_to_end_give_what_the_mask_gives(
         (heads[0], widths[1]),
     ]
     *qkv, direction = (torch.randn(b, h, s, e, dtype=dtype, device="cuda") for h, e in shapes)
+    drawn = torch.randn(heads[0], dtype=dtype, device="cuda")
     results = []
     for packed, wide in ((True, dtype), (False, torch.float64)):
         inputs = [x.to(wide).requires_grad_() for x in qkv]
-        y = attention(*inputs, on_gpu(documents, packed, dtype), window=window)
+        sinks = None
+        if has_sinks:
+            sinks = drawn.to(wide).requires_grad_()
+            inputs.append(sinks)
+        context = on_gpu(documents, packed, dtype)
+        y = attention(*inputs[:3], context, window=window, sinks=sinks)
         results.append([y, *torch.autograd.grad(y, inputs, direction.to(wide))])
     for actual, expected in zip(*results, strict=True):
         assert (actual - expected).norm() <= 1e-2 * expected.norm()

@@ -11,7 +11,15 @@ from torch._dynamo.testing import CompileCounter
 
 from meshtrain.data.order import mix
 from meshtrain.data.sequence import chunks_of, padded_length
-from meshtrain.dropout import Dropout, SequencePart, bind_dropout, keep_mask, set_dropout
+from meshtrain.dropout import (
+    Dropout,
+    SequencePart,
+    bind_dropout,
+    head_keys,
+    keep_mask,
+    keep_pairs,
+    set_dropout,
+)
 from meshtrain.job.locate import model_file
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.compile import compile_block
@@ -116,6 +124,66 @@ def test_parts_and_microbatches_make_the_whole(
             own = masks((size, len(positions), width), first=first, part=part)
             for mask, expected in zip(own, whole, strict=True):
                 assert torch.equal(mask, expected[first : first + size, positions])
+
+
+def pairs(
+    heads: int,
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    p: float = 0.5,
+    of: int = 6,
+    tp_index: int = 0,
+    first: int = 0,
+    name: str = "0",
+) -> Tensor:
+    """Which probabilities (4, heads, s, t) attention keeps, of `of` heads of the whole layer."""
+    model = nn.ModuleDict({name: Dropout(p, of)})
+    bind_dropout(model, tp_index=tp_index)
+    set_dropout(model, seed=0, step=1, samples=range(first, first + 4))
+    return model[name].keep_pairs(4, heads, queries[None], keys[None])
+
+
+def test_any_part_of_attention_can_be_asked_for() -> None:
+    """Of samples, heads, queries and keys, in any order of keys."""
+    tokens = torch.arange(40)
+    whole = pairs(6, tokens, tokens)
+    own, others = tokens[[3, 17, 30]], tokens.flip(0)[::3]
+    for index in range(3):
+        part = pairs(2, own, others, tp_index=index)
+        assert torch.equal(part, whole[:, 2 * index : 2 * index + 2][:, :, own][..., others])
+    assert torch.equal(pairs(6, tokens, tokens, first=2)[:2], whole[2:])
+    # A plan that does not split attention leaves every rank all heads.
+    assert torch.equal(pairs(6, tokens, tokens, tp_index=1), whole)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_of_attention_have_nothing_to_do_with_each_other(p: float) -> None:
+    tokens = torch.arange(96)
+    mask = pairs(6, tokens, tokens, p=p)
+    share = mask.double().mean((2, 3))
+    assert (share - (1 - p)).abs().max() < 5 * (p * (1 - p) / 96**2) ** 0.5
+    correlations = {
+        "transposed": correlation(mask[..., :48, 48:], mask[..., 48:, :48].transpose(2, 3)),
+        "name": correlation(mask, pairs(6, tokens, tokens, p=p, name="1")),
+        "position": correlation(mask, pairs(6, tokens + 96, tokens, p=p)),
+    }
+    for dim in range(4):
+        for lag in (1, 2, 3):
+            n = mask.shape[dim] - lag
+            correlations[f"dim {dim}, lag {lag}"] = correlation(
+                mask.narrow(dim, 0, n), mask.narrow(dim, lag, n)
+            )
+    assert {name: z for name, z in correlations.items() if not abs(z) < 5} == {}
+
+
+def test_a_pair_is_splitmix64_of_its_positions() -> None:
+    key, at = -(2**63) + 12345, torch.tensor([[2**31 - 1, 7]])
+    keep = keep_pairs(head_keys(torch.tensor([key]), 3, 2), at, at, 0.4)
+    for head, (i, query), (j, k) in product((3, 4), enumerate(at[0]), enumerate(at[0])):
+        of_head = mix(head, mix(0, key % 2**64))
+        word = mix(int(query) * 2**32 + int(k), of_head)
+        assert keep[0, head - 3, i, j] == (word % 2**32 >= round(0.4 * 2**32))
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 5, 7), (5, 1, 1), (5, 1, 4)], ids=str)

@@ -319,7 +319,49 @@ def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
 
 
 def write_table() -> None:
-    pass
+    """Writes the table of docs/transformers.md from the families' files."""
+    text = DOCUMENT.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+def table() -> str:
+    """A row for each family, a list of the sentences, and how many cells are exact."""
+    sentences: dict[str, int] = {}  # sentence -> its number
+    rows = []
+    exact = dict.fromkeys(LAYOUTS, 0)
+    for file in sorted(RESULTS.glob("*.json")):
+        described = json.loads(file.read_text())
+        results = described["results"]
+        cells = []
+        for name in LAYOUTS:
+            end = results.get(name, results[ALONE])
+            exact[name] += "exact" in end
+            cells.append(_cell(end, sentences))
+        rows.append(f"| {described['family']} | {' | '.join(cells)} |")
+    heading = f"| family | {' | '.join(LAYOUTS)} |"
+    rule = "| --- " * (len(LAYOUTS) + 1) + "|"
+    counts = f"| **exact** | {' | '.join(f'**{count}**' for count in exact.values())} |"
+    notes = [f"{number}. {sentence}" for sentence, number in sentences.items()]
+    return "\n".join([heading, rule, counts, *rows, "", *notes])
+
+
+def _cell(end: dict[str, Any], sentences: dict[str, int]) -> str:
+    if "exact" in end:
+        return "exact"
+    kind, sentence = next(iter(end.items()))
+    if kind == "wrong":
+        return f"**wrong**: {sentence}"
+    number = sentences.setdefault(_for_any_family(sentence), len(sentences) + 1)
+    return str(number) if kind == "refused" else f"**failed** {number}"
+
+
+def _for_any_family(sentence: str) -> str:
+    """A sentence without what differs between families: names of classes and modules, numbers."""
+    sentence = re.sub(r"\b(model|transformer|backbone|decoder|gpt_neox)(\.\w+)+", "LAYER", sentence)
+    sentence = re.sub(r"\b[A-Z]\w*(ForCausalLM|LMHeadModel)\b", "CLASS", sentence)
+    return re.sub(r"\d[\d.e+-]*", "N", sentence)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,7 @@ def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
     from meshtrain.modeling.build import (
         check_stages,
         describe_pipeline,
+        outline_of_model,
         stages_of,
     )
     from meshtrain.pipeline.stage import stages_of_parameter
@@ -196,7 +197,7 @@ def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
     # of a forward; input gradients and weight gradients have as many products each
     costs = split.costs
     timeline = simulate(schedule, forward=costs, input_grad=costs, weight_grad=costs)
-    holding = stages_of_parameter(spec_of(config).meta, split.bounds)
+    holding = stages_of_parameter(spec_of(config).meta, split.bounds, outline_of_model(config))
     return PipelinePlan(describe_pipeline(schedule, split), schedule, split, holding, timeline)
 
 

@@ -293,9 +293,11 @@ def scales_dynamically(*ropes: dict[str, Any] | None) -> bool:
 
 @rule("data.seq_len", "model.max_position_embeddings", "data.source", optional=_ROPE)
 def sequence_fits_model(
-    seq_len: int, most: int, source: str, *ropes: dict[str, Any] | None
+    seq_len: int, most: int | None, source: str, *ropes: dict[str, Any] | None
 ) -> Problems:
-    if source in OF_TOKENS and seq_len > most and not scales_dynamically(*ropes):
+    if most is None or source not in OF_TOKENS:  # a recurrent model takes any length
+        return
+    if seq_len > most and not scales_dynamically(*ropes):
         yield (
             f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: shorten "
             f"the sequences to {most}, or raise the model's key to {seq_len}"

@@ -66,12 +66,21 @@ class ModelSpec:
         # The model's file has imported torch; a config whose model is not built does without.
         import torch
 
+        from meshtrain.parallel.deferred_init import NotDeferredError, construct
+
+        def make() -> "nn.Module":
+            return self.module.Model(self.config)
+
         try:
             with torch.device("meta"):
-                return self.tuned(self.module.Model(self.config))
+                return self.tuned(make())
         except RuntimeError:
             # It may read a tensor's values (`torch.linspace(...).tolist()`), which meta has not.
-            return self.tuned(_without_memory(self.module.Model(self.config)))
+            try:
+                model, _ = construct(make, seed=0)
+            except NotDeferredError:  # values of parameters too
+                model = make()
+            return self.tuned(_without_memory(model))
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
         """A plain model with its plans, and with `train.freeze` and `train.lora` applied. Patterns

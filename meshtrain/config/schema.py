@@ -132,7 +132,8 @@ class DataSection:
     256]]`."""
     mask_documents: bool = False
     """Whether attention stays within a document where several share a sample. Faster on GPUs in 16
-    bits."""
+    bits. A model of your own that carries anything from one to the next is refused
+    (`parallel.verify`)."""
     augment: bool = key(False, also="augmentation")
     """Whether training images are shifted and mirrored at random."""
     image_size: int | None = key(None, minimum=1)
@@ -188,7 +189,7 @@ class ParallelSection:
 
     sequence_parallel: bool | None = key(None, also="sequence_parallelism sp")
     """With `tp`: whether activations between parallel layers are split along the sequence. null: if
-    the model's `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
+    the model's `tp_plan` has an `embedding_rowwise_sequence` layer, which makes the split."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of being kept."""
     symmetric_memory: bool | Literal["auto"] = key(False, also="async_tp async_tensor_parallel")
@@ -251,8 +252,9 @@ class ParallelSection:
     """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first
     step. With several data ranks, `cp` or `recompute`: whether a model is refused whose result for
     a sample depends on earlier forwards or, with several data ranks, on the others of its batch, or
-    whose first forward changes its persistent buffers. `auto`: for a model of your own; those of
-    meshtrain are compared on all layouts by its tests."""
+    whose first forward changes its persistent buffers. With `data.mask_documents`: whether one is
+    refused whose result for a document depends on the one before it in its row. `auto`: for a model
+    of your own; those of meshtrain are compared on all layouts by its tests."""
 
 
 @dataclass(frozen=True)

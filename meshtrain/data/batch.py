@@ -105,12 +105,9 @@ class Batch:
         context = AttentionContext(documents, lengths)
         return Batch({**self.tensors, "documents": context}, self.targets)
 
-    def to(
-        self, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True
-    ) -> "Batch":
+    def to(self, device: torch.device, dtype: torch.dtype, with_targets: bool = True) -> "Batch":
         """The batch on a device, floating-point inputs (images) in the model's compute dtype.
-        `first` and `last`: whether this rank uses the first input and the targets; unused ones stay
-        where they are."""
+        `with_targets`: whether this rank uses the targets; else they stay where they are."""
 
         def moved(x: Any) -> Any:
             if x is None:
@@ -118,11 +115,8 @@ class Batch:
             is_ids = isinstance(x, Tensor) and not x.is_floating_point()
             return x.to(device, None if is_ids else dtype, non_blocking=True)
 
-        tensors = {}
-        for i, (name, x) in enumerate(self.tensors.items()):
-            stays = i == 0 and not first
-            tensors[name] = x if stays else moved(x)
-        return Batch(tensors, moved(self.targets) if last else self.targets)
+        tensors = {name: moved(x) for name, x in self.tensors.items()}
+        return Batch(tensors, moved(self.targets) if with_targets else self.targets)
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory; torch's DataLoader calls this in its pinning thread."""

@@ -24,7 +24,7 @@ from meshtrain.parallel.sharding import (
     optimizer_shard,
     shape_of,
 )
-from meshtrain.parallel.tp_plan import STYLES, expert_modules, split_layers
+from meshtrain.parallel.tp_plan import STYLES, expert_modules, split_layers, styled_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,8 +43,13 @@ def parameter_specs(
     meta = model.meta
     tp = layout.size("tp")
     splits = {}
+    split_vectors = set[str]()
     if tp > 1:
-        splits = {split.layer: split for split in split_layers(meta, model.plan("tp_plan"), tp)}
+        plan = model.plan("tp_plan")
+        splits = {split.layer: split for split in split_layers(meta, plan, tp)}
+        for vectors in styled_parameters(meta, plan):
+            if STYLES[vectors.style].dim is not None:
+                split_vectors.update(f"{vectors.layer}.{own}" for own in vectors.parameters)
     experts = expert_modules(meta, model.plan("ep_plan")) if layout.experts > 1 else {}
     stored_as = model.plan("stored_as") or {}
     names = _names_of(meta)
@@ -59,6 +64,8 @@ def parameter_specs(
         shape = tuple(parameter.shape)
         split = splits.get(layer)
         split_dim = None if split is None else split.dim_of(own_name)
+        if name in split_vectors:
+            split_dim = 0
 
         if layer in experts:
             cuts = expert_cuts(shape, layout)

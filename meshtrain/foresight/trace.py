@@ -38,7 +38,7 @@ from meshtrain.parallel.grad_sync import gradient_syncs
 from meshtrain.parallel.mixed_precision import ComputeCopies
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.engine import Pipeline, shapes_of
-from meshtrain.pipeline.p2p import TensorMeta
+from meshtrain.pipeline.forms import Activation, form_of
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 from meshtrain.run.setup import context_parallel
 from meshtrain.trainer import Trainer
@@ -298,11 +298,9 @@ class TracedStep:
         first = alike(config)
         few = _with_few_blocks(config, repeated(first))
         model = build.build_stage(few, self.mesh, META, options)
-        outputs: list[TensorMeta] = []
+        outputs: list[Any] = []
         for block in blocks_of(model):
-            block.register_forward_hook(
-                lambda block, inputs, output: outputs.append(TensorMeta.of(output))
-            )
+            block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
         batch = self.microbatches[0].to(META, self.trainer.dtype)
         set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
         with torch.no_grad():
@@ -310,9 +308,11 @@ class TracedStep:
 
         key = shapes_of(self.microbatches[0].inputs)
         _, split = build.stages_of(config, layout)
+        values = [outputs[number] for number in first]  # of every block
         for stage, (begin, _) in enumerate(split.bounds):
             if stage > 0:
-                self.model.tell_shape(key, stage, outputs[first[begin - 1]])
+                earlier = tuple(map(form_of, values[: begin - 1]))
+                self.model.describe(key, stage, Activation(values[begin - 1], earlier))
 
 
 def _in_phases(peaks: dict[str, Peak]) -> dict[str, Peak]:

@@ -302,6 +302,7 @@ def load_weights(
                         f"{name} has values of its own in the files, and the model ties it to "
                         "another tensor: give model.tie_word_embeddings: false"
                     )
+                del values  # before the next are read
             filled.add(start)
     complete = {names for names, *_ in filled}
     return [names[0] for names in tensors if names not in complete]

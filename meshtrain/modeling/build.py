@@ -1,11 +1,12 @@
 """Builds the model of the YAML's model section, distributed over the mesh and initialized."""
 
 import math
+import warnings
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
+from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -23,14 +25,15 @@ from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
 from meshtrain.loss import seen_terms
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
-from meshtrain.modeling.init import initialise, materialise
+from meshtrain.modeling.init import fill, initialise, materialise
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.compile import CompileChoice, choose_compile
+from meshtrain.parallel.deferred_init import FirstValues, NotDeferredError, construct
 from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
-from meshtrain.parallel.mixed_precision import random_state, reseed
+from meshtrain.parallel.mixed_precision import compute_dtype, random_state, reseed
 from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import (
     apply_data_parallel,
@@ -38,16 +41,14 @@ from meshtrain.parallel.parallelize import (
     has_sequence_part,
     prepare,
 )
-from meshtrain.parallel.torch_private import (
-    has_gradient_hooks,
-    tree_leaves,
-)
+from meshtrain.parallel.torch_private import apply_to_tensors, has_gradient_hooks, tree_leaves
 from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
+from meshtrain.pipeline.probe import outline_of
 from meshtrain.pipeline.schedule import load
-from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
+from meshtrain.pipeline.stage import Outline, blocks_of, keep_stage, stages_of_parameter
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -86,11 +87,11 @@ def build_model(
     options = options_of(
         config, mesh.layout, device, measured_wait, sample, device_type=device_type
     )
-    model = unsplit_model(config, mesh, device, options)
-    options = judge(config, mesh, options, model)
+    plain = unsplit_model(config, mesh, device, options)
+    options = judge(config, mesh, options, plain.model)
     if mesh.size("pp") == 1:
-        return build_stage(config, mesh, device, options, model=model)
-    return _build_pipeline(config, mesh, device, options, model)
+        return build_stage(config, mesh, device, options, plain=plain)
+    return _build_pipeline(config, mesh, device, options, plain)
 
 
 def judge(
@@ -106,6 +107,7 @@ def judge(
         copy=partial(plain_model, config),
         inputs=_token_inputs(config, samples=1),
         is_language_model=_is_language_model(config),
+        packs_documents=config.data.mask_documents,
         terms=seen_terms,
     )
     return check_model(Moment.PLAIN, subject)
@@ -116,9 +118,9 @@ def _build_pipeline(
     mesh: Mesh,
     device: torch.device,
     options: ParallelOptions,
-    model: nn.Module,
+    plain: "PlainModel",
 ) -> Pipeline:
-    """This rank's stages. `model`: the whole plain model, of which the first is made."""
+    """This rank's stages. `plain`: the whole model, of which the first is made."""
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
     splits_backward = any(
@@ -131,18 +133,19 @@ def _build_pipeline(
     # Many microbatches are in flight at once: parameters freed between them would be gathered again
     # for each.
     options = replace(options, reshard_after_forward=False)
+    outline = outline_of_model(config, options.sample)
     stages: dict[int, nn.Module] = {}
-    whole: nn.Module | None = model
+    whole: PlainModel | None = plain
     for number in numbers:
-        blocks = split.bounds[number]
-        stages[number] = build_stage(config, mesh, device, options, blocks, later, model=whole)
+        cut = Cut(*split.bounds[number], outline)
+        stages[number] = build_stage(config, mesh, device, options, cut, later, plain=whole)
         whole = None  # each further stage is cut from a model of its own
     pipeline = Pipeline(
         stages,
         schedule,
         mesh,
         device,
-        parameter_stages=stages_of_parameter(spec_of(config).meta, split.bounds),
+        parameter_stages=stages_of_parameter(spec_of(config).meta, split.bounds, outline),
         weight_grads=later,
         measured_wait=options.measured_wait,
         about=describe_pipeline(schedule, split),
@@ -226,10 +229,35 @@ def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     return tuple(costs)
 
 
+def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = None) -> Outline:
+    """Where the forward of a config's model uses what. `sample`: inputs of a model whose config
+    does not tell them. Raises InputError: stages cannot be made of it."""
+    spec = spec_of(config)
+    inputs = _inputs_of(config, samples=1) or sample
+    if inputs is None:
+        raise InputError(
+            f"the model {config.model.name} cannot be cut into stages before its inputs are known: "
+            "give its Config vocab_size (tokens), or image_size and in_channels (images), or use "
+            "pp: 1"
+        )
+    shapes = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in inputs)
+    return _outline(spec, shapes)
+
+
+@lru_cache(maxsize=8)
+def _outline(
+    spec: ModelSpec, inputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+) -> Outline:
+    return outline_of(
+        spec.copy(),
+        [None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in inputs],
+    )
+
+
 def check_stages(config: "Config", split: StageSplit) -> None:
-    """Raises InputError: the stages of a language model, whose inputs follow from the config, would
-    compute something other than the whole model. Others are looked at by `check_start`."""
-    inputs = _token_inputs(config, samples=config.batch.micro_size)
+    """Raises InputError: the stages of a model whose inputs follow from the config would compute
+    something other than the whole model. Others are looked at by `check_start`."""
+    inputs = _inputs_of(config, samples=config.batch.micro_size)
     check_model(Moment.START, _before_start(config, config.resolved, split, inputs))
 
 
@@ -262,6 +290,15 @@ def _token_inputs(config: "Config", *, samples: int) -> tuple[Tensor | None, ...
     return tokens, torch.empty_like(tokens), None
 
 
+def _inputs_of(config: "Config", *, samples: int) -> tuple[Tensor | None, ...] | None:
+    """The shapes of a model's inputs, as far as its config tells them."""
+    settings = spec_of(config).config
+    channels, size = (getattr(settings, name, None) for name in ("in_channels", "image_size"))
+    if _is_language_model(config) or not isinstance(channels, int) or not isinstance(size, int):
+        return _token_inputs(config, samples=samples)
+    return (torch.empty(samples, channels, size, size, device="meta"),)
+
+
 def _is_language_model(config: "Config") -> bool:
     return "vocab_size" in config.model.keys
 
@@ -274,22 +311,66 @@ def describe_pipeline(schedule: Schedule, split: StageSplit) -> str:
     return f"pipeline {schedule.name}, {microbatches}; {split.describe()}"
 
 
+class PlainModel(NamedTuple):
+    """The whole plain model of a run, equal on all ranks."""
+
+    model: nn.Module  # parameters on the meta device, unless it is built whole
+    # What its constructor does to parameters; None: its `init_plan` says what they are, or it is
+    # built whole.
+    values: FirstValues | None = None
+    is_whole: bool = False  # whether its parameters have the values of its constructor already
+
+
 def unsplit_model(
     config: "Config", mesh: Mesh, device: torch.device, options: ParallelOptions
-) -> nn.Module:
-    """The whole plain model of a run, equal on all ranks. On the meta device where its parts get
-    their values later; with the values of its constructor where `_is_built_whole`."""
+) -> PlainModel:
+    """The whole plain model of a run, whose parameters get memory when they are split, so that no
+    rank holds more than its part. Only a constructor that needs their values makes them at
+    once."""
     spec = spec_of(config)
-    if _is_built_whole(spec, device):
-        restore = random_state()
-        reseed(config.train.seed, 0, 0)  # also numpy and Python
-        torch.manual_seed(config.train.seed)
-        model = spec.tuned(spec.module.Model(spec.config).to(device))
-        restore()
+    has_plan = spec.plan("init_plan") is not None
+    drawn_by_plan = has_plan and not _has_made_parts(spec.meta)
+    if drawn_by_plan or device.type == "meta":  # a trace has no values
+        plain = PlainModel(spec.copy())
     else:
-        model = spec.copy()
-    prepare(model, mesh, options)
-    return model
+        plain = _construct(config, mesh, device)
+        if has_plan and plain.values is not None and not plain.values.others_depend:
+            plain = plain._replace(values=None)
+    prepare(plain.model, mesh, options)
+    return plain
+
+
+def _construct(config: "Config", mesh: Mesh, device: torch.device) -> PlainModel:
+    """The model by its constructor, with the same random numbers on all ranks."""
+    spec = spec_of(config)
+    restore = random_state()
+    try:
+        reseed(config.train.seed, 0, 0)  # also numpy and Python
+        model, values = construct(lambda: spec.module.Model(spec.config), config.train.seed)
+        plain = PlainModel(spec.tuned(model), values)
+    except NotDeferredError as error:
+        if mesh.rank == 0 and mesh.layout.world_size > 1:
+            size = sum(tensor.nbytes for tensor in (*spec.meta.parameters(), *spec.meta.buffers()))
+            warnings.warn(
+                f"each rank builds the whole model, {bytes_text(size)}, before it keeps its part, "
+                f"because {error}",
+                stacklevel=2,
+            )
+        reseed(config.train.seed, 0, 0)
+        torch.manual_seed(config.train.seed)
+        plain = PlainModel(spec.tuned(spec.module.Model(spec.config)), is_whole=True)
+    finally:
+        restore()
+    apply_to_tensors(plain.model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return plain
+
+
+class Cut(NamedTuple):
+    """A stage of a model: its first block and the one after its last."""
+
+    first: int
+    end: int
+    outline: Outline
 
 
 def build_stage(
@@ -297,47 +378,48 @@ def build_stage(
     mesh: Mesh,
     device: torch.device,
     options: ParallelOptions,
-    blocks: tuple[int, int] | None = None,
+    cut: Cut | None = None,
     later: WeightGradQueue | None = None,
     *,
-    model: nn.Module | None = None,
+    plain: PlainModel | None = None,
 ) -> nn.Module:
     """The whole model or a stage of it, parallelized and initialized.
 
     Args:
-        blocks: the stage's first block and the one after its last; None: all blocks.
+        cut: of a stage; None: all blocks.
         later: where weight gradients wait that a schedule computes later.
-        model: the plain model, which is split in place; None: it is built.
+        plain: the whole model, which is split in place; None: it is built.
     """
-    if model is None:
-        model = unsplit_model(config, mesh, device, options)
+    if plain is None:
+        plain = unsplit_model(config, mesh, device, options)
+    model = plain.model
+    # Splitting replaces layers.
+    unsplit = dict(model.named_modules())
     options = apply_tensor_parallel(model, mesh, options)
     apply_expert_parallel(model, mesh, options)
-    if blocks is not None:
-        keep_stage(model, *blocks)
+    if cut is not None:
+        keep_stage(
+            model,
+            cut.first,
+            cut.end,
+            cut.outline,
+            device=device,
+            dtype=compute_dtype(options.precision),
+            plain=unsplit,
+        )
     if later is not None:
         use_products(model, queue=later)
     if not mesh.uses_fsdp:
-        _give_values(model, config, device)
+        _give_values(plain, config, device)
     apply_data_parallel(model, mesh, options)
     if mesh.uses_fsdp:  # FSDP shards a model that has no memory yet
-        _give_values(model, config, device)
+        _give_values(plain, config, device)
     return model
-
-
-def _is_built_whole(spec: ModelSpec, device: torch.device) -> bool:
-    """Whether every rank builds the whole model from the seed. One with an `init_plan` is built on
-    the meta device, so that no rank holds more than its part, but for parts that only its
-    constructor makes."""
-    if device.type == "meta":  # a trace has no values
-        return False
-    has_plan = spec.plan("init_plan") is not None
-    return not has_plan or _has_made_parts(spec.meta)
 
 
 def _has_made_parts(model: nn.Module) -> bool:
     """Whether a model has parts that only its constructor creates: buffers, tensors in attributes,
-    parameter hooks."""
+    hooks of parameters."""
     if any(True for _ in model.buffers()) or any(map(has_gradient_hooks, model.parameters())):
         return True
     for module in model.modules():
@@ -347,21 +429,22 @@ def _has_made_parts(model: nn.Module) -> bool:
     return False
 
 
-def _give_values(model: nn.Module, config: "Config", device: torch.device) -> None:
+def _give_values(plain: PlainModel, config: "Config", device: torch.device) -> None:
     """Fills the parameters of a model or stage that is split: from the weights to start from, and
     else from the seed."""
     if device.type == "meta":
         return
-    spec = spec_of(config)
-    is_whole = _is_built_whole(spec, device)
-    if not is_whole:
+    model, spec = plain.model, spec_of(config)
+    if not plain.is_whole:
         materialise(model, device)
-    names: Container[str] | None = None  # the parameters that are drawn; None: all
+    names: Container[str] | None = None  # the parameters that get first values; None: all
     if config.model.weights is not None:
         with open_weights(config.model.weights) as source:
             names = load_weights(model, source, spec.meta)
-    if is_whole:
-        # The constructor has initialized the others.
+    if plain.values is not None:
+        fill(model, plain.values, names)
+    if plain.values is not None or plain.is_whole:
+        # The constructor has said what the others are.
         adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
         names = [name for name in adapters if names is None or name in names]
     plan = {**INIT_PLAN, **(spec.plan("init_plan") or {})}
@@ -395,9 +478,17 @@ def check_start(
 
 def looks_at_sample(config: "Config", layout: Layout) -> bool:
     """Whether a run's model is judged by a sample of its data (`short_sample`)."""
+    if layout.size("pp") > 1 and _inputs_of(config, samples=1) is None:
+        return True  # to cut it into stages
     parallel = config.parallel
     options = ParallelOptions(verify=parallel.verify, recompute=parallel.recompute)
-    return needs_sample(spec_of(config).meta, layout, options)
+    subject = Subject(
+        model=spec_of(config).meta,
+        layout=layout,
+        options=options,
+        packs_documents=config.data.mask_documents,
+    )
+    return needs_sample(subject)
 
 
 def short_sample(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshtrain.attention import AttentionContext
+from meshtrain.attention import AttentionContext, AttentionOptions
 from meshtrain.config import Config
 from meshtrain.data.sequence import head_ranges, kv_heads_of, padded_length
 from meshtrain.errors import bytes_text
@@ -16,14 +16,15 @@ from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.tp_plan import has_sequence_parts
 
 
-def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int]]:
-    """(query heads, key/value heads, key width, value width) of each attention call; empty if meta
-    cannot run it."""
+def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int, bool]]:
+    """(query heads, key/value heads, key width, value width, whether it has a bias) of each
+    attention call; empty if meta cannot run it."""
     calls = set()
 
     class Calls(AttentionContext):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-            calls.add((q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]))
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            has_bias = options.bias is not None
+            calls.add((q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], has_bias))
             return v.new_empty(*q.shape[:-1], v.shape[-1])
 
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
@@ -49,6 +50,8 @@ class AttentionShape:
     width: int  # width of queries and keys per head
     value_width: int
     tokens: int  # tokens of a microbatch on a rank, padding included
+    # of the bias of a head for the rank's queries of a sequence and all keys; 0: no bias
+    bias: int = 0
 
     def messages(
         self, u: int, index: int | None = None, chunks: tuple[int, int] | None = None
@@ -90,7 +93,8 @@ class AttentionShape:
         In addition: the keys and values that a rank sees (gather: those of all ranks; ring: of two
         ranks and its own), those of a block as one tensor, their gradients and the sums of these;
         3.5 times the gradient of q; if heads are not shared evenly, keys and values per query head.
-        With one document the first rank sees most.
+        With one document the first rank sees most. A bias, which all samples are taken to share, is
+        kept, and has a gradient.
         """
         own_heads, own_kv_heads = head_ranges(self.query_heads, self.kv_heads, u, index % u)
         heads, kv_heads = len(own_heads), len(own_kv_heads)
@@ -103,8 +107,9 @@ class AttentionShape:
         else:
             at_once, block = 12, 2
         # q, k, v and the output, and a number per query.
-        saved = 2 * (heads + kv_heads) * chunk + tokens * heads
-        more = at_once * kv_heads * chunk + 7 * tokens * heads * self.width // 2
+        bias = u * heads * self.bias
+        saved = 2 * (heads + kv_heads) * chunk + tokens * heads + bias
+        more = at_once * kv_heads * chunk + 7 * tokens * heads * self.width // 2 + bias
         if kv_heads_of(self.query_heads, self.kv_heads, u, index % u):
             more += 2 * block * heads * chunk
         return saved, more
@@ -180,8 +185,9 @@ def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
             width=width,
             value_width=value_width,
             tokens=tokens,
+            bias=padded // ranks * padded if has_bias else 0,
         )
-        for heads, kv_heads, width, value_width in attention_shapes(spec.meta)
+        for heads, kv_heads, width, value_width, has_bias in attention_shapes(spec.meta)
     ]
     itemsize = compute_dtype(config.train.precision).itemsize
     runs_again = options.recompute == "full"

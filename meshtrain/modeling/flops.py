@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.errors import plural
+from meshtrain.parallel import sinks
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.torch_private import tree_leaves, varlen_attention
 
@@ -187,7 +188,8 @@ def block_flops(
     """FLOPs of the forward of each block for one sample, and a sentence about them.
 
     Counted as in `sample_flops`, plus one per element that a block returns, so that an embedding
-    costs a little. The last block includes the loss. Code outside the blocks is not counted.
+    costs a little. What the forward computes before a block counts with that block, and what it
+    computes behind the last with the last, as in a pipeline; so does the loss.
 
     If the model cannot run without values, the estimate is two operations per weight of each block,
     and the sentence says so. That omits the products of attention, and the positions at which a
@@ -197,30 +199,28 @@ def block_flops(
     """
     state, on_meta = _on_meta(model, inputs)
     costs = dict.fromkeys(blocks, 0.0)
-    returned = 0
+    counted = 0  # until the end of the block before
 
-    def enter(block: nn.Module, _: object) -> None:
-        costs[block] -= counter.get_total_flops()
+    def elements(output: object) -> int:
+        return sum(tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
 
     def leave(block: nn.Module, _: object, output: object) -> None:
-        nonlocal returned
-        returned = sum(
-            tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor)
-        )
-        costs[block] += counter.get_total_flops() + returned
+        nonlocal counted
+        total = counter.get_total_flops()
+        costs[block] += total - counted + elements(output)
+        counted = total
 
     with ExitStack() as stack:
         for block in costs:
-            stack.callback(block.register_forward_pre_hook(enter).remove)
             stack.callback(block.register_forward_hook(leave).remove)
         counter = stack.enter_context(_counting())
         stack.enter_context(torch.no_grad())
         try:
-            functional_call(model, state, on_meta)
+            output = functional_call(model, state, on_meta)
         except Exception as error:  # any error of a model that reads values of a tensor
             by_weights = [_of_weights(block) for block in blocks]
             return by_weights, f"costs of blocks by their weights: {why_not(error)}"
-    costs[blocks[-1]] += _LOSS * returned
+    costs[blocks[-1]] += counter.get_total_flops() - counted + _LOSS * elements(output)
     size = _batch_size(inputs)
     of_sample = [costs[block] / size for block in blocks]
     return of_sample, "costs of blocks: FLOPs counted on the meta device"
@@ -231,7 +231,9 @@ def _counting() -> Iterator[FlopCounterMode]:
     # The math backend, because the fused backward kernels recompute the scores, which would be
     # counted.
     with (
-        FlopCounterMode(display=False, custom_mapping=_varlen_counts()) as counter,
+        FlopCounterMode(
+            display=False, custom_mapping=_varlen_counts() | _sinks_counts()
+        ) as counter,
         sdpa_kernel(SDPBackend.MATH),
     ):
         yield counter
@@ -262,6 +264,19 @@ def _varlen_counts() -> dict[Any, Callable[..., int]]:
 
     operators = varlen_attention()
     return {} if operators is None else dict(zip(operators, (forward, backward), strict=True))
+
+
+def _sinks_counts() -> dict[Any, Callable[..., int]]:
+    """Counters for attention with sinks, an operator of meshtrain's: in full, too."""
+
+    def forward(q: Any, k: Any, v: Any, *others: Any, **unused: Any) -> int:
+        b, h, s, e = q
+        return 2 * b * h * s * k[2] * (e + v[3])
+
+    def backward(grad: object, *others: Any, **unused: Any) -> int:
+        return 2 * forward(*others)
+
+    return {sinks.ATTENTION: forward, sinks.BACKWARD: backward}
 
 
 def why_not(error: Exception) -> str:

@@ -1,8 +1,9 @@
 """Initial values of parameters, the same on every layout.
 
-A parameter's values are a function of (seed, its full name, block of rows): each rank draws the
-blocks that its shard overlaps and keeps its part, and no rank ever holds the whole. They are drawn
-on the CPU in float32 for any device.
+By an `init_plan` a parameter's values are a function of (seed, its full name, block of rows): each
+rank draws the blocks that its shard overlaps and keeps its part, and no rank ever holds the whole.
+They are drawn on the CPU in float32 for any device. Without a plan they are those of the model's
+constructor, of which a rank makes one whole parameter at a time (`deferred_init`).
 """
 
 import hashlib
@@ -14,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from meshtrain.parallel.sharding import ParameterSpec, local_part, parameters_of
+from meshtrain.parallel.deferred_init import FirstValues
+from meshtrain.parallel.sharding import ParameterSpec, local_part, parameters_of, shape_of
 from meshtrain.parallel.torch_private import allocate, own_parameters
 
 BLOCK_ELEMENTS = 2**16  # approximate number of values drawn from one seed
@@ -50,6 +52,24 @@ def initialise(
                 continue
             draw = partial(_draw, rule=_rule_of(spec.name, plan), std=std)
             _fill(parameter, spec, draw, seed)
+
+
+def fill(model: nn.Module, values: FirstValues, names: Container[str] | None = None) -> None:
+    """Gives the parameters of a parallelized model the values of the constructor of the plain one,
+    on the CPU one whole parameter at a time.
+
+    Args:
+        model: no longer on the meta device. Parameters that its constructor has not made, such as
+            adapters, keep what they have.
+        names: the parameters to fill; None: all.
+    """
+    with torch.no_grad():
+        for spec, parameter in parameters_of(model):
+            is_wanted = names is None or spec.name in names
+            local, part = local_part(parameter)
+            if is_wanted and spec.name in values and local.numel() > 0:
+                whole = values.draw(spec.name).view(spec.dims)
+                local.view(shape_of(part)).copy_(whole[part])
 
 
 def _rule_of(name: str, plan: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshtrain.errors import InputError
@@ -360,6 +361,54 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ops.reduce_scatter(grad, ctx.group), None
+
+
+class GatherFeatures(torch.autograd.Function):
+    """(..., w) -> (..., t·w): the features of all ranks. The gradient, the same on each rank, is
+    that of all of them: backward takes this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        ctx.width = x.shape[-1]
+        return ops.all_gather(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        index = axis_group_by_name(ctx.group).index
+        return grad.narrow(-1, index * ctx.width, ctx.width), None
+
+
+class OwnFeatures(torch.autograd.Function):
+    """(..., t·w) -> (..., w): of a tensor that all ranks have the features of this rank; backward
+    gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        axis = axis_group_by_name(group)
+        width = x.shape[-1] // axis.size
+        return x.narrow(-1, axis.index * width, width).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ops.all_gather(grad.movedim(-1, 0), ctx.group).movedim(0, -1), None
+
+
+def gather_features(part: Tensor, width: int, axis: AxisGroup) -> Tensor:
+    """All `width` features (..., f) on each rank, from parts as by `torch.chunk`."""
+    chunk = -(-width // axis.size)
+    part = F.pad(part, (0, chunk - part.shape[-1]))
+    return GatherFeatures.apply(part, axis.name)[..., :width]
+
+
+def own_features(x: Tensor, axis: AxisGroup) -> Tensor:
+    """This rank's part of the features of x, which all ranks have, as by `torch.chunk`."""
+    width = x.shape[-1]
+    chunk = -(-width // axis.size)
+    own = OwnFeatures.apply(F.pad(x, (0, chunk * axis.size - width)), axis.name)
+    first = axis.index * chunk
+    return own[..., : max(0, min(chunk, width - first))]
 
 
 class SumGradient(torch.autograd.Function):

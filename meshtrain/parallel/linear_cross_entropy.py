@@ -130,7 +130,8 @@ def can_fuse(layer: nn.Module) -> bool:
     if "forward" in vars(layer):  # the model's own forward
         return False
     if isinstance(layer, ColumnParallelLinear):
-        return layer.bias is None and layer.heads is None and not layer.use_local_output
+        has_logits = layer.gather_output or not layer.use_local_output
+        return layer.bias is None and layer.uses_own_rows and has_logits
     return type(layer) in (nn.Linear, Linear) and layer.bias is None
 
 

@@ -38,7 +38,7 @@ class ParallelOptions:
     # How layers are split over `tp`; None: the plan in the model's file.
     tp_plan: Mapping[str, str] | None = None
     # Ranks of `tp` have parts of the sequence between these layers; None: if an
-    # `embedding_rowwise` layer is in the plan.
+    # `embedding_rowwise_sequence` layer is in the plan.
     sequence_parallel: bool | None = None
     # Tensor-parallel layers save their part of an input and gather it again in backward.
     regather: bool = False

@@ -148,7 +148,7 @@ def apply_tensor_parallel(
         return options
     if tp.sequence_parallel:
         part = part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp"))
-    bind_dropout(model, part)
+    bind_dropout(model, part, mesh.index("tp"))
     group = axis_group(mesh, "tp")
     group.measured_wait = options.measured_wait
     _fuse_products_with_messages(group, mesh, options, sequence_parallel=tp.sequence_parallel)
@@ -270,7 +270,7 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
     for module in model.modules():
         for shared in getattr(module, "shared_inputs", ()):
             shared.merges = all(
-                layer.products == PLAIN.name and getattr(layer, "heads", None) is None
+                layer.products == PLAIN.name and getattr(layer, "uses_own_rows", True)
                 for layer in shared.layers
             )
 

@@ -18,6 +18,7 @@ outermost dim, needs no copy. `tp_linear.py` has the products with their communi
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ from meshtrain.parallel.collectives import (
     ReduceScatter,
     SumGradient,
     axis_group,
+    gather_features,
+    own_features,
 )
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
 from meshtrain.parallel.linear import ProductsLayer
 from meshtrain.parallel.linear.lora import move_adapter
 from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
+from meshtrain.parallel.row_exchange import RowExchange
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_linear import (
@@ -56,6 +60,7 @@ from meshtrain.parallel.tp_plan import (
 )
 
 AXIS = "tp"
+GROUPS = "num_key_value_groups"  # Hugging Face's name
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,20 @@ class TensorParallel:
             **options,
         )
 
-    def row_parallel(self, plain: Any) -> "RowParallelLinear":
-        return RowParallelLinear(plain, self.mesh, sequence_parallel=self.sequence_parallel)
+    def row_parallel(self, plain: Any, *, splits_input: bool) -> "RowParallelLinear":
+        return RowParallelLinear(
+            plain,
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            splits_input=splits_input,
+        )
 
-    def vocab_parallel(self, plain: Any) -> "VocabParallelEmbedding":
-        return VocabParallelEmbedding(plain, self.mesh, sequence_parallel=self.sequence_parallel)
+    def vocab_parallel(self, plain: Any, *, splits_sequence: bool) -> "VocabParallelEmbedding":
+        sequence_parallel = splits_sequence and self.sequence_parallel
+        return VocabParallelEmbedding(plain, self.mesh, sequence_parallel=sequence_parallel)
+
+    def feature_parallel(self, plain: Any) -> "FeatureParallelEmbedding":
+        return FeatureParallelEmbedding(plain, self.mesh)
 
     def sequence_gather(self) -> "SequenceGather":
         return SequenceGather(self.mesh, self.sequence_parallel)
@@ -91,6 +105,43 @@ class TensorParallel:
         """Marks parameters of which each rank has only a part of the gradient, for
         `sum_partial_gradients`."""
         vars(module).setdefault("partial_over_tp", set()).update(parameters)
+
+    def sum_gradient_of_last(self, layer: nn.Module, width: int) -> None:
+        """Sums the gradient of a layer's last `width` outputs over the ranks."""
+        name = axis_group(self.mesh, AXIS).name
+        layer.register_forward_hook(partial(_sum_gradient_of_last, width=width, group=name))
+
+    def split_parameters(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Gives each rank its part of parameters, which the module's forward sees as plain
+        tensors."""
+        for name in names:
+            whole = module._parameters[name]
+            assert whole is not None  # the name is from this module
+            module._parameters[name] = shard_parameter(whole, self.mesh, Shard(0))
+        vars(module)["split_over_tp"] = tuple(names)
+        kind: Any = type(module)
+        module.__class__ = _with_local_parameters(kind, tuple(names))
+
+
+def _sum_gradient_of_last(
+    layer: nn.Module, inputs: Any, output: Tensor, *, width: int, group: str
+) -> Tensor:
+    others, last = output.split([output.shape[-1] - width, width], -1)
+    return torch.cat([others, SumGradient.apply(last, group)], -1)
+
+
+@cache
+def _with_local_parameters(kind: Any, names: tuple[str, ...]) -> Any:
+    """A class of modules whose parameters with these names are read as this rank's part of them."""
+
+    def local(name: str) -> property:
+        return property(lambda module: to_local(module._parameters[name]))
+
+    return type(
+        kind.__name__,
+        (kind,),
+        {name: local(name) for name in names} | {"__module__": kind.__module__},
+    )
 
 
 def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
@@ -112,7 +163,7 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
             if original is not None:
                 setattr(layer, own, sharded.setdefault(original, parameter))
         inputs = None
-        if style.dim == 1:
+        if style.takes_part:
             inputs = chunk_range(plain.in_features, tp.mesh.size(AXIS), tp.mesh.index(AXIS))
         move_adapter(plain, layer, inputs)
         layer.train(plain.training)
@@ -122,8 +173,17 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
         setattr(parent, name, layer)
         if isinstance(layer, ColumnParallelLinear) and layer.use_local_output:
             columns.setdefault((parent, layer.in_features), []).append(layer)
+            _count_groups(parent, layer)
     for (parent, _), layers in columns.items():
         share_input(layers, parent)
+
+
+def _count_groups(attention: Any, layer: "ColumnParallelLinear") -> None:
+    """Attention of Hugging Face keeps how many query heads share a key head, which differs on a
+    rank that holds other heads than its queries need."""
+    if layer.heads is None or not isinstance(attention.__dict__.get(GROUPS), int):
+        return
+    setattr(attention, GROUPS, layer.heads.shared_by)
 
 
 def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
@@ -165,7 +225,9 @@ def _partial_names(module: nn.Module, split: set[Tensor], sequence_parallel: boo
     return [
         name
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter not in split and (sequence_parallel or name in between)
+        if parameter not in split
+        and name not in vars(module).get("split_over_tp", ())
+        and (sequence_parallel or name in between)
     ]
 
 
@@ -215,6 +277,8 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         sequence_parallel: bool = True,
         regather: bool = False,
         heads: Heads | None = None,
+        used: Sequence[Sequence[slice]] | None = None,
+        gather_output: bool = False,
         use_local_output: bool = True,
     ) -> None:
         """
@@ -224,6 +288,8 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
             regather: save only that part for backward, and gather it again.
             heads: this rank's key/value heads, if there are too few to split; all ranks then hold
                 the whole weight.
+            used: the rows of the weight that each rank uses, if these are others than its part.
+            gather_output: return the outputs of all ranks.
             use_local_output: false: return the output as a DTensor that represents the whole
                 output.
         """
@@ -233,7 +299,11 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         self.out_features = plain.out_features
         self.regather = regather
         self.heads = heads
+        self.gather_output = gather_output
         self.use_local_output = use_local_output
+        self.exchange = None
+        if used is not None:
+            self.exchange = RowExchange(self.axis_group, plain.out_features, used)
         placement = Shard(0) if heads is None else Replicate()
         self.weight = shard_parameter(plain.weight, mesh, placement)
         self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, placement)
@@ -274,7 +344,14 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
     def rows_of(self, parameter: Tensor) -> Tensor:
         """The rows of the weight or bias that this rank uses."""
         rows = to_local(parameter)
+        if self.exchange is not None:
+            return self.exchange.used(rows)
         return rows if self.heads is None else rows[self.heads.rows]
+
+    @property
+    def uses_own_rows(self) -> bool:
+        """Whether it multiplies by the rows that it holds."""
+        return self.heads is None and self.exchange is None
 
     def output_of(self, product: Tensor) -> Tensor:
         """The layer's output from the product (b, s, rows): plus bias, with heads repeated, or as a
@@ -286,6 +363,8 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
             # an index tensor would have to be on the device
             heads = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)
             y = torch.stack([heads[i] for i in self.heads.repeated], dim=-2).flatten(-2)
+        if self.gather_output:
+            return gather_features(y, self.out_features, self.axis_group)
         if self.use_local_output:
             return y
         shape = torch.Size((*y.shape[:-1], self.out_features))
@@ -317,15 +396,31 @@ class RowParallelLinear(ProductsLayer, TensorParallelLayer):
     gathering dY. The bias is added to the sum.
     """
 
-    def __init__(self, plain: nn.Linear, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
+    def __init__(
+        self,
+        plain: nn.Linear,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = True,
+        splits_input: bool = False,
+    ) -> None:
+        """
+        Args:
+            plain: the unsplit layer, on any device, meta included.
+            sequence_parallel: the output is this rank's part of the sequence.
+            splits_input: the input has all features, of which each rank takes its part.
+        """
         super().__init__(mesh, sequence_parallel)
         self.in_features = plain.in_features
         self.out_features = plain.out_features
+        self.splits_input = splits_input
         self.weight = shard_parameter(plain.weight, mesh, Shard(1))
         self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, Replicate())
 
     def forward(self, input: Tensor) -> Tensor:  # named as in torch
         sequence = self.sequence_parallel
+        if self.splits_input:
+            input = own_features(input, self.axis_group)
         product = RowParallelMatmul.apply(
             input,
             to_local(self.weight),
@@ -352,12 +447,13 @@ class RowParallelLinear(ProductsLayer, TensorParallelLayer):
         return _shape(self)
 
 
-class VocabParallelEmbedding(TensorParallelLayer):
-    """An embedding with its v rows split over `tp`: each rank looks up the tokens of its rows, has
-    zeros for the others, and a sum over the ranks completes them: (b, s) -> (b, s, d), or with
-    sequence parallelism (b, s/t, d)."""
+class ParallelEmbedding(TensorParallelLayer):
+    """An embedding whose weight is split over `tp`. A class derived from nn.Embedding, which may
+    scale what it looks up, does so with this rank's part."""
 
-    def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
+    def __init__(
+        self, plain: nn.Embedding, mesh: Mesh, placement: Shard, *, sequence_parallel: bool
+    ) -> None:
         """Raises ValueError: `plain` has an option that is not supported when split
         (`unsupported_options`)."""
         super().__init__(mesh, sequence_parallel)
@@ -367,7 +463,37 @@ class VocabParallelEmbedding(TensorParallelLayer):
         self.num_embeddings = plain.num_embeddings
         self.embedding_dim = plain.embedding_dim
         self.padding_idx = plain.padding_idx
-        self.weight = shard_parameter(plain.weight, mesh, Shard(0))
+        self.weight = shard_parameter(plain.weight, mesh, placement)
+        for name, buffer in plain.named_buffers():
+            persistent = name not in plain._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent=persistent)
+        self.plain_class = type(plain)
+        self.settings = {
+            name: value for name, value in vars(plain).items() if not name.startswith("_")
+        }
+
+    def look_up(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        """What the plain layer returns for these rows of its weight, or these features of them."""
+        if self.plain_class.forward is nn.Embedding.forward:
+            return F.embedding(tokens, weight, padding)
+        layer = nn.Embedding.__new__(self.plain_class)
+        nn.Module.__init__(layer)
+        vars(layer).update(self.settings, training=self.training, padding_idx=padding)
+        layer._buffers = self._buffers
+        layer._parameters["weight"] = weight  # type: ignore[assignment]
+        return self.plain_class.forward(layer, tokens)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.axis_group.size}"
+
+
+class VocabParallelEmbedding(ParallelEmbedding):
+    """An embedding with its v rows split over `tp`: each rank looks up the tokens of its rows, has
+    zeros for the others, and a sum over the ranks completes them: (b, s) -> (b, s, d), or with
+    sequence parallelism (b, s/t, d)."""
+
+    def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
+        super().__init__(plain, mesh, Shard(0), sequence_parallel=sequence_parallel)
 
     def forward(self, input: Tensor) -> Tensor:  # named as in torch
         length, size = input.shape[-1], self.axis_group.size
@@ -389,7 +515,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
             padding = self.padding_idx
             if padding is not None:
                 padding = padding - own.start if own.start <= padding < own.stop else None
-            rows = F.embedding(torch.where(mine, tokens - own.start, 0), weight, padding)
+            rows = self.look_up(torch.where(mine, tokens - own.start, 0), weight, padding)
         else:
             # More ranks than parts: nothing to look up, but the other ranks wait for this rank's
             # contribution, and its weight has a gradient.
@@ -400,8 +526,17 @@ class VocabParallelEmbedding(TensorParallelLayer):
             return ReduceScatter.apply(rows, self.axis_group.name).transpose(0, -2)
         return AllReduce.apply(rows, self.axis_group.name)
 
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.axis_group.size}"
+
+class FeatureParallelEmbedding(ParallelEmbedding):
+    """An embedding of which each rank has d/t features of every row, and gathers the others:
+    (b, s) -> (b, s, d)."""
+
+    def __init__(self, plain: nn.Embedding, mesh: Mesh) -> None:
+        super().__init__(plain, mesh, Shard(1), sequence_parallel=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
+        rows = self.look_up(input, to_local(self.weight), self.padding_idx)
+        return gather_features(rows, self.embedding_dim, self.axis_group)
 
 
 class SequenceGather(TensorParallelLayer):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef as StorageReference
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _CachingTorchDispatchMode, _is_compiling, _VersionWrapper
@@ -24,6 +25,7 @@ from meshtrain.errors import InputError
 
 # As they are in torch 2.13; the rest is defined here.
 __all__ = [
+    "StorageReference",  # while one exists, no other storage gets the id of its storage
     "TorchDispatchMode",
     "fsdp_collectives",
     "tree_flatten",
@@ -216,6 +218,24 @@ def raise_unless(condition: Tensor, message: str) -> None:
 # Hooks --------------------------------------------------------------------------------------------
 #
 # Read in torch 2.13: where tensors and modules keep the hooks that were registered.
+
+
+# The `__torch_function__` of a class whose functions are torch's own. Read in torch 2.13.
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_without_memory(kind: type, like: Tensor, device: torch.device) -> Any:
+    """A tensor of a class with a `__torch_dispatch__` of its own, which looks like another and has
+    no memory. Read in torch 2.13."""
+    return Tensor._make_wrapper_subclass(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+        storage_size=0,
+    )
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -7,11 +7,12 @@ impossible and what works.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from meshtrain.errors import InputError, any_of
+from meshtrain.parallel.sharding import chunk_range
 
 if TYPE_CHECKING:
     from meshtrain.parallel.tensor_parallel import TensorParallel
@@ -22,7 +23,7 @@ REPLICATED = "replicated_with_grad_allreduce"
 # the layers of an adapter, children of the layer that it adapts (`linear/lora.py`)
 LORA_A, LORA_B = "lora_A", "lora_B"
 NO_SEQUENCE = (
-    "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
+    "the tp_plan has no embedding_rowwise_sequence layer, which is what splits the sequence over tp"
 )
 
 
@@ -46,10 +47,25 @@ class Heads:
     """
 
     count: int  # heads of the whole layer, which every rank holds
+    queries: int  # query heads of this rank
     width: int  # rows of the weight per head
     rows: slice  # the rows of the weight that this rank uses: the heads that its queries attend to
     # index among these heads for each query head, if they are not shared evenly
     repeated: tuple[int, ...] | None
+
+    @property
+    def shared_by(self) -> int:
+        """How many of this rank's queries share one of these heads, as attention sees them."""
+        if self.repeated is not None:
+            return 1
+        return self.queries // ((self.rows.stop - self.rows.start) // self.width)
+
+    def used(self) -> list[slice]:
+        """The rows in the order of use: a head that is repeated more than once."""
+        if self.repeated is None:
+            return [self.rows]
+        starts = [self.rows.start + head * self.width for head in self.repeated]
+        return [slice(start, start + self.width) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,8 @@ class Split:
     heads: int = 0
     width: int = 0
     everywhere: bool = False  # the layer has too few heads to be split, so every rank holds it
+    # for a fused layer: the number of outputs of each of its parts
+    packed: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()  # for a style of parameters: their names in the layer
 
     def dim_of(self, parameter: str) -> int | None:
@@ -71,8 +89,23 @@ class Split:
     def heads_of(self, tp: int, index: int) -> Heads | None:
         """The heads that rank `index` of `tp` computes of a layer that every rank holds; None for
         any other layer."""
-        if not self.everywhere:
-            return None
+        return self._heads(tp, index) if self.everywhere else None
+
+    def rows_of(self, tp: int, index: int) -> tuple[slice, ...]:
+        """The rows that rank `index` of `tp` uses of a fused layer: of each part those that it
+        would have of a layer of its own. The outputs of one rank are in the order of the parts."""
+        rows = []
+        start = 0
+        for size in self.packed:
+            own = [chunk_range(size, tp, index)]
+            # Of queries, keys and values: several ranks may need the same head, as `_heads` says.
+            if self.width and size // self.width % tp:
+                own = replace(self, heads=size // self.width)._heads(tp, index).used()
+            rows += [slice(start + part.start, start + part.stop) for part in own]
+            start += size
+        return tuple(rows)
+
+    def _heads(self, tp: int, index: int) -> Heads:
         queries = range(index * self.queries // tp, (index + 1) * self.queries // tp)
         head_of_query = [query * self.heads // self.queries for query in queries]
         first, last = head_of_query[0], head_of_query[-1]
@@ -83,6 +116,7 @@ class Split:
         is_even = among_own == [i // run for i in range(len(queries))]
         return Heads(
             count=self.heads,
+            queries=len(queries),
             width=self.width,
             rows=slice(first * self.width, (last + 1) * self.width),
             repeated=None if is_even else tuple(among_own),
@@ -102,6 +136,11 @@ class Style:
     sizes: ClassVar[tuple[str, ...]] = ("in_features", "out_features")
     # patterns match parameters, or modules around them; no layer is replaced
     for_parameters: ClassVar[bool] = False
+    # Its output, or its input, is a part of the features on each rank.
+    gives_part: ClassVar[bool] = False
+    takes_part: ClassVar[bool] = False
+    # It works on whole sequences only, so that a plan with it cannot split them.
+    whole_sequences: ClassVar[bool] = False
 
     def check(self, name: str, module: Any) -> list[str]:
         """Why a layer cannot have this style, and what works instead; empty if it can. Only sizes
@@ -151,6 +190,7 @@ class Colwise(Style):
     word = "colwise"
     becomes = "ColumnParallelLinear"
     dim = 0
+    gives_part = True
 
     def split(
         self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int
@@ -187,14 +227,82 @@ class Colwise(Style):
 
 
 class ColwiseGatherOutput(Style):
-    """A linear layer whose outputs, the logits, are split, and returned as a DTensor."""
+    """A linear layer whose outputs are split, and then gathered: each rank has all of them."""
 
     word = "colwise_gather_output"
     becomes = "ColumnParallelLinear"
     dim = 0
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        return layers.column_parallel(plain, gather_output=True)
+
+
+class ColwiseLogits(Style):
+    """A linear layer whose outputs, the logits, are split, and returned as a DTensor, of which the
+    loss needs no rank to have them all."""
+
+    word = "colwise_logits"
+    becomes = "ColumnParallelLinear"
+    dim = 0
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
         return layers.column_parallel(plain, use_local_output=False)
+
+
+class PackedColwise(Style):
+    """A linear layer that computes several ones in a row, whose outputs are split one by one.
+
+    Of attention, whose module has a `head_dim`, these are the queries, as many as the inputs of its
+    row-wise layer, and keys and values of the heads that are left. Elsewhere they are as many as
+    fit: 2 of gate and up, whose row-wise layer has half as many inputs; 2 without a row-wise layer.
+    """
+
+    word = "packed_colwise"
+    becomes = "ColumnParallelLinear"
+    dim = 0
+    gives_part = True
+
+    def split(
+        self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int
+    ) -> tuple[Split, list[str]]:
+        outputs = modules[name].out_features
+        parent = _parent(base_of(name))
+        width: Any = getattr(modules[parent], "head_dim", None)
+        inputs = [
+            module.in_features
+            for row, module in modules.items()
+            if _parent(row) == parent and style_of(plan, [row]) == Rowwise.word
+            if hasattr(module, "in_features")
+        ]
+        if len(inputs) > 1:
+            problem = f"{parent} has several rowwise layers, so that {self.word} of {name} is open"
+            return Split(name, self.word), [problem]
+
+        if width is not None and inputs:
+            of_queries = inputs[0]
+            of_keys = (outputs - of_queries) // 2
+            whole_heads = of_queries % width == 0 and of_keys % width == 0 and of_keys > 0
+            if not whole_heads or of_queries + 2 * of_keys != outputs:
+                problem = (
+                    f"{name} has {outputs} outputs, which are no {of_queries} of queries and "
+                    f"equally many of keys and values, in heads of {width}"
+                )
+                return Split(name, self.word), [problem]
+            queries = of_queries // width
+            packed = (of_queries, of_keys, of_keys)
+            split = Split(name, self.word, queries=queries, width=width, packed=packed)
+            return split, _undivided_heads(queries, tp)
+
+        each = inputs[0] if inputs else outputs // 2
+        if outputs % each:
+            problem = f"{name} has {outputs} outputs, which are no parts of {each} each"
+            return Split(name, self.word), [problem]
+        return Split(name, self.word, packed=(each,) * (outputs // each)), []
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        size = layers.mesh.size("tp")
+        used = [split.rows_of(size, index) for index in range(size)]
+        return layers.column_parallel(plain, used=used)
 
 
 class Rowwise(Style):
@@ -204,29 +312,83 @@ class Rowwise(Style):
     word = "rowwise"
     becomes = "RowParallelLinear"
     dim = 1
+    takes_part = True
 
     def dim_of(self, parameter: str) -> int | None:
         return None if parameter == "bias" else self.dim
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
-        return layers.row_parallel(plain)
+        return layers.row_parallel(plain, splits_input=not self.takes_part)
+
+
+class RowwiseSplitInput(Rowwise):
+    """The same for inputs of which each rank has all, and takes its part."""
+
+    word = "rowwise_split_input"
+    takes_part = False
+    whole_sequences = True
 
 
 class EmbeddingRowwise(Style):
-    """An embedding whose rows, one per token of the vocabulary, are split; its output is split
-    along the sequence."""
+    """An embedding whose rows, one per token of the vocabulary, are split; each rank has the whole
+    output."""
 
     word = "embedding_rowwise"
     becomes = "VocabParallelEmbedding"
     dim = 0
     kind = "an embedding"
     sizes = ("num_embeddings",)
+    whole_sequences = True
 
     def check(self, name: str, module: Any) -> list[str]:
         return super().check(name, module) or unsupported_options(module)
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
-        return layers.vocab_parallel(plain)
+        return layers.vocab_parallel(plain, splits_sequence=not self.whole_sequences)
+
+
+class EmbeddingRowwiseSequence(EmbeddingRowwise):
+    """The same, with an output that is split along the sequence: from there on each rank has a part
+    of it."""
+
+    word = "embedding_rowwise_sequence"
+    whole_sequences = False
+
+
+class EmbeddingColwise(EmbeddingRowwise):
+    """An embedding of which each rank has a part of every row, and gathers the others."""
+
+    word = "embedding_colwise"
+    becomes = "FeatureParallelEmbedding"
+    dim = 1
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        return layers.feature_parallel(plain)
+
+
+class MlaKvAProj(Style):
+    """A linear layer of latent attention whose last outputs are the one rotary key, which each rank
+    uses for its own heads: their gradient is summed. Its module says by `qk_rope_head_dim` how many
+    they are."""
+
+    word = "mla_kv_a_proj"
+    whole_sequences = True
+
+    def split(
+        self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int
+    ) -> tuple[Split, list[str]]:
+        parent = _parent(base_of(name))
+        width: Any = getattr(modules[parent], "qk_rope_head_dim", None)
+        if isinstance(width, int):
+            return Split(name, self.word, width=width), []
+        problem = (
+            f"{name} is {self.word}, and {parent} has no qk_rope_head_dim, the rotary key's width"
+        )
+        return Split(name, self.word), [problem]
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        layers.sum_gradient_of_last(plain, split.width)
+        return plain
 
 
 class ReplicatedWithGradAllReduce(Style):
@@ -250,6 +412,19 @@ class Replicate(Style):
     for_parameters = True
 
 
+class ColwiseParameter(Style):
+    """Vectors of which each rank has those numbers that belong to its own features, such as one for
+    each head: what `colwise` is for a parameter that is no layer's."""
+
+    word = "colwise_parameter"
+    dim = 0
+    for_parameters = True
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        layers.split_parameters(plain, split.parameters)
+        return plain
+
+
 class GatherSequence(Style):
     """An nn.Identity whose input every rank needs whole for its own heads, and which no column-wise
     layer gathers: the shared rotary key of latent attention. Its gradient is summed over the
@@ -266,18 +441,41 @@ class GatherSequence(Style):
         return layers.sequence_gather()
 
 
-# with Hugging Face's words; `gather_sequence` is meshtrain's
+# with Hugging Face's words, and their meaning; `colwise_logits`, `colwise_parameter`,
+# `embedding_rowwise_sequence` and `gather_sequence` are meshtrain's
 STYLES: dict[str, Style] = {
     style.word: style
     for style in (
         Colwise(),
-        Rowwise(),
         ColwiseGatherOutput(),
+        ColwiseLogits(),
+        PackedColwise(),
+        Rowwise(),
+        RowwiseSplitInput(),
         EmbeddingRowwise(),
+        EmbeddingRowwiseSequence(),
+        EmbeddingColwise(),
+        MlaKvAProj(),
         ReplicatedWithGradAllReduce(),
         Replicate(),
+        ColwiseParameter(),
         GatherSequence(),
     )
+}
+# Other words of Hugging Face for the same.
+STYLES |= {
+    "colwise_rep": STYLES["colwise_gather_output"],
+    "rowwise_rep": STYLES["rowwise_split_input"],
+    # Experts that no `ep_plan` distributes are whole on every rank, and so are their outputs.
+    "moe_tp_experts": STYLES["replicate"],
+    "moe_identity_expert": STYLES["replicate"],
+    "packed_rowwise": STYLES["replicate"],
+    "all_reduce": STYLES["replicate"],
+    # Where ranks have parts of the sequence, gradients of parameters that each holds whole are
+    # summed without a word.
+    "sequence_parallel": STYLES["replicate"],
+    # A module whose own parameters are split computes with its rank's part in any case.
+    "local_params": STYLES["replicate"],
 }
 
 
@@ -347,7 +545,9 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
             split, refused = style.split(name, modules, plan, tp)
             splits.append(split)
         problems += refused
-    problems += _inconsistent_ties(splits, modules)
+    splits, untied = _with_ties(splits, modules)
+    problems += untied
+    problems += _not_of_parts(splits)
     if problems:
         raise SplitError(list(dict.fromkeys(problems)))
     return splits
@@ -415,6 +615,11 @@ def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
         for own in _parameters(module):
             full_name = f"{name}.{own}".lstrip(".")
             words[own] = style_of(plan, [full_name, *around])
+            # A matrix of each expert stays whole, as experts do that no `ep_plan` distributes.
+            is_vector = module._parameters[own].dim() == 1
+            is_layers = style_of(plan, [name]) == Colwise.word
+            if is_vector and not is_layers and style_of(plan, [full_name]) == Colwise.word:
+                words[own] = ColwiseParameter.word
         for word, style in STYLES.items():
             parameters = tuple(own for own in words if words[own] == word)
             if style.for_parameters and parameters:
@@ -425,10 +630,9 @@ def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> l
     """Parameters for which a plan does not say whether each rank uses them with a part of the
     features or with all: unsplit ones of a module that has both a column-wise and a row-wise layer,
     or of its children."""
-    dims: dict[str, set[int | None]] = {}  # module -> the dims by which its layers are cut
-    for split in splits:
-        dims.setdefault(_parent(split.layer), set()).add(STYLES[split.style].dim)
-    between = [name for name, split_dims in dims.items() if {0, 1} <= split_dims]
+    giving = {_parent(split.layer) for split in splits if STYLES[split.style].gives_part}
+    taking = {_parent(split.layer) for split in splits if STYLES[split.style].takes_part}
+    between = giving & taking
     layers = {split.layer for split in splits}
     decided = set[tuple[str, str]]()
     for split in styled_parameters(model, plan):
@@ -444,9 +648,9 @@ def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> l
 
 
 def plan_splits_sequence(plan: Mapping[str, str]) -> bool:
-    """Whether a plan has an `embedding_rowwise` layer, whose output is a part of the sequence on
-    each rank."""
-    return EmbeddingRowwise.word in plan.values()
+    """Whether a plan has an `embedding_rowwise_sequence` layer, whose output is a part of the
+    sequence on each rank."""
+    return EmbeddingRowwiseSequence.word in plan.values()
 
 
 def has_sequence_parts(option: bool | None, plan: Mapping[str, str] | None) -> bool:
@@ -467,8 +671,13 @@ def unequal_parts(what: str, length: int, tp: int) -> str:
 
 
 def unsupported_options(embedding: Any) -> list[str]:
-    """Problems of options that an embedding split over the vocabulary does not support."""
+    """Problems of options that a split embedding does not support."""
     problems = []
+    if len(_parameters(embedding)) > 1 or getattr(embedding, "_modules", {}):
+        problems.append(
+            "an embedding with parameters besides its weight cannot be split over tp: take it out "
+            "of the tp_plan"
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         value = getattr(embedding, option, None)
         if value is not None and value is not False:
@@ -554,6 +763,20 @@ def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: st
     ]
 
 
+def _not_of_parts(splits: Sequence[Split]) -> list[str]:
+    """Problems of layers that work on whole sequences beside one that splits them."""
+    sequence = EmbeddingRowwiseSequence.word
+    if not any(split.style == sequence for split in splits):
+        return []
+    other = next((split for split in splits if STYLES[split.style].whole_sequences), None)
+    if other is None:
+        return []
+    return [
+        f"the tp_plan splits the sequence ({sequence}), and {other.layer} is {other.style}, which "
+        f"works on whole ones: use {EmbeddingRowwise.word} in place of {sequence}"
+    ]
+
+
 def style_of(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
     """The style of the first pattern that matches one of these names."""
     for pattern, style in plan.items():
@@ -599,17 +822,56 @@ def _weight(module: Any) -> Any:
     return getattr(module, "_parameters", vars(module)).get("weight")
 
 
-def _inconsistent_ties(splits: list[Split], modules: Mapping[str, Any]) -> list[str]:
-    """Problems of layers that share a weight but split it differently."""
-    cut_by = {split.layer: (STYLES[split.style].dim, split.everywhere) for split in splits}
+def _with_ties(splits: list[Split], modules: Mapping[str, Any]) -> tuple[list[Split], list[str]]:
+    """The splits of layers, in which those that share a weight split it alike, and the problems of
+    those that cannot.
+
+    A plan often names only one of an embedding and the head that has its weight. The other one is
+    then split over the vocabulary too, in the style that changes nothing outside of the layer; and
+    if it cannot be, the first one is not.
+    """
+    of_layer = {split.layer: split for split in splits}
     sharing: dict[int, list[str]] = {}
     for name, module in modules.items():
         weight = _weight(module)
         if weight is not None:
             sharing.setdefault(id(weight), []).append(name)
-    return [
-        f"{' and '.join(names)} share one weight: the tp_plan has to split all of them in the same "
-        "way"
-        for names in sharing.values()
-        if len({cut_by.get(name) for name in names}) > 1
-    ]
+
+    problems = []
+    for names in sharing.values():
+        cuts = {_cut_of(of_layer.get(name)) for name in names}
+        if len(cuts) == 1:
+            continue
+        others = [_unchanged_outside(name, modules[name]) for name in names if name not in of_layer]
+        is_by_rows = cuts == {_cut_of(None), (0, False)}
+        if is_by_rows and None not in others:
+            of_layer |= {split.layer: split for split in others if split is not None}
+        elif is_by_rows and all(
+            of_layer[name].style in _UNCHANGED_OUTSIDE for name in names if name in of_layer
+        ):
+            for name in names:
+                of_layer.pop(name, None)
+        else:
+            problems.append(
+                f"{' and '.join(names)} share one weight: the tp_plan has to split all of them in "
+                "the same way"
+            )
+    return [of_layer[name] for name in modules if name in of_layer], problems
+
+
+# Styles of layers that take and return what the plain ones do.
+_UNCHANGED_OUTSIDE = (EmbeddingRowwise.word, ColwiseGatherOutput.word, ColwiseLogits.word)
+
+
+def _cut_of(split: Split | None) -> tuple[int | None, bool]:
+    """By which dim a weight is cut, and whether every rank holds it all the same."""
+    return (None, False) if split is None else (STYLES[split.style].dim, split.everywhere)
+
+
+def _unchanged_outside(name: str, module: Any) -> Split | None:
+    """A split of a layer's rows after which it takes and returns what it did; None: there is
+    none."""
+    for style in (EmbeddingRowwise, ColwiseGatherOutput):
+        if not STYLES[style.word].check(name, module):
+            return Split(name, style.word)
+    return None

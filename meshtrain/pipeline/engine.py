@@ -32,18 +32,21 @@ from meshtrain.parallel.linear.weight_grad import (
     run_weight_grads,
 )
 from meshtrain.pipeline.actions import Action, Kind, Schedule
-from meshtrain.pipeline.loop_schedules import forwards_alone
-from meshtrain.pipeline.p2p import (
-    AXIS,
-    TensorMeta,
-    Transfers,
-    sends_confirmed_by,
-    transfer_order,
+from meshtrain.pipeline.forms import (
+    Activation,
+    filled,
+    form_of,
+    has_gradient,
+    tensors_of,
 )
+from meshtrain.pipeline.loop_schedules import forwards_alone
+from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.simulate import Event
+from meshtrain.pipeline.stage import call_stage
 from meshtrain.pipeline.tied import TiedGradients
 
 Number = TypeVar("Number", int, float)
+Start = Tensor | GradientEdge  # of a backward
 
 
 class MicrobatchSource(Protocol):
@@ -53,8 +56,7 @@ class MicrobatchSource(Protocol):
         """The shapes of `inputs`, which need not be on the device yet."""
 
     def inputs(self, microbatch: int) -> tuple[Any, ...]:
-        """The inputs of the model's forward, on the device; the first only on the first stage, as
-        others receive it."""
+        """The inputs of the model's forward, on the device."""
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
         """The scalar to run backward from, computed from the model's output."""
@@ -63,17 +65,60 @@ class MicrobatchSource(Protocol):
         """Encloses every action: sets what a forward depends on, and measures time."""
 
 
-# A stage's forward of a microbatch: (stage, microbatch, received tensor or None on the first stage,
-# whether the stage is the last) -> output.
-StageForward = Callable[[nn.Module, Any, Tensor | None, bool], Any]
+# A stage's forward of a microbatch: (stage, microbatch, what it has received or None on the first
+# stage, whether the stage is the last) -> output.
+StageForward = Callable[[nn.Module, Any, Activation | None, bool], Any]
 
 
 class _SavedGraph(NamedTuple):
     """The saved state of a stage's forward of a microbatch, for its backward."""
 
-    received: Tensor | None  # from the previous stage; its `.grad` is sent back there
-    # where the backward starts: at the loss, or at the graph of the stage's output
-    start: Tensor | GradientEdge | None
+    entry: "_Entry | None"  # where the graph ends, in the gradient for the previous stage
+    # where the backward starts: at the loss, or at the graphs of the tensors that were handed on
+    # and have a gradient; None: that tensor needs none
+    starts: Sequence[Start | None]
+
+
+class _Entry:
+    """Where a stage's graph begins: at the received tensors, as if they were computed here. The
+    model may change them in place, and hooks on them see the gradient that travels back.
+
+    Attributes:
+        gradients: after the backward, those of the received tensors that have one.
+    """
+
+    def __init__(self, activation: Activation) -> None:
+        tensors = tensors_of(activation.value)
+        real = [x for x in tensors if has_gradient(x)]
+        self._likes = [(x.shape, x.dtype, x.device) for x in real]
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(real)
+        # Autograd makes graphs of what follows from a tensor that requires a gradient.
+        begin = torch.empty(0, requires_grad=True)
+        entered = iter(_Enter.apply(begin, self, real) if real else ())
+        tensors = [next(entered) if has_gradient(x) else x for x in tensors]
+        value = filled(form_of(activation.value), tensors)
+        self.activation = Activation(value, activation.earlier)
+
+    def input_grads(self) -> list[Tensor]:
+        """The gradients; zeros for a tensor that does not take part, as where a block stops them by
+        `detach` or `torch.no_grad`."""
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(self.gradients, self._likes, strict=True)
+        ]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, entry: _Entry, tensors: list[Tensor]) -> Any:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.entry.gradients = gradients
+        return None, None, None
 
 
 class Pipeline(nn.Module):
@@ -130,8 +175,9 @@ class Pipeline(nn.Module):
         self._follow(schedule)
 
         # What is held between two actions of a microbatch.
-        # (kind of tensor, consuming stage, microbatch) -> tensor between two stages of this rank.
-        self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
+        # (kind of transfer, consuming stage, microbatch) -> what goes between two stages of this
+        # rank.
+        self._local_handoff: dict[tuple[str, int, int], Any] = {}
         # (stage, microbatch) -> what its backward, and what its weight gradients start from.
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
         self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
@@ -205,7 +251,7 @@ class Pipeline(nn.Module):
         self._tied.sum()
 
     def _act(
-        self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None
+        self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Any
     ) -> None:
         if self._queue is not None:
             # Asked in the forward already, where layers save what their later products need.
@@ -219,38 +265,47 @@ class Pipeline(nn.Module):
                 self._backward(action, stage, received)
 
     def _forward(
-        self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None
+        self,
+        action: Action,
+        stage: nn.Module,
+        source: MicrobatchSource,
+        received: Activation | None,
     ) -> None:
-        if received is not None:
-            received.requires_grad_()  # its gradient is sent back
-        output = call_stage(stage, source.inputs(action.microbatch), received)
+        entry = None if received is None else _Entry(received)
+        activation = None if entry is None else entry.activation
+        output = call_stage(stage, source.inputs(action.microbatch), activation)
+        # The graph alone holds the activation from here on.
+        activation = received = None
+        if entry is not None:
+            del entry.activation
 
         if action.stage == self.schedule.stages - 1:
             loss = source.loss(action.microbatch, output)
-            self._saved_graphs[_key(action)] = _SavedGraph(received, loss)
+            self._saved_graphs[_key(action)] = _SavedGraph(entry, [loss])
             return
 
         # Only the graph is held, not the output, whose memory is freed once it has been sent.
-        edge = get_gradient_edge(output) if output.requires_grad else None
-        self._saved_graphs[_key(action)] = _SavedGraph(received, edge)
-        self._hand_on(action, output.detach())
+        tensors = tensors_of(output.value)
+        starts = [
+            get_gradient_edge(x) if x.requires_grad else None for x in tensors if has_gradient(x)
+        ]
+        self._saved_graphs[_key(action)] = _SavedGraph(entry, starts)
+        value = filled(form_of(output.value), [x.detach() for x in tensors])
+        self._hand_on(action, Activation(value, output.earlier))
 
-    def _backward(self, action: Action, stage: nn.Module, grad: Tensor | None) -> None:
-        received, start = self._saved_graphs.pop(_key(action))
+    def _backward(self, action: Action, stage: nn.Module, grads: Sequence[Tensor] | None) -> None:
+        entry, starts = self._saved_graphs.pop(_key(action))
         is_split = action in self._split
         if is_split:
             assert self._queue is not None  # required of whoever splits backwards
             with self._queue.record() as weight_grads:
-                _run_backward(start, grad)
+                _run_backward(starts, grads)
             self._weight_grads[_key(action)] = weight_grads
         else:
-            _run_backward(start, grad)
+            _run_backward(starts, grads)
 
-        if received is not None:
-            input_grad = received.grad
-            if input_grad is None:  # a block stops it, by `detach` or `torch.no_grad`
-                input_grad = torch.zeros_like(received)
-            self._hand_on(action, input_grad)
+        if entry is not None:
+            self._hand_on(action, entry.input_grads())
 
         # A whole backward that was split only for its result to be sent before.
         if is_split and action.kind is Kind.BACKWARD:
@@ -260,30 +315,37 @@ class Pipeline(nn.Module):
         run_weight_grads(self._weight_grads.pop(_key(action)))
         accumulate_gradients(stage)
 
-    def _take(self, action: Action) -> Tensor | None:
-        """Waits for the neighbouring stage's tensor for this action. None at the two ends of the
-        model, and for weight gradients, whose inputs were saved by the input gradient action."""
+    def _take(self, action: Action) -> Any:
+        """Waits for what this action needs of the neighbouring stage: the activation for a forward,
+        a list of gradients for a backward. None at the two ends of the model, and for weight
+        gradients, whose inputs were saved by the input gradient action."""
         transfer = next(iter(self.schedule.receives(action)), None)
         if transfer is not None:
-            return self._transfers.receive(transfer)
+            tensors, about = self._transfers.receive(transfer)
+            if transfer.kind == "gradient":
+                return tensors
+            form, earlier = about
+            return Activation(filled(form, tensors), earlier)
         producer = action.stage - action.kind.direction
         if action.kind is Kind.WEIGHT_GRAD or not 0 <= producer < self.schedule.stages:
             return None
         return self._local_handoff.pop((action.kind.tensor, *_key(action)))
 
-    def tell_shape(self, key: Hashable, stage: int, meta: TensorMeta) -> None:
-        """See `Transfers.tell_shape`."""
-        self._transfers.tell_shape(key, stage, meta)
+    def describe(self, key: Hashable, stage: int, activation: Activation) -> None:
+        """See `Transfers.describe`."""
+        self._transfers.describe(key, stage, activation)
 
-    def _hand_on(self, action: Action, tensor: Tensor) -> None:
-        """Sends the result of an action to the neighbouring stage, or keeps it for a stage of this
-        rank."""
+    def _hand_on(self, action: Action, result: Activation | list[Tensor]) -> None:
+        """Sends the result of an action, an activation or gradients, to the neighbouring stage, or
+        keeps it for a stage of this rank."""
         transfer = next(iter(self.schedule.sends(action)), None)
-        if transfer is not None:
-            self._transfers.send(transfer, tensor)
-            return
-        consumer = action.stage + action.kind.direction
-        self._local_handoff[action.kind.tensor, consumer, action.microbatch] = tensor
+        if transfer is None:
+            consumer = action.stage + action.kind.direction
+            self._local_handoff[action.kind.tensor, consumer, action.microbatch] = result
+        elif isinstance(result, Activation):
+            self._transfers.send(transfer, tensors_of(result.value), result.about)
+        else:
+            self._transfers.send(transfer, result)
 
     @torch.no_grad()
     def run_forwards(
@@ -311,8 +373,8 @@ class Pipeline(nn.Module):
         call it together."""
 
         def run(
-            stage: nn.Module, inputs: tuple[Any, ...], received: Tensor | None, last: bool
-        ) -> Tensor:
+            stage: nn.Module, inputs: tuple[Any, ...], received: Activation | None, last: bool
+        ) -> Any:
             return call_stage(stage, inputs, received)
 
         outputs = self.run_forwards([inputs], [shapes_of(inputs)], run)
@@ -347,13 +409,6 @@ class Pipeline(nn.Module):
         return time.time()  # the host's clock, which ranks share or synchronize to
 
 
-def call_stage(stage: nn.Module, inputs: tuple[Any, ...], received: Tensor | None) -> Tensor:
-    """Every stage except the first takes the received tensor in place of the first input."""
-    if received is not None:
-        inputs = (received, *inputs[1:])
-    return stage(*inputs)
-
-
 @cache
 def _forwards(placement: tuple[int, ...], microbatches: int, rank: int) -> tuple[Any, ...]:
     """What `run_forwards` executes on a rank: its actions, the order of all transfers, and what
@@ -362,21 +417,27 @@ def _forwards(placement: tuple[int, ...], microbatches: int, rank: int) -> tuple
     return plan.actions_of(rank), transfer_order(plan), sends_confirmed_by(plan, rank)
 
 
-def _run_backward(output: Tensor | GradientEdge | None, grad: Tensor | None) -> None:
-    """Backward from a stage's output, with its gradient, or from the loss; nothing if the output
-    needs no gradient, as when all of the stage is frozen."""
-    if output is not None:
-        torch.autograd.backward(output, grad)
+def _run_backward(starts: Sequence[Start | None], grads: Sequence[Tensor] | None) -> None:
+    """Backward from what a stage has handed on, with its gradients, or from the loss (None); from
+    nothing that needs no gradient, as when all of the stage is frozen."""
+    kept: list[Any] = []
+    kept_grads: list[Any] = []
+    of_starts: Sequence[Tensor | None] = [None] * len(starts) if grads is None else grads
+    for start, grad in zip(starts, of_starts, strict=True):
+        if start is not None:
+            kept.append(start)
+            kept_grads.append(grad)
+    if kept:
+        torch.autograd.backward(kept, kept_grads)
 
 
 def _key(action: Action) -> tuple[int, int]:
     return action.stage, action.microbatch
 
 
-def ends_of(model: nn.Module) -> tuple[bool, bool]:
-    """Whether this rank has a model's first stage, which uses the first input, and its last, which
-    has the loss."""
-    return model.ends if isinstance(model, Pipeline) else (True, True)
+def has_last_stage(model: nn.Module) -> bool:
+    """Whether this rank has a model's last stage, and so the loss."""
+    return model.ends[1] if isinstance(model, Pipeline) else True
 
 
 def shapes_of(inputs: tuple[Any, ...]) -> tuple[tuple[int, ...] | None, ...]:

@@ -9,9 +9,11 @@ have one group per direction (`Mesh.link`): in a shared group, a receive posted 
 every later send.
 """
 
+import pickle
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +24,11 @@ from meshtrain.job.pending import PendingWait, waiting
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.pipeline.actions import Schedule, Transfer
+from meshtrain.pipeline.forms import Activation, TensorMeta, alike, has_gradient, tensors_of
 from meshtrain.pipeline.simulate import simulate
 
 AXIS = "pp"
 AHEAD = 4  # number of receives posted before their tensors are needed
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MOST_DIMS = 8
 
 
 def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
@@ -62,44 +63,18 @@ def sends_confirmed_by(schedule: Schedule, rank: int) -> dict[Transfer, tuple[Tr
 
 
 @dataclass(frozen=True)
-class TensorMeta:
-    """What a receiver has to know about a tensor. `order`: its dims by descending stride."""
+class Described:
+    """What the receiver of an activation knows before it arrives, and the sender of its gradient
+    too."""
 
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
+    metas: tuple[TensorMeta, ...]  # of its tensors, in order
+    about: Any  # all else: `Activation.about`
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorMeta":
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
-
-    def packed(self) -> Tensor:
-        """As a tensor of a fixed size, which a receiver can post a receive for."""
-        dims = len(self.shape)
-        padding = [0] * (MOST_DIMS - dims)
-        dtype = DTYPES.index(self.dtype)
-        return torch.tensor([dtype, dims, *self.shape, *padding, *self.order, *padding])
-
-    @classmethod
-    def unpacked(cls, packed: Tensor) -> "TensorMeta":
-        dtype, dims, *rest = packed.tolist()
-        shape, order = rest[:MOST_DIMS], rest[MOST_DIMS:]
-        return cls(tuple(shape[:dims]), tuple(order[:dims]), DTYPES[dtype])
-
-    def lay_out(self, tensor: Tensor) -> Tensor:
-        """The tensor as contiguous memory, with dims in `order`."""
-        return tensor.permute(self.order).contiguous()
-
-    def empty(self, device: torch.device) -> Tensor:
-        """A buffer to receive into; `view` restores the tensor's shape and strides."""
-        shape = [self.shape[dim] for dim in self.order]
-        return torch.empty(shape, dtype=self.dtype, device=device)
-
-    def view(self, memory: Tensor) -> Tensor:
-        """The inverse of `lay_out`."""
-        return memory.permute([self.order.index(dim) for dim in range(len(self.order))])
+    def of_kind(self, kind: str) -> tuple[TensorMeta, ...]:
+        """The metas of the tensors of a transfer."""
+        if kind == "activation":
+            return self.metas
+        return tuple(meta for meta in self.metas if has_gradient(meta))
 
 
 class Transfers:
@@ -113,7 +88,7 @@ class Transfers:
         self._measured_wait = measured_wait
         self._rank = mesh.index(AXIS)  # on `pp`
         self._ranks = mesh.layout.group(mesh.rank, AXIS)  # index on `pp` -> rank
-        self._metas: dict[tuple[Hashable, int], TensorMeta] = {}
+        self._known: dict[tuple[Hashable, int], Described] = {}
         # The memory of a send is held until it has arrived.
         self._sending: dict[Transfer, list[tuple[dist.Work, Tensor]]] = {}
 
@@ -128,8 +103,8 @@ class Transfers:
         Args:
             order: all of them, the same on every rank.
             keys: for each microbatch, what the shapes of its tensors depend on, the same on every
-                rank. Before the first tensor between two stages with a new key, its `TensorMeta` is
-                sent.
+                rank. Before the first activation between two stages with a new key, what has
+                to be known of it (`Described`) is sent.
             confirmed: see `sends_confirmed_by`; the memory of other sends is held until the end.
         """
         self._order = [
@@ -138,31 +113,37 @@ class Transfers:
         self._next = 0  # the first transfer that is not posted
         self._confirmed = confirmed or {}
         self._keys = keys
-        self._ready: dict[Transfer, Tensor] = {}  # tensors whose turn to be sent has not come
-        self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}  # receives
+        self._ready: dict[Transfer, _Ready] = {}  # whose turn to be sent has not come
+        self._posted: dict[Transfer, list[tuple[dist.Work, Tensor]]] = {}  # receives
         self._post()
 
-    def tell_shape(self, key: Hashable, stage: int, meta: TensorMeta) -> None:
+    def describe(self, key: Hashable, stage: int, activation: Activation) -> None:
         """Makes known what a stage receives for microbatches with this key, so that nobody sends
-        it."""
-        self._metas[key, stage] = meta
+        it. Tensors count by their shapes."""
+        metas = map(TensorMeta.of, tensors_of(activation.value))
+        self._known[key, stage] = Described(tuple(metas), activation.about)
 
-    def send(self, transfer: Transfer, tensor: Tensor) -> None:
-        """Sends a tensor when its turn comes; the caller may drop it at once."""
-        self._ready[transfer] = tensor.detach()
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor], about: Any = None) -> None:
+        """Sends tensors when their turn comes; the caller may drop them at once. `about`: of an
+        activation, what its receiver gets with them."""
+        self._ready[transfer] = _Ready([tensor.detach() for tensor in tensors], about)
         self._post()
 
-    def receive(self, transfer: Transfer) -> Tensor:
-        """Waits for a tensor."""
+    def receive(self, transfer: Transfer) -> tuple[list[Tensor], Any]:
+        """Waits for tensors. Returns them, and what there is to know about them."""
         if transfer not in self._posted:
             self._post(transfer)
-        work, memory = self._posted.pop(transfer)
+        posted = self._posted.pop(transfer)
         with self._measured_wait(), self._pending(transfer):
-            work.wait()
+            for work, _ in posted:
+                work.wait()
         for sent in self._confirmed.get(transfer, ()):
             self._let_go(sent)
         self._post()
-        return self._metas[self._meta_key(transfer)].view(memory)
+        known = self._known[self._known_key(transfer)]
+        metas = known.of_kind(transfer.kind)
+        pairs = zip(metas, posted, strict=True)
+        return [meta.view(memory) for meta, (_, memory) in pairs], known.about
 
     def end(self) -> None:
         """Waits until all sends are complete."""
@@ -206,28 +187,48 @@ class Transfers:
                 needed = None  # and go on as far as possible
 
     def _can_post_receive(self, transfer: Transfer) -> bool:
-        """Whether a receive may be posted ahead: without a wait for its `TensorMeta`, and without
+        """Whether a receive may be posted ahead: without a wait for its description, and without
         holding too much memory."""
-        return self._meta_key(transfer) in self._metas and len(self._posted) < AHEAD
+        return self._known_key(transfer) in self._known and len(self._posted) < AHEAD
 
-    def _post_send(self, transfer: Transfer, tensor: Tensor) -> None:
-        key = self._meta_key(transfer)
-        own = TensorMeta.of(tensor)
-        if key not in self._metas:
-            self._metas[key] = own
-            self._start_send(transfer, own.packed().to(self._device))
-        expected = self._metas[key]
-        if (own.shape, own.dtype) != (expected.shape, expected.dtype):
+    def _post_send(self, transfer: Transfer, ready: "_Ready") -> None:
+        key = self._known_key(transfer)
+        own = tuple(map(TensorMeta.of, ready.tensors))
+        if key not in self._known:
+            self._known[key] = Described(own, ready.about)
+            self._send_description(transfer, self._known[key])
+        known = self._known[key]
+        expected = known.of_kind(transfer.kind)
+        found = None
+        if len(own) != len(expected) or not all(map(TensorMeta.fits, own, expected)):
+            found = _words(own)
+        elif transfer.kind == "activation" and not alike(ready.about, known.about):
+            found = f"{_words(own)} with another plain value among what blocks return"
+        if found is not None:
             raise InputError(
                 f"the {transfer.kind} for stage {transfer.stage} of microbatch "
-                f"{transfer.microbatch} is {list(own.shape)} of {own.dtype}, and "
-                f"{list(expected.shape)} of {expected.dtype} is what is known of microbatches "
-                f"whose inputs are {key[0]}: with pp the shapes of inputs must tell those of "
-                "activations. Pad to shapes that do, or use pp: 1"
+                f"{transfer.microbatch} is {found}, and {_words(expected)} is what is known "
+                f"of microbatches whose inputs are {key[0]}: with pp the shapes of inputs must "
+                "tell what blocks return, but for the values of tensors. Pad to shapes that do, or "
+                "use pp: 1"
             )
-        laid_out = expected.lay_out(tensor)
-        self._mesh.comm_bytes.add(AXIS, "send", laid_out.nbytes)
-        self._start_send(transfer, laid_out)
+        for meta, tensor in zip(expected, ready.tensors, strict=True):
+            laid_out = meta.lay_out(tensor)
+            self._mesh.comm_bytes.add(AXIS, "send", laid_out.nbytes)
+            self._start_send(transfer, laid_out)
+
+    def _send_description(self, transfer: Transfer, known: Described) -> None:
+        packed = torch.frombuffer(bytearray(pickle.dumps(known)), dtype=torch.uint8)
+        self._start_send(transfer, torch.tensor([len(packed)]).to(self._device))
+        self._start_send(transfer, packed.to(self._device))
+
+    def _receive_description(self, transfer: Transfer) -> Described:
+        size = torch.empty(1, dtype=torch.int64, device=self._device)
+        with self._measured_wait(), self._pending(transfer):
+            self.start_receive(size, transfer.source).wait()
+            packed = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            self.start_receive(packed, transfer.source).wait()
+        return pickle.loads(bytes(packed.tolist()))
 
     def _start_send(self, transfer: Transfer, tensor: Tensor) -> None:
         work = self.start_send(tensor, transfer.target)
@@ -241,15 +242,14 @@ class Transfers:
         return work
 
     def _post_receive(self, transfer: Transfer) -> None:
-        key = self._meta_key(transfer)
-        if key not in self._metas:
-            packed = torch.empty(2 + 2 * MOST_DIMS, dtype=torch.int64, device=self._device)
-            with self._measured_wait(), self._pending(transfer):
-                self.start_receive(packed, transfer.source).wait()
-            self._metas[key] = TensorMeta.unpacked(packed)
-        memory = self._metas[key].empty(self._device)
-        work = self.start_receive(memory, transfer.source)
-        self._posted[transfer] = work, memory
+        key = self._known_key(transfer)
+        if key not in self._known:
+            self._known[key] = self._receive_description(transfer)
+        posted = []
+        for meta in self._known[key].of_kind(transfer.kind):
+            memory = meta.empty(self._device)
+            posted.append((self.start_receive(memory, transfer.source), memory))
+        self._posted[transfer] = posted
 
     def start_receive(self, tensor: Tensor, index: int) -> dist.Work:
         """Starts a receive from a rank, by its index on `pp`, after all posted transfers."""
@@ -265,8 +265,17 @@ class Transfers:
         label = f"{transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch}"
         return waiting(label, self._mesh.link(source, target), missing=lambda: [other])
 
-    def _meta_key(self, transfer: Transfer) -> tuple[Hashable, int]:
+    def _known_key(self, transfer: Transfer) -> tuple[Hashable, int]:
         """The microbatch's key, and the later of the two stages: a gradient has the shape of the
         activation there."""
         stage = transfer.stage if transfer.kind == "activation" else transfer.stage + 1
         return self._keys[transfer.microbatch], stage
+
+
+class _Ready(NamedTuple):
+    tensors: list[Tensor]
+    about: Any
+
+
+def _words(metas: Sequence[TensorMeta]) -> str:
+    return " and ".join(f"{list(meta.shape)} of {meta.dtype}" for meta in metas) or "no tensor"

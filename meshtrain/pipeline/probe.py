@@ -1,14 +1,14 @@
-"""Probe of a model for pipeline stages: its forward, with every block replaced by the identity,
-must be the identity.
+"""Probe of a model for pipeline stages: its forward on the meta device, once whole and then as each
+stage runs it.
 
-Every stage runs the model's forward. So operations on the activation outside blocks would be
-repeated in each stage, and values that it computes from the activation for a block would be
-computed from another activation. Neither raises an error by itself; both are detected here, before
-anything runs.
+The first finds where the forward uses what lies outside of blocks, and what blocks return. The
+others find what a stage would need that it does not have: something of an earlier stage besides
+what it receives. It is refused here, before anything runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,81 +19,231 @@ from torch.overrides import TorchFunctionMode
 from meshtrain.errors import InputError
 from meshtrain.parallel.torch_private import (
     TorchDispatchMode,
-    has_hooks,
     memory_of,
     own_buffers,
     own_parameters,
     tree_leaves,
-    version_of,
+    tree_map_only,
     written_tensors,
 )
+from meshtrain.pipeline.forms import TensorMeta, form_of
 from meshtrain.pipeline.stage import (
-    Derived,
-    OutsideModule,
+    SETTINGS,
+    Outline,
     Skipped,
     blocks_of,
-    first_argument,
-    first_input,
     has_forward,
-    keep_stage,
-    owners,
+    named_state,
+    outside_modules,
+    refuse_repeated,
+    stand_in_forward,
+    state_of,
+    take_out,
 )
+from meshtrain.pipeline.stand_in import StandIn, StandInError, first_stand_in, stand_ins
 
-Shape = tuple[int, ...]
-GUESS = 8  # the assumed width of an activation of unknown shape
+Inputs = Sequence[Any]
+
+
+def outline_of(model: nn.Module, inputs: Inputs) -> Outline:
+    """Where a model's forward uses what lies outside of its blocks.
+
+    Args:
+        model: whole, on the meta device; if its forward reads values, it is moved.
+        inputs: the model's inputs for a microbatch, on any device; only shapes and dtypes are used.
+
+    Raises InputError: its blocks cannot form stages.
+    """
+    return _run_whole(model, inputs).outline
 
 
 def check_forward(
     model: nn.Module,
     bounds: Sequence[tuple[int, int]],
-    inputs: Sequence[Tensor | None],
+    inputs: Inputs,
     dtype: torch.dtype,
 ) -> None:
-    """Runs a model's forward, without its blocks, on an activation as each stage would receive it.
+    """Runs a model's forward as each stage would, but for what its blocks compute.
 
     Args:
-        model: whole, on the meta device; its blocks are removed.
+        model: as for `outline_of`; it is changed.
         bounds: for each stage, its first block and the one after its last.
-        inputs: the model's inputs for a microbatch, on any device; only shapes and dtypes are used.
-        dtype: the compute dtype of blocks.
+        dtype: the compute dtype.
 
-    Raises InputError: stages of this model would compute something other than the whole model.
+    Raises InputError: a stage of this model would need more than it has.
     """
-    blocks = blocks_of(model)
-    named_blocks = {name: m for name, m in model.named_modules() if m in set(blocks)}
-    _refuse_containers(named_blocks)
-    on_meta = tuple(None if x is None else torch.empty_like(x, device="meta") for x in inputs)
-    owned = owners(model)
-    beside = [
-        name
-        for name, _ in owned
-        if name not in named_blocks and OutsideModule.fits(model.get_submodule(name))
-    ]
-
-    # A forward of the whole model: which parameters its blocks use, what modules outside of blocks
-    # return, and what the first block of each stage receives.
-    results: dict[str, list[Shape]] = {}
-    uses = _ParametersUsed(model, [blocks[first:end] for first, end in bounds])
-    with uses, _recorded(model, beside, results):
-        shapes = _received(model, [blocks[first] for first, _ in bounds[1:]], on_meta)
-    _refuse_foreign_parameters(uses)
-
-    # A forward of a stage without any block: what it does to the activation.
-    keep_stage(model, 0, 0)
-    stand_ins = {name: model.get_submodule(name).forward for name, _ in owned}
-    for shape in shapes:
-        activation = torch.empty(shape, dtype=dtype, device="meta")
+    whole = _run_whole(model, inputs)
+    _refuse_foreign_parameters(whole, model, bounds)
+    for first, end in bounds[1:] or bounds:
         for training in (True, False):
             model.train(training)
-            passage = _Passage(activation.clone().requires_grad_(), results)
-            for name, number in owned:
-                is_block = name in named_blocks
-                through = partial(passage.through, name, number, is_block, stand_ins[name])
-                model.get_submodule(name).forward = through
-            passage.run(model, on_meta[1:])
+            _Walk(whole, model, first, end, dtype).run()
 
 
-def _refuse_containers(named_blocks: Mapping[str, nn.Module]) -> None:
+# A forward of the whole model ---------------------------------------------------------------------
+
+
+@dataclass
+class _Whole:
+    """What a forward of the whole model has shown."""
+
+    outline: Outline
+    inputs: Inputs  # on the device where the model runs
+    device: torch.device
+    forms: dict[bool, list[Any]]  # in training, and else -> what each block returns
+    foreign: list[tuple[int, str]]  # (using block, name of a parameter that it does not hold)
+
+
+def _run_whole(model: nn.Module, inputs: Inputs) -> _Whole:
+    """Runs on the CPU, with zeros, if the model reads values, which the meta device does not
+    have."""
+    refuse_repeated(model)
+    named_blocks = {name: m for name, m in model.named_modules() if m in set(blocks_of(model))}
+    _refuse_containers(named_blocks)
+    on_meta = [_on_device(x, "meta") for x in inputs]
+    try:
+        return _recorded(model, on_meta, torch.device("meta"))
+    except InputError:
+        raise
+    except Exception:  # any error of a model that reads values of a tensor
+        _fill_with_zeros(model)
+    zeros = [_on_device(x, "cpu") for x in inputs]
+    try:
+        return _recorded(model, zeros, torch.device("cpu"))
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            "the model cannot be cut into stages: its forward runs neither without values nor "
+            f"with zeros ({type(error).__name__}: {error}): name in blocks() all modules that have "
+            "parameters, and let the forward take any values, or use pp: 1"
+        ) from error
+
+
+def _on_device(x: Any, device: str) -> Any:
+    """An input with zeros as values."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.zeros(x.shape, dtype=x.dtype, device=device)
+
+
+def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> _Whole:
+    uses = _Uses(model)
+    forms = {}
+    was_training = model.training
+    for training in (True, False):
+        model.train(training)
+        with uses, torch.no_grad():
+            model(*inputs)
+        uses.end()
+        forms[training] = uses.forms
+    model.train(was_training)
+    return _Whole(uses.outline(), inputs, device, forms, uses.foreign)
+
+
+class _Uses(TorchFunctionMode):
+    """Records where a forward uses parameters and persistent buffers, and calls modules outside of
+    blocks; what its blocks return; and that it calls each of them once, in their order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.foreign: list[tuple[int, str]] = []
+        self._blocks = blocks_of(model)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._outside = list(outside_modules(model))
+        self._state = named_state(model)
+        self._name_of = {tensor: name for name, tensor in self._state.items()}
+        self._own = [set(named_state(block).values()) for block in self._blocks]
+        # By tensor, because a tied one has several names.
+        self._places: dict[Tensor, set[int]] = {tensor: set() for tensor in self._name_of}
+        for number, own in enumerate(self._own):
+            for tensor in own:
+                self._places[tensor].add(number)
+        self._of_blocks = {tensor for own in self._own for tensor in own}
+        self._used_outside: set[Tensor] = set()
+        self._called: dict[str, set[int]] = {}
+
+    def __enter__(self) -> "_Uses":
+        self.forms: list[Any] = []
+        self._running = False  # a block
+        self._hooks: list[Any] = []
+        for number, block in enumerate(self._blocks):
+            self._hooks.append(block.register_forward_pre_hook(partial(self._begin, number)))
+            self._hooks.append(block.register_forward_hook(self._end))
+        for name, module in self._outside:
+            self._hooks.append(module.register_forward_pre_hook(partial(self._call, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def _place(self) -> int:
+        return min(len(self.forms), len(self._blocks) - 1)
+
+    def _block(self, number: int) -> str:
+        return f"block {self._names[self._blocks[number]]}"
+
+    def _begin(self, number: int, block: nn.Module, inputs: Any) -> None:
+        done = len(self.forms)
+        if number > done:
+            _refuse(
+                f"{self._block(number)} runs before {self._block(done)}, and blocks() has them the "
+                "other way round"
+            )
+        if number < done:
+            _refuse(
+                f"{self._block(number)} runs behind {self._block(done - 1)}, and blocks() has them "
+                "the other way round, or runs twice"
+            )
+        self._running = True
+
+    def _end(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._block(len(self.forms))
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, (Tensor, *SETTINGS)):
+                _refuse(
+                    f"{name} returns a {type(leaf).__name__}, and between stages tensors, numbers "
+                    "and None travel, and tuples, lists and dicts of them"
+                )
+        self.forms.append(form_of(output))
+        self._running = False
+
+    def end(self) -> None:
+        """After a forward."""
+        if len(self.forms) < len(self._blocks):
+            _refuse(f"its forward does not call {self._block(len(self.forms))}")
+
+    def _call(self, name: str, module: nn.Module, inputs: Any) -> None:
+        if not self._running:
+            self._called.setdefault(name, set()).add(self._place)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf in self._places:
+                self._use(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def _use(self, tensor: Tensor) -> None:
+        if not self._running:
+            self._places[tensor].add(self._place)
+            self._used_outside.add(tensor)
+        elif tensor not in self._own[self._place]:
+            self.foreign.append((self._place, self._name_of[tensor]))
+
+    def outline(self) -> Outline:
+        state: dict[str, frozenset[int]] = {}
+        for name, tensor in self._state.items():
+            # What is never used has to be somewhere.
+            state[name] = frozenset(self._places[tensor] or {0})
+        outside = frozenset(n for n, tensor in self._state.items() if tensor in self._used_outside)
+        called = {name: frozenset(places) for name, places in self._called.items()}
+        return Outline(state, outside, called)
+
+
+def _refuse_containers(named_blocks: dict[str, nn.Module]) -> None:
     for name, block in named_blocks.items():
         if not has_forward(block):
             raise InputError(
@@ -103,75 +253,152 @@ def _refuse_containers(named_blocks: Mapping[str, nn.Module]) -> None:
             )
 
 
-def _refuse_foreign_parameters(uses: "_ParametersUsed") -> None:
-    for block, parameter in uses.foreign:
-        if block:  # what is done outside of blocks, the passage through a stage shows
+def _refuse_foreign_parameters(
+    whole: _Whole, model: nn.Module, bounds: Sequence[tuple[int, int]]
+) -> None:
+    """A block may use what its stage holds anyway. In another stage a reference to it would be one
+    to a parameter that nobody trains."""
+    stage_of = [stage for stage, (first, end) in enumerate(bounds) for _ in range(first, end)]
+    names = {module: name for name, module in model.named_modules()}
+    blocks = blocks_of(model)
+    for number, tensor in whole.foreign:
+        holders = {stage_of[place] for place in whole.outline.state[tensor]}
+        if stage_of[number] not in holders:
             raise InputError(
-                f"the model cannot be cut into stages: block {block} computes with {parameter}, "
-                "which is a parameter of a block of another stage and none of its own: register it "
-                "in both (`head.weight = embed.weight`), or use pp: 1"
+                f"the model cannot be cut into stages: block {names[blocks[number]]} computes with "
+                f"{tensor}, which is a parameter of a block of another stage and none of its own: "
+                "register it in both (`head.weight = embed.weight`), or use pp: 1"
             )
 
 
-@contextmanager
-def _recorded(
-    model: nn.Module, names: Sequence[str], results: dict[str, list[Shape]]
-) -> Iterator[None]:
-    """Inside, `results` gets the shapes of what these modules return, by name."""
-
-    def record(name: str, module: nn.Module, inputs: Any, result: Any) -> None:
-        results[name] = _shapes(result)
-
-    hooks = []
-    for name in names:
-        module = model.get_submodule(name)
-        hooks.append(module.register_forward_hook(partial(record, name)))
-    yield
-    for hook in hooks:
-        hook.remove()
+# A forward of a stage -----------------------------------------------------------------------------
 
 
-def _shapes(values: Any) -> list[Shape]:
-    return [tuple(x.shape) for x in tree_leaves(values) if isinstance(x, Tensor)]
+class _LeaveForward(BaseException):
+    """See `stage._LeaveForward`."""
 
 
-def _received(
-    model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tensor | None, ...]
-) -> list[Shape]:
-    """The shapes of the inputs of these blocks; if the model does not run without values, a
-    plausible shape. Raises InputError: an input is not floating-point, so that it has no gradient
-    to send back."""
-    shapes: list[Shape] = []
-    others: list[str] = []  # inputs that are not real numbers
+class _Walk:
+    """A forward as one stage runs it, in which its blocks compute nothing."""
 
-    def record(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        x = first_input(first_argument(block.forward), inputs, named)
-        if isinstance(x, Tensor):
-            shapes.append(tuple(x.shape))
-            if not x.is_floating_point():
-                others.append(f"{type(block).__name__} gets {x.dtype}")
+    def __init__(
+        self, whole: _Whole, model: nn.Module, first: int, end: int, dtype: torch.dtype
+    ) -> None:
+        self._whole = whole
+        self._model = model
+        self._blocks = blocks_of(model)
+        names = {module: name for name, module in model.named_modules()}
+        self._names = [f"block {names[block]}" for block in self._blocks]
+        self._first, self._end = first, end
+        self._dtype = dtype
+        self._forms = whole.forms[model.training]
+        self._done = 0
 
-    hooks = [block.register_forward_pre_hook(record, with_kwargs=True) for block in blocks]
-    try:
-        with torch.no_grad():
-            model(*inputs)
-    except Exception:
-        # Any error of a model that reads values of a tensor: the passage will report it. The
-        # activation is then taken to be like the input.
-        first = inputs[0]
-        assert first is not None
-        if not shapes:
-            of_features = () if first.is_floating_point() else (GUESS,)
-            shapes = [(*first.shape, *of_features)]
-    for hook in hooks:
-        hook.remove()
-    if others:
-        raise InputError(
-            f"the model cannot be cut into stages here: the first block of a stage, a {others[0]}, "
-            "and between stages real numbers travel, with gradients: cut elsewhere by "
-            "pipeline.split, or use pp: 1"
+    def run(self) -> None:
+        with self._as_stage(), _Draws(self), torch.no_grad(), suppress(_LeaveForward):
+            try:
+                output = self._model(*self._whole.inputs)
+            except StandInError as error:
+                self._refuse(f"{self._where()} it {error}")
+            except InputError:
+                raise
+            except Exception as error:
+                self._refuse(f"{self._where()} its forward fails ({type(error).__name__}: {error})")
+            self._refuse_stand_ins("what the model returns is", output)
+
+    @contextmanager
+    def _as_stage(self) -> Iterator[None]:
+        outline, device = self._whole.outline, self._whole.device
+        held = outline.held(self._first, self._end)
+        own = range(self._first, self._end)
+        forwards: dict[nn.Module, Any] = {}
+        for number, block in enumerate(self._blocks):
+            forwards[block] = partial(self._block, number)
+        for name, module in outside_modules(self._model):
+            is_called = any(place in own for place in outline.called.get(name, ()))
+            if state_of(module) and not is_called:
+                forwards[module] = stand_in_forward(module, name, device, self._dtype)
+
+        before = {module: vars(module).get("forward") for module in forwards}
+        undo = []
+        for name, module in list(self._model.named_modules()):
+            undo += take_out(module, name, held, device, self._dtype)
+        for module, forward in forwards.items():
+            module.forward = forward
+        try:
+            yield
+        finally:
+            for back in undo:
+                back()
+            for module, forward in before.items():
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+    @property
+    def has_received(self) -> bool:
+        return self._done >= self._first
+
+    def _block(self, number: int, *inputs: Any, **named: Any) -> Any:
+        form = self._forms[number]
+        if number < self._first - 1:
+            self._done += 1
+            return stand_ins(form, self._whole.device, f"what {self._names[number]} returns")
+        if number >= self._first:
+            self._refuse_stand_ins(f"{self._names[number]} gets something", (inputs, named))
+        if number == self._end - 1 < len(self._blocks) - 1:
+            raise _LeaveForward
+        self._done += 1
+        return tree_map_only(TensorMeta, self._fresh, form)
+
+    def _fresh(self, meta: TensorMeta) -> Tensor:
+        return meta.view(meta.empty(self._whole.device).zero_())
+
+    def draw(self, result: Any) -> Any:
+        """What random numbers are, which another stage would draw again and differently."""
+
+        def stand_in(x: Tensor) -> StandIn:
+            if isinstance(x, StandIn):
+                return x
+            return StandIn.like(x, self._whole.device, "random numbers")
+
+        return tree_map_only(Tensor, stand_in, result)
+
+    def _where(self) -> str:
+        return f"behind {self._names[self._done - 1]}" if self._done else "before the first block"
+
+    def _refuse_stand_ins(self, what: str, values: Any) -> None:
+        stand_in = first_stand_in(values)
+        if stand_in is not None:
+            self._refuse(f"{what} computed from {stand_in.source}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        before = self._names[self._first - 1]
+        _refuse(
+            f"{problem}. A stage that begins behind {before} has the model's inputs, its own "
+            f"parameters, and what {before} returns: let blocks hand on what later ones need (a "
+            "tuple travels as it is), compute it from the inputs in the block that needs it, cut "
+            "elsewhere by pipeline.split"
         )
-    return list(dict.fromkeys(shapes))
+
+
+class _Draws(TorchDispatchMode):
+    def __init__(self, walk: _Walk) -> None:
+        super().__init__()
+        self._walk = walk
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._walk.has_received:
+            return self._walk.draw(result)
+        return result
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise InputError(f"the model cannot be cut into stages: {problem}, or use pp: 1")
+
+
+# Parameters of blocks that are used elsewhere -----------------------------------------------------
 
 
 def blocks_used_outside(
@@ -325,115 +552,3 @@ class _ParametersUsed(TorchFunctionMode):
             if isinstance(leaf, nn.Parameter) and leaf in self._of_blocks and leaf not in own:
                 self.foreign.append((block, self._of_blocks[leaf]))
         return func(*args, **(kwargs or {}))
-
-
-class _Passage(Derived):
-    """Follows one activation through a forward without blocks, and tracks the tensors computed from
-    it."""
-
-    def __init__(self, activation: Tensor, results: dict[str, list[Shape]]) -> None:
-        """`results`: module that runs in each stage -> shapes of its results, the same for every
-        activation."""
-        super().__init__(())
-        self._results = results
-        self._start(activation)
-
-    def _start(self, activation: Tensor) -> None:
-        self._activation = activation
-        self._version = version_of(activation)
-        self._derived = {id(activation): activation}
-        # The block, or module outside of blocks, through which the activation has gone last.
-        self._number = -1
-        self._name = ""
-
-    def run(self, model: nn.Module, others: tuple[Tensor | None, ...]) -> None:
-        """Runs a forward; on the CPU if the model reads values, which the meta device does not
-        have."""
-        try:
-            self._run(model, others)
-        except InputError:
-            raise
-        except Exception:
-            self._run_with_values(model, others)
-
-    def _run_with_values(self, model: nn.Module, others: tuple[Tensor | None, ...]) -> None:
-        model.to_empty(device="cpu")  # buffers: all parameters are in blocks
-        for buffer in model.buffers():
-            buffer.zero_()
-        values = torch.rand(self._activation.shape).to(self._activation.dtype)
-        self._start(values.requires_grad_())
-        zeros = tuple(None if x is None else torch.zeros_like(x, device="cpu") for x in others)
-        try:
-            self._run(model, zeros)
-        except InputError:
-            raise
-        except Exception as error:
-            self._refuse(f"its forward fails {self._behind()} ({type(error).__name__}: {error})")
-
-    def _run(self, model: nn.Module, others: tuple[Tensor | None, ...]) -> None:
-        with self, torch.no_grad():
-            output = model(self._activation, *others)
-        if not self._same(output):
-            self._refuse(f"it computes something {self._behind()}, the last")
-        if has_hooks(self._activation):
-            self._refuse(
-                "it registers a hook on the activation, which would change its gradient in every "
-                "stage"
-            )
-
-    def through(
-        self, name: str, number: int, block: bool, passes: Any, *inputs: Any, **named: Any
-    ) -> Any:
-        """The forward of a module that a stage lacks: block `number`, or a module outside blocks
-        that belongs to it. `passes`: the forward that stands for it in other stages."""
-        if isinstance(passes, OutsideModule) and passes.runs(inputs, named):
-            return self._beside(name, passes, inputs, named)
-        module = f"block {name}" if block else f"module {name}"
-        x = passes(*inputs, **named)
-        if not self._same(x):
-            where = f"between {self._name} and {module}" if self._name else f"before {module}"
-            self._refuse(f"it computes something {where}")
-        if number < self._number:
-            says = "the model defines"
-            if block and self._name.startswith("block "):
-                says = "blocks() has"
-            self._refuse(f"{module} runs behind {self._name}, and {says} them the other way round")
-        others = [*inputs, *named.values()]
-        others.pop(next(i for i, other in enumerate(others) if other is x))
-        if self.derives(others):
-            self._refuse(
-                f"{module} gets, besides its first argument, something that is computed from the "
-                "activation"
-            )
-        self._number, self._name = number, module
-        return x
-
-    def _beside(self, name: str, runs: OutsideModule, inputs: Any, named: Any) -> Any:
-        """A module that runs in each stage, because it does not use the activation's values."""
-        result = runs(*inputs, **named)
-        shapes = _shapes(result)
-        if self._results.setdefault(name, shapes) != shapes:
-            self._refuse(
-                f"module {name} makes something else of the activation's shape, which stages "
-                "differ in"
-            )
-        return result
-
-    def read(self) -> None:
-        self._refuse(
-            f"it reads a value of the activation {self._behind()}, of which each stage has another"
-        )
-
-    def _same(self, x: Any) -> bool:
-        return x is self._activation and version_of(x) == self._version
-
-    def _behind(self) -> str:
-        return f"behind {self._name}" if self._name else "before the first block"
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise InputError(
-            f"the model cannot be cut into stages: {problem}. With pp every stage runs the model's "
-            "forward, in which the blocks of other stages hand on what they get, so all that is "
-            "done to the activation has to be inside of blocks: move it into the forward of the "
-            "block before or behind it, or use pp: 1"
-        )

@@ -1,35 +1,41 @@
-"""Pipeline stages: a stage is the whole model, in which the blocks of other stages return their
-input.
+"""Pipeline stages: a stage runs the whole model's own `forward` from its start to its last block.
 
-So a stage runs the model's own `forward`, and its parameters keep the names that they have in the
-whole model.
+What comes before its first block is the work of other stages. Their blocks, parameters and buffers
+are stand-ins there (`stand_in.py`), and so is all that is computed from them. The block before the
+stage's first returns what the stage has received. From there on, what the forward does with it (a
+scale, a cls token, a norm) is done here, once. After its last block a stage leaves the forward; the
+last stage runs it to its end.
+
+Parameters keep the names that they have in the whole model.
 """
 
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from meshtrain.dropout import Dropout
 from meshtrain.errors import InputError
-from meshtrain.parallel.torch_private import persistent_buffers
+from meshtrain.parallel.torch_private import own_buffers, own_parameters, persistent_buffers
+from meshtrain.pipeline.forms import Activation, form_of
 from meshtrain.pipeline.partition import blocks_of as blocks_of
+from meshtrain.pipeline.stand_in import StandIn, first_stand_in, stand_ins
 
 SETTINGS = (int, float, str, tuple, Enum, torch.dtype, type(None))
 
 
 class OtherStageBlock(nn.Module):
-    """Placeholder for a block of another stage, which returns its first input. It has the settings
-    of the block, which a model's forward may read. A weight that the block shares with a block of
-    this stage (tied embeddings) stays in the placeholder too, so that the weight keeps all of its
-    names."""
+    """Placeholder for a block of another stage, or for one that a trace skips; it returns its first
+    input. It has the settings of the block, which a model's forward may read. A weight that the
+    block shares with a block of this stage (tied embeddings) stays in the placeholder too, so that
+    the weight keeps all of its names."""
 
     trained = True  # whether the block has trainable parameters, as far as a stage knows
 
@@ -87,187 +93,264 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-class Derived(TorchDispatchMode):
-    """Tracks the tensors that are computed from the values of some, and not only from their shape,
-    dtype and device. A value that is read of them, as a number or an array, cannot be followed:
-    `read` is called."""
-
-    def __init__(self, roots: Iterable[Tensor]) -> None:
-        super().__init__()
-        # By their ids; they are kept alive, so that ids are not reused.
-        self._derived = {id(root): root for root in roots}
-        self._calls = _Calls(self)
-
-    def __enter__(self) -> "Derived":
-        self._calls.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._calls.__exit__(*error)
-
-    def read(self) -> None:
-        """A value is read. May raise."""
-
-    def derives(self, values: Any) -> bool:
-        """Whether one of these values, or of those in a record among them, is tracked."""
-        for leaf in tree_leaves(values):
-            if id(leaf) in self._derived:
-                return True
-            if isinstance(leaf, Tensor):
-                continue
-            fields = getattr(leaf, "__dict__", {})
-            if any(id(value) in self._derived for value in fields.values()):
-                return True
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        shape_only = func.__name__.startswith("new_") or "_like" in func.__name__
-        if shape_only or not any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
-            return result
-
-        is_read = False
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._derived[id(leaf)] = leaf
-            elif isinstance(leaf, bool | int | float | complex):
-                is_read = True
-        if is_read:
-            self.read()
-        return result
+# What a stage has ---------------------------------------------------------------------------------
 
 
-READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)
+@dataclass(frozen=True)
+class Outline:
+    """Where a forward uses what (`probe.outline_of`). A place is the number of a block: what lies
+    between two blocks is at the place of the second, and what lies behind the last is at its place.
 
-
-class _Calls(TorchFunctionMode):
-    """Sees the functions that read values without an operator."""
-
-    def __init__(self, watch: Derived) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READERS and self._watch.derives(args):
-            self._watch.read()
-        return func(*args, **(kwargs or {}))
-
-
-class _NeedsValuesError(Exception):
-    """Ends the trial of a module outside blocks."""
-
-
-class _Trial(Derived):
-    """Ends where a value is read, or a random number drawn, which would be another one in each
-    stage."""
-
-    def read(self) -> None:
-        raise _NeedsValuesError
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _NeedsValuesError
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class OutsideModule:
-    """The forward, in another stage, of a module without parameters outside blocks. One that gets
-    the activation for its dtype and device alone, as rotary embeddings of transformers do, gives
-    each stage the same, and so runs in each. Any other (the dropout after an embedding) runs in one
-    stage, and hands on its first input in the others.
+    Attributes:
+        state: each name of a parameter or persistent buffer -> the places that use it.
+        outside: those of them that are used outside of their blocks.
+        called: module outside of blocks -> the places where it is called.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._run = module.forward
-        self._own = vars(module).get("forward")  # one that the module has in place of its class's
-        self._first = first_argument(module.forward)
-        self._runs: dict[bool, bool] = {}  # by the module's mode: whether it runs here
+    state: Mapping[str, frozenset[int]]
+    outside: frozenset[str]
+    called: Mapping[str, frozenset[int]]
 
-    @classmethod
-    def fits(cls, module: nn.Module) -> bool:
-        """Whether a module can be in several stages: one without parameters, and without persistent
-        buffers, which would be in the files of several stages, and may be changed by one."""
-        if not has_forward(module) or any(True for _ in module.parameters()):
-            return False
-        return not any(persistent_buffers(inner) for inner in module.modules())
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if self.runs(inputs, named):
-            return self._run(*inputs, **named)
-        return self.activation(inputs, named)
-
-    def activation(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        return first_input(self._first, inputs, named)
-
-    def runs(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Whether its results follow from its inputs without the values of real numbers. Found out
-        by its first call, with a copy of it, which must not change anything."""
-        training = self._module.training
-        if training in self._runs:
-            return self._runs[training]
-        try:
-            runs = self._is_free_of_values(inputs, named)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # the trial has ended, or the module refuses an activation of this shape
-            # On the meta device it may have read a value (of the positions), which there is on
-            # another device: nothing is known.
-            leaves = tree_leaves((inputs, named))
-            if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-                raise
-            runs = False
-        self._runs[training] = runs
-        return runs
-
-    def _is_free_of_values(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        # The module as it was: `forward` is now this object, which refers to the model.
-        now = vars(self._module).pop("forward")
-        try:
-            trial = copy.deepcopy(self._module)
-        finally:
-            self._module.forward = now
-        if self._own is not None:
-            trial.forward = self._own
-
-        inputs, named = tree_map_only(
-            Tensor, lambda tensor: tensor.detach().clone(), (tuple(inputs), dict(named))
-        )
-        # Whole numbers (positions, documents) are the same in every stage, real ones are not.
-        reals = [leaf for leaf in tree_leaves((inputs, named)) if _is_real(leaf)]
-        with _Trial(reals) as watch, torch.no_grad():
-            return not watch.derives(trial(*inputs, **named))
+    def held(self, first: int, end: int) -> set[str]:
+        """The state of a stage, by name."""
+        own = range(first, end)
+        return {name for name, places in self.state.items() if any(i in own for i in places)}
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters and persistent buffers, by their names in it."""
+    state = {**own_parameters(module), **persistent_buffers(module)}
+    return {name: tensor for name, tensor in state.items() if tensor is not None}
 
 
-def keep_stage(model: nn.Module, first: int, end: int) -> None:
-    """Removes from a model, on any device, all blocks except those from `first` up to, but not
-    including, `end`.
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, tied ones under each of their names, and persistent buffers of a model."""
+    return {
+        f"{path}.{name}".lstrip("."): tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in state_of(module).items()
+    }
 
-    A module outside blocks (the dropout after an embedding) belongs to the preceding block, in the
-    order in which the model defines its modules, or to the first; see `OutsideModule`. Raises
-    InputError as `owners` does.
-    """
+
+def stages_of_parameter(
+    model: nn.Module, bounds: Sequence[tuple[int, int]], outline: Outline
+) -> dict[str, tuple[int, ...]]:
+    """First name of each parameter of a whole model -> the stages that hold it: one, or several if
+    it is tied. `bounds`: for each stage, its first block and the one after its last."""
+    holding = [outline.held(first, end) for first, end in bounds]
+    return {
+        name: tuple(stage for stage, held in enumerate(holding) if name in held)
+        for name, _ in model.named_parameters()
+    }
+
+
+def refuse_repeated(model: nn.Module) -> None:
+    """Raises InputError: a block is in two places, and so could be needed in two stages."""
     blocks = blocks_of(model)
-    own: set[nn.Parameter] = set()
-    for block in blocks[first:end]:
-        own.update(block.parameters())
-    for name, owner in owners(model):
-        if first <= owner < end:
+    counts: Counter[nn.Module] = Counter()
+    for block in blocks:
+        counts.update(inner for inner in block.modules() if inner in set(blocks))
+    for name, module in model.named_modules():
+        if counts[module] > 1:
+            raise InputError(
+                f"the model's blocks() name {name} twice, or within another block, and pp gives "
+                "every stage blocks of its own: give each place a module of its own, which may "
+                "share its parameters, or use pp: 1"
+            )
+
+
+def outside_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that neither are in a block nor contain one."""
+    blocks = set(blocks_of(model))
+    inside = {inner for block in blocks for inner in block.modules()}
+    for name, module in model.named_modules():
+        if module not in inside and not any(inner in blocks for inner in module.modules()):
+            yield name, module
+
+
+# A stage ------------------------------------------------------------------------------------------
+
+
+class _LeaveForward(BaseException):
+    """Ends a model's forward behind the last block of a stage. No Exception, so that a model that
+    catches those lets it pass."""
+
+
+class Stage:
+    """How a model's forward runs as a stage: `Stage.of(model)`."""
+
+    def __init__(self, model: nn.Module, first: int, end: int, device: torch.device) -> None:
+        blocks = blocks_of(model)
+        self._first = first
+        self._own = blocks[first:end]
+        self._is_last = end == len(blocks)
+        self._device = device
+        self._received: Activation | None = None
+        self._forms: list[Any] = []  # of what this stage's blocks have returned in this forward
+        self._output: Any = None  # of its last block
+        self._forward = model.forward
+        vars(model)["pipeline_stage"] = self
+        model.forward = self.forward
+
+    @staticmethod
+    def of(model: nn.Module) -> "Stage | None":
+        """None: a whole model."""
+        return vars(model).get("pipeline_stage")
+
+    def call(self, model: nn.Module, inputs: tuple[Any, ...], received: Activation | None) -> Any:
+        """Runs the stage; `model` may do more around its forward. Returns an Activation, or from
+        the last stage the model's output."""
+        self._received, self._forms = received, []
+        try:
+            output = model(*inputs)
+            if self._is_last:
+                return output
+            earlier: tuple[Any, ...] = ()
+            if received is not None:
+                earlier = (*received.earlier, form_of(received.value))
+            return Activation(output, (*earlier, *self._forms[:-1]))
+        finally:
+            self._received = self._output = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward, up to the stage's last block."""
+        # Registered in each call, so that the blocks' other hooks come before.
+        hooks = [block.register_forward_hook(self._returned) for block in self._own]
+        try:
+            output = self._forward(*inputs, **named)
+        except _LeaveForward:
+            output, self._output = self._output, None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        stand_in = first_stand_in(output)
+        if stand_in is not None:
+            # The probe has seen no such thing: the forward goes another way now.
+            raise InputError(
+                f"a stage of the model needs {stand_in.source}, which another stage has, in a "
+                "forward that is unlike the one with which the model was checked: use pp: 1"
+            )
+        return output
+
+    def _returned(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        if self._is_last:
+            return
+        self._forms.append(form_of(output))
+        if block is self._own[-1]:
+            self._output = output
+            raise _LeaveForward
+
+    def other_block(self, number: int, name: str, *inputs: Any, **named: Any) -> Any:
+        """What a block of another stage returns here."""
+        received = self._received
+        assert received is not None  # the first stage leaves the forward before
+        if number == self._first - 1:
+            return received.value
+        return stand_ins(received.earlier[number], self._device, f"what block {name} returns")
+
+
+def call_stage(stage: nn.Module, inputs: tuple[Any, ...], received: Activation | None) -> Any:
+    """Runs a stage, or a whole model."""
+    own = Stage.of(stage)
+    return stage(*inputs) if own is None else own.call(stage, inputs, received)
+
+
+def keep_stage(
+    model: nn.Module,
+    first: int,
+    end: int,
+    outline: Outline,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    plain: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Removes from a model what belongs to other stages than that of the blocks from `first` up to,
+    but not including, `end`.
+
+    Args:
+        device: on which it will run.
+        dtype: the compute dtype, which parameters of other stages seem to have.
+        plain: the modules by name before layers were split over `tp`: what another stage calls is
+            called without messages here.
+    """
+    held = outline.held(first, end)
+    own = frozenset(range(first, end))
+    names = {module: name for name, module in model.named_modules()}
+    outside = list(outside_modules(model))
+    blocks = blocks_of(model)
+    stage = Stage(model, first, end, device)
+
+    for number, block in enumerate(blocks):
+        if number in own:
             continue
-        module = model.get_submodule(name)
-        if module not in blocks and OutsideModule.fits(module):
-            module.forward = OutsideModule(module)
-            continue
-        placeholder = OtherStageBlock(module)
-        for path, parameter in module.named_parameters(remove_duplicate=False):
-            if parameter in own:
-                _register_at(placeholder, path, parameter)
+        name = names[block]
+        placeholder = OtherStageBlock(block)
+        vars(placeholder)["forward"] = partial(stage.other_block, number, name)
+        for path, tensor in block.named_parameters(remove_duplicate=False):
+            full = f"{name}.{path}"
+            if full in held:
+                _holder(placeholder, path).register_parameter(path.rpartition(".")[2], tensor)
+            elif full in outline.outside:
+                stand_in = StandIn.like(tensor, device, f"the parameter {full}", dtype)
+                setattr(_holder(placeholder, path), path.rpartition(".")[2], stand_in)
         _replace(model, name, placeholder)
+
+    for name, module in outside:
+        if isinstance(module, Dropout):
+            vars(module)["forward"] = partial(_unless_stand_in, module.forward)
+        elif state_of(module) and not own & outline.called.get(name, frozenset()):
+            as_it_was = module if plain is None else plain[name]
+            vars(module)["forward"] = stand_in_forward(as_it_was, name, device, dtype)
+    inside = {inner for number in own for inner in blocks[number].modules()}
+    for name, module in list(model.named_modules()):
+        if module not in inside and not isinstance(module, OtherStageBlock):
+            take_out(module, name, held, device, dtype)
+
+
+def _unless_stand_in(forward: Callable, x: Tensor) -> Tensor:
+    """A dropout, which does not make its mask for nothing."""
+    return x if isinstance(x, StandIn) else forward(x)
+
+
+def stand_in_forward(
+    module: nn.Module, name: str, device: torch.device, dtype: torch.dtype
+) -> Callable:
+    """The forward of a module that only other stages call, even where its state is held, as that of
+    an embedding in the stage of a tied head."""
+    another = copy.copy(module)
+    for table in ("_parameters", "_buffers"):
+        setattr(another, table, dict(getattr(another, table)))
+    take_out(another, name, (), device, dtype)
+    return another.forward
+
+
+def take_out(
+    module: nn.Module,
+    name: str,
+    held: Collection[str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Callable[[], None]]:
+    """Puts stand-ins in the place of a module's own state that is not held. Returns functions that
+    undo it."""
+    undo: list[Callable[[], None]] = []
+    for own, tensor in state_of(module).items():
+        full = f"{name}.{own}".lstrip(".")
+        if full in held:
+            continue
+        kind = "parameter" if own in own_parameters(module) else "buffer"
+        table: Any = own_parameters(module) if kind == "parameter" else own_buffers(module)
+        del table[own]
+        # Not by `setattr`, which a module may have overridden.
+        vars(module)[own] = StandIn.like(tensor, device, f"the {kind} {full}", dtype)
+
+        def put_back(own: str = own, tensor: Tensor = tensor, table: Any = table) -> None:
+            del vars(module)[own]
+            table[own] = tensor
+
+        undo.append(put_back)
+    return undo
 
 
 def skip_blocks(model: nn.Module, numbers: Iterable[int]) -> None:
@@ -286,80 +369,12 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def owners(model: nn.Module) -> list[tuple[str, int]]:
-    """(name, block) of every block, and of every maximal module that neither is inside a block nor
-    contains one. Raises InputError: the model has a parameter outside blocks, or a block that
-    occurs twice."""
-    blocks = {block: i for i, block in enumerate(blocks_of(model))}
-    _refuse_repeated(model, blocks)
-    last = 0  # the block that was visited last
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
-        nonlocal last
-        if module in blocks:
-            last = blocks[module]
-            yield name, last
-            return
-        contains_blocks = any(inner in blocks for inner in module.modules())
-        _refuse_parameters(name, module, inner=not contains_blocks)
-        if not contains_blocks:
-            yield name, last
-            return
-        for key, child in module.named_children():
-            yield from visit(f"{name}.{key}" if name else key, child)
-
-    return list(visit("", model))
-
-
-def _refuse_repeated(model: nn.Module, blocks: Mapping[nn.Module, int]) -> None:
-    """Rejects a module in two places, which could be needed in two stages."""
-    counts: Counter[nn.Module] = Counter()
-    for block in blocks_of(model):
-        counts.update(inner for inner in block.modules() if inner in blocks)
-    for name, module in model.named_modules():
-        if counts[module] > 1:
-            raise InputError(
-                f"the model's blocks() name {name} twice, or within another block, and pp gives "
-                "every stage blocks of its own: give each place a module of its own, which may "
-                "share its parameters, or use pp: 1"
-            )
-
-
-def _refuse_parameters(name: str, module: nn.Module, inner: bool) -> None:
-    """Rejects a parameter outside blocks. `inner`: also in modules below this one."""
-    for parameter, _ in module.named_parameters(name, recurse=inner):
-        raise InputError(
-            f"the parameter {parameter} is in none of the model's blocks(), and pp gives every "
-            "stage its blocks: name the module that holds it among them, or use pp: 1"
-        )
-
-
-def _register_at(placeholder: OtherStageBlock, path: str, parameter: nn.Parameter) -> None:
-    """Registers a parameter under its path in the block, with empty modules on the way."""
+def _holder(placeholder: OtherStageBlock, path: str) -> nn.Module:
+    """The module that holds the parameter of this path in a placeholder, with empty modules on the
+    way."""
     holder: nn.Module = placeholder
-    *above, name = path.split(".")
-    for part in above:
+    for part in path.split(".")[:-1]:
         if part not in holder._modules:
             holder.add_module(part, OtherStageBlock())
         holder = holder.get_submodule(part)
-    holder.register_parameter(name, parameter)
-
-
-def stages_of_parameter(
-    model: nn.Module, bounds: Sequence[tuple[int, int]]
-) -> dict[str, tuple[int, ...]]:
-    """First name of each parameter of a whole model -> the stages that hold it: one, or several if
-    it is tied. `bounds`: for each stage, its first block and the one after its last. Raises
-    InputError as `owners` does."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    blocks = blocks_of(model)
-    owners(model)  # raises if the model cannot be split
-    parameter_stages: dict[str, tuple[int, ...]] = {}
-    for stage, (first, end) in enumerate(bounds):
-        held: dict[nn.Parameter, None] = {}  # each once, in order
-        for block in blocks[first:end]:
-            held |= dict.fromkeys(block.parameters())
-        for parameter in held:
-            name = names[parameter]
-            parameter_stages[name] = (*parameter_stages.get(name, ()), stage)
-    return parameter_stages
+    return holder

@@ -62,7 +62,7 @@ class Model(nn.Module):
     def blocks(self):
         return [self.words, *(block for part in self.parts for block in part), self.head]
 
-tp_plan = {"words": "embedding_rowwise", "*.up": "colwise", "*.down": "rowwise", "head": "colwise_gather_output"}
+tp_plan = {"words": "embedding_rowwise_sequence", "*.up": "colwise", "*.down": "rowwise", "head": "colwise_logits"}
 """
 
 

@@ -299,7 +299,7 @@ class Model(nn.Module):
     def forward(self, tokens, positions=None, documents=None):
         return self.head(self.layer(self.embed(tokens)))
 
-tp_plan = {"embed": "embedding_rowwise", "layer.up": "colwise", "layer.down": "rowwise"}
+tp_plan = {"embed": "embedding_rowwise_sequence", "layer.up": "colwise", "layer.down": "rowwise"}
 """
 
 

@@ -11,6 +11,7 @@ from meshtrain.config.model_spec import ModelSpec, model_spec
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import build_model
+from tests.comparing import Peak
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
@@ -134,3 +135,13 @@ def test_a_constructor_may_ask_for_values_keep_tensors_and_draw_by_numpy(tmp_pat
     )
     assert model.order == same.order
     assert model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], None).isfinite().all()
+
+
+def test_the_shapes_of_a_model_that_reads_values_take_no_memory(tmp_path: Path) -> None:
+    """A constructor that does not run on the meta device gets memory for other tensors alone."""
+    (tmp_path / "values.py").write_text(VALUES)
+    keys = {"hidden_size": 64, "vocab_size": 4096}
+    spec: ModelSpec = model_spec(os.fspath(tmp_path / "values.py"), keys)
+    with Peak([]) as peak:
+        sizes = [parameter.nbytes for parameter in spec.meta.parameters()]
+    assert peak.bytes < max(sizes) + 2**14 < sum(sizes)

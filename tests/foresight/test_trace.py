@@ -99,12 +99,11 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         batch: Batch,
         device: torch.device,
         dtype: torch.dtype,
-        first: bool = True,
-        last: bool = True,
+        with_targets: bool = True,
     ) -> Batch:
-        tensors = to(batch, device, dtype, first, last).tensors.items()
-        inputs = {name: copy(x) if i or first else x for i, (name, x) in enumerate(tensors)}
-        return Batch(inputs, batch.targets.clone() if last else batch.targets)
+        tensors = to(batch, device, dtype, with_targets).tensors.items()
+        inputs = {name: copy(x) for name, x in tensors}
+        return Batch(inputs, batch.targets.clone() if with_targets else batch.targets)
 
     monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
     monkeypatch.setattr(Batch, "to", copied)

@@ -34,7 +34,8 @@ def dataset(config: Any, split: str) -> Answers:
 def own_loop(folder: Path) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step. Nothing of meshtrain's is in it but the order of the
     samples."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    # `dtype` leaves buffers in float32, of which angles are computed.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).double()
     model.train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from meshtrain.attention import AttentionContext, attention, document_mask, sliding_window
+from meshtrain.dropout import Dropout
 from meshtrain.job.locate import model_file
 from meshtrain.modeling.flops import (
     Causal,
@@ -130,12 +131,35 @@ def test_a_model_that_looks_at_values_is_said_not_to_be_counted() -> None:
 # Attention ----------------------------------------------------------------------------------------
 
 
+EACH_TRAINED = [each for each in itertools.product([False, True], repeat=3) if any(each)]
+
+
+def zero(queries: Tensor, keys: Tensor) -> Tensor:
+    return 0.0 * (queries[:, None, :, None] - keys[:, None, None])
+
+
 @pytest.mark.parametrize(
-    "trained", [each for each in itertools.product([False, True], repeat=3) if any(each)]
+    ("trained", "options"),
+    [
+        *itertools.product(
+            EACH_TRAINED,
+            [
+                {},
+                {"soft_cap": 2.0},
+                {"window": 3},
+                {"bias": zero},
+                {"dropout": Dropout(0.1, heads=4)},
+            ],
+        ),
+        # The operator has one backward for all of them.
+        *itertools.product(
+            [(True, True, True)],
+            [{"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4), "window": 3}],
+        ),
+    ],
 )
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0}, {"window": 3}])
 def test_all_flops_of_attention_are_told_from_the_rest(
-    trained: tuple[bool, ...], options: dict[str, float]
+    trained: tuple[bool, ...], options: dict[str, Any]
 ) -> None:
     class Only(nn.Module):
         """Nothing but attention, of 4 heads of width 6 over 2 of values of width 5, for 3
@@ -150,7 +174,10 @@ def test_all_flops_of_attention_are_told_from_the_rest(
             )
 
         def forward(self, tokens: Tensor) -> Tensor:
-            return attention(self.q, self.k, self.v, AttentionContext.of(tokens), **options)
+            on_meta = {
+                name: x.to("meta") if isinstance(x, Tensor) else x for name, x in options.items()
+            }
+            return attention(self.q, self.k, self.v, AttentionContext.of(tokens), **on_meta)
 
     flops, calls = counted(Only(), torch.zeros(3, 7, dtype=torch.int64))
     call = Causal(7, options.get("window"), True)

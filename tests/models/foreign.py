@@ -133,10 +133,10 @@ class Model(nn.Module):
 
 
 tp_plan = {  # for `whole`
-    "embed": "embedding_rowwise",
+    "embed": "embedding_rowwise_sequence",
     "layers.*.attention.[qkv]": "colwise",
     "layers.*.attention.o": "rowwise",
     "layers.*.mlp.up": "colwise",
     "layers.*.mlp.down": "rowwise",
-    "head": "colwise_gather_output",
+    "head": "colwise_logits",
 }

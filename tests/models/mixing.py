@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from meshtrain.job.locate import model_file
 
 tp_plan = {
-    "words": "embedding_rowwise",
+    "words": "embedding_rowwise_sequence",
     "blocks_.*.up": "colwise",
     "blocks_.*.down": "rowwise",
-    "head": "colwise_gather_output",
+    "head": "colwise_logits",
 }
 init_plan = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshtrain.attention import AttentionContext, attention, document_mask
 from meshtrain.data.batch import Batch
 from meshtrain.data.sequence import padded_length, sees_chunk
+from meshtrain.dropout import Dropout, set_dropout
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
@@ -79,8 +80,11 @@ def block_of(options: FlashOptions) -> tuple[Block, Tensor]:
     assert options.key_ends is not None
     assert options.query_ends.dtype == options.key_ends.dtype == torch.int32
     queries, keys = options.query_ends.diff(), options.key_ends.diff()
-    assert options.longest_queries == max(2, int(queries.max()))
-    assert options.longest_keys == int(keys.max())
+    longest = max(2, int(queries.max())), int(keys.max())
+    if options.query_ends is options.key_ends:  # of packed rows, which the device alone knows
+        assert (options.longest_queries, options.longest_keys) >= longest
+    else:
+        assert (options.longest_queries, options.longest_keys) == longest
     parts = []
     for m, n in zip(queries.tolist(), keys.tolist(), strict=True):
         part = torch.ones(m, n, dtype=torch.bool)
@@ -102,6 +106,44 @@ def documents_of(name: str, s: int) -> Tensor | None:
     return torch.tensor([(row + [row[-1]] * s)[:s] for row in each])
 
 
+class Learned:
+    """What changes scores and probabilities besides: sinks, biases and dropout, each a word of
+    `names`, with the parameters that get gradients. The same on every rank."""
+
+    def __init__(self, names: str, dtype: torch.dtype) -> None:
+        draws = torch.Generator().manual_seed(7)
+        self.names = names
+        self.sinks, self.slopes, self.table = (
+            torch.randn(shape, dtype=torch.float64, generator=draws).to(dtype).requires_grad_()
+            for shape in ((H,), (H,), (H, 5))
+        )
+        self.dropout = Dropout(0.3, heads=H)
+        set_dropout(nn.ModuleList([self.dropout]), seed=1, step=1, samples=range(B))
+
+    def bias(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """(1 or b, h, s, t): ALiBi's penalty of a distance, or a parameter for a pair of absolute
+        positions."""
+        if "alibi" in self.names:
+            distance = queries[:, None, :, None] - keys[:, None, None]
+            return -0.1 * self.slopes[:, None, None] * distance
+        pairs = (queries[:, :, None] * keys[:, None]) % 5
+        return self.table[:, pairs].transpose(0, 1)
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if "sinks" in self.names:
+            options["sinks"] = self.sinks
+        if "alibi" in self.names or "absolute" in self.names:
+            options["bias"] = self.bias
+        if "dropout" in self.names:
+            options["dropout"] = self.dropout
+        return options
+
+    def gradients(self) -> list[Tensor]:
+        leaves = self.sinks, self.slopes, self.table
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+
 class Case:
     """Queries, keys and values of a whole sequence, the same on every rank, and the results of one
     process."""
@@ -114,9 +156,12 @@ class Case:
         dtype: torch.dtype = torch.float64,
         *,
         f: int = E,
+        learned: str = "",
         **options: Any,
     ) -> None:
+        """`learned`: the names of a `Learned`."""
         self.s, self.kv, self.f, self.dtype, self.options = s, kv, f, dtype, options
+        self.learned = learned
         draws = torch.Generator().manual_seed(s + kv)
         shapes = (B, H, s, E), (B, kv, s, E), (B, kv, s, f), (B, H, s, f)
         tensors = [
@@ -127,8 +172,10 @@ class Case:
         wide = torch.float32 if dtype.itemsize == 2 else dtype
         leaves = [x.to(wide, copy=True).requires_grad_() for x in self.qkv]
         mask = None if self.documents is None else document_mask(self.documents)
-        out = attention(*leaves, mask, **options)
+        besides = Learned(learned, wide)
+        out = attention(*leaves, mask, **options, **besides.options())
         out.backward(self.grad.to(wide))
+        self.of_learned = besides.gradients()
         self.expected = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
     def batch(self) -> Batch:
@@ -194,6 +241,7 @@ def check(way: Way, case: Case, *, as_on_gpus: bool = False) -> None:
     for group in cp.groups.values():
         group.on_cpu = by_messages
     leaves, grad, context = way.sharded(case)
+    besides = Learned(case.learned, case.dtype)
     kept: dict[int, int] = {}
 
     def count(x: Tensor) -> Tensor:
@@ -204,7 +252,7 @@ def check(way: Way, case: Case, *, as_on_gpus: bool = False) -> None:
 
     way.sent()
     with Sent() as there, torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        out = attention(*leaves, context, **case.options)
+        out = attention(*leaves, context, **case.options, **besides.options())
     counted = [way.sent()]
     with Sent() as back:
         out.backward(grad)
@@ -221,7 +269,8 @@ def check(way: Way, case: Case, *, as_on_gpus: bool = False) -> None:
         assert shape.messages(way.heads, cp.index) == numbers  # one document has a closed form
     if way.heads == 1:
         assert out.untyped_storage().data_ptr() in kept, "the output is kept itself"
-    assert sum(kept.values()) == shape.memory(way.heads, way.method, cp.index)[0]
+    if not case.learned:
+        assert sum(kept.values()) == shape.memory(way.heads, way.method, cp.index)[0]
 
     own = cp.positions(case.s)
     real = own < case.s
@@ -237,6 +286,17 @@ def check(way: Way, case: Case, *, as_on_gpus: bool = False) -> None:
             atol=TOLERANCE[case.dtype] * largest,
             check_dtype=False,
             msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+    # Each rank has that of its own queries.
+    for actual, expected in zip(besides.gradients(), case.of_learned, strict=True):
+        dist.all_reduce(actual)
+        torch.testing.assert_close(
+            actual,
+            expected,
+            rtol=0,
+            atol=TOLERANCE[case.dtype] * max(1.0, float(expected.abs().max())),
+            check_dtype=False,
         )
 
 

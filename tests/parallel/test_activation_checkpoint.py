@@ -134,7 +134,7 @@ def test_attention_that_draws_is_run_again() -> None:
 
 def test_torchs_own_dropout_is_refused_where_ranks_of_tp_have_the_same_activations() -> None:
     mesh = Mesh(Layout({"tp": 2}), 0, "cpu", None, {})
-    plan = {"0": "embedding_rowwise", "1": "colwise_gather_output"}
+    plan = {"0": "embedding_rowwise_sequence", "1": "colwise_logits"}
 
     def check(p: float, *, sequence_parallel: bool) -> None:
         model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4), nn.Dropout(p))

@@ -173,7 +173,7 @@ def test_segments_give_what_their_mask_does(
         block = Block(0.3, causal=causal, heads=heads, segments=segments, window=window)
         kernel: Kernel = SegmentsByMask()
         if device == "cuda" and dtype.itemsize == 2:
-            kernel = choose_kernel(tensors[1], tensors[3], None, "documents")
+            kernel = choose_kernel(tensors[1], tensors[3], False, "documents")
             assert kernel.segmented
         written = Block(0.3, mask=mask.to(device), heads=heads)
         assert_attention(tensors, block, by_autograd(tensors, written), kernel)
@@ -275,17 +275,17 @@ def test_the_order_of_preference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "first_correct", lambda candidates, *_: candidates)
     choose: Any = choose_kernel
     half, q, double = on_gpu(torch.bfloat16), on_gpu(torch.float32), on_gpu(torch.float64)
-    assert choose(half, half, None, "all") == (kernels.CUDNN, kernels.FLASH, kernels.EFFICIENT)
-    assert choose(half, half, None, "documents") == (kernels.FLASH, kernels.EFFICIENT)
-    assert choose(half, half, None, "mask") == (kernels.EFFICIENT,)
-    assert choose(q, q, None, "documents") == (kernels.EFFICIENT,)
-    assert choose(half, half, 2.0, "all") is kernels.PRODUCTS
-    assert choose(double, double, None, "mask") is kernels.PRODUCTS
-    assert choose(torch.empty(1), half, None, "mask") is kernels.CPU_FLASH
+    assert choose(half, half, False, "all") == (kernels.CUDNN, kernels.FLASH, kernels.EFFICIENT)
+    assert choose(half, half, False, "documents") == (kernels.FLASH, kernels.EFFICIENT)
+    assert choose(half, half, False, "mask") == (kernels.EFFICIENT,)
+    assert choose(q, q, False, "documents") == (kernels.EFFICIENT,)
+    assert choose(half, half, True, "all") is kernels.PRODUCTS
+    assert choose(double, double, False, "mask") is kernels.PRODUCTS
+    assert choose(torch.empty(1), half, False, "mask") is kernels.CPU_FLASH
 
 
 def test_a_trace_takes_a_kernel_without_trying_it() -> None:
     half = torch.empty(1, 1, 1, 8, device="meta", dtype=torch.bfloat16)
-    assert choose_kernel(half, half, None, "all") is kernels.FLASH
-    assert choose_kernel(half, half, None, "mask") is kernels.EFFICIENT
-    assert choose_kernel(half.float(), half.float(), None, "documents") is kernels.EFFICIENT
+    assert choose_kernel(half, half, False, "all") is kernels.FLASH
+    assert choose_kernel(half, half, False, "mask") is kernels.EFFICIENT
+    assert choose_kernel(half.float(), half.float(), False, "documents") is kernels.EFFICIENT

@@ -189,6 +189,23 @@ def test_options(job: Job, method: str, heads: int) -> None:
     check(way, Case(37, 3, "documents", **EVERYTHING))
 
 
+LEARNED = ["sinks", "alibi dropout", "sinks absolute dropout"]
+
+
+@each_way
+@pytest.mark.parametrize("learned", LEARNED)
+def test_sinks_biases_and_dropout(job: Job, method: str, heads: int, learned: str) -> None:
+    """With the gradients of what they are made of, each rank's a part; nothing of them is sent."""
+    way = Way(job, method, heads)
+    for documents in ("causal", "documents", "returning"):
+        check(way, Case(37, 3, documents, learned=learned))
+    check(way, Case(3, 12, "causal", learned=learned))  # some ranks have padding alone
+    check(way, Case(48, 1, "documents", learned=learned, **EVERYTHING))
+    check(way, Case(37, 3, "documents", torch.float32, learned=learned, window=7))
+    if learned == "sinks":
+        check(way, Case(37, 3, "documents", torch.bfloat16, learned=learned))
+
+
 @each_way
 @pytest.mark.parametrize("documents", ["causal", "documents", "one-token documents"])
 def test_collectives_of_gpus(job: Job, method: str, heads: int, documents: str) -> None:
@@ -210,9 +227,9 @@ def visibilities(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     chosen for."""
     choose_kernel, choices, segmented = kernels.choose_kernel, list[str](), SegmentsByMask()
 
-    def choose(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:
+    def choose(q: Tensor, v: Tensor, by_products: bool, visible: str) -> kernels.Kernel:
         choices.append(visible)
-        return segmented if visible == "documents" else choose_kernel(q, v, soft_cap, visible)
+        return segmented if visible == "documents" else choose_kernel(q, v, by_products, visible)
 
     monkeypatch.setattr(kernels, "choose_kernel", choose)
     return choices
@@ -263,6 +280,10 @@ def test_memory_of_a_backward(job: Job, method: str, heads: int) -> None:
             context.ring,
             context.method,
             0.3,
+            None,
+            None,
+            None,
+            0.0,
             None,
             None,
         )

@@ -60,8 +60,13 @@ class Padded(Gated):
         self.words = nn.Embedding(V, D, padding_idx)
 
 
-GATED = {"words": "embedding_rowwise", "gate": "colwise", "up": "colwise", "down": "rowwise"}
-GATED |= {"head": "colwise_gather_output"}
+GATED = {
+    "words": "embedding_rowwise_sequence",
+    "gate": "colwise",
+    "up": "colwise",
+    "down": "rowwise",
+}
+GATED |= {"head": "colwise_logits"}
 
 
 def some_targets() -> Tensor:

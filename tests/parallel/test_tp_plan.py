@@ -27,8 +27,8 @@ from tests.properties import given, st
 PLAN = {
     "attention.[qkv]": "colwise",
     "attention.o": "rowwise",
-    "head": "colwise_gather_output",
-    "words": "embedding_rowwise",
+    "head": "colwise_logits",
+    "words": "embedding_rowwise_sequence",
 }
 
 
@@ -61,12 +61,12 @@ def styles(model: nn.Module, tp: int) -> dict[str, Split]:
 def test_every_layer_of_the_plan_is_split() -> None:
     splits = styles(attention_model(), 4)
     assert {name: split.style for name, split in splits.items()} == {
-        "words": "embedding_rowwise",
+        "words": "embedding_rowwise_sequence",
         "attention.q": "colwise",
         "attention.k": "colwise",
         "attention.v": "colwise",
         "attention.o": "rowwise",
-        "head": "colwise_gather_output",
+        "head": "colwise_logits",
     }
     assert not any(split.everywhere for split in splits.values())
 
@@ -120,9 +120,9 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
     (attention_model(), PLAN | {"head": "columns"}, 2, ["'columns': use one of colwise"]),
     (
         attention_model(),
-        PLAN | {"head": "embedding_rowwise"},
+        PLAN | {"head": "embedding_rowwise_sequence"},
         2,
-        ["head embedding_rowwise, which is for an embedding, and it is a Linear"],
+        ["head embedding_rowwise_sequence, which is for an embedding, and it is a Linear"],
     ),
     (
         LINEAR,
@@ -132,7 +132,7 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
     ),
     (
         attention_model(tied=True),
-        {name: style for name, style in PLAN.items() if name != "head"},
+        PLAN | {"head": "rowwise"},
         2,
         ["words and head share one weight"],
     ),
@@ -147,7 +147,7 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
     *(
         (
             nn.Sequential(nn.Embedding(4, 2, **{option: value})),
-            {"0": "embedding_rowwise"},
+            {"0": "embedding_rowwise_sequence"},
             2,
             [f"an embedding with {option} cannot be split over tp"],
         )

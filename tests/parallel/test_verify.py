@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.ranks(2), pytest.mark.usefixtures("float64")]
 
 TABLE = yaml.safe_load(Path(__file__).with_name("verified.yaml").read_text())
 WHOLE = {"sequence_parallel": False}
-AROUND = {"words": "embedding_rowwise", "head": "colwise_gather_output"}
+AROUND = {"words": "embedding_rowwise_sequence", "head": "colwise_logits"}
 MLP = {**AROUND, "inner.up": "colwise", "inner.down": "rowwise"}
 
 
@@ -375,7 +375,7 @@ def test_nothing_splits_the_sequence(tp: Mesh, recwarn: pytest.WarningsRecorder)
     assert sum("sequence_parallel is off" in warning for warning in split()) == (tp.rank == 0)
     assert split(**WHOLE, sample=(torch.randn(2, D),)) == []
     assert sum("was not compared" in warning for warning in split(Rows, **WHOLE)) == (tp.rank == 0)
-    with pytest.raises(InputError, match="no embedding_rowwise layer"):
+    with pytest.raises(InputError, match="no embedding_rowwise_sequence layer"):
         split(sequence_parallel=True)
     with pytest.raises(InputError, match="the plain model does not take"):
         split(**WHOLE, sample=(torch.randn(2, D + 1),))
@@ -384,7 +384,7 @@ def test_nothing_splits_the_sequence(tp: Mesh, recwarn: pytest.WarningsRecorder)
 def test_dropout_of_one_token_per_rank_is_refused(tp: Mesh) -> None:
     model = nn.Sequential(nn.Embedding(V, D), Dropout(0.5), nn.Linear(D, V))
     meshtrain.parallelize(
-        model, tp, tp_plan={"0": "embedding_rowwise", "2": "colwise_gather_output"}
+        model, tp, tp_plan={"0": "embedding_rowwise_sequence", "2": "colwise_logits"}
     )
     set_dropout(model, seed=0, step=1, samples=range(B))
     single, two = (torch.zeros(B, n * tp.size("tp"), dtype=torch.int64) for n in (1, 2))
@@ -500,7 +500,7 @@ def test_a_run_says_that_nothing_splits_the_sequence(
         f"model.name={OWN_MODELS / 'whole_sequence.py'}",
         "train.steps=1",
     )
-    off = "parallel.sequence_parallel is off: the tp_plan has no embedding_rowwise layer"
+    off = "parallel.sequence_parallel is off: the tp_plan has no embedding_rowwise_sequence layer"
     assert capsys.readouterr().out.count(off) == (job.rank == 0)
 
 

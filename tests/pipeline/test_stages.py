@@ -1,10 +1,11 @@
 """Stages of a model: which blocks and parameters each has, under which names; how blocks are shared
 out by cost."""
 
+import copy
 import math
 import re
-from functools import partial
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,18 @@ from torch import Tensor, nn
 from meshtrain.errors import InputError
 from meshtrain.job.locate import model_file
 from meshtrain.modeling.flops import block_flops
+from meshtrain.pipeline.forms import Activation
 from meshtrain.pipeline.partition import StageSplit, StageSplitError, split_blocks
-from meshtrain.pipeline.stage import OtherStageBlock, blocks_of, keep_stage, stages_of_parameter
+from meshtrain.pipeline.probe import outline_of
+from meshtrain.pipeline.stage import (
+    OtherStageBlock,
+    Outline,
+    blocks_of,
+    call_stage,
+    keep_stage,
+    stages_of_parameter,
+)
+from meshtrain.pipeline.stand_in import StandIn
 from tests.pipeline.formulas import table
 from tests.properties import given, st
 
@@ -28,8 +39,18 @@ def stage(first: int = 0, end: int = 6, tied: bool = False) -> nn.Module:
     model = llama.Model(llama.Config(**sizes, num_hidden_layers=3, tie_word_embeddings=tied))
     model.model.layers[0].window = 7
     if (first, end) != (0, 6):
-        keep_stage(model, first, end)
+        keep(model, first, end, torch.zeros(2, 5, dtype=torch.int64))
     return model
+
+
+def outline(model: nn.Module, *inputs: Tensor) -> Outline:
+    return outline_of(copy.deepcopy(model), inputs)
+
+
+def keep(model: nn.Module, first: int, end: int, *inputs: Tensor) -> None:
+    keep_stage(
+        model, first, end, outline(model, *inputs), device=torch.device("cpu"), dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -37,11 +58,11 @@ def stage(first: int = 0, end: int = 6, tied: bool = False) -> nn.Module:
 def test_stages_one_after_the_other_are_the_model(cuts: tuple[int, ...], tied: bool) -> None:
     whole, tokens = stage(tied=tied), torch.arange(10).view(2, 5)
     expected = dict(whole.named_parameters(remove_duplicate=False))
-    x: Tensor = tokens
+    x: Any = None
     names: set[str] = set()
     for first, end in pairwise(cuts):
         part = stage(first, end, tied)
-        x = part(tokens) if first == 0 else part(x, torch.arange(5)[None])
+        x = call_stage(part, (tokens,), x)
         parameters = dict(part.named_parameters(remove_duplicate=False))
         assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
         names |= set(parameters)
@@ -82,65 +103,101 @@ class Loose(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.SiLU()
+        for name in ("start", "shift", "unused"):
+            setattr(self, name, nn.Parameter(torch.rand(2)))
+        self.before = nn.PReLU()
         self.first = nn.Linear(2, 2)
-        self.between = nn.SiLU()
+        self.between = nn.PReLU()
         self.second: nn.Module = nn.Linear(2, 2)
-        self.after = nn.SiLU()
+        self.after = nn.PReLU()
+        self.other_way = False
 
     def blocks(self) -> list[nn.Module]:
         return [self.first, self.second]
 
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.start
+        x = self.first(self.before(x) + start)
+        x = self.second(self.between(x) * self.shift)
+        return self.after(x + start if self.other_way else x)
 
-def test_what_is_around_the_blocks_goes_with_the_block_before_it_or_the_first() -> None:
-    """As the dropout behind an embedding: a later stage must not drop its input a second time."""
-    first, second = Loose(), Loose()
-    keep_stage(first, 0, 1)
-    keep_stage(second, 1, 2)
-    x = torch.ones(3)
-    hands_on = [
-        [getattr(model, name)(x) is x for name in ("before", "between", "after")]
-        for model in (first, second)
+
+def test_what_is_around_the_blocks_goes_with_the_block_behind_it_or_the_last() -> None:
+    """Each runs once, with its parameters; what no forward uses is in the first stage."""
+    torch.manual_seed(0)
+    whole, x = Loose(), torch.ones(3, 2)
+    stages = [copy.deepcopy(whole) for _ in range(2)]
+    calls = []
+    for number, model in enumerate(stages):
+        keep(model, number, number + 1, x)
+        for name in ("before", "between", "after"):
+            getattr(model, name).register_forward_hook(
+                lambda _, inputs, y, place=(number, name): (
+                    None if isinstance(y, StandIn) else calls.append(place)
+                )
+            )
+    names = [[name for name, _ in model.named_parameters()] for model in stages]
+    assert names == [
+        ["start", "unused", "before.weight", "first.weight", "first.bias"],
+        ["shift", "between.weight", "second.weight", "second.bias", "after.weight"],
     ]
-    assert hands_on == [[False, False, True], [True, True, False]]
+    first = call_stage(stages[0], (x,), None)
+    assert torch.equal(call_stage(stages[1], (x,), first), whole(x))
+    assert calls == [(0, "before"), (1, "between"), (1, "after")]
+    assert stages_of_parameter(whole, [(0, 1), (1, 2)], outline(whole, x)) == {
+        name: (int(name in names[1]),) for name, _ in whole.named_parameters()
+    }
 
 
-def test_a_parameter_in_no_block_is_refused() -> None:
-    loose, nested = Loose(), Loose()
-    loose.scale = nn.Parameter(torch.ones(2))
-    nested.extra = nn.Sequential(nn.Linear(2, 2))
-    for model, name in ((loose, "scale"), (nested, "extra.0.weight")):
-        with pytest.raises(
-            InputError,
-            match=rf"the parameter {name} is in none of the model's blocks\(\).*use pp: 1",
-        ):
-            keep_stage(model, 0, 1)
+def test_what_is_used_around_blocks_in_two_stages_is_tied() -> None:
+    whole, x = Loose(), torch.ones(3, 2)
+    whole.shift = whole.start
+    whole.after.weight = whole.before.weight
+    holders = stages_of_parameter(whole, [(0, 1), (1, 2)], outline(whole, x))
+    assert {name for name, stages in holders.items() if stages == (0, 1)} == {
+        "start",
+        "before.weight",
+    }
+    second = copy.deepcopy(whole)
+    keep(second, 1, 2, x)
+    parameters = dict(second.named_parameters(remove_duplicate=False))
+    assert parameters["start"] is parameters["shift"]
+    assert parameters["before.weight"] is parameters["after.weight"]
+
+
+def test_a_stage_that_would_return_a_stand_in_raises() -> None:
+    """Where a forward goes another way than it did when the model was looked at."""
+    whole, x = Loose(), torch.ones(3, 2)
+    second = copy.deepcopy(whole)
+    keep(second, 1, 2, x)
+    second.other_way = True
+    with pytest.raises(InputError, match="a stage of the model needs the parameter start, which"):
+        call_stage(second, (x,), Activation(x, ()))
 
 
 def test_a_block_that_is_there_twice_is_refused() -> None:
     twice, within = Loose(), Loose()
     twice.second, within.second = twice.first, nn.Sequential(within.first)
     for model in (twice, within):
-        for act in (
-            partial(keep_stage, model, 0, 1),
-            partial(stages_of_parameter, model, [(0, 1), (1, 2)]),
+        with pytest.raises(
+            InputError, match=r"blocks\(\) name first twice, or within another block.*use pp: 1"
         ):
-            with pytest.raises(
-                InputError, match=r"blocks\(\) name first twice, or within another block.*use pp: 1"
-            ):
-                act()
+            outline(model, torch.ones(3, 2))
 
 
 def test_which_stages_hold_a_parameter() -> None:
     bounds = [(0, 2), (2, 4), (4, 6)]
-    holders = stages_of_parameter(stage(), bounds)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    holders = stages_of_parameter(stage(), bounds, outline(stage(), tokens))
     for number, (first, end) in enumerate(bounds):
         names = {name for name, _ in stage(first, end).named_parameters()}
         assert names == {name for name, stages in holders.items() if stages == (number,)}
-    tied = stages_of_parameter(stage(tied=True), bounds)
+    whole = stage(tied=True)
+    tied = stages_of_parameter(whole, bounds, outline(whole, tokens))
     del holders["lm_head.weight"]
     assert tied == holders | {"model.embed_tokens.weight": (0, 2)}
-    assert set(stages_of_parameter(stage(tied=True), [(0, 6)]).values()) == {(0,)}
+    alone = stages_of_parameter(whole, [(0, 6)], outline(whole, tokens))
+    assert set(alone.values()) == {(0,)}
 
 
 # How many blocks a stage gets ---------------------------------------------------------------------

@@ -31,8 +31,10 @@ from torch.distributed.pipelining import (
 from meshtrain.data.order import batch_samples
 from meshtrain.job.locate import model_file
 from meshtrain.modeling.flops import block_flops
+from meshtrain.pipeline.forms import Activation, form_of
 from meshtrain.pipeline.partition import split_blocks
-from meshtrain.pipeline.stage import keep_stage
+from meshtrain.pipeline.probe import outline_of
+from meshtrain.pipeline.stage import call_stage, keep_stage
 from plain_ddp import adamw, read
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -118,13 +120,33 @@ def own_stages(config: dict[str, Any], weights: Path) -> list[PipelineStage]:
         plain = whole_model(config)
     costs, _ = block_flops(plain, plain.blocks(), (tokens, None, None))
     bounds = split_blocks(costs, ranks, each).bounds
+    outline = outline_of(plain, (tokens,))
     stages = []
     for number in own_numbers(name, rank, ranks):
         model = whole_model(config)
         model.load_state_dict(load_file(weights))
-        keep_stage(model, *bounds[number])
-        stages.append(PipelineStage(model, number, len(bounds), torch.device("cpu")))
+        first, end = bounds[number]
+        keep_stage(model, first, end, outline, device=torch.device("cpu"), dtype=torch.float32)
+        stage = OwnStage(model, first)
+        stages.append(PipelineStage(stage, number, len(bounds), torch.device("cpu")))
     return stages
+
+
+class OwnStage(nn.Module):
+    """A stage of meshtrain as torch calls one: with what it has received in the place of the
+    tokens."""
+
+    def __init__(self, model: nn.Module, first: int) -> None:
+        super().__init__()
+        self.model, self.first = model, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, received = x, None
+        if self.first > 0:
+            tokens = torch.zeros(x.shape[:2], dtype=torch.int64)
+            received = Activation(x, (form_of(x),) * (self.first - 1))
+        output = call_stage(self.model, (tokens,), received)
+        return output.value if isinstance(output, Activation) else output
 
 
 def own_numbers(name: str, rank: int, ranks: int) -> list[int]:

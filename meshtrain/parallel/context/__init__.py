@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshtrain.attention import AttentionContext
+from meshtrain.attention import AttentionContext, AttentionOptions
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.data.sequence import chunks_of, kv_heads_of, owner
+from meshtrain.dropout import head_keys
 from meshtrain.errors import InputError
 from meshtrain.layout import context_heads_problem
 from meshtrain.mesh import Mesh
@@ -168,15 +169,7 @@ class ShardedContext(AttentionContext):
     heads: str = ""  # name of the group that exchanges parts of the sequence for heads
     neighbours: tuple[int, int] = (1, 0)  # size of that group, and this rank's index in it
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        window: int | None,
-        soft_cap: float | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """q (b, h, s, e), k (b, k, s, e) and v (b, k, s, f) at this rank's positions -> (b, h, s,
         f) there.
 
@@ -188,12 +181,21 @@ class ShardedContext(AttentionContext):
             raise InputError(
                 f"{h} query heads do not divide over context_heads {u}: use a divisor of {h}"
             )
-        if scale is None:
-            scale = q.shape[-1] ** -0.5
+        scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        bias = None if options.bias is None else options.bias(*self._positions())
+        sinks, dropout = options.sinks, options.dropout
+        dropout_keys = None
+        if dropout is not None:
+            samples = dropout.keys_of(len(q)).to(q.device)
+            dropout_keys = head_keys(samples, dropout.first_head(h), h)
 
         # (b, h, s, e) -> (b, h / u, u s, e): fewer heads of a longer part of the sequence
         if u > 1:
             q, k, v = ops.to_heads([q, k, v], [h, kv_heads, kv_heads], self.heads)
+            own = slice(index * h // u, (index + 1) * h // u)
+            sinks = None if sinks is None else sinks[own]
+            bias = None if bias is None else bias[:, own]
+            dropout_keys = None if dropout_keys is None else dropout_keys[:, own]
         y, _ = ops.context_attention(
             q,
             k,
@@ -204,12 +206,32 @@ class ShardedContext(AttentionContext):
             ring=self.ring,
             method=self.method,
             scale=scale,
-            window=window,
-            soft_cap=soft_cap,
+            window=options.window,
+            soft_cap=options.soft_cap,
+            dropout_keys=dropout_keys,
+            dropped=0.0 if dropout is None else dropout.p,
+            sinks=sinks,
+            bias=bias,
         )
         if u > 1:
             [y] = ops.to_sequence([y], [h], self.heads)
         return y
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        """The positions of the queries that attention has here, this rank's or with neighbours
+        theirs too, and of all keys: (1, u s) and (1, length of the padded sequence). Padding has
+        that of the last token, for which every bias is defined."""
+        assert self.part is not None
+        assert self.spans is not None
+        u, _ = self.neighbours
+        chunk = len(self.part) // 2
+        length = self.spans.shape[1] * chunk
+        keys = torch.arange(length, device=self.part.device)
+        # The first chunks of neighbours follow each other, and so do the second ones, from behind:
+        # a chunk of u times the length begins where the first neighbour's does.
+        first = self.part[0] // (u * chunk) * (u * chunk) + keys[: u * chunk]
+        queries = torch.cat([first, length - 1 - first.flip(0)])
+        return queries[None].clamp(max=self.length - 1), keys[None].clamp(max=self.length - 1)
 
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False

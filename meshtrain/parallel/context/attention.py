@@ -42,6 +42,22 @@ are final, p_ij = exp(x_ij - l_i), so blocks are independent of each other and t
 Keys and values are fetched again rather than kept. The gradients of a rank's keys go directly back
 to it, which adds them in the order of the ring after itself: each method gives the same bits in
 each run, and the two may differ in rounding.
+
+**What else changes scores.** Three options of attention fit into the same equations, and none of
+them travels: all belong to the queries.
+
+A *sink* is a logit z of a head that takes probability and gives no value (gpt-oss): a block of one
+key, whose output is 0. It is merged last, and the backward, which knows only the final l and o,
+stays as it is for q, k and v:
+
+    l' = log(exp l + exp z),   o' = exp(l - l') o,   dz = sum_i exp(z - l'_i) (0 - D_i)
+
+A *bias* of the positions of query and key (ALiBi) is an addend of x_ij, so its gradient is dx_ij.
+
+*Dropout* multiplies p_ij by m_ij, 0 or 1 / (1 - p), where it meets v_j, and so dp_ij = m_ij do_i .
+v_j. The normalization l is that of all keys, dropped or not, and D_i = do_i . o_i still holds. m_ij
+is a hash of the sample, the head and both positions (`meshtrain.dropout`), so every rank knows the
+part that it needs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,6 +68,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.data.sequence import sees_chunk
+from meshtrain.dropout import keep_pairs
 from meshtrain.parallel.collectives import (
     AsyncResult,
     AxisGroup,
@@ -78,6 +95,11 @@ class Settings:
     scale: float
     window: int | None
     soft_cap: float | None
+    dropout_keys: Tensor | None = None  # (b, h), from `meshtrain.dropout.head_keys`
+    dropped: float = 0.0  # probability of dropout
+    sinks: Tensor | None = None  # (h,), a logit for each head
+    # (b or 1, h, s, length of the padded sequence), added to the scores
+    bias: Tensor | None = None
 
     @property
     def axis(self) -> AxisGroup | None:
@@ -86,7 +108,7 @@ class Settings:
 
 SETTINGS = (
     "Tensor? documents, Tensor spans, int[] heads, str ring, str method, float scale, int? window, "
-    "float? soft_cap"
+    "float? soft_cap, Tensor? dropout_keys, float dropped, Tensor? sinks, Tensor? bias"
 )
 
 
@@ -97,6 +119,7 @@ class Part:
     rows: slice  # of this rank's s queries
     columns: slice  # of the n keys of this stage
     block: Block  # how these queries see these keys
+    positions: Tensor  # of these keys in the sequence, on the CPU
     # Whether the rows have met no keys before. These are then their own, so each sees at least
     # itself, and its log-sum-exp is finite.
     is_first: bool
@@ -146,12 +169,15 @@ class Visibility:
                 self.documents = torch.zeros(1, length, dtype=torch.int64)
 
         self.plain = Block(settings.scale, settings.soft_cap, heads=settings.heads)
-        kernel = kernels.choose_kernel(q, v, settings.soft_cap, "all")
+        self.dropout_keys, self.dropped = settings.dropout_keys, settings.dropped
+        self.bias = settings.bias
+        by_products = (settings.soft_cap, self.bias, self.dropout_keys) != (None, None, None)
+        kernel = kernels.choose_kernel(q, v, by_products, "all")
         self.kernel_aligns_ends = kernel.lower_right
         # Segments instead of a mask, which has a number for each pair of query and key.
         self.segmented = False
         if self.documents is not None and not documents_resume:
-            kernel = kernels.choose_kernel(q, v, settings.soft_cap, "documents")
+            kernel = kernels.choose_kernel(q, v, by_products, "documents")
             self.segmented = kernel.segmented
 
     def chunks_of(self, rank: int) -> Sequence[int]:
@@ -177,10 +203,13 @@ class Visibility:
             column = chunks.index(xs[0]) * self.chunk
             # Keys before the first visible one are not computed.
             skip = max(0, self.first[ys[0]] - xs[0] * self.chunk)
+            rows = slice(row, row + len(ys) * self.chunk)
+            keys = self._positions(xs)[skip:]
             yield Part(
-                rows=slice(row, row + len(ys) * self.chunk),
+                rows=rows,
                 columns=slice(column + skip, column + len(xs) * self.chunk),
-                block=self._block(ys, xs, skip, device),
+                block=self._scored(self._block(ys, xs, skip, device), rows, ys, keys),
+                positions=keys,
                 is_first=xs[-1] == ys[-1],
             )
 
@@ -246,6 +275,18 @@ class Visibility:
         if self.window is not None:
             mask &= queries[:, None] < keys + self.window
         return replace(self.plain, mask=mask[:, None])
+
+    def _scored(self, block: Block, rows: slice, ys: Sequence[int], keys: Tensor) -> Block:
+        """The block with its part of the bias and of the dropout masks. `rows`: of this rank's
+        queries, those of chunks `ys`. `keys`: their positions, on the CPU."""
+        if self.bias is not None:
+            block = replace(block, bias=self.bias[:, :, rows, _to(self.bias, keys)])
+        if self.dropout_keys is not None:
+            queries = _to(self.dropout_keys, self._positions(ys))
+            keys = _to(self.dropout_keys, keys)
+            keep = keep_pairs(self.dropout_keys, queries[None], keys[None], self.dropped)
+            block = replace(block, keep=keep, dropped=self.dropped)
+        return block
 
     def _positions(self, chunks: Sequence[int]) -> Tensor:
         """The positions of these chunks in the sequence, on the CPU."""
@@ -394,19 +435,23 @@ def _context_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tupl
                 )
             out[:, :, rows] = block_out
             lse[:, :, rows] = block_lse
+    if settings.sinks is not None:
+        out, lse = kernels.add_sinks(out, lse, settings.sinks)
     return out.to(q.dtype), lse
 
 
 def _context_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    """The gradients of this rank's q, k and v from that of its output (b, h, s, f). `out` and `lse`
-    are those of the forward, over all keys."""
+    """The gradients of this rank's q, k and v, and of sinks and bias if there are any, from that of
+    its output (b, h, s, f). `out` and `lse` are those of the forward, over all keys."""
     settings = Settings(*arguments)
     visibility = Visibility(q, v, settings)
     exchange = Exchange(_side_by_side(k, v), settings, visibility)
     widths = [k.shape[-1], v.shape[-1]]
     dq = torch.zeros_like(q, dtype=lse.dtype)
+    sinks, bias = settings.sinks, settings.bias
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
 
     for chunks, kv in exchange.arrivals():
         keys, values = kv.split(widths, dim=-1)
@@ -414,7 +459,7 @@ def _context_attention_backward(
         dk, dv = dkv.split(widths, dim=-1)
         for part in visibility.parts(chunks, q.device):
             rows, columns = part.rows, part.columns
-            block_dq, block_dk, block_dv = kernels.backward_block(
+            block_dq, block_dk, block_dv, *of_bias = kernels.backward_block(
                 grad[:, :, rows],
                 q[:, :, rows],
                 keys[:, :, columns],
@@ -426,6 +471,8 @@ def _context_attention_backward(
             dq[:, :, rows] += block_dq
             dk[:, :, columns] += block_dk
             dv[:, :, columns] += block_dv
+            if dbias is not None:
+                dbias[:, :, rows].index_add_(3, _to(q, part.positions), of_bias[0])
         exchange.return_gradient(dkv)
         # Not in memory while the next stage's gradients are computed.
         del kv, keys, values, dkv, dk, dv
@@ -433,13 +480,24 @@ def _context_attention_backward(
     dkv = exchange.total_gradient()  # (2, b, k, m, e + f)
     dkv = dkv.movedim(0, 2).flatten(2, 3).to(q.dtype)  # (b, k, s, e + f)
     dk, dv = dkv.split(widths, dim=-1)
-    return [dq.to(q.dtype), dk.contiguous(), dv.contiguous()]
+    gradients = [dq.to(q.dtype), dk.contiguous(), dv.contiguous()]
+    if sinks is not None:
+        gradients.append(kernels.sinks_gradient(grad, out, lse, sinks))
+    if dbias is not None:
+        assert bias is not None
+        gradients.append(dbias.to(bias.dtype))
+    return gradients
 
 
 def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
     """k (b, k, s, e) and v (b, k, s, f) -> (2, b, k, m, e + f): each chunk contiguous, as it is
     sent."""
     return torch.cat([k, v], dim=-1).unflatten(2, (2, -1)).movedim(2, 0).contiguous()
+
+
+def _to(x: Tensor, positions: Tensor) -> Tensor:
+    """Positions on the device of x."""
+    return positions.to(x.device, non_blocking=True)
 
 
 def _empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -458,21 +516,34 @@ def _output_shapes(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Te
 def _gradient_shapes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    return [torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)]
+    settings = Settings(*arguments[2:])  # after `out` and `lse`
+    gradients = [torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)]
+    if settings.sinks is not None:
+        gradients.append(settings.sinks.new_empty(settings.sinks.shape))
+    if settings.bias is not None:
+        gradients.append(torch.empty_like(settings.bias))
+    return gradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, spans, *ctx.settings = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, documents, spans)
-    ctx.mark_non_differentiable(lse)
+    q, k, v, *arguments = inputs
+    settings = Settings(*arguments)
+    ctx.has = settings.sinks is not None, settings.bias is not None
+    # The tensors among the settings are saved, and the others kept.
+    tensors = [x if isinstance(x, Tensor) else None for x in arguments]
+    ctx.settings = [None if isinstance(x, Tensor) else x for x in arguments]
+    ctx.save_for_backward(q, k, v, *output, *tensors)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    gradients = ops.context_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    no_gradients = [None] * 8  # of the settings
-    return *gradients, *no_gradients
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    arguments = [x if kept is None else kept for x, kept in zip(tensors, ctx.settings, strict=True)]
+    gradients = ops.context_attention_backward(grad, q, k, v, out, lse, *arguments)
+    of_qkv, others = gradients[:3], iter(gradients[3:])
+    no_gradients = [None] * (len(arguments) - 2)  # of the settings before sinks and bias
+    return *of_qkv, *no_gradients, *(next(others) if has else None for has in ctx.has)
 
 
 operator(

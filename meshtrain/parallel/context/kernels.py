@@ -7,7 +7,7 @@ merge (`attention.py` has the equations).
     CUDA, else or masks  memory-efficient attention; a mask is in memory, once as bool and once as
                          numbers
     CUDA, float64        products: all scores of the block are in memory, as in torch's own
-    `soft_cap`, anywhere  products, because no fused kernel supports it
+    `soft_cap`, `bias` or dropout, anywhere: products, because no fused kernel supports them
 
 On CUDA the first kernel is used that torch allows and whose results on small blocks equal those of
 products. Heads whose values and keys have different widths, and widths that a kernel does not
@@ -78,7 +78,19 @@ class Block:
     heads: Sequence[int] = ()  # the key/value head of each query head; (): shared evenly
     # instead of a mask; `causal` and `window` apply within each segment
     segments: Segments | None = None
-    window: int | None = None  # with `causal` and `segments`
+    # the same for all of a row's queries and keys, where its documents are known on the device
+    # alone: `meshtrain.attention.cumulative_lengths`
+    ends: Tensor | None = None
+    window: int | None = None  # with `causal` and `segments` or `ends`
+    bias: Tensor | None = None  # (b or 1, h, m, n), added to the scores
+    # dropout of probabilities: bool (b, h, m, n), True where one stays; and the others' probability
+    keep: Tensor | None = None
+    dropped: float = 0.0
+
+    @property
+    def by_products(self) -> bool:
+        """Whether no fused kernel takes it."""
+        return not (self.soft_cap is None and self.bias is None and self.keep is None)
 
 
 class Kernel:
@@ -93,8 +105,8 @@ class Kernel:
 
     # block, q, k, v -> output (b, h, m, f), log-sum-exp (b, h, m)
     forward: Callable[..., tuple[Tensor, Tensor]]
-    # block, gradient of the output, q, k, v, output, log-sum-exp -> dq, dk, dv
-    backward: Callable[..., AttentionGradients]
+    # block, gradient of the output, q, k, v, output, log-sum-exp -> dq, dk, dv, and that of a bias
+    backward: Callable[..., tuple[Tensor, ...]]
 
 
 def forward_block(
@@ -135,13 +147,13 @@ def backward_block(
     lse: Tensor,
     block: Block,
     kernel: Kernel | None = None,
-) -> AttentionGradients:
-    """The gradients of a block's q, k and v; `out` and `lse` are those over all blocks of these
-    queries."""
+) -> tuple[Tensor, ...]:
+    """The gradients of a block's q, k and v, and of its bias if it has one; `out` and `lse` are
+    those over all blocks of these queries, sinks included."""
     if kernel is None:
         kernel = _kernel_of(q, v, block)
     width = _width(kernel, q, v)
-    dq, dk, dv = kernel.backward(
+    dq, dk, dv, *of_bias = kernel.backward(
         block,
         _padded(grad, width),
         *_inputs(kernel, q, k, v, block),
@@ -151,7 +163,7 @@ def backward_block(
     if dk.shape[1] > k.shape[1]:  # of the key/value heads as they were repeated per query head
         dk = _sum_repeated(dk.to(lse.dtype), q, k, block)
         dv = _sum_repeated(dv.to(lse.dtype), q, k, block)
-    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], *of_bias
 
 
 def merge_blocks(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,18 +180,38 @@ def merge_blocks(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tu
     return out * share + more * more_share, total
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The output (b, h, m, f) and the log-sum-exp (b, h, m) over all keys and a sink for each head:
+    a logit with the value 0, so it is a merge with a block whose output is 0.
+
+        l' = log(exp l + exp sink),  o' = exp(l - l') o
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * (lse - total).exp()[..., None], total
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient (h,) of the sinks; `out` and `lse` are those with them. A sink is one more key,
+    of the probability exp(sink - l), whose value 0 gives dp = 0: dx = p (dp - D), D = rowsum(dO O).
+    """
+    wide = lse.dtype
+    p = (sinks.to(wide)[:, None] - lse).exp()
+    row_sums = (grad.to(wide) * out.to(wide)).sum(-1)
+    return -(p * row_sums).sum((0, 2)).to(sinks.dtype)
+
+
 # Which kernel ------------------------------------------------------------------------------------
 
 
-def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> Kernel:
+def choose_kernel(q: Tensor, v: Tensor, by_products: bool, visible: str) -> Kernel:
     """The kernel for blocks in which queries see "all" keys up to themselves, or by their
-    "documents" or a "mask".
+    "documents" or a "mask". `by_products`: of which no fused kernel is capable.
 
     Depends only on the GPU and torch, so that ranks with the same ones choose the same. Raises
     InputError: none works.
     """
     on_cpu = device_type_of(q) == "cpu"
-    if soft_cap is not None or (q.dtype == torch.float64 and not on_cpu):
+    if by_products or (q.dtype == torch.float64 and not on_cpu):
         return PRODUCTS
     if on_cpu:
         return CPU_FLASH
@@ -194,13 +226,13 @@ def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) ->
 
 
 def _kernel_of(q: Tensor, v: Tensor, block: Block) -> Kernel:
-    if block.segments is not None:
+    if block.segments is not None or block.ends is not None:
         visible = "documents"
     elif block.mask is not None:
         visible = "mask"
     else:
         visible = "all"
-    return choose_kernel(q, v, block.soft_cap, visible)
+    return choose_kernel(q, v, block.by_products, visible)
 
 
 @cache
@@ -486,7 +518,7 @@ class _Flash(Kernel):
             packing.visible(packing.packed(v)),
             packing.options,
         )
-        if block.segments is not None:  # (h, b m) -> (b, h, m)
+        if packing.is_flat:  # (h, b m) -> (b, h, m)
             lse = lse.view(len(lse), len(q), -1).transpose(0, 1)
         return packing.unpacked(out, like=q), lse
 
@@ -494,7 +526,7 @@ class _Flash(Kernel):
         self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> AttentionGradients:
         packing = _Packing.of(block, q, k)
-        if block.segments is not None:
+        if packing.is_flat:
             lse = lse.transpose(0, 1).flatten(1)
         dq, dk, dv = self.run_backward(
             packing.packed(grad),
@@ -517,12 +549,29 @@ class _Packing:
     """The arrangement of a block's tensors for flash attention."""
 
     options: FlashOptions
+    # whether the sequences of a batch are laid end to end
+    is_flat: bool = False
     # with segments, on the device: of the b n packed keys those that queries see, one segment after
-    # the other
+    # the other; None: all
     index: Tensor | None = None
 
     @classmethod
     def of(cls, block: Block, q: Tensor, k: Tensor) -> "_Packing":
+        window_left = None if block.window is None else block.window - 1
+        window_right = None if block.window is None else 0
+        if block.ends is not None:
+            options = FlashOptions(
+                causal=block.causal,
+                scale=block.scale,
+                # A constant, as no document is longer: which one is the longest, the device knows.
+                longest_queries=max(2, q.shape[2]),
+                longest_keys=k.shape[2],
+                query_ends=block.ends,
+                key_ends=block.ends,
+                window_left=window_left,
+                window_right=window_right,
+            )
+            return cls(options, is_flat=True)
         if block.segments is None:
             options = FlashOptions(
                 causal=block.causal,
@@ -545,15 +594,15 @@ class _Packing:
             longest_keys=int(keys.max()),
             query_ends=_on_device(query_ends.int(), q.device),
             key_ends=_on_device(key_ends.int(), q.device),
-            window_left=None if block.window is None else block.window - 1,
-            window_right=None if block.window is None else 0,
+            window_left=window_left,
+            window_right=window_right,
         )
-        return cls(options, _on_device(index, q.device))
+        return cls(options, is_flat=True, index=_on_device(index, q.device))
 
     def packed(self, x: Tensor) -> Tensor:
         """(b, h, m, e) -> (b, m, h, e), or with segments (b m, h, e)."""
         x = x.transpose(1, 2)
-        return x if self.index is None else x.flatten(0, 1)
+        return x.flatten(0, 1) if self.is_flat else x
 
     def unpacked(self, x: Tensor, like: Tensor) -> Tensor:
         return x.view(len(like), like.shape[2], *x.shape[-2:]).transpose(1, 2)
@@ -583,21 +632,35 @@ class _Products(Kernel):
         lse = scores.logsumexp(-1)
         finite = lse.masked_fill(lse == -torch.inf, 0)  # of queries that see nothing: p = 0
         p = (scores - finite[..., None]).exp()
-        return p @ v.to(p.dtype), lse
+        return self._drop(p, block) @ v.to(p.dtype), lse
 
     def backward(
         self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> AttentionGradients:
+    ) -> tuple[Tensor, ...]:
         """
         p = exp(x - l),  dx = p (dO V^T - D),  D = rowsum(dO O)
         dV = p^T dO,     dQ = dx K,            dK = dx^T Q       (times the scores' derivative)
+
+        Dropout multiplies p where it meets V, and dO V^T where it meets p. A bias gets dx, summed
+        over the samples that share it.
         """
         scores, slope = self._scores(q, k, block)
         p = (scores - lse[..., None]).exp()
         grad, q, k, v, out = (x.to(p.dtype) for x in (grad, q, k, v, out))
         row_sums = (grad * out).sum(-1, keepdim=True)
-        ds = p * (grad @ v.transpose(-1, -2) - row_sums) * slope
-        return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+        dx = p * (self._drop(grad @ v.transpose(-1, -2), block) - row_sums)
+        ds = dx * slope
+        dv = self._drop(p, block).transpose(-1, -2) @ grad
+        gradients = ds @ k, ds.transpose(-1, -2) @ q, dv
+        if block.bias is None:
+            return gradients
+        return *gradients, dx.sum_to_size(len(block.bias), *dx.shape[1:])
+
+    @staticmethod
+    def _drop(p: Tensor, block: Block) -> Tensor:
+        if block.keep is None:
+            return p
+        return torch.where(block.keep, p * (1 / (1 - block.dropped)), 0)
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | float]:
@@ -610,6 +673,8 @@ class _Products(Kernel):
             bent = torch.tanh(scores / block.soft_cap)
             scores = block.soft_cap * bent
             slope = block.scale * (1 - bent * bent)
+        if block.bias is not None:
+            scores = scores + block.bias
         mask = block.mask
         if block.causal:
             m, n = scores.shape[-2:]

@@ -17,7 +17,7 @@ from meshtrain.parallel.torch_private import (
     memory_of,
     tree_leaves,
 )
-from meshtrain.parallel.tp_plan import Colwise, Rowwise, Split
+from meshtrain.parallel.tp_plan import STYLES, Split
 from meshtrain.parallel.verify.recording import PlainError, Sample, skeleton
 
 
@@ -40,9 +40,10 @@ def parameters_between(
     watch = _Features([*plain.parameters(), *plain.buffers(), *given])
     for split in splits:
         layer = plain.get_submodule(split.layer)
-        if split.style == Colwise.word:
+        style = STYLES[split.style]
+        if style.gives_part:
             layer.register_forward_hook(lambda layer, inputs, output: watch.split(output))
-        elif split.style == Rowwise.word:
+        elif style.takes_part:
             layer.register_forward_hook(lambda layer, inputs, output: watch.join(output))
     try:
         with torch.no_grad(), watch:

@@ -14,7 +14,6 @@ from torch import nn
 
 from meshtrain.dropout import Dropout
 from meshtrain.errors import AgreedError, InputError, join_some
-from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.linear.lora import has_adapter
 from meshtrain.parallel.linear_cross_entropy import can_fuse
@@ -35,6 +34,7 @@ from meshtrain.parallel.verify.attention import watch_attention
 from meshtrain.parallel.verify.comparison import (
     Plain,
     compare_context,
+    compare_documents,
     compare_samples,
     compare_split,
     made_up_sample,
@@ -73,14 +73,14 @@ def check_model(moment: Moment, subject: Subject) -> ParallelOptions:
     return subject.options
 
 
-def needs_sample(model: nn.Module, layout: Layout, options: ParallelOptions) -> bool:
+def needs_sample(subject: Subject) -> bool:
     """Whether the checks of a run look at a sample of its data (`ParallelOptions.sample`)."""
-    subject = Subject(model=model, layout=layout, options=options)
-    over_tp = layout.size("tp") > 1
+    over_tp = _over_tp(subject)
     if subject.compares:
-        return over_tp or subject.shares_samples_out or subject.runs_again
+        compares_samples = subject.shares_samples_out or subject.runs_again
+        return over_tp or compares_samples or subject.packs_documents
     # One question about the plan is asked in any case: `refuse_undecided`.
-    return over_tp and not is_ours(model)
+    return over_tp and not is_ours(subject.model)
 
 
 # When checks apply ------------------------------------------------------------------------------
@@ -119,6 +119,14 @@ def _cuts_parameters(subject: Subject) -> bool:
 def _compares_samples(subject: Subject) -> bool:
     several = subject.shares_samples_out or subject.runs_again
     return several and subject.compares and subject.options.sample is not None
+
+
+def _compares_documents(subject: Subject) -> bool:
+    if not subject.packs_documents or not subject.compares:
+        return False
+    # Not images, nor a data set of one's own that has no documents.
+    _, _, documents, *_ = [*(subject.options.sample or ()), None, None, None]
+    return documents is not None
 
 
 def _compares_context(subject: Subject) -> bool:
@@ -222,6 +230,11 @@ def _used_outside(subject: Subject) -> ParallelOptions:
 
 def _samples(subject: Subject) -> None:
     compare_samples(_plain(subject), subject.terms)
+
+
+def _documents(subject: Subject) -> None:
+    as_context = plan_of(subject.model, "cp_plan", subject.options.cp_plan) is not None
+    compare_documents(_plain(subject), as_context=as_context)
 
 
 def _context_plan(subject: Subject) -> None:
@@ -366,6 +379,7 @@ CHECKS: dict[Moment, list[Check]] = {
         Check("layers in float8", _multiplies_in_float8, _float8),
         Check("statistics of parts", _has_parts_over_tp, _of_model(refuse_statistics_of_parts)),
         Check("other samples, forwards before", _compares_samples, _samples),
+        Check("documents that share a row", _compares_documents, _documents),
         Check("parts of sequences over cp", _compares_context, _context),
         Check("layers split over tp", _compares_split, _split),
         Check("masks of each rank", _is_whole_over_tp, _of_model(refuse_plain_dropout)),

@@ -1,5 +1,5 @@
 """Compares a plain model with itself in other ways: split over `tp`, on parts of sequences over
-`cp`, with other samples beside, and in a second forward.
+`cp`, with other samples beside, in a second forward, and on a document without the one before it.
 
 Two copies run a forward and a backward of a short sample (`recording.py`). Neither the model nor
 the state of a random generator changes. A difference counts if two draws of weights have it: with
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,11 @@ class Plain:
     sample: Sample | None
     precision: str
 
+    @property
+    def has_values(self) -> bool:
+        """Whether it has all values that `skeleton` does not make up."""
+        return not any(buffer.is_meta for buffer in self.model.buffers())
+
     def skeleton(self, training: bool) -> nn.Module:
         """A copy to run, without memory for weights."""
         return skeleton(self.model, master_dtype(self.precision), training)
@@ -76,6 +81,10 @@ class Plain:
             else:
                 moved.append(x.to(self.mesh.device_type, dtype if x.is_floating_point() else None))
         return moved
+
+
+# What torch says of a view, a reshape or an unflatten of another size.
+WRONG_SHAPE = ("is invalid for input of size", "don't multiply up to the size")
 
 
 class Result(NamedTuple):
@@ -126,6 +135,11 @@ def compare_split(plain: Plain, tp: TensorParallel, *, may_fall_back: bool) -> V
                     without_parts = problem
                     return None
                 remedy = "parallel.sequence_parallel: false, which passes this check"
+        if any(told in problem for told in WRONG_SHAPE):
+            problem += (
+                ". A module that counts heads by itself has to take their number from its tensors, "
+                "view(..., -1, head_dim), because a rank has some of them"
+            )
         cut = cut_through_heads(tp.splits, dict(plain.model.named_modules()))
         if cut is not None:
             problem += (
@@ -216,7 +230,7 @@ def _context_comparison(
     """Of the model on whole sequences with itself on this rank's parts of them."""
     mesh = plain.mesh
     device, dtype = torch.device(mesh.device_type), master_dtype(plain.precision)
-    whole = _batch_of(inputs)
+    whole = _batch_of(inputs).with_context()
     part = context.shard(whole).to(device, dtype)
     length = whole.targets.shape[1]
 
@@ -250,7 +264,7 @@ def _context_comparison(
 
 
 def _batch_of(inputs: Sample) -> Batch:
-    """A batch of whole sequences on the CPU, with positions, for `ContextParallel.shard`."""
+    """A batch of whole sequences on the CPU, with positions."""
     # A model may take fewer inputs than tokens, positions and documents, or more.
     padded = [*inputs, *[None] * (3 - len(inputs))]
     tokens, positions, *others = padded
@@ -259,7 +273,7 @@ def _batch_of(inputs: Sample) -> Batch:
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand(targets.shape)
     batch = Batch.of((tokens, positions, *others), targets)
-    return batch.apply(lambda x: x.cpu()).with_context()
+    return batch.apply(lambda x: x.cpu())
 
 
 def compare_samples(plain: Plain, terms: Terms = no_terms) -> None:
@@ -301,9 +315,7 @@ def _two_samples(plain: Plain) -> list[Tensor | None] | None:
     """The first two samples; None: there are not as many, or the model has no values."""
     assert plain.sample is not None
     lengths = {len(x) for x in plain.sample if x is not None and x.dim() > 0}
-    if len(lengths) != 1 or lengths.pop() < 2:
-        return None
-    if any(buffer.is_meta for buffer in plain.model.buffers()):
+    if len(lengths) != 1 or lengths.pop() < 2 or not plain.has_values:
         return None
     two = [None if x is None else x[:2] for x in plain.sample]
     return plain.on_device(two)
@@ -346,6 +358,72 @@ def _again_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
         # The same copy, with all that the first forward has kept.
         again = Recording(model, plain.mesh, kinds, reference, terms=terms, seed=seed)
         return _without_draws(again.compare(two, two), reference, training)
+
+    return compare
+
+
+def compare_documents(plain: Plain, *, as_context: bool) -> None:
+    """Compares a plain model's results for the second of two documents in one row with those for
+    this document alone. All ranks call it together. A model that cannot be compared is left alone,
+    and so are terms of the loss, which may be statistics of a row.
+
+    Args:
+        plain: its sample begins with tokens, positions and documents, (b, s).
+        as_context: the model takes the documents as an `AttentionContext`.
+
+    Raises AgreedError: they differ.
+    """
+    packed = _two_documents(plain)
+    if packed is None:
+        return
+    with suppress(PlainError), _generators_kept():
+        problem = _in_training(_document_comparison(plain, packed, as_context))
+        if problem is not None:
+            raise AgreedError(
+                "data.mask_documents: the model computes something else for a document if another "
+                f"is before it in its row: {problem}. Let no token see another document (the "
+                "forward gets positions, which begin at 0 in each, and documents), use "
+                "data.mask_documents: false, or leave this check out by parallel.verify: false"
+            )
+
+
+def _two_documents(plain: Plain) -> Batch | None:
+    """The first sample as one row of two documents; None: it is too short, or the model has no
+    values."""
+    assert plain.sample is not None
+    row = _batch_of([None if x is None else x[:1] for x in plain.sample])
+    length = row.targets.shape[1]
+    if length < 2 or not plain.has_values:
+        return None
+    places = torch.arange(length)[None]
+    documents = (places >= length // 2).long()
+    positions = places - documents * (length // 2)
+    return Batch({**row.tensors, "positions": positions, "documents": documents}, row.targets)
+
+
+def _document_comparison(plain: Plain, packed: Batch, as_context: bool) -> Comparison:
+    """Of a row of two documents with the second one alone."""
+    length = packed.targets.shape[1]
+    second = list(range(length))[length // 2 :]
+    alone = packed.along_sequence(lambda x, dim: x.narrow(dim, second[0], len(second)))
+
+    def rows(n: int) -> list[int]:
+        return second if n == length else []
+
+    def inputs_of(batch: Batch) -> Sample:
+        batch = batch.with_context() if as_context else batch
+        device = torch.device(plain.mesh.device_type)
+        return batch.to(device, master_dtype(plain.precision)).inputs
+
+    def compare(training: bool, seed: int) -> Result:
+        model = plain.skeleton(training)
+        # Tables of rotary embeddings may begin at the row's first token: they are relative.
+        settings: Any = {"terms": no_terms, "seed": seed, "constants_differ": True}
+        reference = Recording(model, plain.mesh, _kinds(plain, model), **settings)
+        other = plain.skeleton(training)
+        compared = Recording(other, plain.mesh, reference.kinds, reference, rows=rows, **settings)
+        problem = compared.compare(inputs_of(packed), inputs_of(alone))
+        return _without_draws(problem, reference, training)
 
     return compare
 

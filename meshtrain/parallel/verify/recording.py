@@ -134,11 +134,14 @@ class Recording:
     # Split parameter -> this rank's part. The reference records only that.
     places: dict[str, Part] = field(default_factory=dict)
 
-    # Samples ----------------------------------------------------------------------------------
+    # Rows -------------------------------------------------------------------------------------
 
-    # Given: the plain model is compared with itself for other samples. Only what has a row per
-    # sample is compared, these terms too, and there is no backward.
+    # Given: the plain model is compared with itself for other samples or tokens. Only what has a
+    # row for each of them is compared, these terms too, and there is no backward.
     terms: Terms | None = None
+    # Whether what goes into a block and has no gradient, such as an index or a table, may differ:
+    # it counts in what the block computes with it.
+    constants_differ: bool = False
     seed: int = 0  # of the weights
 
     # Findings ---------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ class Recording:
         def run(*args: Any, **kwargs: Any) -> Any:
             piece = self.piece = self._next_call(name)
             inputs, structure = tree_flatten((args, kwargs))
-            self._ends += self._record(f"{piece}: input", inputs)
+            self._ends += self._record(f"{piece}: input", self._compared(inputs))
             if self.reference is None:
                 call = f"{self.kinds[name]} {_sizes(inputs)}"
                 self.first[piece] = self._alike.setdefault(call, piece)
@@ -263,6 +266,12 @@ class Recording:
             return tree_unflatten(tree_map_only(Tensor, torch.clone, leaves), form)
 
         return run
+
+    def _compared(self, inputs: list[Any]) -> list[Any]:
+        """The inputs of a block that count."""
+        if not self.constants_differ:
+            return inputs
+        return [x if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
 
     def _next_call(self, name: str) -> str:
         """A name for this call of a block, or term."""
@@ -441,7 +450,7 @@ class Recording:
             return
         self.comparisons += 1
         whole, place = self.tensors.get(name), self._place(name, x.shape)
-        if self.terms is not None and not self._has_row_per_sample(place):
+        if self.terms is not None and not self._has_other_rows(place):
             return
         if whole is None:
             self.differ(f"{name} is none of the plain model's")
@@ -462,9 +471,9 @@ class Recording:
             )
         self.differ(problem)
 
-    def _has_row_per_sample(self, place: Any) -> bool:
-        """Whether a tensor of this batch has other rows than that of the reference's batch; where
-        both batches are the same, every tensor counts."""
+    def _has_other_rows(self, place: Any) -> bool:
+        """Whether a tensor of this batch has other rows, of samples or tokens, than that of the
+        reference's batch; where both batches are the same, every tensor counts."""
         same_batch = len(self.rows(2)) == 2
         return place is not None and (place is not ... or same_batch)
 

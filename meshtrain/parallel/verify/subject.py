@@ -51,6 +51,8 @@ class Subject:
     # Samples of a forward on one rank; those of a step, which may grow during the run.
     micro_size: int = 1
     global_sizes: Sequence[int] = ()
+    # Rows hold several documents, none of which may depend on another.
+    packs_documents: bool = False
     # See `meshtrain.loss.seen_terms`.
     terms: Terms = no_terms
     # How sequences are split over `cp`.
