@@ -9,6 +9,7 @@ sample.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,38 +45,8 @@ class Experts(nn.Module, SupportsDeferral):
 
     @never_compiled
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each token's experts, in the order of the token's
-        slots.
-
-        Args:
-            x: (..., d); in training (b, s, d).
-            chosen, weights: (..., j), the experts of each token (int64) and the factors of their
-                outputs.
-
-        Returns (..., d), zeros for padding.
-        """
-        slots = chosen.shape[-1]
-        real = real_tokens(x.device)
-        if real is not None:
-            # The slots of padding belong to no expert, and sort last.
-            is_real = real.expand(chosen.shape[:-1])[..., None]
-            chosen = torch.where(is_real, chosen, self.num_experts)
-
-        # The rows of an expert lie together: one grouped product computes all experts.
-        experts, order = chosen.flatten().sort(stable=True)
-        positions = torch.arange(len(order), device=order.device)
-        inverse = torch.empty_like(order).scatter_(0, order, positions)
-        numbers = torch.arange(self.num_experts, device=order.device)
-        ends = torch.searchsorted(experts, numbers, right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-
-        rows = GatherRows.apply(x.flatten(0, -2), order, inverse, slots)
-        if self.dispatch is None:
-            rows = self._products(rows, counts)
-        else:
-            rows = self.dispatch(rows, counts, self._products)
-        results = GatherRows.apply(rows, inverse, order, 1).view(*chosen.shape, x.shape[-1])
-        return (results * weights[..., None]).sum(-2).to(x.dtype)
+        """See `run_experts`."""
+        return run_experts(self, x, chosen, weights, self._products)
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
         """SwiGLU of each row by its expert: W_down (silu(W_gate x) * W_up x)."""
@@ -83,6 +54,48 @@ class Experts(nn.Module, SupportsDeferral):
         gate_up = GroupedMatmul.apply(rows, to_local(self.gate_up_proj), counts, queue)
         gate, up = gate_up.chunk(2, dim=-1)
         return GroupedMatmul.apply(F.silu(gate) * up, to_local(self.down_proj), counts, queue)
+
+
+@never_compiled
+def run_experts(
+    module: Any, x: Tensor, chosen: Tensor, weights: Tensor, products: Products
+) -> Tensor:
+    """The weighted sum of the outputs of each token's experts, in the order of the token's slots:
+    the forward of a layer of experts of any class.
+
+    Args:
+        module: has `num_experts`, and `dispatch` (see `Experts`).
+        x: (..., d); in training (b, s, d), or (b·s, d).
+        chosen, weights: (..., j), the experts of each token (int64) and the factors of their
+            outputs.
+        products: (rows (n, d) sorted by expert, counts) -> (n, d): what the experts that this rank
+            has compute of their rows.
+
+    Returns (..., d), zeros for padding.
+    """
+    slots = chosen.shape[-1]
+    real = real_tokens(x.device)
+    if real is not None:
+        # The slots of padding belong to no expert, and sort last.
+        of_samples = chosen.view(len(real), -1, slots)
+        is_real = real.expand(of_samples.shape[:-1])[..., None]
+        chosen = torch.where(is_real, of_samples, module.num_experts).view(chosen.shape)
+
+    # The rows of an expert lie together: one grouped product computes all experts.
+    experts, order = chosen.flatten().sort(stable=True)
+    positions = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, positions)
+    numbers = torch.arange(module.num_experts, device=order.device)
+    ends = torch.searchsorted(experts, numbers, right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+
+    rows = GatherRows.apply(x.flatten(0, -2), order, inverse, slots)
+    if module.dispatch is None:
+        rows = products(rows, counts)
+    else:
+        rows = module.dispatch(rows, counts, products)
+    results = GatherRows.apply(rows, inverse, order, 1).view(*chosen.shape, x.shape[-1])
+    return (results * weights[..., None]).sum(-2).to(x.dtype)
 
 
 class Router(nn.Module):

@@ -284,6 +284,13 @@ def real_tokens(device: torch.device) -> Tensor | None:
     return None if terms is None else terms.real_tokens(device)
 
 
+def by_sample(x: Tensor) -> Tensor:
+    """(b·s, n) or (b, s, n) -> (b, s, n), as `attach` takes it, for a module that does not know how
+    many samples b the current forward has. Outside a step all tokens are one sample's."""
+    terms = current_context().terms
+    return x.view(1 if terms is None else terms.size, -1, x.shape[-1])
+
+
 class StepTerms:
     """This rank's sums of the `attach`, `record` and `tally` calls of one step.
 
@@ -410,10 +417,10 @@ class _SeenTerms(MicrobatchTerms):
 
 
 @contextmanager
-def seen_terms(see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Calls `see` with the name and the values of each term, statistic and tally of forwards
-    inside, which have no backward; none is summed."""
-    terms = _SeenTerms(StepTerms(count=None), size=0, real=0, tokens=None, see=see)
+def seen_terms(see: Callable[[str, Tensor], None], size: int) -> Iterator[None]:
+    """Calls `see` with the name and the values of each term, statistic and tally of forwards of
+    `size` samples inside, which have no backward; none is summed."""
+    terms = _SeenTerms(StepTerms(count=None), size, real=size, tokens=None, see=see)
     with use_context(replace(current_context(), terms=terms)):
         yield
 

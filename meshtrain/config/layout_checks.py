@@ -299,18 +299,6 @@ def check_experts(draft: ConfigDraft, sizes: Sizes) -> None:
             draft.report(draft.place(name), f"{name} is {given}, and {problem}")
         return
 
-    sequence = draft.values["parallel.sequence_parallel"]
-    tp_plan = spec.plan("tp_plan")
-    if tp > 1 and sequence is not INVALID and not has_sequence_parts(sequence, tp_plan):
-        reason = NO_SEQUENCE
-        if sequence is False:
-            reason = "ranks of tp would send experts the same tokens"
-        draft.report(
-            draft.place_of_any(("parallel.sequence_parallel", "layout.tp")),
-            f"parallel.sequence_parallel false with tp {tp}: {reason}: leave it true, or use "
-            "expert_parallel: 1",
-        )
-
     try:
         counts = expert_modules(spec.meta, plan)
     except SplitError as error:

@@ -14,7 +14,7 @@ from meshtrain.modeling.build import parameter_count, spec_of
 from meshtrain.parallel.expert import message_rows
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.sharding import expert_shard_dim
-from meshtrain.parallel.tp_plan import expert_modules, has_sequence_parts
+from meshtrain.parallel.tp_plan import expert_modules
 
 
 def dispatch_bytes(
@@ -101,12 +101,9 @@ def _idle_parameters(model: nn.Module, name: str, experts: int, per_token: int) 
 
 
 def _tokens_of_microbatch(config: Config, layout: Layout) -> int:
-    """The tokens that one rank routes."""
-    plan = spec_of(config).plan("tp_plan")
-    parts = 1
-    if has_sequence_parts(config.parallel.sequence_parallel, plan):
-        parts = layout.size("tp")
-    cp = layout.size("cp")
+    """The tokens whose rows one rank sends: without sequence parallelism too, ranks of `tp` send
+    different ones."""
+    parts, cp = layout.size("tp"), layout.size("cp")
     length = config.data.seq_len
     if cp > 1:
         length = padded_length(length, cp, parts)

@@ -29,9 +29,12 @@ SAVED_OPERATORS = MATRIX_PRODUCTS | {
 }
 
 # Routing is never recomputed: with other rounding, ranks could wait for messages that no rank
-# sends.
+# sends. Routers of others choose by torch.topk.
 ROUTING_OPERATORS = frozenset(
-    f"meshtrain.{name}.default" for name in ("choose", "exchange_counts", "message_sizes")
+    {
+        *(f"meshtrain.{name}.default" for name in ("choose", "exchange_counts", "message_sizes")),
+        "aten.topk.default",
+    }
 )
 
 
@@ -69,7 +72,9 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
         return _save_if(_dropout_of(operator, args, kwargs) == 0)
     # meshtrain's own operators communicate, and most of them also multiply matrices.
     is_own = getattr(operator, "namespace", None) == "meshtrain"
-    return _save_if(operator in SAVED_OPERATORS or is_own or str(operator) == VARLEN_ATTENTION)
+    name = str(operator)
+    routes = name in ROUTING_OPERATORS
+    return _save_if(operator in SAVED_OPERATORS or is_own or routes or name == VARLEN_ATTENTION)
 
 
 def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

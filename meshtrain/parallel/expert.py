@@ -52,8 +52,8 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
     (`meshtrain.experts.Experts`).
 
     Raises:
-        InputError: the model names no experts, the plan names a module that has none, layers share
-            experts that FSDP would have to shard, or ranks of `tp` have the same tokens.
+        InputError: the model names no experts, the plan names a module that has none, or layers
+            share experts that FSDP would have to shard.
     """
     if mesh.size(AXIS) == 1:
         return
@@ -63,13 +63,11 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
             f"{type(model).__name__} has no ep_plan, which names its experts: use expert_parallel: "
             "1"
         )
-    if mesh.size("tp") > 1 and not options.sequence_parallel:
-        raise InputError(
-            f"parallel.sequence_parallel false with tp {mesh.size('tp')}: ranks of tp would send "
-            "experts the same tokens: leave it true, or use expert_parallel: 1"
-        )
     group = axis_group(mesh, AXIS)
     group.measured_wait = options.measured_wait
+    same_tokens = None
+    if mesh.size("tp") > 1 and not options.sequence_parallel:
+        same_tokens = axis_group(mesh, "tp")
     sharded: dict[Tensor, nn.Parameter] = {}  # keeps shared parameters shared
     for name in expert_modules(model, plan):
         module: Any = model.get_submodule(name)
@@ -84,7 +82,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
             if parameter not in sharded:
                 sharded[parameter] = shard_parameter(parameter, mesh, Shard(0), AXIS)
             setattr(module, key, sharded[parameter])
-        module.dispatch = ExpertDispatch(group)
+        module.dispatch = ExpertDispatch(group, same_tokens)
 
 
 def dispatched_modules(model: nn.Module) -> list[nn.Module]:
@@ -163,8 +161,11 @@ class ExpertDispatch:
 
     limit: RowLimit | None = None  # see `limit_rows`
 
-    def __init__(self, axis_group: AxisGroup) -> None:
+    def __init__(self, axis_group: AxisGroup, same_tokens: AxisGroup | None = None) -> None:
+        """`same_tokens`: the ranks, of `tp` without sequence parallelism, that have the same rows.
+        Each sends its share of them, and they exchange the results."""
         self.axis_group = axis_group
+        self.same_tokens = same_tokens
 
     def __call__(
         self, rows: Tensor, counts: Tensor, products: Callable[[Tensor, Tensor], Tensor]
@@ -179,6 +180,20 @@ class ExpertDispatch:
         Returns:
             (n, d), the results in the order of `rows`; zeros for rows without an expert.
         """
+        if self.same_tokens is None:
+            return self._dispatch(rows, counts, products)
+        group = self.same_tokens
+        share = -(-len(rows) // group.size)
+        begin = group.index * share
+        ends = counts.cumsum(0)
+        own = ends.clamp(max=begin + share) - (ends - counts).clamp(min=begin)
+        part = _Share.apply(rows, share, group.name)
+        results = self._dispatch(part, own.clamp(min=0), products)
+        return _Shares.apply(results, len(rows), group.name)
+
+    def _dispatch(
+        self, rows: Tensor, counts: Tensor, products: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         if self.limit is not None:
             return self._limited(rows, counts, products, self.limit)
         axis = self.axis_group
@@ -236,6 +251,35 @@ class ExpertDispatch:
         results = products(GatherRows.apply(arrived, by_expert, inverse, 1), counts)
         by_source = GatherRows.apply(results, inverse, by_expert, 1)
         return ops.exchange_rows(by_source, receive, send, group)
+
+
+class _Share(torch.autograd.Function):
+    """(n, d), the same on all ranks -> (m, d): the index-th m rows, zero-padded at the end. The
+    gradient is that of all rows, the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, share: int, group: str) -> Tensor:
+        ctx.settings = len(rows), group
+        begin = axis_group_by_name(group).index * share
+        return _resize(rows[begin : begin + share], share)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Shares.apply(grad, *ctx.settings), None, None
+
+
+class _Shares(torch.autograd.Function):
+    """(m, d) of each rank -> (n, d), all of them without the padding: the inverse of `_Share`, with
+    a gradient that is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, n: int, group: str) -> Tensor:
+        ctx.settings = len(part), group
+        return ops.all_gather(part, group)[:n]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Share.apply(grad, *ctx.settings), None, None
 
 
 class _MessageSlots(NamedTuple):

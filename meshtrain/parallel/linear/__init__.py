@@ -78,8 +78,8 @@ def use_products(
             module.__class__ = Linear
         if isinstance(module, ProductsLayer):
             module.products = products.name
-        if isinstance(module, SupportsDeferral) and queue is not None:
-            module.weight_grad_queue = queue
+        if hasattr(module, "weight_grad_queue") and queue is not None:
+            module.weight_grad_queue = queue  # type: ignore[assignment]
 
 
 class LinearMatmul(torch.autograd.Function):

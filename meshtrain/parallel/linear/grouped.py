@@ -108,29 +108,40 @@ def _weight_flops(grad: torch.Size, x: torch.Size, *unused: Any, **named: Any) -
 
 
 class GroupedMatmul(torch.autograd.Function):
-    """x (n, in) times the matrix of each row's expert in `weight` (E, out, in) -> (n, out)."""
+    """x (n, in) times the matrix of each row's expert in `weight` (E, out, in) -> (n, out).
+    `transposed`: the weight is (E, in, out), and so is its gradient, in this order in memory too:
+    optimizers go over both alike."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradQueue | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        queue: WeightGradQueue | None,
+        transposed: bool = False,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
         ctx.queue = queue
         ctx.weights = () if queue is None else (weight,)
-        return ops.grouped(x, weight, counts)
+        ctx.transposed = transposed
+        product = ops.grouped_input_grad if transposed else ops.grouped
+        return product(x, weight, counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, counts = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         grad = grad.contiguous()
         dx = dw = None
         if needs_dx:
-            dx = ops.grouped_input_grad(grad, weight, counts)
+            product = ops.grouped if ctx.transposed else ops.grouped_input_grad
+            dx = product(grad, weight, counts)
         if needs_dw:
             inputs = x.detach()  # a queue must not keep the graph of x alive
-            dw = weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(grad, inputs, counts))
-        return dx, dw, None, None
+            factors = (inputs, grad) if ctx.transposed else (grad, inputs)
+            dw = weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(*factors, counts))
+        return dx, dw, None, None, None
 
 
 class GatherRows(torch.autograd.Function):

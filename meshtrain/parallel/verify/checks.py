@@ -271,8 +271,7 @@ def _split(subject: Subject) -> ParallelOptions:
     tp, options = subject.tp, subject.options
     unverified: str | None = "verify is off"
     if subject.compares:
-        # Experts over `ep` need the parts.
-        may_fall_back = options.sequence_parallel is None and subject.layout.size("ep") == 1
+        may_fall_back = options.sequence_parallel is None
         verdict = compare_split(_plain(subject), tp, may_fall_back=may_fall_back)
         unverified = verdict.unverified
         if verdict.without_parts is not None:

@@ -47,11 +47,12 @@ OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")
 Sample = Sequence[Tensor | None]
 Named = list[tuple[str, Tensor]]
 Values = dict[nn.Parameter, nn.Parameter]  # parameter without memory -> the one with values
-# Inside, a function gets the name and values of each term that a forward attaches to the loss.
-Terms = Callable[[Callable[[str, Tensor], None]], AbstractContextManager[None]]
+# Inside, a function gets the name and values of each term that a forward, of so many samples,
+# attaches to the loss.
+Terms = Callable[[Callable[[str, Tensor], None], int], AbstractContextManager[None]]
 
 
-def no_terms(see: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+def no_terms(see: Callable[[str, Tensor], None], size: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -224,7 +225,8 @@ class Recording:
         forwards = {name: block.forward for name, block in blocks.items()}
         for name, block in blocks.items():
             block.forward = self._isolate(name, block)
-        terms = nullcontext() if self.terms is None else self.terms(self._term)
+        size = next((len(x) for x in inputs if x is not None), 0)
+        terms = nullcontext() if self.terms is None else self.terms(self._term, size)
         try:
             with self._fill(outside) as parameters, terms:
                 output = self.model(*inputs)
