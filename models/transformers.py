@@ -11,21 +11,26 @@ through `meshtrain.attention`, which knows documents, parts of sequences and cac
 """
 
 import dataclasses
+import difflib
 import fnmatch
 import inspect
+import itertools
 import json
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext, attention
-from meshtrain.config.errors import nearest
-from meshtrain.parallel.tp_plan import ATTENTION
+from meshtrain.dropout import Dropout
+from meshtrain.huggingface.conversions import FileNames, file_names
+from meshtrain.huggingface.experts import adopt_experts, attach_balance, plan_without_experts
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -36,6 +41,7 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install 'meshtrain[transformers]'") from error
 
 OURS = "meshtrain"  # the name of our attention among transformers' implementations
+PROBABILITIES = "dropout_of_probabilities"  # the name of that module in one that attends
 # Keys of older files, from which a class makes its `rope_parameters`.
 LEGACY = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 # Keys of every class that have no effect on training.
@@ -104,16 +110,30 @@ def hugging_face_config(model_type: str, keys: Mapping[str, Any]) -> PreTrainedC
 def _refuse_unknown(model_type: str, keys: Mapping[str, Any]) -> None:
     """Raises ValueError: the family does not exist, or its config has no such key."""
     if model_type not in CONFIG_MAPPING:
-        near = nearest(model_type, CONFIG_MAPPING)
-        advice = f"did you mean {near}?" if near else "see its documentation for the names"
+        advice = _did_you_mean(model_type, CONFIG_MAPPING) or "see its documentation for the names"
         raise ValueError(f"transformers has no model_type {model_type}: {advice}")
     kind = CONFIG_MAPPING[model_type]
-    known = {key.name for key in dataclasses.fields(kind)} | kind.attribute_map.keys() | LEGACY
+    known = _known_keys(model_type) | LEGACY
     for key in keys:
         if key not in known:
-            near = nearest(key, known)
-            advice = f"did you mean {near}?" if near else "take it away"
+            advice = _did_you_mean(key, known) or "take it away"
             raise ValueError(f"{kind.__name__} has no key {key}: {advice}")
+
+
+@lru_cache(maxsize=8)
+def _known_keys(model_type: str) -> frozenset[str]:
+    """The keys that a family's config declares, and those that its model reads besides."""
+    kind = CONFIG_MAPPING[model_type]
+    declared = {key.name for key in dataclasses.fields(kind)}
+    other_names = kind.attribute_map.keys() | {*kind.attribute_map.values()}
+    source = inspect.getsource(sys.modules[_class_of(kind()).__module__])
+    read = re.findall(r"config\.(\w+)|getattr\(\w*config, \"(\w+)\"", source)
+    return frozenset(declared | other_names | {*itertools.chain(*read)})
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""
 
 
 def _read_folder(folder: Path) -> tuple[str | None, dict[str, Any]]:
@@ -137,15 +157,14 @@ def _normal(stored: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     if model_type not in CONFIG_MAPPING:
         return model_type, {}
     described = hugging_face_config(model_type, keys).to_diff_dict()
-    known = {key.name for key in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    kept = known - PASSED_OVER
+    kept = _known_keys(model_type) - PASSED_OVER
     return model_type, {key: value for key, value in described.items() if key in kept}
 
 
 def check(config: Config) -> list[tuple[str, str]]:
     """What is wrong with the keys, and what would work."""
     try:
-        _attending(*_key(config))
+        _attention_calls(*_key(config))
     except UnsupportedError as error:
         return [("config", str(error))]
     return []
@@ -201,7 +220,8 @@ class CausalLM:
         self: Any, tokens: Tensor, positions: Tensor | None, mask: "Attended | None" = None
     ) -> Tensor:
         """The class's own forward."""
-        given = {"position_ids": positions, "attention_mask": mask}
+        given: dict[str, Any] = {"position_ids": positions, "attention_mask": mask}
+        given["output_router_logits"] = False  # `attach_balance` has them
         given = {key: value for key, value in given.items() if key in self.takes}
         plain: Any = super()
         return plain.forward(input_ids=tokens, use_cache=False, **given).logits
@@ -227,14 +247,30 @@ def _build(model_type: str, keys: str, *, attends: bool | None = None) -> Any:
     """attends: whether its attention is ours; None: if the class can take it."""
     described = hugging_face_config(model_type, json.loads(keys))
     plain = _class_of(described)
+    calls = () if attends else _attention_calls(model_type, keys)
     if attends is None:
-        attends = bool(_attending(model_type, keys))
+        attends = bool(calls)
     kind: Any = type(plain.__name__, (CausalLM, plain), {"__module__": __name__})
     options = {"attn_implementation": OURS} if attends else {}
     model = kind._from_config(described, dtype=torch.float32, **options)
     model.attends = attends
+    model.experts = adopt_experts(model)
+    attach_balance(model)
+    _use_our_dropout(model, calls)
     model.takes = frozenset(inspect.signature(plain.forward).parameters)
     return model
+
+
+def _use_our_dropout(model: nn.Module, calls: Iterable["AttentionCall"]) -> None:
+    """Dropout whose masks are the same on every layout, in the places where the class has it."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Dropout:
+                setattr(module, name, Dropout(child.p))
+    for call in calls:
+        if call.dropout > 0:
+            dropout = Dropout(call.dropout, heads=call.heads)
+            model.get_submodule(call.module).add_module(PROBABILITIES, dropout)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -251,13 +287,29 @@ def tp_plan(config: Config) -> dict[str, str] | None:
     model = _on_meta(*_key(config))
     names = {name for name, _ in model.named_modules()}
     names |= {name for name, _ in model.named_parameters()}
-    own = model.tp_plan or {}
+    own = plan_without_experts(model, model.experts, model.tp_plan or {})
     return {key: word for key, word in own.items() if fnmatch.filter(names, key)} or None
+
+
+def ep_plan(config: Config) -> dict[str, str] | None:
+    """The layers of experts that can be distributed."""
+    return _on_meta(*_key(config)).experts or None
 
 
 def cp_plan(config: Config) -> dict[str, str] | None:
     """The modules in which tokens attend to each other."""
-    return dict.fromkeys(_attending(*_key(config)), ATTENTION) or None
+    calls = _attention_calls(*_key(config))
+    return {call.module: "attention" for call in calls} or None
+
+
+def stored_as(config: Config) -> dict[str, tuple[str, ...]]:
+    """The names in files, by transformers' own conversion tables."""
+    return _file_names(*_key(config)).stored_as
+
+
+@lru_cache(maxsize=8)
+def _file_names(model_type: str, keys: str) -> FileNames:
+    return file_names(_on_meta(model_type, keys))
 
 
 @lru_cache(maxsize=8)
@@ -266,10 +318,18 @@ def _on_meta(model_type: str, keys: str) -> Any:
         return _build(model_type, keys)
 
 
+class AttentionCall(NamedTuple):
+    """A call of attention in a forward."""
+
+    module: str  # the name of the module that calls
+    heads: int  # of its queries
+    dropout: float  # of its probabilities, in training
+
+
 @lru_cache(maxsize=8)
-def _attending(model_type: str, keys: str) -> tuple[str, ...]:
-    """The names of the modules that call attention in a forward on the meta device. None: the class
-    computes its attention itself, or looks into its mask for more than attention.
+def _attention_calls(model_type: str, keys: str) -> tuple[AttentionCall, ...]:
+    """The calls of a forward on the meta device. None: the class computes its attention itself, or
+    looks into its mask for more than attention.
 
     Raises UnsupportedError: its attention is not causal.
     """
@@ -278,15 +338,16 @@ def _attending(model_type: str, keys: str) -> tuple[str, ...]:
     with torch.device("meta"):
         model = _build(model_type, keys, attends=True)
         tokens = torch.zeros(1, 8, dtype=torch.int64)
-    mask = Attended(AttentionContext(), tokens.shape, calls=[])
+    calls: dict[nn.Module, tuple[int, float]] = {}
+    mask = Attended(AttentionContext(), tokens.shape, calls=calls)
     try:
-        model.logits(tokens, torch.zeros_like(tokens), mask)
+        model.train().logits(tokens, torch.zeros_like(tokens), mask)
     except UnsupportedError:
         raise
     except Exception:  # whatever a class raises that cannot run so
         return ()
     names = {module: name for name, module in model.named_modules()}
-    return tuple(names[module] for module in dict.fromkeys(mask.calls or ()))
+    return tuple(AttentionCall(names[module], *call) for module, call in calls.items())
 
 
 # Attention ----------------------------------------------------------------------------------------
@@ -315,12 +376,12 @@ class Attended:
         shape: torch.Size,
         *,
         window: int | None = None,
-        calls: list[nn.Module] | None = None,
+        calls: dict[nn.Module, tuple[int, float]] | None = None,
     ) -> None:
         """
         Args:
             shape: (b, s), of the tokens. window: see `attention`.
-            calls: gets each module that calls attention.
+            calls: gets the heads and the dropout of each module that calls attention.
         """
         self.context = context
         self.tokens = shape
@@ -358,12 +419,13 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' interface of attention: (b, h, s, e) -> (b, s, h, e).
 
-    s_aux: (h,), a logit of each head that takes probability from its keys.
+    s_aux: (h,), a logit of each head that takes probability from its keys. dropout: is that of
+    `_use_our_dropout`.
     """
     if attention_mask is None or not getattr(module, "is_causal", True) or is_causal is False:
         raise UnsupportedError(NOT_CAUSAL)
     if attention_mask.calls is not None:
-        attention_mask.calls.append(module)
+        attention_mask.calls[module] = query.shape[1], dropout
     context = attention_mask.context
     layer = getattr(module, "layer_idx", None)
     if layer is not None:
@@ -377,7 +439,7 @@ def attend(
         window=attention_mask.window,
         soft_cap=softcap,
         sinks=s_aux,
-        dropout=dropout,
+        dropout=getattr(module, PROBABILITIES, 0.0),
     )
     return y.transpose(1, 2).contiguous(), None
 

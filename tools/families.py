@@ -68,7 +68,13 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok",), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("pad_token_id",), None),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
+    "pad_token_id": None,
+    # latent attention
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
+    "qk_rope_head_dim": 8,
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), 1),
 }
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {

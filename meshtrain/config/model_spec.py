@@ -4,7 +4,7 @@ built once."""
 import copy
 import pickle
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,12 @@ class ModelSpec:
     def tuned(self, model: "nn.Module") -> "nn.Module":
         """A plain model with its plans, and with `train.freeze` and `train.lora` applied. Patterns
         were checked with the config."""
-        functions = [key for key in PLANS if callable(getattr(self.module, key, None))]
-        if functions:
-            vars(model)[OWN_PLANS] = {key: self.plan(key) for key in functions}
+        functions = {key: getattr(self.module, key, None) for key in PLANS}
+        vars(model)[OWN_PLANS] = {
+            key: partial(function, self.config)
+            for key, function in functions.items()
+            if callable(function)
+        }
         if not self.freeze and self.lora is None:
             return model
         from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch

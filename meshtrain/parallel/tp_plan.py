@@ -481,7 +481,7 @@ STYLES |= {
 
 # What a model's file may say by a function of the config.
 PLANS = ("tp_plan", "cp_plan", "ep_plan", "stored_as", "init_plan")
-# The attribute of a model that holds its file's plans, where these are functions of the config.
+# The attribute of a model that holds those functions of its file, with its config.
 OWN_PLANS = "_plans"
 
 
@@ -489,15 +489,14 @@ def plan_of(model: Any, key: str, plan: Any = None) -> Any:
     """An option's plan, or else that in the file of the model's class or of a base class: FSDP
     derives classes.
 
-    One that is a function of the config was called when the model was built from a config
-    (`ModelSpec`). For any other model it gets the model's `config`. Raises InputError: there is
-    none.
+    One that is a function of the config is called: with the config that the model was built from
+    (`ModelSpec`), or with the model's attribute `config`. Raises InputError: there is none.
     """
     if plan is not None:
         return plan
     made = vars(model).get(OWN_PLANS, {})
     if key in made:
-        return made[key]
+        return made[key]()
     for base in type(model).__mro__:
         module = sys.modules.get(base.__module__)
         if not hasattr(module, key):
