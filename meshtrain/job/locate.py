@@ -82,14 +82,14 @@ def model_file(name: str) -> ModuleType:
             f"{', '.join(names('models', '.py'))}; a model of your own is named by the path of its "
             "file, which ends in .py"
         )
-    return python_file(Path(name))
+    return _users_python_file(Path(name))
 
 
 def users_file(key: str, path: str) -> ModuleType:
     """The module of a user's file, which a key names. Raises InputError: there is none, or it
     raises something."""
     try:
-        return python_file(Path(path))
+        return _users_python_file(Path(path))
     except FileNotFoundError as error:
         raise InputError(f"{key}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -105,6 +105,16 @@ def line_of(error: BaseException) -> str:
     """Where an error was raised, as `file:line`."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{place.filename}:{place.lineno}"
+
+
+def _users_python_file(path: Path) -> ModuleType:
+    """`python_file` of a file that may import those beside it, as a script may, whichever command
+    loads it."""
+    folder = str(path.expanduser().resolve().parent)
+    if folder not in sys.path:
+        # Last: nothing there takes the place of an installed package.
+        sys.path.append(folder)
+    return python_file(path)
 
 
 def python_file(path: Path) -> ModuleType:
