@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ import meshtrain.train
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.errors import InputError
 from meshtrain.job.environment import read_environment
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import join
 from meshtrain.metrics.logger import read
 from meshtrain.parallel import fsdp
+from meshtrain.parallel.tp_plan import PLANS
 from tests.float64_inside import keep_float64
 from tests.launching import ROOT, free_port
 
@@ -113,7 +116,7 @@ def base(family: str) -> str:
             "data": {"source": str(ROOT / "tests" / "fuzz" / "answers.py"), "seq_len": 20},
             "batch": {"global_size": 6, "micro_size": 2},
             "optimizer": {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
-            "train": {"steps": STEPS, "precision": "float64", "eval_every": 0},
+            "train": {"steps": STEPS, "precision": "float64", "eval_every": 0, "sample_tokens": 0},
             "checkpoint": {"every": 0, "resume": "none"},
         }
     )
@@ -219,6 +222,17 @@ def _wait(children: list[int]) -> bool:
     return True
 
 
+def _warm_up(family: str) -> None:
+    """Builds the model here, so that no forked process imports its class and finds out anew what
+    follows from its config."""
+    adapter = model_file("transformers")
+    # What is wrong is said by the runs.
+    with suppress(Exception):
+        config = adapter.Config(model_type=family, config=tiny(family))
+        for plan in PLANS:
+            getattr(adapter, plan, lambda config: None)(config)
+
+
 def compared(rows: list[dict], expected: list[dict]) -> float:
     """The largest relative difference of loss and gradient norm."""
     if len(rows) != len(expected) or any(
@@ -236,6 +250,7 @@ def compared(rows: list[dict], expected: list[dict]) -> float:
 
 def measure(family: str, wanted: Sequence[str]) -> dict[str, Any]:
     """What a family does on layouts: layout -> result."""
+    _warm_up(family)
     alone = run(family, 1, ("layout={dp_shard: 1}",))
     if "rows" not in alone:
         return {ALONE: alone}
