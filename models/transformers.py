@@ -171,13 +171,18 @@ def check(config: Config) -> list[tuple[str, str]]:
 
 
 def from_hugging_face(stored: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the section `model` from a config.json."""
+    """The keys of the section `model` from a config.json beside weights. Raises InputError: they
+    are in a form that is not read."""
     model_type, keys = _normal(stored)
-    return {"model_type": model_type, "config": keys}
+    values = {"model_type": model_type, "config": keys}
+    _file_names(*_key(Config(**values))).require_supported()
+    return values
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """A config.json, which `from_pretrained` reads."""
+    """A config.json, which `from_pretrained` reads. Raises InputError: the weights beside it would
+    have a form that is not written."""
+    _file_names(*_key(config)).require_supported()
     described = _described(config)
     described.use_cache = True
     return {**described.to_dict(), "architectures": [_class_of(described).__name__]}

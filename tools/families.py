@@ -78,6 +78,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
     "qk_rope_head_dim": 8,
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
 }
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -101,6 +102,8 @@ def tiny(family: str) -> dict[str, Any]:
     for name, meant in other_names.items():
         if name in SIZES and meant not in keys:
             keys[name] = SIZES[name]
+    if "kv_lora_rank" in fields:
+        keys["num_key_value_heads"] = keys["num_attention_heads"]
     for name in fields:
         if "drop" in name and isinstance(getattr(kind, name, None), float):
             keys[name] = 0.0

@@ -455,8 +455,8 @@ def check_start(
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Judges the model, reads headers or a manifest, and the first sample; reports weights that are
-    not read. Raises InputError: the initial weights do not fit the model, `pp` cannot split the
-    model, or an adapter would have no effect."""
+    not read. Raises InputError: the initial weights do not fit the model, its export could not be
+    written, `pp` cannot split the model, or an adapter would have no effect."""
     split: StageSplit | None = None
     if layout is not None and layout.size("pp") > 1:
         _, split = stages_of(config, layout)
@@ -465,6 +465,9 @@ def check_start(
         size = config.batch.micro_size
         inputs = data.read([(0, 0)] * size, size).batch().inputs
     check_model(Moment.START, _before_start(config, layout, split, inputs))
+    spec = spec_of(config)
+    if config.train.export is not None and hasattr(spec.module, "to_hugging_face"):
+        spec.module.to_hugging_face(spec.config)  # raises for what could not be written in the end
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:
