@@ -19,6 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.dropout import Dropout
@@ -167,17 +169,33 @@ def check(config: Config) -> list[tuple[str, str]]:
         _attention_calls(*_key(config))
     except UnsupportedError as error:
         return [("config", str(error))]
+    if _drops_by_function(*_key(config)):
+        keys = [
+            key
+            for key, value in vars(_described(config)).items()
+            if "drop" in key and isinstance(value, float) and value > 0
+        ]
+        problem = (
+            "the class drops elements where no module of dropout is, by masks that would depend on "
+            f"the layout: set {' and '.join(keys) or 'its dropout'} to 0"
+        )
+        return [("config", problem)]
     return []
 
 
 def from_hugging_face(stored: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the section `model` from a config.json."""
+    """The keys of the section `model` from a config.json beside weights. Raises InputError: they
+    are in a form that is not read."""
     model_type, keys = _normal(stored)
-    return {"model_type": model_type, "config": keys}
+    values: dict[str, Any] = {"model_type": model_type, "config": keys}
+    _file_names(*_key(Config(**values))).require_supported()
+    return values
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """A config.json, which `from_pretrained` reads."""
+    """A config.json, which `from_pretrained` reads. Raises InputError: the weights beside it would
+    have a form that is not written."""
+    _file_names(*_key(config)).require_supported()
     described = _described(config)
     described.use_cache = True
     return {**described.to_dict(), "architectures": [_class_of(described).__name__]}
@@ -348,6 +366,37 @@ def _attention_calls(model_type: str, keys: str) -> tuple[AttentionCall, ...]:
         return ()
     names = {module: name for name, module in model.named_modules()}
     return tuple(AttentionCall(names[module], *call) for module, call in calls.items())
+
+
+class _Drops(TorchFunctionMode):
+    """Sees the functions that drop elements."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+        if func is nn.functional.dropout:
+            self.found |= given.get("training", True) and given.get("p", 0.5) > 0
+        if func is nn.functional.scaled_dot_product_attention:
+            self.found |= given.get("dropout_p", 0.0) > 0
+        return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=8)
+def _drops_by_function(model_type: str, keys: str) -> bool:
+    """Whether a forward on the meta device drops elements otherwise than by modules whose masks are
+    the same on every layout (`_use_our_dropout`)."""
+    with torch.device("meta"):
+        model = _build(model_type, keys)
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for module in model.modules():
+        # Attention that is the class's own drops by heads, which a module does not know.
+        if isinstance(module, Dropout) and model.attends:
+            module.p = 0.0
+    with suppress(Exception), _Drops() as drops:  # what a class raises that cannot run so
+        model.train()(tokens, torch.zeros_like(tokens))
+    return drops.found
 
 
 # Attention ----------------------------------------------------------------------------------------

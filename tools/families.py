@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ import meshtrain.train
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.errors import InputError
 from meshtrain.job.environment import read_environment
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import join
 from meshtrain.metrics.logger import read
 from meshtrain.parallel import fsdp
+from meshtrain.parallel.tp_plan import PLANS
 from tests.float64_inside import keep_float64
 from tests.launching import ROOT, free_port
 
@@ -75,6 +78,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
     "qk_rope_head_dim": 8,
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
 }
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -98,6 +102,8 @@ def tiny(family: str) -> dict[str, Any]:
     for name, meant in other_names.items():
         if name in SIZES and meant not in keys:
             keys[name] = SIZES[name]
+    if "kv_lora_rank" in fields:
+        keys["num_key_value_heads"] = keys["num_attention_heads"]
     for name in fields:
         if "drop" in name and isinstance(getattr(kind, name, None), float):
             keys[name] = 0.0
@@ -113,7 +119,7 @@ def base(family: str) -> str:
             "data": {"source": str(ROOT / "tests" / "fuzz" / "answers.py"), "seq_len": 20},
             "batch": {"global_size": 6, "micro_size": 2},
             "optimizer": {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
-            "train": {"steps": STEPS, "precision": "float64", "eval_every": 0},
+            "train": {"steps": STEPS, "precision": "float64", "eval_every": 0, "sample_tokens": 0},
             "checkpoint": {"every": 0, "resume": "none"},
         }
     )
@@ -219,6 +225,17 @@ def _wait(children: list[int]) -> bool:
     return True
 
 
+def _warm_up(family: str) -> None:
+    """Builds the model here, so that no forked process imports its class and finds out anew what
+    follows from its config."""
+    adapter = model_file("transformers")
+    # What is wrong is said by the runs.
+    with suppress(Exception):
+        config = adapter.Config(model_type=family, config=tiny(family))
+        for plan in PLANS:
+            getattr(adapter, plan, lambda config: None)(config)
+
+
 def compared(rows: list[dict], expected: list[dict]) -> float:
     """The largest relative difference of loss and gradient norm."""
     if len(rows) != len(expected) or any(
@@ -236,6 +253,7 @@ def compared(rows: list[dict], expected: list[dict]) -> float:
 
 def measure(family: str, wanted: Sequence[str]) -> dict[str, Any]:
     """What a family does on layouts: layout -> result."""
+    _warm_up(family)
     alone = run(family, 1, ("layout={dp_shard: 1}",))
     if "rows" not in alone:
         return {ALONE: alone}

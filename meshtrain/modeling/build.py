@@ -17,7 +17,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import InputError, bytes_text
+from meshtrain.errors import bytes_text
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -231,15 +231,11 @@ def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
 
 def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = None) -> Outline:
     """Where the forward of a config's model uses what. `sample`: inputs of a model whose config
-    does not tell them. Raises InputError: stages cannot be made of it."""
+    does not tell them; None: not known. Raises InputError: stages cannot be made of it."""
     spec = spec_of(config)
     inputs = _inputs_of(config, samples=1) or sample
     if inputs is None:
-        raise InputError(
-            f"the model {config.model.name} cannot be cut into stages before its inputs are known: "
-            "give its Config vocab_size (tokens), or image_size and in_channels (images), or use "
-            "pp: 1"
-        )
+        return outline_of(spec.copy(), None)
     shapes = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in inputs)
     return _outline(spec, shapes)
 
@@ -459,8 +455,8 @@ def check_start(
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Judges the model, reads headers or a manifest, and the first sample; reports weights that are
-    not read. Raises InputError: the initial weights do not fit the model, `pp` cannot split the
-    model, or an adapter would have no effect."""
+    not read. Raises InputError: the initial weights do not fit the model, its export could not be
+    written, `pp` cannot split the model, or an adapter would have no effect."""
     split: StageSplit | None = None
     if layout is not None and layout.size("pp") > 1:
         _, split = stages_of(config, layout)
@@ -469,6 +465,9 @@ def check_start(
         size = config.batch.micro_size
         inputs = data.read([(0, 0)] * size, size).batch().inputs
     check_model(Moment.START, _before_start(config, layout, split, inputs))
+    spec = spec_of(config)
+    if config.train.export is not None and hasattr(spec.module, "to_hugging_face"):
+        spec.module.to_hugging_face(spec.config)  # raises for what could not be written in the end
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:

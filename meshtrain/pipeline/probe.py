@@ -45,16 +45,29 @@ from meshtrain.pipeline.stand_in import StandIn, StandInError, first_stand_in, s
 Inputs = Sequence[Any]
 
 
-def outline_of(model: nn.Module, inputs: Inputs) -> Outline:
+def outline_of(model: nn.Module, inputs: Inputs | None) -> Outline:
     """Where a model's forward uses what lies outside of its blocks.
 
     Args:
         model: whole, on the meta device; if its forward reads values, it is moved.
         inputs: the model's inputs for a microbatch, on any device; only shapes and dtypes are used.
+            None: they are not known, and all that it holds has to be in blocks.
 
     Raises InputError: its blocks cannot form stages.
     """
-    return _run_whole(model, inputs).outline
+    if inputs is not None:
+        return _run_whole(model, inputs).outline
+    refuse_repeated(model)
+    inside = {tensor for block in blocks_of(model) for tensor in named_state(block).values()}
+    for name, tensor in named_state(model).items():
+        if tensor not in inside:
+            raise InputError(
+                f"the parameter or buffer {name} is in none of the model's blocks(), and a forward "
+                "would show which stage of the pipeline uses it, but its inputs are not known: "
+                "give the model's Config vocab_size (tokens), or image_size and in_channels "
+                "(images), or use pp: 1"
+            )
+    return _Uses(model).outline()
 
 
 def check_forward(

@@ -264,7 +264,7 @@ def test_what_cannot_run_has_no_plan(tmp_path: Path, capsys: Captured) -> None:
     outside = tmp_path / "outside.py"
     outside.write_text(MODEL.replace("[self.first, self.last]", "[self.first, nn.Identity()]"))
     error = refused(capsys, write_config(tmp_path, "{pp: 2}"), f"model.name={outside}")
-    assert "the parameter last.weight is in none of the model's blocks()" in error
+    assert "the parameter or buffer last.weight is in none of the model's blocks()" in error
     error = refused(capsys, "quickstart", "layout={dp_shard: 2, tp: 4}")
     assert "6 query heads do not divide over tp 4: use a tp of 1, 2, 3, 6" in error
     error = refused(capsys, write_config(tmp_path, "{dp_shard: 4, tp: 2}"), "--hosts", "4,2")

@@ -35,7 +35,9 @@ def own_loop(folder: Path) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step. Nothing of meshtrain's is in it but the order of the
     samples."""
     # `dtype` leaves buffers in float32, of which angles are computed.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).double()
+    # Its grouped products of experts have no float64.
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).double()
     model.train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.metrics.logger import read
@@ -29,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": FEW_HEADS,
     "gpt_neox": SIZES | {"intermediate_size": 96, "pad_token_id": None},
     "falcon": SIZES | {"attention_dropout": 0.0, "hidden_dropout": 0.0, "pad_token_id": None},
+    "mixtral": FEW_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mamba": {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
 }
 
@@ -67,10 +69,11 @@ def save_pretrained(folder: Path, family: str) -> None:
     ("family", "processes", "layout"),
     [
         ("gemma2", 2, "{dp_shard: 2}"),
+        ("mixtral", 2, "{tp: 2}"),
         *[
             pytest.param(family, 1, "{dp_shard: 1}", marks=pytest.mark.slow)
             for family in FAMILIES
-            if family != "gemma2"
+            if family not in ("gemma2", "mixtral")
         ],
     ],
 )
@@ -80,7 +83,10 @@ def test_ten_steps_are_those_of_the_class_in_a_loop_of_its_own(
     weights = tmp_path / "weights"
     save_pretrained(weights, family)
     config = config_of(tmp_path, weights=str(weights))
-    forked(processes, PROGRAM, weights, config, f"layout={layout}").check()
+    export = tmp_path / "export"
+    forked(
+        processes, PROGRAM, weights, config, f"layout={layout}", f"train.export={export}"
+    ).check()
 
     rows = read(tmp_path / "run/metrics.jsonl")
     own = json.loads((weights / "own.json").read_text())
@@ -88,7 +94,22 @@ def test_ten_steps_are_those_of_the_class_in_a_loop_of_its_own(
     for row, (loss, norm) in zip(rows, own, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=1e-9)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-9)
+    assert_loads(export, weights)
     assert own[-1][0] < 0.9 * own[0][0], "a model that does not move would agree with anything"
+
+
+def assert_loads(export: Path, weights: Path) -> None:
+    """The export is what `from_pretrained` loads, with the names of the folder it came from."""
+    from transformers import AutoModelForCausalLM
+
+    _, report = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    names = [
+        {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+        for folder in (export, weights)
+    ]
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(
