@@ -13,8 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from meshtrain.config.errors import ConfigErrors
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.layout import Layout
 from meshtrain.parallel.sharding import chunk_range
+from tests.documents import BLOCK, REPO, blocks
 from tests.launching import forked, free_port, run_together
 
-REPO = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 # of the repository, in the folder where commands run
 SEEN = (
@@ -46,32 +44,6 @@ IN_CI = set(TABLES["in_ci"])
 
 STANDALONE = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) ")
 TWO_HOSTS = re.compile(r"^torchrun --nnodes=2 --nproc-per-node=(\d+) (?:--rdzv-\S+ )+")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block; `file` is the name that the text before it gives it, if it does."""
-
-    language: str
-    text: str
-    file: str | None
-
-    def commands(self) -> list[str]:
-        """The commands of a `bash` block, continued lines joined."""
-        joined = re.sub(r"\\\n\s*", "", self.text) if self.language == "bash" else ""
-        return [
-            line.strip()
-            for line in joined.splitlines()
-            if line.strip() and not line.startswith("#")
-        ]
-
-
-def blocks(document: Path) -> Iterator[Block]:
-    text = document.read_text()
-    for match in BLOCK.finditer(text):
-        before = re.search(r"[Ww]ith this\s+`([\w.-]+)`\s*$", text[: match.start()])
-        yield Block(match[1], match[2], before[1] if before else None)
 
 
 def commands(document: Path) -> list[str]:
@@ -145,6 +117,8 @@ def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
     for name in SEEN:
         (tmp_path / name).symlink_to(REPO / name)
     files = {block.file: block.text for block in blocks(document) if block.file is not None}
+    copied = TABLES["copied"].get(document.name, {})
+    files |= {name: (REPO / path).read_text() for name, path in copied.items()}
     for name, text in (TABLES["given"].get(document.name, {}) | files).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

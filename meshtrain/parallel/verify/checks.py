@@ -4,6 +4,7 @@ A check refuses by raising InputError, or AgreedError where all ranks find the s
 how the model has to be parallelized, and return options.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +97,10 @@ def _over_cp(subject: Subject) -> bool:
 
 def _in_stages(subject: Subject) -> bool:
     return bool(subject.bounds) and subject.copy is not None and subject.inputs is not None
+
+
+def _inputs_known(subject: Subject) -> bool:
+    return (subject.options.sample or subject.inputs) is not None
 
 
 def _replicated(subject: Subject) -> bool:
@@ -193,6 +198,22 @@ def _of_model(refuse: Callable[[nn.Module], None]) -> Callable[[Subject], None]:
 def _uneven_microbatches(subject: Subject) -> None:
     replicas = subject.layout.size("dp_replicate")
     refuse_uneven_microbatches(subject.model, replicas, subject.micro_size, subject.global_sizes)
+
+
+def _arguments(subject: Subject) -> None:
+    inputs = subject.options.sample or subject.inputs
+    assert inputs is not None
+    # A wrapper that hands its arguments on says nothing of them.
+    signature = inspect.signature(subject.model.forward, follow_wrapped=False)
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        given = "tokens, positions and documents" if len(inputs) == 3 else f"{len(inputs)} inputs"
+        raise AgreedError(
+            f"the forward of {type(subject.model).__name__} takes {signature}, and is called with "
+            f"{given}: {error}. Write a forward that takes them and returns logits "
+            "(docs/foreign-models.md)"
+        ) from error
 
 
 def _stages(subject: Subject) -> None:
@@ -367,10 +388,12 @@ class Check(NamedTuple):
 CHECKS: dict[Moment, list[Check]] = {
     Moment.START: [
         Check("hooks that see uneven microbatches", _replicated, _uneven_microbatches),
+        Check("arguments of the forward", _inputs_known, _arguments),
         Check("work between blocks of stages", _in_stages, _stages),
         Check("adapters that are not called", _adapted, _idle_adapters),
     ],
     Moment.PLAIN: [
+        Check("arguments of the forward", _inputs_known, _arguments),
         Check("parameters used outside", _gathers_or_casts_blocks, _used_outside),
         Check("statistics of a batch", _shares_samples_out, _of_model(refuse_batch_statistics)),
         Check("accumulation hooks", _shares_samples_out, _of_model(refuse_accumulation_hooks)),
