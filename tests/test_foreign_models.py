@@ -154,7 +154,7 @@ class Model(TransformerWrapper):
 @pytest.mark.integrations
 def test_the_vit_of_timm_trains_as_in_one_process(folder: Path) -> None:
     # timm imports torchvision, which has no operators beside a torch that it was not built for.
-    pytest.importorskip("timm", "torchvision does not load", exc_type=RuntimeError)
+    pytest.importorskip("timm", reason="torchvision does not load", exc_type=RuntimeError)
     same_on_all_layouts(folder, "model={name: timm_vit.py, layers: 2, width: 32}", *IMAGES)
 
 
@@ -220,16 +220,26 @@ def test_what_is_refused(
     assert said in " ".join(ended.err.split()), ended.err
 
 
-def test_a_plan_says_what_is_refused(folder: Path) -> None:
-    ended = forked(
-        1,
-        "-m",
-        "meshtrain.cli",
-        "plan",
-        "gpt.yaml",
-        "layout={pp: 8}",
-        "batch.micro_size=1",
-        cwd=folder,
+@pytest.mark.parametrize(
+    ("change", "layout", "said"),
+    [
+        (("", ""), "{pp: 8}", "4 blocks cannot form 8 stages"),
+        (('lm_head"', 'head"'), "{tp: 2}", "the tp_plan's 'head' matches no layer"),
+        (
+            ("self.transformer.ln_f(x)", "x + first"),
+            "{pp: 2}",
+            "what the model returns is computed from the parameter transformer.wte.weight",
+        ),
+    ],
+)
+def test_a_plan_says_what_is_refused(
+    change: tuple[str, str], layout: str, said: str, folder: Path
+) -> None:
+    file = folder / "gpt.py"
+    text = file.read_text().replace(
+        "        for block in", "        first = x\n        for block in"
     )
+    file.write_text(text.replace(*change) if change[0] else text)
+    ended = forked(1, "-m", "meshtrain.cli", "plan", "gpt.yaml", f"layout={layout}", cwd=folder)
     assert ended.status == 2
-    assert "4 blocks cannot form 8 stages" in ended.err
+    assert said in " ".join(ended.err.split())

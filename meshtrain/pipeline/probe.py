@@ -140,6 +140,10 @@ def _on_device(x: Any, device: str) -> Any:
     return torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
+def _in_dtype(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return x.to(dtype) if x is not None and x.is_floating_point() else x
+
+
 def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> _Whole:
     uses = _Uses(model)
     forms = {}
@@ -310,7 +314,8 @@ class _Walk:
     def run(self) -> None:
         with self._as_stage(), _Draws(self), torch.no_grad(), suppress(_LeaveForward):
             try:
-                output = self._model(*self._whole.inputs)
+                # In the dtype in which a run gives them, as the stand-ins have it.
+                output = self._model(*(_in_dtype(x, self._dtype) for x in self._whole.inputs))
             except StandInError as error:
                 self._refuse(f"{self._where()} it {error}")
             except InputError:

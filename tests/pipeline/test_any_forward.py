@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshtrain.config import Config
 from meshtrain.errors import InputError
@@ -165,6 +165,30 @@ def test_what_a_stage_lacks_is_refused(tweak: str, message: str) -> None:
         InputError, match=rf"cannot be cut into stages: .*{re.escape(message)}.*use pp: 1"
     ):
         check([(0, 2), (2, 4)], tweak=tweak)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_images_have_the_dtype_of_the_run(dtype: torch.dtype) -> None:
+    """What runs before the first block is a stand-in in the stages behind it, of that dtype."""
+
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(1, 4, 2, 2)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def blocks(self) -> list[nn.Module]:
+            return list(self.layers)
+
+        def forward(self, images: Tensor) -> Tensor:
+            x = self.patches(images).flatten(2).mean(2)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with torch.device("meta"):
+        model = Patches()
+    check_forward(model, [(0, 1), (1, 2)], (torch.zeros(2, 1, 8, 8),), dtype)
 
 
 def test_what_no_cut_separates_passes() -> None:
