@@ -125,6 +125,10 @@ def assert_loads(export: Path, weights: Path) -> None:
         ({"model_type": "t5"}, "transformers has no causal language model of the type t5"),
         ({"path": "nowhere"}, "nowhere/config.json cannot be read: "),
         (
+            {"model_type": "opt", "config": SIZES | {"dropout": 0.1}},
+            "would depend on the layout: set dropout to 0",
+        ),
+        (
             {"model_type": "bert", "config": SIZES},
             "an encoder by default is a language model with is_decoder: true",
         ),
@@ -136,7 +140,8 @@ def test_a_wrong_model_is_refused(model: dict[str, Any], said: str, tmp_path: Pa
     assert said in str(refused.value)
 
 
-def test_a_config_json_is_taken_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["path", "weights"])
+def test_a_config_json_is_taken_in(key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -149,8 +154,8 @@ def test_a_config_json_is_taken_in(tmp_path: Path) -> None:
             }
         )
     )
-    file = config_of(tmp_path, path=str(tmp_path), config={"hidden_size": 32})
-    keys = Config.load(str(file), [], world_size=1, for_training=True).model.keys
+    file = config_of(tmp_path, config={"hidden_size": 32}, **{key: str(tmp_path)})
+    keys = Config.load(str(file), [], world_size=1).model.keys
     assert keys["path"] is None, "a checkpoint says all of its model"
     assert keys["model_type"] == "llama"
     assert keys["vocab_size"] == 64
