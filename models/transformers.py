@@ -302,13 +302,27 @@ def tp_plan(config: Config) -> dict[str, str] | None:
 
 def ep_plan(config: Config) -> dict[str, str] | None:
     """The layers of experts that can be distributed."""
-    return _on_meta(*_key(config)).experts or None
+    model = _on_meta(*_key(config))
+    return dict.fromkeys(_patterns(model, model.experts), "ep_dispatch_experts") or None
 
 
 def cp_plan(config: Config) -> dict[str, str] | None:
     """The modules in which tokens attend to each other."""
-    calls = _attention_calls(*_key(config))
-    return {call.module: "attention" for call in calls} or None
+    names = [call.module for call in _attention_calls(*_key(config))]
+    model = _on_meta(*_key(config))
+    return dict.fromkeys(_patterns(model, names), "attention") or None
+
+
+def _patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Patterns that match these modules and no other: with `*` for the number of a layer, so that
+    they fit a model of fewer layers, too."""
+    wanted = set(names)
+    patterns = []
+    for name in names:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        matched = fnmatch.filter((other for other, _ in model.named_modules()), pattern)
+        patterns.append(pattern if wanted.issuperset(matched) else name)
+    return list(dict.fromkeys(patterns))
 
 
 def stored_as(config: Config) -> dict[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from meshtrain.config import Config, ConfigErrors
+from meshtrain.config.model_spec import model_spec
 from meshtrain.metrics.logger import read
 from tests.huggingface.beside_own_loop import BATCH, CLIP, LR, SEED, STEPS
 from tests.launching import forked
@@ -162,3 +163,16 @@ def test_a_config_json_is_taken_in(key: str, tmp_path: Path) -> None:
     assert keys["config"]["hidden_size"] == 32
     assert keys["config"]["rope_parameters"]["rope_theta"] == 500.0
     assert not keys["config"].keys() & {"architectures", "dtype", "torch_dtype", "_name_or_path"}
+
+
+def test_plans_fit_a_model_of_fewer_layers(tmp_path: Path) -> None:
+    """As foresight makes one, which counts layers of a kind once."""
+    keys = FAMILIES["mixtral"]
+    spec = model_spec("transformers", {"model_type": "mixtral", "config": keys})
+    assert spec.plan("cp_plan") == {"model.layers.*.self_attn": "attention"}
+    assert spec.plan("ep_plan") == {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+    # Every second layer of this family attends, and the others mix tokens otherwise.
+    lfm2 = {**FEW_HEADS, "layer_types": ["conv", "full_attention"]}
+    spec = model_spec("transformers", {"model_type": "lfm2", "config": lfm2})
+    assert spec.plan("cp_plan") == {"model.layers.*.self_attn": "attention"}
+    assert not hasattr(spec.meta.model.layers[0], "self_attn")
