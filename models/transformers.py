@@ -138,27 +138,24 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {nearest[0]}?" if nearest else ""
 
 
-def _read_folder(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The model_type and the keys of a folder's config.json. Raises ValueError: it cannot be
-    read."""
+def _read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The model_type of a folder's config.json, and its keys as the class has them, without those
+    that have no effect. Raises ValueError: it cannot be read, or is of no model that is trained."""
     file = folder / "config.json"
     try:
         stored = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"path: {file} cannot be read: {error}") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"path: {file} is no JSON object")
-    return _normal(stored)
-
-
-def _normal(stored: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The model_type of a config.json, and its keys as the class has them, without those that have
-    no effect."""
-    keys = dict(stored)
-    model_type = keys.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
-        return model_type, {}
-    described = hugging_face_config(model_type, keys).to_diff_dict()
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(stored, dict) or "model_type" not in stored:
+        raise ValueError(f"{file} is no JSON object with a model_type")
+    if stored.get("quantization_config") is not None:
+        raise ValueError(
+            f"the weights beside {file} are quantized (quantization_config): convert them to "
+            "bfloat16, and take this key away"
+        )
+    model_type = stored.pop("model_type")
+    _refuse_unknown(model_type, {})
+    described = hugging_face_config(model_type, stored).to_diff_dict()
     kept = _known_keys(model_type) - PASSED_OVER
     return model_type, {key: value for key, value in described.items() if key in kept}
 
@@ -181,15 +178,6 @@ def check(config: Config) -> list[tuple[str, str]]:
         )
         return [("config", problem)]
     return []
-
-
-def from_hugging_face(stored: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the section `model` from a config.json beside weights. Raises InputError: they
-    are in a form that is not read."""
-    model_type, keys = _normal(stored)
-    values: dict[str, Any] = {"model_type": model_type, "config": keys}
-    _file_names(*_key(Config(**values))).require_supported()
-    return values
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
@@ -219,7 +207,8 @@ class CausalLM:
 
     def blocks(self: Any) -> list[nn.Module]:
         """Embedding, layers and head. What lies between them belongs to the following one."""
-        return [self.get_input_embeddings(), *layers_of(self), self.get_output_embeddings()]
+        ends = self.get_input_embeddings(), self.get_output_embeddings()
+        return [block for block in (ends[0], *layers_of(self), ends[1]) if block is not None]
 
     def forward(
         self: Any,
@@ -291,10 +280,12 @@ def _use_our_dropout(model: nn.Module, calls: Iterable["AttentionCall"]) -> None
             model.get_submodule(call.module).add_module(PROBABILITIES, dropout)
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a class: its longest list of modules."""
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers of a class: the list of as many modules as its config has layers, or else its
+    longest list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
+    count = getattr(model.config, "num_hidden_layers", None)
+    return list(max(lists, key=lambda found: (len(found) == count, len(found)), default=[]))
 
 
 # How it splits ------------------------------------------------------------------------------------
@@ -311,13 +302,27 @@ def tp_plan(config: Config) -> dict[str, str] | None:
 
 def ep_plan(config: Config) -> dict[str, str] | None:
     """The layers of experts that can be distributed."""
-    return _on_meta(*_key(config)).experts or None
+    model = _on_meta(*_key(config))
+    return dict.fromkeys(_patterns(model, model.experts), "ep_dispatch_experts") or None
 
 
 def cp_plan(config: Config) -> dict[str, str] | None:
     """The modules in which tokens attend to each other."""
-    calls = _attention_calls(*_key(config))
-    return {call.module: "attention" for call in calls} or None
+    names = [call.module for call in _attention_calls(*_key(config))]
+    model = _on_meta(*_key(config))
+    return dict.fromkeys(_patterns(model, names), "attention") or None
+
+
+def _patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Patterns that match these modules and no other: with `*` for the number of a layer, so that
+    they fit a model of fewer layers, too."""
+    wanted = set(names)
+    patterns = []
+    for name in names:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        matched = fnmatch.filter((other for other, _ in model.named_modules()), pattern)
+        patterns.append(pattern if wanted.issuperset(matched) else name)
+    return list(dict.fromkeys(patterns))
 
 
 def stored_as(config: Config) -> dict[str, tuple[str, ...]]:

@@ -4,6 +4,7 @@ compares each with one process in float64.
     python -m tools.families                  goes on where it was stopped (`make families`)
     python -m tools.families llama gemma2     these, again
     python -m tools.families --layouts pp cp  these columns of all families, again
+    python -m tools.families --check llama    measures, and says what is not as in the table
     python -m tools.families --table          only writes docs/transformers.md
 
 Each family has a file in tools/families/; the table of docs/transformers.md is made from them.
@@ -309,15 +310,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("families", nargs="*", help="default: those without a result")
     parser.add_argument("--layouts", nargs="+", help="words of the layouts; default: all")
+    parser.add_argument("--check", action="store_true", help="compare with the table, write none")
     parser.add_argument("--table", action="store_true", help="only write the table")
     options = parser.parse_args()
+    if options.check:
+        return _check(options.families, options.layouts)
     if not options.table:
         _measure_all(options.families, options.layouts)
     write_table()
     return 0
 
 
-def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
+def _check(families: Sequence[str], words: Sequence[str] | None) -> int:
+    """Status 1 if a result is another one than that in the family's file."""
+    _prepare()
+    status = 0
+    for family in families:
+        before = stored(family)["results"]
+        for name, end in measure(family, _wanted(words)).items():
+            expected = before[name]
+            if end.keys() == expected.keys() and "failed" not in end and "wrong" not in end:
+                continue
+            status = 1
+            print(f"{family}, {name}: {end}, and the table has {expected}", flush=True)
+    return status
+
+
+def _wanted(words: Sequence[str] | None) -> list[str]:
+    return [name for name in LAYOUTS if not words or any(word in name.split() for word in words)]
+
+
+def _prepare() -> None:
+    """Of this process, which is forked for each run."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     keep_float64("transformers")
@@ -329,8 +353,12 @@ def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
         (fsdp, "MIN_UNIT_SIZE", 0),
     ):
         setattr(module, name, value)
+
+
+def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
+    _prepare()
     for family in families or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        wanted = [n for n in LAYOUTS if not words or any(word in n.split() for word in words)]
+        wanted = _wanted(words)
         before = stored(family).get("results", {})
         if not families and not words:
             wanted = [name for name in wanted if name not in before]

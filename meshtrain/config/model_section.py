@@ -234,6 +234,8 @@ class _ModelReader:
             if checkpoint is not None:
                 values = self._of_checkpoint(place, checkpoint)
                 draft.values["model.weights"] = str(checkpoint)
+            elif "path" in self.keys:  # of a model of any type, which reads the config.json itself
+                values = {"path": str(folder)}
             elif hasattr(self.module, "from_hugging_face"):
                 values = self._of_config_json(place, folder)
         except InputError as error:
@@ -277,8 +279,6 @@ class _ModelReader:
         node = read_text(text, lambda line, column: Place.in_file(file, line), draft.errors)
         if node is None or node.broken:
             return {}
-        if not hasattr(self.module, "model_type"):  # it takes any, and checks the keys itself
-            return self.module.from_hugging_face(node.plain)
         kind = node.get("model_type")
         if kind is None or kind.plain != self.module.model_type:
             found = "is missing" if kind is None else f"is {yaml_text(kind.plain)}"

@@ -34,6 +34,9 @@ class SplitError(InputError):
         super().__init__("; ".join(problems))
         self.problems = problems
 
+    def __reduce__(self) -> tuple[Any, ...]:  # pickled when a worker process raises it
+        return type(self), (self.problems,)
+
 
 @dataclass(frozen=True)
 class Heads:

@@ -8,9 +8,13 @@ import torch
 
 from meshtrain.config import Config, spec_of
 from meshtrain.config.model_spec import ModelSpec, model_spec
+from meshtrain.errors import InputError
+from meshtrain.huggingface.stored_names import table_of
+from meshtrain.job import locate
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import build_model
+from meshtrain.parallel.tp_plan import plan_of
 from tests.comparing import Peak
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
@@ -145,3 +149,53 @@ def test_the_shapes_of_a_model_that_reads_values_take_no_memory(tmp_path: Path) 
     with Peak([]) as peak:
         sizes = [parameter.nbytes for parameter in spec.meta.parameters()]
     assert peak.bytes < max(sizes) + 2**14 < sum(sizes)
+
+
+PLANNED = """
+from meshtrain.job.locate import model_file
+
+llama = model_file("llama")
+Config, init_plan = llama.Config, llama.init_plan
+
+class Model(llama.Model):
+    pass
+
+def tp_plan(config):
+    assert isinstance(config, Config)
+    plan = dict(llama.tp_plan)
+    if config.tie_word_embeddings:
+        del plan["lm_head"]
+    return plan
+
+def stored_as(config):
+    return {f"model.layers.{config.num_hidden_layers - 1}.*": ("last.*",)}
+"""
+
+
+def test_plans_may_be_functions_of_the_config(tmp_path: Path) -> None:
+    file = tmp_path / "planned.py"
+    file.write_text(PLANNED)
+    spec = model_spec(str(file), {"num_hidden_layers": 2})
+    assert spec.plan("tp_plan")["lm_head"] == "colwise_logits"
+    assert spec.plan("cp_plan") is None
+    tied = model_spec(str(file), {"num_hidden_layers": 3, "tie_word_embeddings": True})
+    assert "lm_head" not in tied.plan("tp_plan")
+    # Each model knows its own, copies too.
+    assert "lm_head" in plan_of(spec.copy(), "tp_plan")
+    assert "lm_head" not in plan_of(tied.copy(), "tp_plan")
+    assert table_of(tied.meta)["model.layers.2.*"] == ("last.*",)
+    # An option of `parallelize` takes the place of the file's.
+    assert plan_of(tied.meta, "tp_plan", {"*": "colwise"}) == {"*": "colwise"}
+
+
+def test_a_function_of_the_config_needs_one(tmp_path: Path) -> None:
+    file = tmp_path / "planned.py"
+    file.write_text(PLANNED)
+    module = locate.model_file(str(file))
+    config = module.Config(num_hidden_layers=2)
+    model = module.Model(config)
+    del model.config
+    with pytest.raises(InputError, match=r"tp_plan is a function of the config, which Model"):
+        plan_of(model, "tp_plan")
+    model.config = config
+    assert "lm_head" in plan_of(model, "tp_plan")

@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from meshtrain.config import Config, ConfigErrors
+from meshtrain.config.model_spec import model_spec
 from meshtrain.metrics.logger import read
 from tests.huggingface.beside_own_loop import BATCH, CLIP, LR, SEED, STEPS
 from tests.launching import forked
@@ -125,6 +126,10 @@ def assert_loads(export: Path, weights: Path) -> None:
         ({"model_type": "t5"}, "transformers has no causal language model of the type t5"),
         ({"path": "nowhere"}, "nowhere/config.json cannot be read: "),
         (
+            {"model_type": "opt", "config": SIZES | {"dropout": 0.1}},
+            "would depend on the layout: set dropout to 0",
+        ),
+        (
             {"model_type": "bert", "config": SIZES},
             "an encoder by default is a language model with is_decoder: true",
         ),
@@ -136,7 +141,8 @@ def test_a_wrong_model_is_refused(model: dict[str, Any], said: str, tmp_path: Pa
     assert said in str(refused.value)
 
 
-def test_a_config_json_is_taken_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["path", "weights"])
+def test_a_config_json_is_taken_in(key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -149,11 +155,24 @@ def test_a_config_json_is_taken_in(tmp_path: Path) -> None:
             }
         )
     )
-    file = config_of(tmp_path, path=str(tmp_path), config={"hidden_size": 32})
-    keys = Config.load(str(file), [], world_size=1, for_training=True).model.keys
+    file = config_of(tmp_path, config={"hidden_size": 32}, **{key: str(tmp_path)})
+    keys = Config.load(str(file), [], world_size=1).model.keys
     assert keys["path"] is None, "a checkpoint says all of its model"
     assert keys["model_type"] == "llama"
     assert keys["vocab_size"] == 64
     assert keys["config"]["hidden_size"] == 32
     assert keys["config"]["rope_parameters"]["rope_theta"] == 500.0
     assert not keys["config"].keys() & {"architectures", "dtype", "torch_dtype", "_name_or_path"}
+
+
+def test_plans_fit_a_model_of_fewer_layers(tmp_path: Path) -> None:
+    """As foresight makes one, which counts layers of a kind once."""
+    keys = FAMILIES["mixtral"]
+    spec = model_spec("transformers", {"model_type": "mixtral", "config": keys})
+    assert spec.plan("cp_plan") == {"model.layers.*.self_attn": "attention"}
+    assert spec.plan("ep_plan") == {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+    # Every second layer of this family attends, and the others mix tokens otherwise.
+    lfm2 = {**FEW_HEADS, "layer_types": ["conv", "full_attention"]}
+    spec = model_spec("transformers", {"model_type": "lfm2", "config": lfm2})
+    assert spec.plan("cp_plan") == {"model.layers.*.self_attn": "attention"}
+    assert not hasattr(spec.meta.model.layers[0], "self_attn")

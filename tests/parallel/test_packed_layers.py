@@ -269,7 +269,7 @@ def test_an_embedding_split_by_features(tp: Mesh) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_head_that_gathers_its_logits_makes_the_loss_of_its_parts(tp: Mesh) -> None:
+def test_a_head_gathers_its_logits(tp: Mesh) -> None:
     whole, split = ({**FUSED, "head": word} for word in ("colwise_gather_output", "colwise_logits"))
     losses = []
     for plan in (whole, split):

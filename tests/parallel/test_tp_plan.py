@@ -1,5 +1,6 @@
 """What a model's layers become under tensor parallelism, and what is refused."""
 
+import pickle
 from itertools import product
 from typing import Any
 
@@ -349,3 +350,9 @@ def test_one_class_makes_a_style(monkeypatch: pytest.MonkeyPatch) -> None:
     model.inner.q = nn.Linear(8, 7)
     with pytest.raises(SplitError, match="an odd number"):
         split_layers(model, plan, 2)
+
+
+def test_a_split_error_survives_a_process() -> None:
+    error = pickle.loads(pickle.dumps(SplitError(["one", "other"])))
+    assert str(error) == "one; other"
+    assert error.problems == ["one", "other"]

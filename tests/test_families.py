@@ -1,0 +1,28 @@
+"""A dozen families of docs/transformers.md are on each layout what its table says."""
+
+import sys
+
+import pytest
+
+from tests.launching import run
+
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gemma2",  # soft caps, windows, a scaled and tied embedding
+    "phi3",  # fused queries, keys and values
+    "olmo2",  # a norm over all heads
+    "falcon",  # attention of its own, tuples between layers
+    "bert",  # an encoder that is used as a decoder
+    "mixtral",
+    "gpt_oss",  # sinks, experts with biases
+    "deepseek_v3",  # latent attention
+    "mamba",
+    "qwen3_next",  # some layers attend, others carry a state
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_what_the_table_says(family: str) -> None:
+    run([sys.executable, "-m", "tools.families", "--check", family], timeout=600).check()
