@@ -1,6 +1,7 @@
 """Which blocks are alike, and what stands for many of them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,17 +73,32 @@ def test_blocks_before_the_first_trained_one_are_of_their_own() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (ROOT / "models").glob("*.py") if path.stem != "convnet")
+LANGUAGE_MODELS = sorted(
+    path.stem
+    for path in (ROOT / "models").glob("*.py")
+    if path.stem not in ("convnet", "transformers")
 )
-def test_layers_of_every_language_model_are_alike(name: str) -> None:
-    spec = model_spec(name, {"num_hidden_layers": 12, "vocab_size": 256})
-    known, width = (
-        known_blocks(spec, 32, False),
-        spec.keys.get("hidden_size", spec.config.hidden_size),
-    )
-    assert len(set(known.first)) <= 5 < 15 == len(known.first)
-    assert known.outputs == (*[32 * width] * 14, 32 * 256)
+OF_TRANSFORMERS = {
+    "model_type": "llama",
+    "config": {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 8},
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        *[(name, {"num_hidden_layers": 12, "vocab_size": 256}) for name in LANGUAGE_MODELS],
+        ("transformers", OF_TRANSFORMERS),
+    ],
+)
+def test_layers_of_every_language_model_are_alike(name: str, keys: dict[str, Any]) -> None:
+    spec = model_spec(name, keys)
+    known = known_blocks(spec, 32, False)
+    width = spec.meta.get_submodule("model.embed_tokens").embedding_dim
+    assert len(set(known.first)) <= 5 < len(known.first)
+    assert len(known.first) in (14, 15)  # 12 layers, embedding and head, and a norm of its own
+    assert known.outputs == (*[32 * width] * (len(known.first) - 1), 32 * 256)
 
 
 def test_what_stages_of_a_convnet_hand_on() -> None:

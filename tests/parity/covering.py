@@ -85,8 +85,6 @@ def why_not(cell: Mapping[str, str]) -> str | None:
             return "it has three blocks"
         if precision == "float8":
             return "its products are convolutions"
-    if model in EXPERTS and cell.get("tp") == "2, whole sequence":
-        return "experts over tp need sequence parallelism"
     if model in EXPERTS and precision == "float32":
         return "rounding may change a choice"
     if cell.get("optimizer") == "muon" and precision == "float32":
