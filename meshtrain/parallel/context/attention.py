@@ -119,7 +119,8 @@ class Part:
     rows: slice  # of this rank's s queries
     columns: slice  # of the n keys of this stage
     block: Block  # how these queries see these keys
-    positions: Tensor  # of these keys in the sequence, on the CPU
+    # of these keys in the sequence, on the CPU; None: scores do not depend on them
+    positions: Tensor | None
     # Whether the rows have met no keys before. These are then their own, so each sees at least
     # itself, and its log-sum-exp is finite.
     is_first: bool
@@ -204,11 +205,15 @@ class Visibility:
             # Keys before the first visible one are not computed.
             skip = max(0, self.first[ys[0]] - xs[0] * self.chunk)
             rows = slice(row, row + len(ys) * self.chunk)
-            keys = self._positions(xs)[skip:]
+            block = self._block(ys, xs, skip, device)
+            keys: Tensor | None = None
+            if self.bias is not None or self.dropout_keys is not None:
+                keys = self._positions(xs)[skip:]
+                block = self._scored(block, rows, ys, keys)
             yield Part(
                 rows=rows,
                 columns=slice(column + skip, column + len(xs) * self.chunk),
-                block=self._scored(self._block(ys, xs, skip, device), rows, ys, keys),
+                block=block,
                 positions=keys,
                 is_first=xs[-1] == ys[-1],
             )
@@ -472,6 +477,7 @@ def _context_attention_backward(
             dk[:, :, columns] += block_dk
             dv[:, :, columns] += block_dv
             if dbias is not None:
+                assert part.positions is not None
                 dbias[:, :, rows].index_add_(3, _to(q, part.positions), of_bias[0])
         exchange.return_gradient(dkv)
         # Not in memory while the next stage's gradients are computed.
