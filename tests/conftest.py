@@ -1,11 +1,13 @@
 """Settings for all tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import ranks
+from tests.float64_inside import round_again
 from tests.ranks import (
     job,
     pytest_generate_tests,
@@ -57,3 +59,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return f"{world}-ranks" if world else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _rounding_as_torch_does() -> Iterator[None]:
+    yield
+    round_again()
