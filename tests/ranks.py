@@ -95,7 +95,7 @@ def leave_limits_to_the_job(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0), append=False)
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     world = world_of(item.nodeid)
     if world is None or item.config.pluginmanager.has_plugin(INNER):
         return None
@@ -109,6 +109,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for when in ("setup", "call", "teardown"):
         item.ihook.pytest_runtest_logreport(report=report_of(item, outcome, when))
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # The test before may have left the set-up of its module, where this one is too.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
