@@ -410,10 +410,11 @@ def _cell(end: dict[str, Any], sentences: dict[str, int]) -> str:
 
 
 def _for_any_family(sentence: str) -> str:
-    """A sentence without what differs between families: names of classes and modules, numbers."""
+    """A sentence without what differs between families: names of classes and modules, how much."""
+    sentence = re.sub(r"^\S+=\S+: ", "", sentence)
     sentence = re.sub(r"\b(model|transformer|backbone|decoder|gpt_neox)(\.\w+)+", "LAYER", sentence)
     sentence = re.sub(r"\b[A-Z]\w*(ForCausalLM|LMHeadModel)\b", "CLASS", sentence)
-    return re.sub(r"\d[\d.e+-]*", "N", sentence)
+    return re.sub(r"\d+\.\d+(e[+-]\d+)?", "N", sentence)
 
 
 if __name__ == "__main__":
