@@ -13,7 +13,7 @@ Each of t ranks sends about 1/t of its rows to each other one, and as much of th
 tokens less than the exchange of their outputs, if n is larger than the layer's inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,9 +113,8 @@ def _used_rows(
     places = [pieces.from_holder(holder) for holder in ranks]
     received = _exchange(pieces.axis, sent, places)
     used = held.new_empty(pieces.own_used, *held.shape[1:])
-    for part, of_part in zip(received, places, strict=True):
-        for place, piece in zip(of_part, part.split([_length(p) for p in of_part]), strict=True):
-            used[place] = piece
+    for place, piece in _placed(received, places):
+        used[place] = piece
     return used
 
 
@@ -129,10 +128,18 @@ def _held_rows(
     places = [pieces.sent_to(user) for user in ranks]
     received = _exchange(pieces.axis, sent, places)
     held = grad.new_zeros(pieces.own_held, *grad.shape[1:])
-    for part, of_part in zip(received, places, strict=True):
-        for place, piece in zip(of_part, part.split([_length(p) for p in of_part]), strict=True):
-            held[place] += piece
+    for place, piece in _placed(received, places):
+        held[place] += piece
     return held
+
+
+def _placed(
+    received: Sequence[Tensor], places: Sequence[Sequence[slice]]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Where each received piece belongs, in the order of the ranks."""
+    for part, of_part in zip(received, places, strict=True):
+        lengths = [_length(place) for place in of_part]
+        yield from zip(of_part, part.split(lengths), strict=True)
 
 
 def _exchange(
