@@ -152,7 +152,9 @@ class Round:
         if count != self._count:
             self._count = count
             lines = self._store.get(f"{self.name}/given").splitlines()
-            self._values = dict(json.loads(line) for line in lines)
+            # A value that is not counted yet waits: its rank would count it after `gather` has
+            # deleted the count, and leave it in the store.
+            self._values = dict(json.loads(line) for line in lines[:count])
         return self.missing()
 
     def _pending(self, activity: str | None, missing: list[int]) -> PendingWait:

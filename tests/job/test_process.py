@@ -26,6 +26,7 @@ from meshtrain.errors import (
 from meshtrain.job import process as runtime
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job, choose_allocator
+from meshtrain.job.store import Round
 from tests.job.fakes import on_ranks, place
 from tests.launching import ROOT, environment
 
@@ -128,6 +129,21 @@ def test_a_gather_leaves_nothing_in_the_store() -> None:
         if store.check([f"round {i}/{key}"])
     ]
     assert keys == ["all"], "the last answer alone, which somebody may still have to read"
+
+
+def test_a_gather_waits_until_each_value_is_counted() -> None:
+    store, looks = dist.HashStore(), []
+
+    def count_the_value_of_rank_1() -> None:
+        looks.append(meeting.missing())
+        store.add("meeting/count", 1)
+
+    meeting = Round(store, 0, 2, "meeting", meanwhile=count_the_value_of_rank_1)
+    meeting.put("a")
+    store.append("meeting/given", '[1, "b"]\n')
+    assert meeting.gather() == ["a", "b"]
+    assert looks == [[1]]
+    assert not store.check(["meeting/count"])
 
 
 @pytest.mark.parametrize(
