@@ -54,6 +54,7 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 STEPS = 4
 COMPARED = ("loss", "grad_norm", "samples")  # of each step
 MOST_S = 240  # of one run
+LAST_WORDS_S = 20  # of the other ranks, once one has ended
 TOLERANCE = 1e-9  # relative, in float64
 
 # Keys of the classes' configs, whichever of them a class has.
@@ -146,7 +147,7 @@ def run(family: str, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
             if pid == 0:
                 if ranks > 1:
                     os.environ.update(job, RANK=str(rank), LOCAL_RANK=str(rank))
-                _train(folder, overrides, rank)
+                _train(folder, overrides, rank, ranks)
             children.append(pid)
         in_time = _wait(children)
         ends = [file for rank in range(ranks) if (file := folder / f"end{rank}.json").exists()]
@@ -166,7 +167,7 @@ def run(family: str, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
         }
 
 
-def _train(folder: Path, overrides: Sequence[str], rank: int) -> None:
+def _train(folder: Path, overrides: Sequence[str], rank: int, ranks: int) -> None:
     """In a forked process, which it ends."""
     end: dict[str, Any] = {"done": True}
     try:
@@ -191,7 +192,19 @@ def _train(folder: Path, overrides: Sequence[str], rank: int) -> None:
         if "FAMILIES_DEBUG" in os.environ:
             traceback.print_exception(error)
     (folder / f"end{rank}.json").write_text(json.dumps(end))
+    if rank == 0:
+        _wait_for_ends(folder, ranks)
     os._exit(0)
+
+
+def _wait_for_ends(folder: Path, ranks: int) -> None:
+    """Rank 0 has the job's store, with which other ranks may still talk. One that has died writes
+    no end."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < LAST_WORDS_S:
+        if all((folder / f"end{rank}.json").exists() for rank in range(ranks)):
+            return
+        time.sleep(0.01)
 
 
 def _sentence(text: str) -> str:
@@ -217,7 +230,7 @@ def _wait(children: list[int]) -> bool:
             continue
         now = time.monotonic()
         late = now - begin > MOST_S
-        if late or (first_end is not None and now - first_end > 20):
+        if late or (first_end is not None and now - first_end > LAST_WORDS_S):
             for left in waiting:
                 os.kill(left, signal.SIGKILL)
                 os.waitpid(left, 0)

@@ -135,7 +135,15 @@ def _with_local_parameters(kind: Any, names: tuple[str, ...]) -> Any:
     """A class of modules whose parameters with these names are read as this rank's part of them."""
 
     def local(name: str) -> property:
-        return property(lambda module: to_local(module._parameters[name]))
+        def read(module: nn.Module) -> Tensor:
+            parameter: Any = module._parameters[name]
+            # Between forwards FSDP looks for its own shard, over a mesh with its axis, under this
+            # name. It has gathered what a forward reads.
+            if parameter.device_mesh.ndim > 1:
+                return parameter
+            return to_local(parameter)
+
+        return property(read)
 
     return type(
         kind.__name__,
