@@ -37,6 +37,7 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.grad_norm import clip_factor
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
+from meshtrain.parallel.cross_entropy import LossOptions
 from meshtrain.parallel.expert import AXIS, Retry, RowLimit, limit_rows
 from meshtrain.parallel.fsdp import order_sums, require_one_order
 from meshtrain.parallel.grad_sync import set_is_last_backward
@@ -57,7 +58,8 @@ class StepResult:
     """The results of a step, over the whole global batch."""
 
     step: int
-    loss: float  # mean over all valid targets
+    # mean over all valid targets, with the terms of train.label_smoothing and train.z_loss
+    loss: float
     # global norm of the gradient of that loss (and of attached terms), before clipping
     grad_norm: float
     num_valid_tokens: int
@@ -122,6 +124,7 @@ class Trainer:
         self.dtype = compute_dtype(config.train.precision)
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         self.counts_correct = task == "classification"
+        self.loss_options = LossOptions(config.train.label_smoothing, config.train.z_loss)
         self._tp_repeats_tokens = _tp_repeats_tokens_of(model, mesh)
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
@@ -207,7 +210,12 @@ class Trainer:
             now.losses[microbatch] = losses
             return output
         targets = self._batch(microbatch).targets
-        losses = sample_losses(output, targets)
+        losses = sample_losses(
+            output,
+            targets,
+            label_smoothing=self.loss_options.label_smoothing,
+            z_loss=self.loss_options.z_loss,
+        )
         now.losses[microbatch] = losses.detach()
         if self.counts_correct:
             now.correct.append(correct_predictions(output.detach(), targets))
@@ -249,7 +257,10 @@ class Trainer:
         request = None  # of a classifier, whose predictions need logits
         if not self.counts_correct:
             request = LossRequest(
-                lambda: self._batch(microbatch).targets, self._factor, now.weight_grad
+                lambda: self._batch(microbatch).targets,
+                self._factor,
+                now.weight_grad,
+                self.loss_options,
             )
         terms = MicrobatchTerms(now.terms, size, real, self._tokens(batch))
         with use_context(StepContext(loss_request=request, terms=terms)):

@@ -102,6 +102,22 @@ def _names_near(pattern: str, names: list[str]) -> str:
     return f"near it are {', '.join(near[:3])}"
 
 
+def check_loss_options(draft: ConfigDraft) -> None:
+    """Reports options of the built-in loss for a model whose file has a `loss` of its own."""
+    for option in ("label_smoothing", "z_loss"):
+        key = f"train.{option}"
+        if draft.values[key] in (INVALID, 0):
+            continue
+        spec = draft_model(draft)
+        if spec is not None and spec.loss is not None:
+            draft.refuse(
+                key,
+                f"it changes the built-in loss, and {draft.values['model.name']} has a loss of its "
+                "own: take the key away, and let that loss call "
+                f"meshtrain.loss.token_losses(outputs, targets, {option}=...)",
+            )
+
+
 def check_groups(draft: ConfigDraft) -> None:
     """Reports optimizer groups without a parameter, and Muon groups without a matrix."""
     groups: Any = draft.values["optimizer.groups"]

@@ -49,6 +49,11 @@ class ModelSpec:
             self._plans[key] = found(self.config) if callable(found) else found
         return self._plans[key]
 
+    @property
+    def loss(self) -> Any:
+        """The `loss` of the model's file, in the place of the built-in one; None: it has none."""
+        return getattr(self.module, "loss", None)
+
     @cached_property
     def meta(self) -> "nn.Module":
         """The model on the meta device. Shared by all callers: do not modify it."""
