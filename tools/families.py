@@ -81,6 +81,12 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    # state spaces: heads x head = expand x hidden size
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
+    **dict.fromkeys(("mamba_d_ssm",), 128),
 }
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
