@@ -395,6 +395,16 @@ class TrainSection:
     """Name patterns of parameters that are not trained, for instance `model.embed_tokens.*`."""
     lora: LoraSection | None = key(None, also="peft adapters")
     """Low-rank adapters, the only parameters trained then; the keys are below."""
+    label_smoothing: float = key(
+        0.0, minimum=0, below=1, also="label_smoothing_factor smoothing loss_label_smoothing"
+    )
+    """The part of each target's weight in the loss that all classes or tokens share, as in torch's
+    `cross_entropy`. Evaluations leave it out."""
+    z_loss: float = key(
+        0.0, minimum=0, also="z_loss_coef z_loss_multiplier z_loss_weight lm_head_z_loss zloss"
+    )
+    """The factor of `logsumexp(logits)`² in the loss of each target, such as 1e-4, which keeps the
+    logits of the output from growing. Evaluations leave it out."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )

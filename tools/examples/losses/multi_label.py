@@ -58,8 +58,8 @@ def weight(targets: dict[str, Tensor]) -> Tensor:
     return targets["known"].sum(1)
 
 
-class Signs:
-    """`n` samples of 12 numbers; a label says whether two of them have the same sign."""
+class Sums:
+    """`n` samples of 12 numbers; a label says whether the sum of two of them is positive."""
 
     def __init__(self, first: int, n: int) -> None:
         self.first, self.n = first, n
@@ -70,11 +70,11 @@ class Signs:
     def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         draw = torch.Generator().manual_seed(self.first + index)
         x = torch.randn(12, generator=draw)
-        labels = x[:LABELS] * x[LABELS : 2 * LABELS] > 0
+        labels = x[:LABELS] + x[LABELS : 2 * LABELS] > 0
         known = torch.rand(LABELS, generator=draw) < 0.7
         return x, {"labels": labels, "known": known}
 
 
-def dataset(config: Any, split: str) -> Signs:
+def dataset(config: Any, split: str) -> Sums:
     """2,000 samples to train on, and 200 others for validation."""
-    return Signs(0, 2000) if split == "train" else Signs(2000, 200)
+    return Sums(0, 2000) if split == "train" else Sums(2000, 200)
