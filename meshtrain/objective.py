@@ -122,7 +122,8 @@ class CrossEntropy:
 
 def _valid(targets: Tensor) -> Tensor:
     """(b,): the number of each sample's targets that have a loss."""
-    return (targets != IGNORE).reshape(len(targets), -1).sum(1)
+    valid = targets != IGNORE
+    return valid.reshape(len(targets), math.prod(targets.shape[1:])).sum(1)  # also of no sample
 
 
 class OwnLoss:
@@ -261,22 +262,22 @@ def _require_free(names: list[str]) -> None:
 
 def _require_numbers(what: str, values: Any, real: int) -> None:
     """Raises InputError: these are not one number for each sample."""
+    remedy = ""
     if not isinstance(values, Tensor):
         found = f"a {type(values).__name__}"
     elif isinstance(values, DTensor):
         found = f"a DTensor {tuple(values.shape)}, made of parts of the logits"
+        remedy = ": use meshtrain.loss.full(outputs), token_losses or log_probs"
     elif values.shape != (real,):
         found = f"a tensor {tuple(values.shape)}"
+        remedy = ": sum over all dims but the first"
     elif values.is_complex():
         found = f"a tensor of {values.dtype}"
     else:
         return
-    remedy = "sum over all other dims"
-    if isinstance(values, DTensor):
-        remedy = "use meshtrain.loss.full(outputs), token_losses or log_probs"
     raise InputError(
         f"{what} is {found}: expected a tensor ({real},), one number for each sample of the "
-        f"microbatch: {remedy} (docs/losses.md)"
+        f"microbatch{remedy} (docs/losses.md)"
     )
 
 
