@@ -11,11 +11,15 @@ import torch
 import meshtrain.run.results
 from meshtrain.config import Config
 from meshtrain.config.errors import ConfigErrors
+from meshtrain.data import open_data
 from meshtrain.errors import InputError
+from meshtrain.evaluate import require_sum_over_tokens
 from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import join
 from meshtrain.metrics.logger import read
+from meshtrain.modeling.build import objective_of
+from meshtrain.objective import OwnLoss
 from meshtrain.train import run
 from tests.comparing import CPU
 from tests.parity.experiments import QUICKSTART, SMALL
@@ -54,13 +58,13 @@ def test_a_step_of_samples_that_count_nothing_is_no_update(tmp_path: Path) -> No
     keys = (
         *regression(tmp_path, code),
         "batch.global_size=1",
+        "batch.micro_size=1",
         "train.steps=8",
         "checkpoint.every=1",
     )
     rows = train(REGRESSION, tmp_path / "run", *keys, "checkpoint.keep_last=9")
     empty = [row["step"] for row in rows if row["loss"] is None]
     assert 0 < len(empty) < 8
-    assert all(row["grad_norm"] == 0 for row in rows if row["step"] in empty)
 
     folder = tmp_path / "run" / "checkpoints"
     bytes_of = {}
@@ -100,7 +104,7 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path) -> None:
         json.loads((tmp_path / name / "checkpoints/step_0000004/manifest.json").read_text())
         for name in ("whole", "parts")
     ]
-    epochs = [manifest["counters"]["epoch"] for manifest in manifests]
+    epochs = [manifest["books"]["epoch"] for manifest in manifests]
     assert epochs[0] == epochs[1]
     assert epochs[0]["weight"] != epochs[0]["targets"] == 4 * 32
 
@@ -129,7 +133,9 @@ def test_tokens_of_a_corpus_with_the_cross_entropy_in_the_file(
     rows = train(QUICKSTART, tmp_path / "own", *keys, f"model.name={path}")
     for row, expected in zip(rows, built_in, strict=True):
         for name in ("loss", "grad_norm", "eval_loss", "perplexity", "bits_per_byte"):
-            assert row.get(name) == pytest.approx(expected.get(name), rel=1e-12)
+            assert (name in row) == (name in expected)
+            if name in row:
+                assert row[name] == pytest.approx(expected[name], rel=1e-12)
         assert row["tokens"] == expected["tokens"]
     samples = re.findall(r"a sample, going on from .*\n.*", capsys.readouterr().out)
     assert len(samples) == 2
@@ -188,17 +194,10 @@ def test_what_is_refused_before_an_update(code: str, says: str, tmp_path: Path) 
     assert not metrics.exists() or not read(metrics)
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (("train.z_loss=1e-4",), "has a loss of its own"),
-        (("train.label_smoothing=0.1",), "has a loss of its own"),
-    ],
-)
-def test_options_of_the_built_in_loss_are_refused(more: tuple[str, ...], says: str) -> None:
-    with pytest.raises(ConfigErrors) as raised:
-        Config.load(REGRESSION, [*more], world_size=1)
-    assert says in str(raised.value)
+@pytest.mark.parametrize("option", ["train.z_loss=1e-4", "train.label_smoothing=0.1"])
+def test_options_of_the_built_in_loss_are_refused(option: str) -> None:
+    with pytest.raises(ConfigErrors, match="has a loss of its own"):
+        Config.load(REGRESSION, [option], world_size=1)
 
 
 def test_a_loss_over_whole_samples_is_refused_with_cp(tmp_path: Path) -> None:
@@ -212,14 +211,7 @@ def test_a_loss_over_whole_samples_is_refused_with_cp(tmp_path: Path) -> None:
 
 
 def test_the_weights_of_parts_of_a_sequence_add_up(tmp_path: Path) -> None:
-    from meshtrain.evaluate import require_sum_over_tokens
-    from meshtrain.modeling.build import objective_of
-    from meshtrain.objective import OwnLoss
-    from tests.comparing import ALONE  # noqa: F401
-
     config = Config.load("configs/weighted-tokens.yaml", [], world_size=1)
-    from meshtrain.data import open_data
-
     data = open_data(config.data, n_outputs=256, seed=0, say=print, own_loss=True)
     objective = objective_of(config, data.task)
     assert isinstance(objective, OwnLoss)
