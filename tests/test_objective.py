@@ -51,7 +51,7 @@ def test_padding_reaches_no_function_and_nan_in_it_changes_nothing(real: int) ->
     own = OwnLoss(loss, weight)
     found = own.losses(outputs, batch)
     found.samples.sum().backward()
-    weights = own.weights(batch)
+    weights = own.counts(batch).weights
 
     assert found.samples.tolist() == [2.0] * real
     assert outputs.grad is not None
@@ -109,8 +109,7 @@ def test_it_is_the_cross_entropy_if_it_computes_that() -> None:
 
     batch = batch_of(targets)
     own, built_in = OwnLoss(loss, None), CrossEntropy(counts_correct=False)
-    assert own.weights(batch) == built_in.weights(batch) == [5, 2, 0]
-    assert own.targets(batch) == built_in.targets(batch) == 7
+    assert own.counts(batch) == built_in.counts(batch) == ([5, 2, 0], 7)
     torch.testing.assert_close(
         own.losses(logits, batch).samples, built_in.losses(logits, batch).samples
     )
@@ -133,12 +132,11 @@ def test_it_is_the_cross_entropy_if_it_computes_that() -> None:
 )
 def test_the_default_weight(targets: Any, weights: list[float]) -> None:
     own = OwnLoss(squares, None)
-    assert own.weights(batch_of(targets)) == weights
-    assert own.targets(batch_of(targets)) == sum(weights)
+    assert own.counts(batch_of(targets)) == (weights, sum(weights))
     # A sample that counts 1 does so on one of the ranks that have its parts.
     counts_tokens = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)
-    other = OwnLoss(squares, None, first_part=False).weights(batch_of(targets))
-    assert other == (weights if counts_tokens else [0, 0, 0])
+    other = OwnLoss(squares, None, first_part=False).counts(batch_of(targets))
+    assert other.weights == (weights if counts_tokens else [0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,7 @@ def test_weights_that_are_refused(weights: Any, says: str) -> None:
     returned = None if weights is None else torch.tensor(weights)
     own = OwnLoss(squares, lambda targets: returned)
     with pytest.raises(InputError) as raised:
-        own.weights(batch_of(torch.zeros(2, 2)))
+        own.counts(batch_of(torch.zeros(2, 2)))
     assert says in str(raised.value)
 
 

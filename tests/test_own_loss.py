@@ -182,7 +182,7 @@ def test_classes_have_an_accuracy_and_other_targets_none(tmp_path: Path) -> None
         ),
         ("loss = 3\n", "`loss` is a int"),
         ("def loss(outputs):\n    return outputs\n", "is called as `loss(outputs, targets)`"),
-        ("del loss\n", "define `loss(outputs, targets)` in the model's file"),
+        ("del loss\n", "or a `loss(outputs, targets)` in the model's file"),
     ],
 )
 def test_what_is_refused_before_an_update(code: str, says: str, tmp_path: Path) -> None:

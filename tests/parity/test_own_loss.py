@@ -64,6 +64,10 @@ OF_TOKENS = (
 )
 
 
+OF_FOUR = (
+    (4, "{dp_replicate: 2, dp_shard: 2}", ("parallel.recompute=full",)),
+    (4, "{pp: 2, tp: 2}", ("pipeline.schedule=gpipe",)),
+)
 # Terms that experts attach are divided by the same weights; prompts without a loss leave many
 # samples without one.
 OF_EXPERTS = (
@@ -95,8 +99,17 @@ def cells() -> list:
     rows += [(*layout, "weighted-tokens") for layout in OF_TOKENS]
     rows.append((2, "{cp: 2}", (), "padded"))
     rows += [(*layout, "experts") for layout in OF_EXPERTS]
+    # The promise needs few of them; the others are for `make test-all`.
+    rows += [(*layout, name) for name in EXAMPLES for layout in OF_FOUR]
     return [
-        ranks.row(world, layout, more, name, name=f"{name} {layout} {' '.join(more)}".strip())
+        ranks.row(
+            world,
+            layout,
+            more,
+            name,
+            name=f"{name} {layout} {' '.join(more)}".strip(),
+            slow=world == 4,
+        )
         for world, layout, more, name in rows
     ]
 
