@@ -22,6 +22,7 @@ from meshtrain.modeling.build import objective_of
 from meshtrain.objective import OwnLoss
 from meshtrain.train import run
 from tests.comparing import CPU
+from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
 EXAMPLES = Path(__file__).parents[1] / "tools" / "examples" / "losses"
@@ -162,6 +163,24 @@ def test_classes_have_an_accuracy_and_other_targets_none(tmp_path: Path) -> None
     assert "accuracy" in rows[-1]
     others = train(REGRESSION, tmp_path / "regression", *QUICK)
     assert not others[-1].keys() & {"accuracy", "perplexity", "bits_per_byte"}
+
+
+def test_the_command_evaluates_with_the_same_loss(tmp_path: Path) -> None:
+    rows = train(REGRESSION, tmp_path / "run", *QUICK, "train.precision=float64")
+    evaluate = ("-m", "meshtrain.cli", "eval", tmp_path / "run", "--validation", "--json")
+    named = ("--model", "tools/examples/losses/regression.py")
+    for processes, layout in ((1, "{}"), (2, "{tp: 2}"), (2, "{dp_shard: 2}")):
+        done = forked(processes, *evaluate, *named, "--layout", layout).check()
+        numbers = json.loads(done.out)["validation"]
+        assert numbers.keys() == {"eval_loss", "eval_absolute_error"}
+        for name, value in numbers.items():
+            assert value == pytest.approx(rows[-1][name], rel=1e-9)
+    # A file that only the checkpoint names is not run.
+    copied = tmp_path / "copied.py"
+    copied.write_text((EXAMPLES / "regression.py").read_text())
+    refused = forked(1, *evaluate, "--model", copied)
+    assert refused.status == 2
+    assert "--data FILE.py says which file may be" in refused.err
 
 
 @pytest.mark.parametrize(
