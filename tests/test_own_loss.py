@@ -9,13 +9,16 @@ import pytest
 import torch
 
 import meshtrain.run.results
+from meshtrain.checkpoint.weights import load_weights
 from meshtrain.config import Config
 from meshtrain.config.errors import ConfigErrors
 from meshtrain.data import open_data
+from meshtrain.data.order import batch_samples
 from meshtrain.errors import InputError
 from meshtrain.evaluate import require_sum_over_tokens
 from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import join
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.build import objective_of
@@ -51,6 +54,28 @@ def regression(folder: Path, code: str) -> tuple[str, ...]:
     path = folder / "mine.py"
     path.write_text((EXAMPLES / "regression.py").read_text() + "\n\n" + code)
     return (f"model.name={path}", f"data.source={path}", *QUICK)
+
+
+def test_a_step_is_what_torch_computes(tmp_path: Path) -> None:
+    """The loss and the gradient by hand: one sum over the batch, divided by the sum of its
+    weights."""
+    code = "def weight(targets):\n    return 0.1 * targets[:, 1].square()\n"
+    keys = (*regression(tmp_path, code), "train.precision=float64", "optimizer.lr=1e-30")
+    row = train(REGRESSION, tmp_path / "run", *keys, "train.steps=1", "optimizer.min_lr=0")[0]
+
+    example = model_file(str(tmp_path / "mine.py"))
+    model = example.Model(example.Config()).double()
+    load_weights(tmp_path / "run", model)
+    data = example.dataset(None, "train")
+    samples = [data[i] for i in batch_samples(0, 0, 32, len(data))]
+    inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
+    sums, metrics = example.loss(model(inputs.double()), targets)
+    loss = sums.sum() / example.weight(targets).double().sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    absolute, counts = metrics["absolute_error"]
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert row["grad_norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), 1e-12)
+    assert row["absolute_error"] == pytest.approx((absolute.sum() / counts.sum()).item(), rel=1e-12)
 
 
 def test_a_step_of_samples_that_count_nothing_is_no_update(tmp_path: Path) -> None:
