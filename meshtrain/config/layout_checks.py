@@ -7,6 +7,7 @@ without a world size, a size may be -1.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,9 +16,11 @@ from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import nearest
 from meshtrain.config.model_spec import draft_model
+from meshtrain.config.own_loss import OVER_WHOLE_SAMPLES, LossFunctions, loss_functions
 from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
-from meshtrain.errors import any_of, yaml_text
+from meshtrain.errors import InputError, any_of, yaml_text
+from meshtrain.job import locate
 from meshtrain.layout import DATA_AXES, NOT_WITH_FSDP, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
@@ -77,6 +80,36 @@ def check_tuning(draft: ConfigDraft) -> None:
         draft.refuse(key, "nothing of the model is left to train")
 
 
+def check_own_loss(draft: ConfigDraft, sizes: Sizes) -> None:
+    """Reports what is wrong with a loss that the model's file defines, and what a layout cannot
+    do with it."""
+    name = draft.values.get("model.name", INVALID)
+    try:
+        own_loss = _own_loss_of(draft)
+    except InputError as error:
+        draft.report(draft.place("model.name"), f"the model file {name} cannot be used: {error}")
+        return
+    cp = sizes.get("cp", 1)
+    if own_loss is not None and own_loss.over_whole_samples and cp > 1:
+        draft.report(
+            draft.place("layout.cp"),
+            f"layout.cp is {cp}, and {name} says {OVER_WHOLE_SAMPLES} = True: its loss is no sum "
+            "over tokens, and with cp a rank has a part of each sequence: use cp: 1",
+        )
+
+
+def _own_loss_of(draft: ConfigDraft) -> LossFunctions | None:
+    """The loss that the model's file defines. Raises InputError: what it defines is none."""
+    name = draft.values.get("model.name", INVALID)
+    if name is INVALID:
+        return None
+    try:
+        module = locate.model_file(name)
+    except (Exception, SystemExit):  # of any type, which `read_model` has reported
+        return None
+    return loss_functions(module)
+
+
 def _check_patterns(
     draft: ConfigDraft, key: str, patterns: Sequence[str], names: list[str], kind: str
 ) -> None:
@@ -108,8 +141,10 @@ def check_loss_options(draft: ConfigDraft) -> None:
         key = f"train.{option}"
         if draft.values[key] in (INVALID, 0):
             continue
-        spec = draft_model(draft)
-        if spec is not None and spec.loss is not None:
+        own_loss = None
+        with suppress(InputError):  # which check_own_loss reports
+            own_loss = _own_loss_of(draft)
+        if own_loss is not None:
             draft.refuse(
                 key,
                 f"it changes the built-in loss, and {draft.values['model.name']} has a loss of its "
@@ -480,6 +515,7 @@ def _has_batch_norm(model: Any) -> bool:
 # What depends on the layout alone, which `meshtrain search` asks of each candidate.
 OF_LAYOUT = (
     check_split,
+    check_own_loss,
     check_context,
     check_experts,
     check_float8,

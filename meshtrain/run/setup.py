@@ -24,7 +24,12 @@ from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp
 from meshtrain.errors import InputError
-from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
+from meshtrain.evaluate import (
+    evaluation_set,
+    require_sum_over_tokens,
+    require_targets,
+    require_training_targets,
+)
 from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
@@ -66,18 +71,22 @@ def load_data(config: Config, job: Job) -> OpenData:
             say=job.say,
             n_outputs=build.outputs(config),
             vocab_size=config.model.keys.get("vocab_size"),
+            own_loss=spec_of(config).loss is not None,
         )
         # One process of each host reads a part of the files' bytes.
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
         check_parts(config, job.layout, data)
+        objective = build.objective_of(config, data.task)
+        if job.layout.size("cp") > 1:
+            require_sum_over_tokens(objective, data.train)
         held_out = evaluation_set(data, config.train.eval_samples)
         # These read many samples, which are the same on every host.
         if job.rank == 0:
-            require_training_targets(data.train)
+            require_training_targets(data.train, objective)
             if held_out is not None and config.train.eval_every:
-                require_targets(held_out)
+                require_targets(held_out, objective)
 
     # First what the headers claim, then what a sample of the bytes says.
     files = "every host must have the same files, and the same Python for python-stdlib"
