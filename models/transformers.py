@@ -85,7 +85,7 @@ class Config:
                 f"{model_type} is made of several models ({parts}): take the model_type of its "
                 "text model"
             )
-        _class_of(described)
+        _class_of(type(described))
         longest = getattr(described, "max_position_embeddings", None)
         resolved = {
             "path": None,
@@ -128,7 +128,7 @@ def _known_keys(model_type: str) -> frozenset[str]:
     kind = CONFIG_MAPPING[model_type]
     declared = {key.name for key in dataclasses.fields(kind)}
     other_names = kind.attribute_map.keys() | {*kind.attribute_map.values()}
-    source = inspect.getsource(sys.modules[_class_of(kind()).__module__])
+    source = inspect.getsource(sys.modules[_class_of(kind).__module__])
     read = re.findall(r"config\.(\w+)|getattr\(\w*config, \"(\w+)\"", source)
     return frozenset(declared | other_names | {*itertools.chain(*read)})
 
@@ -162,6 +162,9 @@ def _read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def check(config: Config) -> list[tuple[str, str]]:
     """What is wrong with the keys, and what would work."""
+    refusal = _refusal_of_class(*_key(config))
+    if refusal is not None:
+        return [("config", refusal)]
     try:
         _attention_calls(*_key(config))
     except UnsupportedError as error:
@@ -180,22 +183,39 @@ def check(config: Config) -> list[tuple[str, str]]:
     return []
 
 
+def _refusal_of_class(model_type: str, keys: str) -> str | None:
+    """What the class itself raises if it cannot be made with these keys."""
+    try:
+        _on_meta(model_type, keys)
+    except Exception:
+        described = hugging_face_config(model_type, json.loads(keys))
+        plain = _class_of(type(described))
+        try:
+            with torch.device("meta"):
+                plain._from_config(described)
+        except Exception as error:  # a class may raise anything
+            return f"{plain.__name__} cannot be made with them: {type(error).__name__}: {error}"
+        raise  # the class is not the reason
+    return None
+
+
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """A config.json, which `from_pretrained` reads. Raises InputError: the weights beside it would
     have a form that is not written."""
     _file_names(*_key(config)).require_supported()
     described = _described(config)
     described.use_cache = True
-    return {**described.to_dict(), "architectures": [_class_of(described).__name__]}
+    return {**described.to_dict(), "architectures": [_class_of(type(described)).__name__]}
 
 
-def _class_of(config: PreTrainedConfig) -> Any:
-    """The class of a causal language model. Raises ValueError: the family has none."""
+def _class_of(kind: type[PreTrainedConfig]) -> Any:
+    """The class of a causal language model, from that of its config. Raises ValueError: the family
+    has none."""
     try:
-        return AutoModelForCausalLM._model_mapping[type(config)]
+        return AutoModelForCausalLM._model_mapping[kind]
     except KeyError as error:
         raise ValueError(
-            f"transformers has no causal language model of the type {config.model_type}"
+            f"transformers has no causal language model of the type {kind.model_type}"
         ) from error
 
 
@@ -253,7 +273,7 @@ def _described(config: Config) -> PreTrainedConfig:
 def _build(model_type: str, keys: str, *, attends: bool | None = None) -> Any:
     """attends: whether its attention is ours; None: if the class can take it."""
     described = hugging_face_config(model_type, json.loads(keys))
-    plain = _class_of(described)
+    plain = _class_of(type(described))
     calls = () if attends else _attention_calls(model_type, keys)
     if attends is None:
         attends = bool(calls)
@@ -356,7 +376,8 @@ def _attention_calls(model_type: str, keys: str) -> tuple[AttentionCall, ...]:
 
     Raises UnsupportedError: its attention is not causal.
     """
-    if not _class_of(hugging_face_config(model_type, json.loads(keys)))._supports_attention_backend:
+    described = hugging_face_config(model_type, json.loads(keys))
+    if not _class_of(type(described))._supports_attention_backend:
         return ()
     with torch.device("meta"):
         model = _build(model_type, keys, attends=True)
