@@ -1,0 +1,143 @@
+"""Samples of all data ranks in a loss: all-gather, whose backward is a reduce-scatter.
+
+A contrastive loss compares each sample with all others of the global batch, wherever they are. Each
+data rank returns the losses of its own samples; these depend on the features of all. So the
+gradient of a sample's features is a sum over the ranks, each of which adds what its own samples
+contribute:
+
+    L = sum over ranks r of L_r(x_0, x_1, ...),    dL/dx_i = sum over ranks r of dL_r/dx_i
+
+The reduce-scatter gives rank i this sum. From there on backward goes as for any other loss: the
+gradients of parameters are summed over the data ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshtrain.errors import AgreedError
+from meshtrain.layout import DATA_AXES
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import AxisGroup, axis_group, ops
+from meshtrain.parallel.step_context import current_context
+from meshtrain.parallel.torch_private import never_compiled
+
+
+@never_compiled
+def gather_samples(x: Tensor) -> Tensor:
+    """The samples of all data ranks in a `loss`, with gradients: those of the microbatch, in the
+    order of the global batch, without padding. All ranks of `tp` and `cp` get the same.
+
+    Every data rank has to call it, in the same order, also one that has no sample (b = 0), and its
+    loss has to use the result, so that it takes part in the backward.
+
+    Args:
+        x: (b, ...), one row for each of this rank's samples, of any dtype.
+
+    Returns:
+        (B, ...), one row for each sample of the global batch. `sample_positions` says which of them
+        are this rank's. With one process: x.
+
+    Raises:
+        ValueError: x is no plain tensor with a row for each sample.
+        AgreedError: the step has several microbatches, so that a sample does not meet all others.
+        RuntimeError: outside of a loss, in a job of several processes.
+    """
+    shares = _shares()
+    return x if shares is None else shares.gather(x)
+
+
+@never_compiled
+def sample_positions(x: Tensor) -> Tensor:
+    """(b,) int64, on the device of `x`: which rows of what `gather_samples` returns are this rank's
+    own. `x`, errors: as of `gather_samples`."""
+    shares = _shares()
+    own = range(len(x)) if shares is None else shares.positions(x)
+    return torch.arange(own.start, own.stop, device=x.device)
+
+
+def _shares() -> "SampleShares | None":
+    """How the samples of the loss that is being computed are shared out; None: there is one process
+    and no step."""
+    shares = current_context().shares
+    if shares is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            "gather_samples and sample_positions are for a loss: outside of a step nobody knows "
+            "how many samples the other ranks have"
+        )
+    return shares
+
+
+@dataclass(frozen=True)
+class SampleShares:
+    """How the samples of a microbatch are shared out among the data ranks."""
+
+    counts: Sequence[int]  # the real samples of each data rank, in their order
+    index: int  # of this rank among them
+    group: AxisGroup | None  # of the data ranks; None: there is one
+    # why a sample would not meet all others, and what to do; None: the microbatch is all of it
+    refusal: str | None = None
+
+    def gather(self, x: Tensor) -> Tensor:
+        self._check(x)
+        if self.group is None:
+            return x
+        return _GatherSamples.apply(x, self.counts, self.group.name)
+
+    def positions(self, x: Tensor) -> range:
+        self._check(x)
+        first = sum(self.counts[: self.index])
+        return range(first, first + self.counts[self.index])
+
+    def _check(self, x: Tensor) -> None:
+        own = self.counts[self.index]
+        if isinstance(x, DTensor) or x.dim() == 0 or len(x) != own:
+            raise ValueError(
+                f"gather_samples: x is a {type(x).__name__} {tuple(x.shape)}: expected a plain "
+                f"tensor with a row for each of this rank's {own} samples"
+            )
+        if self.refusal is not None:
+            raise AgreedError(self.refusal)
+
+
+def data_group(mesh: Mesh) -> AxisGroup | None:
+    """The group of the data ranks, for a `SampleShares`; None: there is one. To be kept as long as
+    these are used."""
+    return axis_group(mesh, "data") if mesh.size(*DATA_AXES) > 1 else None
+
+
+class _GatherSamples(torch.autograd.Function):
+    """(b, ...) -> (B, ...); backward: this rank's rows of the sum of the ranks' gradients.
+
+    Messages have equal sizes, so a rank with fewer samples sends rows of zeros after its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], group: str) -> Tensor:
+        ctx.counts = counts
+        ctx.group = group
+        ctx.own = len(x)
+        most = max(counts)
+        gathered = ops.all_gather(_with_rows(x, most), group)
+        parts = gathered.split(most)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Ranks that hold few samples add to a gradient as many times as there are ranks: in 16 bits
+        # each addition would be rounded.
+        wide = grad if grad.dtype.itemsize >= 4 else grad.float()
+        most = max(ctx.counts)
+        parts = [_with_rows(part, most) for part in wide.split(list(ctx.counts))]
+        summed = ops.reduce_scatter(torch.cat(parts), ctx.group)
+        return summed[: ctx.own].to(grad.dtype), None, None
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """x (b, ...) with rows of zeros after it."""
+    missing = rows - len(x)
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
