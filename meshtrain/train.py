@@ -73,7 +73,14 @@ from meshtrain.run.pipeline_trace import TimelineRecorder
 from meshtrain.run.rank_table import layout_text
 from meshtrain.run.results import show, write_export
 from meshtrain.run.run_folder import RunFolder, lock_checkpoints
-from meshtrain.run.setup import banner_lines, load_data, model_of_run, readers, total_steps
+from meshtrain.run.setup import (
+    banner_lines,
+    load_data,
+    model_of_run,
+    readers,
+    reference_version,
+    total_steps,
+)
 from meshtrain.run.status import EXIT_RESTART, RunStatus
 from meshtrain.run.step_logger import StepLogger
 from meshtrain.trainer import Trainer
@@ -323,11 +330,11 @@ def specify(
 ) -> RunSpec:
     """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
     samples for the run."""
-    code = checkpoint_versions(model_file(config.model.name))
+    versions = checkpoint_versions(model_file(config.model.name)) | reference_version(config, job)
     steps = total_steps(config, data.train)
     with job.collective_check("counting the samples of each source"):
         sample_order(config, data.train, steps)
-    return RunSpec(config, folder.path, checkpoints, data.identity, code, steps)
+    return RunSpec(config, folder.path, checkpoints, data.identity, versions, steps)
 
 
 def open_local_disk(config: Config, job: Job, checkpoints: Path) -> LocalDisk | None:

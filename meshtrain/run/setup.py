@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from meshtrain.attention import has_varlen
+from meshtrain.checkpoint.config_diff import REFERENCE
 from meshtrain.checkpoint.run_spec import RunSpec
+from meshtrain.checkpoint.weights import weights_digest
 from meshtrain.config import Config, spec_of
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.data import (
@@ -34,6 +36,7 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
 from meshtrain.modeling.context import context_costs
 from meshtrain.modeling.experts import expert_costs
+from meshtrain.modeling.reference import check_reference
 from meshtrain.optim.lr_schedule import warmup_note
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
@@ -71,6 +74,7 @@ def load_data(config: Config, job: Job) -> OpenData:
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
+        check_reference(config, job.say)
         check_parts(config, job.layout, data)
         held_out = evaluation_set(data, config.train.eval_samples)
         # These read many samples, which are the same on every host.
@@ -85,6 +89,19 @@ def load_data(config: Config, job: Job) -> OpenData:
     damaged = "copy or prepare them anew where they are damaged"
     require_equal(job, Fingerprint("what the data files hold", samples, damaged))
     return data
+
+
+def reference_version(config: Config, job: Job) -> dict[str, str]:
+    """The digest of the weights of `train.reference`, by the name that a checkpoint has for it;
+    empty without a reference. Raises InputError, on every rank: hosts have different ones."""
+    section = config.train.reference
+    if section is None:
+        return {}
+    with job.collective_check("reading what train.reference.weights names"):
+        version = {REFERENCE: weights_digest(section.weights)}
+    remedy = "copy them anew where they are damaged, or name a folder that all hosts see"
+    require_equal(job, Fingerprint("what train.reference.weights names", version, remedy))
+    return version
 
 
 def check_parts(config: Config, layout: Layout, data: OpenData) -> None:
