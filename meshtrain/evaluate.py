@@ -3,19 +3,21 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshtrain.data import OpenData
-from meshtrain.data.batch import IGNORE, Batch, Samples, Subset
+from meshtrain.data.batch import Batch, Samples, Subset
 from meshtrain.data.order import Permutation
 from meshtrain.errors import AgreedError, InputError
-from meshtrain.loss import correct_predictions, mean_of, sample_losses, valid_targets
+from meshtrain.loss import Field, mean_of
 from meshtrain.mesh import Mesh
+from meshtrain.objective import CrossEntropy, Objective
 from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
 from meshtrain.parallel.step_context import StepContext, use_context
@@ -26,6 +28,10 @@ from meshtrain.pipeline.stage import call_stage
 UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
 NO_TARGET = "the validation data has no target with a loss: use other data, or train.eval_every=0"
+NO_WEIGHT = (
+    "weight(targets) is 0 for every sample, or no target has a loss, so that there is nothing to "
+    "divide by: look at the targets of the data, and at the model file's `weight`"
+)
 NOTHING_TO_LEARN = (
     "has no target with a loss, so that nothing would be learned: its samples hold prompts only "
     "(look at the keys of the lines, at who speaks in `messages`, and whether data.seq_len ends "
@@ -37,19 +43,24 @@ NOTHING_TO_LEARN = (
 class Evaluation:
     """The result over the whole evaluation set."""
 
-    loss: float  # mean cross entropy over its valid targets, in nats
-    targets: int  # number of valid targets
-    correct: int  # for a classifier: how many of the targets have the largest logit
+    # mean cross entropy over its valid targets, in nats; or the mean of a loss of the user's own
+    loss: float
+    targets: int  # number of targets with a loss; where they are no whole numbers, of samples
+    # for a classifier: how many of the targets have the largest logit; None: not counted
+    correct: int | None
+    metrics: dict[str, float] = field(default_factory=dict)  # of a loss of the user's own
 
     def numbers(self, task: str, bytes_per_target: float | None) -> dict[str, float]:
         """The reported metrics: perplexity and bits per byte of a language model, accuracy (0 to 1)
-        of a classifier."""
-        if task == "classification":
-            return {"eval_loss": self.loss, "accuracy": self.correct / self.targets}
-        numbers = {"eval_loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
-        if bytes_per_target:
-            numbers["bits_per_byte"] = self.loss / math.log(2) / bytes_per_target
-        return numbers
+        of a classifier; metrics of a loss of the user's own as `eval_NAME`."""
+        numbers = {"eval_loss": self.loss}
+        if task == "classification" and self.correct is not None and self.targets:
+            numbers["accuracy"] = self.correct / self.targets
+        if task == "language":
+            numbers["perplexity"] = math.exp(min(self.loss, 700.0))
+            if bytes_per_target:
+                numbers["bits_per_byte"] = self.loss / math.log(2) / bytes_per_target
+        return numbers | {f"eval_{name}": value for name, value in self.metrics.items()}
 
 
 def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
@@ -70,28 +81,31 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
     return Subset(held_out.name, held_out, picked)
 
 
-def require_targets(samples: Samples) -> None:
+def require_targets(samples: Samples, objective: Objective) -> None:
     """Raises InputError: no target of an evaluation set has a loss. Reads up to the first that has
     one."""
-    if not _has_target(samples):
+    if not _has_target(samples, objective):
         raise InputError(NO_TARGET)
 
 
-def require_training_targets(samples: Samples) -> None:
+def require_training_targets(samples: Samples, objective: Objective) -> None:
     """Raises InputError: of the training data, or of one source of a mixture, no target has a
     loss."""
+    if not isinstance(objective, CrossEntropy):
+        if not _has_target(samples, objective):
+            raise InputError(f"data: {samples.name}: {NO_WEIGHT}")
+        return
     by_source = samples.loss_targets()
     for name, targets in by_source.items():
         if targets.with_loss == 0:
             raise InputError(f"data: {name} {NOTHING_TO_LEARN}")
-    if not by_source and not _has_target(samples):
+    if not by_source and not _has_target(samples, objective):
         raise InputError(f"data: {samples.name} {NOTHING_TO_LEARN}")
 
 
-def _has_target(samples: Samples) -> bool:
+def _has_target(samples: Samples, objective: Objective) -> bool:
     for index in range(len(samples)):
-        targets = samples.read([(0, index)], 1).batch().targets
-        if (targets != IGNORE).any():
+        if any(objective.weights(samples.read([(0, index)], 1).batch())):
             return True
     return False
 
@@ -112,32 +126,45 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    batches: Iterable[Batch],
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    objective: Objective | None = None,
 ) -> Evaluation:
     """Runs a parallelized model, which computes in `dtype`, over this rank's share of the
-    evaluation set; every rank has the same number of batches. Raises AgreedError: no batch of any
-    rank has a valid target."""
-    sums = _Sums(*torch.zeros(3, dtype=torch.float64, device=device))
+    evaluation set; every rank has the same number of batches. `objective`: None: the cross entropy,
+    of a classifier if a sample has one target. Raises AgreedError: no batch of any rank has a valid
+    target."""
+    sums = _Sums(*torch.zeros(4, dtype=torch.float64, device=device))
+    metrics: dict[Field, Tensor] = {}
     has_last = has_last_stage(model)
 
     def score(stage: nn.Module, batch: Batch, received: Activation | None, last: bool) -> Any:
         """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than
         training."""
-        inputs, targets = batch.to(device, dtype, with_targets=has_last)
-        is_classifier = targets.ndim == 1
-        request = None if is_classifier else LossRequest(lambda: targets)
+        here = batch.to(device, dtype, with_targets=has_last)
+        minimized = objective
+        if minimized is None:
+            minimized = CrossEntropy(counts_correct=batch.targets.ndim == 1)
+        request = LossRequest(lambda: here.targets) if minimized.asks_head else None
         with use_context(StepContext(loss_request=request)):
-            output = call_stage(stage, inputs, received)
+            output = call_stage(stage, here.inputs, received)
         if not last:
             return output
 
         losses = None if request is None else request.losses_of(output)
         if losses is None:
-            losses = sample_losses(output, targets)
+            found = minimized.losses(output, here)
+            losses = found.samples
+            if found.correct is not None:
+                sums.correct.add_(found.correct)
+            for name, values in found.metrics.items():
+                metrics[name] = metrics[name] + values if name in metrics else values
         sums.loss.add_(losses.double().sum())
-        sums.targets.add_(valid_targets(batch.targets))
-        if is_classifier:
-            sums.correct.add_(correct_predictions(output, targets))
+        sums.weight.add_(math.fsum(minimized.weights(batch)))
+        sums.targets.add_(minimized.targets(batch))
         return None
 
     with evaluation_mode(model):
@@ -150,16 +177,41 @@ def evaluate(
     own = torch.stack(sums)
     if not mesh.speaks_for_samples:
         own.zero_()  # another rank of tp has the same losses
-    loss, count, correct = mesh.sum(own).tolist()
-    if count == 0:
+    loss, weight, targets, correct = mesh.sum(own).tolist()
+    if weight == 0:
         raise AgreedError(NO_TARGET)
-    return Evaluation(mean_of(loss, count), int(count), int(correct))
+    return Evaluation(
+        loss=mean_of(loss, weight),
+        targets=int(targets),
+        correct=None if math.isnan(correct) else int(correct),
+        metrics=_means(metrics, mesh),
+    )
+
+
+def _means(metrics: dict[Field, Tensor], mesh: Mesh) -> dict[str, float]:
+    """The means of the metrics of a loss of the user's own, of which only ranks with the last stage
+    have sums."""
+    of_ranks: list[dict[Field, list[float]]] = [{}]
+    if mesh.speaks_for_samples:
+        of_ranks = [{name: values.tolist() for name, values in metrics.items()}]
+    if mesh.world is not None:
+        own = of_ranks[0]
+        of_ranks = [{}] * mesh.layout.world_size
+        dist.all_gather_object(of_ranks, own, group=mesh.world)
+    means = {}
+    for name in sorted({name for sums in of_ranks for name in sums}):
+        pairs = [sums[name] for sums in of_ranks if name in sums]
+        mean = name.metric([sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)], 0)
+        if mean is not None:
+            means[str(name)] = mean
+    return means
 
 
 class _Sums(NamedTuple):
     """Scalars in float64 on the device."""
 
     loss: Tensor
+    weight: Tensor
     targets: Tensor
     correct: Tensor
 

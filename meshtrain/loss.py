@@ -79,12 +79,13 @@ def valid_targets(targets: Tensor) -> int:
 
 
 class GlobalCount:
-    """The number of valid targets of the global batch, by which every rank's loss is divided. The
-    all-reduce starts in the constructor, and the first use waits for it, after the first
-    forward."""
+    """The number of valid targets of the global batch, or the sum of its samples' weights, by which
+    every rank's loss is divided. The all-reduce starts in the constructor, and the first use waits
+    for it, after the first forward."""
 
-    def __init__(self, count: int, mesh: Mesh, device: torch.device) -> None:
-        """`count`: the number of this rank's valid targets in all microbatches of the step."""
+    def __init__(self, count: float, mesh: Mesh, device: torch.device) -> None:
+        """`count`: the number of this rank's valid targets in all microbatches of the step, or the
+        sum of its samples' weights."""
         # Filled on the device: copying a number from the host would wait for all work queued on the
         # device.
         self._total = torch.full((), float(count), dtype=torch.float64, device=device)
@@ -104,9 +105,10 @@ class GlobalCount:
         return self._total
 
     def value(self) -> Tensor:
-        """The total, but at least 1, as a divisor: a batch without any valid target has a loss of
-        0."""
-        return self.total().clamp(min=1)
+        """The total as a divisor: 1 in the place of 0, so that a batch without any valid target has
+        a loss of 0."""
+        total = self.total()
+        return torch.where(total == 0, 1.0, total)
 
     def mean(self, losses: Tensor) -> Tensor:
         """The share of a sum of losses, on any rank, in the mean over the global batch: in the
@@ -116,13 +118,15 @@ class GlobalCount:
 
 def mean_of(total: float, count: float) -> float:
     """`GlobalCount.mean` of numbers on the host."""
-    return total / max(count, 1)
+    return total / count if count else total
 
 
 # What modules add to the step ---------------------------------------------------------------------
 
 
-FieldKind = Literal["loss", "mean", "sum", "source_loss", "tally", "expert_loads", "gathers"]
+FieldKind = Literal[
+    "loss", "mean", "metric", "sum", "source_loss", "tally", "expert_loads", "gathers"
+]
 
 
 @dataclass(frozen=True, order=True)
@@ -131,8 +135,11 @@ class Field:
 
     Attributes:
         kind: what the numbers are, and how metrics.jsonl has them.
-            loss: the sum of a term that `attach` adds to the loss; divided by the valid targets.
+            loss: the sum of a term that `attach` adds to the loss; divided by the valid targets, or
+                the weights of a loss of the user's own.
             mean: of values and of their counts; divided.
+            metric: the same, of a loss of the user's own, under its name alone; left out where the
+                count is 0.
             sum: of values.
             source_loss: of the losses and the valid targets of one source of a mixture; divided,
                 and left out if there were none.
@@ -147,11 +154,11 @@ class Field:
 
     def __str__(self) -> str:
         """As in metrics.jsonl."""
-        return f"{self.kind}/{self.name}"
+        return self.name if self.kind == "metric" else f"{self.kind}/{self.name}"
 
     def metric(self, values: Sequence[float], targets: float) -> float | None:
-        """The number that metrics.jsonl has of these sums; None: it has none. `targets`: the valid
-        targets of the global batch."""
+        """The number that metrics.jsonl has of these sums; None: it has none. `targets`: what the
+        global batch's loss is divided by."""
         match self.kind:
             case "loss":
                 return mean_of(values[0], targets)
@@ -160,7 +167,7 @@ class Field:
             case "mean":
                 total, count = values
                 return total / count if count else total
-            case "source_loss":
+            case "source_loss" | "metric":
                 total, count = values
                 return total / count if count else None
             case _:

@@ -43,9 +43,10 @@ class NamedNumbers:
 class StepSums(NamedNumbers):
     """What the ranks add up at the end of a step, on the device."""
 
-    loss: Tensor  # of all valid targets
+    loss: Tensor  # of all samples
     squared_norm: Tensor  # of the gradients
     correct: Tensor  # predictions of a classifier
+    targets: Tensor  # with a loss
     stop_requests: Tensor  # ranks that were asked to stop
     rows_without_room: Tensor  # of messages to experts under a `RowLimit`
 
@@ -58,10 +59,11 @@ class StepSums(NamedNumbers):
 class StepOutcome(NamedNumbers):
     """What a step tells the host; the same on every rank."""
 
-    loss: Tensor  # mean over all valid targets
+    loss: Tensor  # mean over all valid targets, or by the samples' weights
     grad_norm: Tensor  # of the gradient of that loss, before clipping
     correct: Tensor
-    targets: Tensor  # valid ones
+    targets: Tensor  # with a loss
+    weight: Tensor  # what the loss was divided by: all valid targets, or the samples' weights
     loss_scale: Tensor  # of float16, else 1
     stop_requests: Tensor
     rows_without_room: Tensor

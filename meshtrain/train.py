@@ -61,7 +61,7 @@ from meshtrain.metrics.profiler import Profiler
 from meshtrain.metrics.sink_threads import find_sinks
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.metrics.straggler import StragglerDetector
-from meshtrain.modeling.build import compile_choice
+from meshtrain.modeling.build import compile_choice, objective_of
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.compile import keep_compiled_code
 from meshtrain.parallel.fsdp import unmeasured_wait_phases
@@ -181,8 +181,17 @@ def train(context: RunContext) -> None:
     forecast.follow(model)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     mixture = sample_order(config, data.train).mixture
+    objective = objective_of(config, data.task, mesh)
     trainer = Trainer(
-        model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture
+        model,
+        optimizer,
+        config,
+        mesh,
+        job.device,
+        task=data.task,
+        timer=timer,
+        mixture=mixture,
+        objective=objective,
     )
     state = State(model, optimizer, mesh, job, trainer.scale)
     resume.restore(state)
@@ -253,7 +262,9 @@ def train(context: RunContext) -> None:
                 logger.flush()
                 with monitor.phase("evaluation"), weights_used(config, optimizer, model):
                     eval_batches = context.watchdog.iterate(eval_set, "evaluation")
-                    result = evaluate(model, eval_batches, mesh, job.device, trainer.dtype)
+                    result = evaluate(
+                        model, eval_batches, mesh, job.device, trainer.dtype, objective
+                    )
                     # only now: the last batch may have compiled
                     context.watchdog.deadlines.warm_phases.add("evaluation")
                     logger.evaluation(step, result, eval_set.samples)

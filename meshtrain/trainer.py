@@ -1,7 +1,8 @@
 """One training step: `forward_backward` of the microbatches, then `optimizer_step`.
 
-Two all-reduces belong to it, besides those of gradients: the number of valid targets, which the
-first forward hides, and at the end one of everything else that is summed over the ranks.
+Two all-reduces belong to it, besides those of gradients: the number of valid targets (or the weight
+of all samples), which the first forward hides, and at the end one of everything else that is summed
+over the ranks.
 
 Nothing in it waits for the device. The device decides whether the step was finite; the host reads
 the outcome a step later. Only with `parallel.expert_rows` the host waits at the end of a step, and
@@ -9,15 +10,15 @@ repeats it if not all rows had room.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from meshtrain.data.batch import IGNORE, Batch
+from meshtrain.data.batch import Batch
 from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
 from meshtrain.experts import load_metrics
@@ -28,12 +29,11 @@ from meshtrain.loss import (
     MicrobatchTerms,
     StepTerms,
     agree_on_fields,
-    correct_predictions,
-    sample_losses,
     split_fields,
 )
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.objective import CrossEntropy, Objective
 from meshtrain.optim.grad_norm import clip_factor
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
@@ -57,10 +57,12 @@ class StepResult:
     """The results of a step, over the whole global batch."""
 
     step: int
-    loss: float  # mean over all valid targets
+    loss: float  # mean over all valid targets, or by the weights of a loss of the user's own
     # global norm of the gradient of that loss (and of attached terms), before clipping
     grad_norm: float
+    # targets with a loss; of targets that are no whole numbers, samples
     num_valid_tokens: int
+    weight: float  # what the loss is divided by: all valid targets, or the weights
     correct: int | None  # number of correct predictions; None except for classifiers
     lr: float
     finite: bool  # whether loss and norm were finite; if not, there was no update
@@ -80,7 +82,9 @@ class _Step:
     number: int  # from 1
     batches: list[Batch]
     samples: range  # this rank's share, as positions in the global batch
-    targets: list[int]  # the valid targets of each sample of this rank, padding included
+    # of each sample of this rank, what it counts in the mean: its valid targets, or its weight
+    weights: list[float]
+    targets: int  # of this rank, those with a loss
     count: GlobalCount
     terms: StepTerms
     weight_grad: WeightGradSum | None  # of a head that computes the loss
@@ -105,10 +109,11 @@ class Trainer:
         task: str,
         timer: StepTimer,
         mixture: Mixture | None = None,
+        objective: Objective | None = None,
     ) -> None:
         """`task`: "language", or "classification", whose correct predictions are counted. `timer`
         measures the step. `mixture`: the mixture of several data sources, for each of which a mean
-        loss is reported."""
+        loss is reported. `objective`: what is minimized; None: the cross entropy."""
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
@@ -121,7 +126,7 @@ class Trainer:
         self.sizes = BatchSizes.of(config.batch.global_size)
         self.dtype = compute_dtype(config.train.precision)
         self.scale = LossScale(device) if config.train.precision == "float16" else None
-        self.counts_correct = task == "classification"
+        self.objective = objective or CrossEntropy(counts_correct=task == "classification")
         self._tp_repeats_tokens = _tp_repeats_tokens_of(model, mesh)
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
@@ -164,12 +169,13 @@ class Trainer:
         now.on_device = None
 
     def _begin(self, step: int, microbatches: list[Batch]) -> _Step:
-        targets: list[int] = []
+        weights: list[float] = []
+        targets = 0
         for batch in microbatches:
-            valid = (batch.targets != IGNORE).reshape(len(batch.targets), -1)
-            targets += valid.sum(1).tolist()
+            weights += self.objective.weights(batch)
+            targets += self.objective.targets(batch)
         # Starts its all-reduce, which the first forward hides.
-        count = GlobalCount(sum(targets), self.mesh, self.device)
+        count = GlobalCount(math.fsum(weights), self.mesh, self.device)
         # The head may add up its weight's gradient over the microbatches in float32. FSDP wants it
         # in the compute dtype: in 16 bits the whole sum would be rounded, not each part of it.
         sums_weight_grad = not self.mesh.uses_fsdp or self.dtype.itemsize >= 4
@@ -179,6 +185,7 @@ class Trainer:
             samples=share(
                 self.sizes.size(step - 1), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES)
             ),
+            weights=weights,
             targets=targets,
             count=count,
             terms=StepTerms(count, None if self.scale is None else self.scale.value),
@@ -197,23 +204,33 @@ class Trainer:
         with self._microbatch(stage, action.microbatch), self.timer.phase(phase):
             yield
 
-    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+    def loss(self, microbatch: int, output: Any) -> Tensor:
         """A microbatch's share of the step's loss, scaled for float16; records the loss of each
-        sample. `output`: logits, or that share itself, if the model's head has computed it."""
+        sample. `output`: what the model returns, or that share itself, if the model's head has
+        computed it."""
         now = self._step
         request = current_context().loss_request
         losses = None if request is None else request.losses_of(output)
         if losses is not None:  # the head has computed them: `output` is divided and scaled
             now.losses[microbatch] = losses
             return output
-        targets = self._batch(microbatch).targets
-        losses = sample_losses(output, targets)
-        now.losses[microbatch] = losses.detach()
-        if self.counts_correct:
-            now.correct.append(correct_predictions(output.detach(), targets))
+        found = self.objective.losses(output, self._batch(microbatch))
+        now.losses[microbatch] = found.samples.detach()
+        if found.correct is not None:
+            now.correct.append(found.correct)
+        self._add_metrics(found.metrics)
         self._wait_for_count()
-        loss = now.count.mean(losses.sum())
+        loss = now.count.mean(found.samples.sum())
         return loss if self.scale is None else loss * self.scale.value
+
+    def _add_metrics(self, metrics: Mapping[Field, Tensor]) -> None:
+        """All ranks of `tp` have computed the same: each has it among its terms where these are
+        equal too, and else one speaks for all."""
+        sums = self._step.terms.sums
+        for name, values in metrics.items():
+            if not self.mesh.speaks_for_samples and not self._tp_repeats_tokens:
+                values = torch.zeros_like(values)
+            sums[name] = sums[name] + values if name in sums else values
 
     def _factor(self) -> Tensor:
         """The factor by which a head multiplies the sum of a microbatch's losses."""
@@ -240,14 +257,14 @@ class Trainer:
         their samples."""
         now = self._step
         batch = now.batches[microbatch]
-        size = len(batch.targets)
+        size = batch.rows
         # Every rank runs the same number of samples: those after its share are padding.
         first = now.samples.start + microbatch * size
         real = min(max(now.samples.stop - first, 0), size)
         set_dropout(model, seed=self.seed, step=now.number, samples=range(first, first + size))
 
-        request = None  # of a classifier, whose predictions need logits
-        if not self.counts_correct:
+        request = None  # of a classifier, whose predictions need logits, or of a loss of one's own
+        if self.objective.asks_head:
             request = LossRequest(
                 lambda: self._batch(microbatch).targets, self._factor, now.weight_grad
             )
@@ -306,7 +323,8 @@ class Trainer:
                 loss=loss,
                 grad_norm=norm,
                 correct=sums.correct,
-                targets=count.total(),
+                targets=sums.targets,
+                weight=count.total(),
                 loss_scale=scale,
                 stop_requests=sums.stop_requests,
                 rows_without_room=without_room,
@@ -356,6 +374,7 @@ class Trainer:
             loss=losses.sum() if speaks else zero,
             squared_norm=self.optimizer.squared_norm(),
             correct=correct if speaks else zero,
+            targets=torch.full_like(zero, float(now.targets)) if now.losses and speaks else zero,
             stop_requests=stop_requests,
             rows_without_room=without_room,
             terms=self._own_terms(losses),
@@ -391,8 +410,8 @@ class Trainer:
         return agree_on_fields(self._step.terms, self.mesh, same_tokens=self._tp_repeats_tokens)
 
     def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[Field, Tensor]:
-        """For each source, the sum of this rank's losses and its number of valid targets. Padding
-        counts in neither."""
+        """For each source, the sum of this rank's losses and what its samples count. Padding counts
+        in neither."""
         now = self._step
         first = self.sizes.before(now.number - 1)
         own = range(first + now.samples.start, first + now.samples.stop)
@@ -401,8 +420,8 @@ class Trainer:
         of_source = torch.zeros(len(mixture.names), len(losses), dtype=torch.float64)
         sources = torch.tensor(mixture.sources(own), dtype=torch.int64)
         of_source[sources, torch.arange(len(sources))] = 1
-        targets = torch.tensor(now.targets, dtype=torch.float64)
-        counts = of_source @ targets
+        weights = torch.tensor(now.weights, dtype=torch.float64)
+        counts = of_source @ weights
 
         # One copy to the device, from pinned memory, does not block.
         table = torch.cat([of_source, counts[:, None]], dim=1)
@@ -442,7 +461,8 @@ class Trainer:
             loss=loss,
             grad_norm=grad_norm,
             num_valid_tokens=int(outcome.targets),
-            correct=int(outcome.correct) if self.counts_correct else None,
+            weight=outcome.weight.item(),
+            correct=self._correct_of(outcome),
             lr=lr,
             finite=finite,
             overflow=overflow,
@@ -451,6 +471,10 @@ class Trainer:
             stop_asked=outcome.stop_requests.item() > 0,
             terms=terms,
         )
+
+    def _correct_of(self, outcome: StepOutcome) -> int | None:
+        is_counted = self.objective.counts_correct and not outcome.correct.isnan()
+        return int(outcome.correct) if is_counted else None
 
     def _metrics_of(self, step: int, outcome: StepOutcome) -> dict[str, float]:
         """What metrics.jsonl has of the terms. They come with what FSDP's ranks compare. Raises
@@ -462,7 +486,7 @@ class Trainer:
                 require_one_order(sums, step=step)
             elif name.kind == "expert_loads":
                 loads.append(sums)
-            value = name.metric(sums.tolist(), outcome.targets.item())
+            value = name.metric(sums.tolist(), outcome.weight.item())
             if value is not None:
                 metrics[str(name)] = value
         return metrics | load_metrics(loads)

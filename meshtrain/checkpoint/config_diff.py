@@ -245,6 +245,7 @@ def _are_counters(counters: Mapping[str, Any]) -> bool:
     if type(counters.get("tokens")) is not int:
         return False
     epoch = counters.get("epoch")
-    if not isinstance(epoch, dict) or epoch.keys() != {"loss", "targets", "correct"}:
+    # Checkpoints from before losses of the user's own have no weight.
+    if not isinstance(epoch, dict) or epoch.keys() - {"weight"} != {"loss", "targets", "correct"}:
         return False
     return all(isinstance(number, int | float | None) for number in epoch.values())

@@ -15,9 +15,11 @@ from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import nearest
 from meshtrain.config.model_spec import draft_model
+from meshtrain.config.own_loss import OVER_WHOLE_SAMPLES, loss_functions
 from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
-from meshtrain.errors import any_of, yaml_text
+from meshtrain.errors import InputError, any_of, yaml_text
+from meshtrain.job import locate
 from meshtrain.layout import DATA_AXES, NOT_WITH_FSDP, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
@@ -75,6 +77,26 @@ def check_tuning(draft: ConfigDraft) -> None:
     if not any(parameter.requires_grad for parameter in spec.meta.parameters()):
         key = "train.lora" if lora else "train.freeze"
         draft.refuse(key, "nothing of the model is left to train")
+
+
+def check_own_loss(draft: ConfigDraft, sizes: Sizes) -> None:
+    """Reports what is wrong with a loss that the model's file defines."""
+    name = draft.values["model.name"]
+    if name is INVALID:
+        return
+    try:
+        own_loss = loss_functions(locate.model_file(name))
+    except InputError as error:
+        draft.report(draft.place("model.name"), f"the model file {name} cannot be used: {error}")
+        return
+    cp = sizes.get("cp", 1)
+    if own_loss is not None and own_loss.over_whole_samples and cp > 1:
+        draft.report(
+            draft.place("layout.cp"),
+            f"layout.cp is {cp}, and the loss of {name} is over whole samples "
+            f"({OVER_WHOLE_SAMPLES}): a rank has a part of each sequence, whose loss is none: use "
+            "cp: 1",
+        )
 
 
 def _check_patterns(
@@ -464,6 +486,7 @@ def _has_batch_norm(model: Any) -> bool:
 # What depends on the layout alone, which `meshtrain search` asks of each candidate.
 OF_LAYOUT = (
     check_split,
+    check_own_loss,
     check_context,
     check_experts,
     check_float8,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
+from meshtrain.config.own_loss import LossFunctions, loss_functions
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.job import locate
 from meshtrain.parallel.tp_plan import OWN_PLANS, PLANS
@@ -48,6 +49,12 @@ class ModelSpec:
             found = getattr(self.module, key, None)
             self._plans[key] = found(self.config) if callable(found) else found
         return self._plans[key]
+
+    @cached_property
+    def loss(self) -> LossFunctions | None:
+        """The loss that the model's file defines in the place of the cross entropy. Raises
+        InputError: what it defines is none."""
+        return loss_functions(self.module)
 
     @cached_property
     def meta(self) -> "nn.Module":

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,10 @@ from meshtrain.errors import InputError
 # the target of a position that carries no loss; torch's own default of `ignore_index`
 IGNORE = -100
 
-Item = tuple[tuple[Tensor | None, ...], Tensor]
+# what a data set gives as the targets of a sample, or of a microbatch; names are for a loss of the
+# user's own
+Targets = Tensor | dict[str, Tensor]
+Item = tuple[tuple[Tensor | None, ...], Targets]
 Input = Tensor | AttentionContext | None
 
 # a language model's inputs, in order; a classifier takes images
@@ -33,22 +36,41 @@ class Batch:
             (b, s) int64, and documents: (b, s) int64, None, or an AttentionContext. For a
             classifier images, (b, c, h, w) float32.
         targets: (b, s) or (b,) int64; IGNORE where there is no loss. All targets of a padding row
-            are IGNORE.
+            are IGNORE. For a loss of the user's own: (b, ...) of any dtype, or such tensors by
+            name, whose padding rows are copies of some sample.
+        samples: the indices in the data set of the rows that are no padding, which come first;
+            None: all rows are samples, and their indices are not known.
     """
 
     tensors: Mapping[str, Input]
-    targets: Tensor
+    targets: Any
+    samples: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, inputs: Sequence[Input], targets: Tensor) -> "Batch":
-        """Names inputs given in the model's order: a language model's if targets are (b, s), else a
-        classifier's."""
-        names = LANGUAGE if targets.ndim == 2 else ("images",)
+    def of(
+        cls,
+        inputs: Sequence[Input],
+        targets: Targets,
+        samples: tuple[int, ...] | None = None,
+    ) -> "Batch":
+        """Names inputs given in the model's order: a language model's if targets belong to tokens,
+        (b, s), else a classifier's."""
+        names = LANGUAGE if _of_tokens(inputs, targets) else ("images",)
         tensors = {}
         for i, x in enumerate(inputs):
             name = names[i] if i < len(names) else f"input_{i}"
             tensors[name] = x
-        return cls(tensors, targets)
+        return cls(tensors, targets, samples)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, padding included."""
+        return len(target_tensors(self.targets)[0])
+
+    @property
+    def real(self) -> int:
+        """The number of rows that are samples and not padding: the first ones."""
+        return self.rows if self.samples is None else len(self.samples)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -61,12 +83,14 @@ class Batch:
     def apply(self, function: Callable[[Any], Any]) -> "Batch":
         """The batch with `function` applied to each of its tensors and AttentionContexts."""
         tensors = {name: None if x is None else function(x) for name, x in self.tensors.items()}
-        return Batch(tensors, function(self.targets))
+        return replace(self, tensors=tensors, targets=each_target(function, self.targets))
 
     def along_sequence(self, function: Callable[[Tensor, int], Tensor]) -> "Batch":
         """The batch with `function(tensor, sequence dim)` applied to each tensor that has a
         sequence dim."""
-        length = self.targets.shape[-1]
+        shape = self.sequence_shape()
+        if shape is None:
+            return self
 
         def changed(name: str, x: Input) -> Any:
             if not isinstance(x, Tensor):
@@ -74,14 +98,24 @@ class Batch:
             dim = SEQUENCE_DIM.get(name)
             # An additional input of a user's data set that has the targets' shape has their
             # sequence dim, too.
-            if dim is None and x.ndim == 2 and x.shape == self.targets.shape:
+            if dim is None and x.ndim == 2 and x.shape == shape:
                 dim = 1
-            if dim is None or dim >= x.ndim or x.shape[dim] != length:
+            if dim is None or dim >= x.ndim or x.shape[dim] != shape[-1]:
                 return x
             return function(x, dim)
 
         tensors = {name: changed(name, x) for name, x in self.tensors.items()}
-        return Batch(tensors, changed("targets", self.targets))
+        targets = each_target(lambda x: changed("targets", x), self.targets)
+        return replace(self, tensors=tensors, targets=targets)
+
+    def sequence_shape(self) -> torch.Size | None:
+        """(b, s), the shape of what there is one of for each token; None: no sequences."""
+        tokens = self.tensors.get("tokens")
+        if not isinstance(tokens, Tensor):
+            return None
+        if _one_for_each_token(self.targets):
+            return self.targets.shape
+        return tokens.shape[:2]
 
     def shortened(self, length: int) -> "Batch":
         """The batch with each sample cut to its first `length` tokens."""
@@ -103,11 +137,12 @@ class Batch:
             if lengths is not None and documents.is_pinned():
                 lengths = lengths.pin_memory()
         context = AttentionContext(documents, lengths)
-        return Batch({**self.tensors, "documents": context}, self.targets)
+        return replace(self, tensors={**self.tensors, "documents": context})
 
     def to(self, device: torch.device, dtype: torch.dtype, with_targets: bool = True) -> "Batch":
-        """The batch on a device, floating-point inputs (images) in the model's compute dtype.
-        `with_targets`: whether this rank uses the targets; else they stay where they are."""
+        """The batch on a device, floating-point inputs (images) in the model's compute dtype;
+        targets keep theirs. `with_targets`: whether this rank uses the targets; else they stay
+        where they are."""
 
         def moved(x: Any) -> Any:
             if x is None:
@@ -116,7 +151,10 @@ class Batch:
             return x.to(device, None if is_ids else dtype, non_blocking=True)
 
         tensors = {name: moved(x) for name, x in self.tensors.items()}
-        return Batch(tensors, moved(self.targets) if with_targets else self.targets)
+        targets = self.targets
+        if with_targets:
+            targets = each_target(lambda x: x.to(device, non_blocking=True), targets)
+        return replace(self, tensors=tensors, targets=targets)
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory; torch's DataLoader calls this in its pinning thread."""
@@ -125,6 +163,34 @@ class Batch:
     def batch(self) -> "Batch":
         """The batch itself, so that it can stand in for a `Packed` one."""
         return self
+
+
+def target_tensors(targets: Targets) -> list[Tensor]:
+    """The tensors of a microbatch's targets, which are one tensor or several by name."""
+    return [targets] if isinstance(targets, Tensor) else list(targets.values())
+
+
+def each_target(function: Callable[[Tensor], Tensor], targets: Targets) -> Targets:
+    """Targets with `function` applied to each of their tensors."""
+    if isinstance(targets, Tensor):
+        return function(targets)
+    return {name: function(x) for name, x in targets.items()}
+
+
+def _of_tokens(inputs: Sequence[Input], targets: Targets) -> bool:
+    """Whether a microbatch is of sequences of tokens."""
+    first = inputs[0]
+    if _one_for_each_token(targets):
+        return not isinstance(first, Tensor) or first.ndim <= 3  # more than features are images
+    # Other targets may belong to anything.
+    if not isinstance(first, Tensor) or first.is_floating_point() or first.ndim != 2:
+        return False
+    return not isinstance(targets, Tensor) or targets.shape[:2] == first.shape
+
+
+def _one_for_each_token(targets: Targets) -> bool:
+    """Whether targets are whole numbers (b, s)."""
+    return isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
 
 
 @dataclass(frozen=True)
@@ -179,9 +245,11 @@ class Samples(ABC):
                     f"are of one shape (pad a text at its end, with targets of {IGNORE})"
                 )
         columns = zip(*[inputs for inputs, _ in rows], strict=True)
-        targets = torch.stack([target for _, target in rows])
-        targets[valid:] = IGNORE
-        return Batch.of([_stack(column) for column in columns], targets)
+        targets = _stack_targets([target for _, target in rows])
+        if isinstance(targets, Tensor) and targets.dtype == torch.int64:
+            targets[valid:] = IGNORE
+        samples = tuple(index for _, index in items[:valid])
+        return Batch.of([_stack(column) for column in columns], targets, samples)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         """Lengths of the document parts in these samples, in any order; None: not known without
@@ -222,10 +290,25 @@ class Subset(Samples):
         return self.base.read(of_base, valid)
 
 
-def _shapes(row: Item) -> list[tuple[int, ...] | None]:
+def _shapes(row: Item) -> list[Any]:
     """Of each input of a sample, and of its target."""
     inputs, target = row
-    return [None if x is None else tuple(x.shape) for x in (*inputs, target)]
+    shapes: list[Any] = [None if x is None else tuple(x.shape) for x in inputs]
+    if isinstance(target, Tensor):
+        return [*shapes, tuple(target.shape)]
+    return [*shapes, {name: tuple(x.shape) for name, x in target.items()}]
+
+
+def _stack_targets(targets: Sequence[Targets]) -> Targets:
+    first = targets[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(targets))  # type: ignore[arg-type]  # of one kind: see `_shapes`
+    columns: dict[str, list[Tensor]] = {name: [] for name in first}
+    for row in targets:
+        assert not isinstance(row, Tensor)
+        for name, x in row.items():
+            columns[name].append(x)
+    return {name: torch.stack(column) for name, column in columns.items()}
 
 
 def _stack(column: tuple[Tensor | None, ...]) -> Tensor | None:

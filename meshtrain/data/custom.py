@@ -5,12 +5,12 @@ or None if it has no such split ("train" or "validation"). `config` is the `data
 docs/data.md has an example.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshtrain.data.batch import IGNORE, Batch, Item, Packed, Samples
+from meshtrain.data.batch import IGNORE, Batch, Item, Packed, Samples, Targets
 from meshtrain.data.tokens import outside_vocabulary
 from meshtrain.errors import InputError
 from meshtrain.job import locate
@@ -24,14 +24,23 @@ class CustomSamples(Samples):
 
     An item's inputs are a tensor or a tuple of tensors, its target a tensor or a number. An item
     whose target has one dim is text, with the inputs tokens, positions and documents, (s,) each;
-    tokens alone are given positions. A data set whose items differ between epochs (augmentation)
-    has a method `item(index, epoch)`, used instead of `[index]`.
+    tokens alone are given positions. For a loss of the user's own a target may be of any dtype, or
+    a dict of tensors, and text is what has tokens, (s,), before all else. A data set whose items
+    differ between epochs (augmentation) has a method `item(index, epoch)`, used instead of
+    `[index]`.
     """
 
     def __init__(
-        self, name: str, dataset: Any, n_outputs: int | None, vocab_size: int | None = None
+        self,
+        name: str,
+        dataset: Any,
+        n_outputs: int | None,
+        vocab_size: int | None = None,
+        own_loss: bool = False,
     ) -> None:
+        """`own_loss`: the model's file defines a loss, which says what targets are."""
         self.name = name
+        self.own_loss = own_loss
         self.n_outputs = n_outputs
         self.vocab_size = vocab_size
         self._dataset = dataset
@@ -51,14 +60,22 @@ class CustomSamples(Samples):
         if not isinstance(given, (tuple, list)):
             given = (given,)
         inputs = tuple(None if x is None else torch.as_tensor(x) for x in given)
-        target = torch.as_tensor(target)
-        problem = _problem(inputs, target)
+        problem = None
+        if self.own_loss:
+            target, problem = _any_target(target)
+        elif isinstance(target, Mapping):
+            problem = f"its target is a dict, and {NEEDS_LOSS}"
+        else:
+            target = torch.as_tensor(target)
+            problem = _problem(inputs, target)
         if problem is not None:
             raise InputError(f"{self.name}: item {index}: {problem}")
-        target = target.long()
+        if not self.own_loss:
+            target = target.long()
         # Text whose positions count from its beginning, and which is one document.
-        if target.ndim == 1 and len(inputs) == 1:
-            inputs = (inputs[0], torch.arange(len(target)), None)
+        if len(inputs) == 1 and is_text(inputs, target, self.own_loss):
+            assert inputs[0] is not None
+            inputs = (inputs[0], torch.arange(len(inputs[0])), None)
         return inputs, target
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
@@ -69,6 +86,8 @@ class CustomSamples(Samples):
         return batch
 
     def _check_targets(self, batch: Batch, items: Sequence[tuple[int, int]]) -> None:
+        if self.own_loss:
+            return
         wrong = (batch.targets < 0) & (batch.targets != IGNORE)
         if self.n_outputs is not None:
             wrong |= batch.targets >= self.n_outputs
@@ -92,11 +111,37 @@ class CustomSamples(Samples):
             raise outside_vocabulary(place, int(tokens[wrong][0]), self.vocab_size, None)
 
 
+NEEDS_LOSS = (
+    "the cross entropy takes whole numbers: define `loss(outputs, targets)` in the model's file, "
+    "which takes targets of any kind (docs/losses.md)"
+)
+
+
+def is_text(inputs: Sequence[torch.Tensor | None], target: Targets, own_loss: bool) -> bool:
+    """Whether an item is text. For a loss of the user's own, targets tell less: whether the first
+    input is tokens, (s,), and, of whole numbers in one tensor, whether there is one for each."""
+    if not own_loss:
+        return isinstance(target, torch.Tensor) and target.ndim == 1
+    first = inputs[0]
+    if first is None or first.is_floating_point() or first.ndim != 1:
+        return False
+    return not isinstance(target, torch.Tensor) or target.shape[:1] == first.shape
+
+
+def _any_target(target: Any) -> tuple[Targets, str | None]:
+    """A target for a loss of the user's own, and what is wrong with it."""
+    if not isinstance(target, Mapping):
+        return torch.as_tensor(target), None
+    if not target or not all(isinstance(name, str) for name in target):
+        return {}, f"its target is a dict with the keys {list(target)}: expected names"
+    return {name: torch.as_tensor(x) for name, x in target.items()}, None
+
+
 def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str | None:
     if target.is_floating_point():
         broken = target[target != target.round()]
         if len(broken):
-            return f"its target holds {float(broken[0])}: expected whole numbers"
+            return f"its target holds {float(broken[0])}, and {NEEDS_LOSS}"
     if target.ndim == 1 and any(x is not None and x.ndim == 0 for x in inputs):
         return (
             f"its inputs are {len(inputs)} numbers: expected a tensor of tokens, and not a list of "
@@ -106,10 +151,13 @@ def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str
 
 
 def open_custom(
-    config: "DataSection", n_outputs: int | None, vocab_size: int | None = None
+    config: "DataSection",
+    n_outputs: int | None,
+    vocab_size: int | None = None,
+    own_loss: bool = False,
 ) -> tuple[CustomSamples, Samples | None]:
-    """The training and validation sets of the file `data.source`. Raises InputError: it does not
-    provide them."""
+    """The training and validation sets of the file `data.source`. `own_loss`: see `CustomSamples`.
+    Raises InputError: it does not provide them."""
     make = getattr(locate.users_file("data.source", config.source), "dataset", None)
     if not callable(make):
         raise InputError(
@@ -133,7 +181,7 @@ def open_custom(
                 "expected an object with len() and [index], or None"
             )
         name = f"{config.source} ({split})"
-        samples[split] = CustomSamples(name, dataset, n_outputs, vocab_size)
+        samples[split] = CustomSamples(name, dataset, n_outputs, vocab_size, own_loss)
     train = samples["train"]
     if train is None or len(train) == 0:
         raise InputError(

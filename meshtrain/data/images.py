@@ -78,7 +78,7 @@ class ArrayImages(Samples):
 
         targets = torch.from_numpy(self.labels[indices])
         targets[valid:] = IGNORE
-        return Batch({"images": images}, targets)
+        return Batch({"images": images}, targets, samples=tuple(indices[:valid]))
 
 
 def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:

@@ -49,7 +49,7 @@ class MixedSamples(Samples):
         for epoch, index in items:
             source, own = self._place(index)
             rows.append(self.parts[source].read([(epoch, own)], 1))
-        return PackedTokens.together(rows, valid)
+        return PackedTokens.together(rows, tuple(index for _, index in items[:valid]))
 
     def loss_targets(self) -> dict[str, LossTargets]:
         by_source = {}

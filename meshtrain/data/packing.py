@@ -138,18 +138,22 @@ class PackedTokens:
     bytes per value."""
 
     def __init__(
-        self, rows: np.ndarray, loss: np.ndarray | None, begins: np.ndarray | None, valid: int
+        self,
+        rows: np.ndarray,
+        loss: np.ndarray | None,
+        begins: np.ndarray | None,
+        samples: tuple[int, ...],
     ) -> None:
         self.rows = rows  # (b, s + 1)
         self.loss = loss  # (b, s) 0 where the target carries no loss, or None
         # (b, s) true where a document begins, or None: documents are not masked
         self.begins = begins
-        self.valid = valid  # rows from here on are padding
+        self.samples = samples  # the data set's indices of the first rows; the others are padding
 
     @classmethod
-    def together(cls, parts: Sequence["PackedTokens"], valid: int) -> "PackedTokens":
+    def together(cls, parts: Sequence["PackedTokens"], samples: tuple[int, ...]) -> "PackedTokens":
         """Concatenates microbatches of equal sequence length, in a dtype that holds the ids of all
-        of them."""
+        of them. `samples`: as in the constructor."""
         rows = np.concatenate([part.rows for part in parts])
         loss = None
         if any(part.loss is not None for part in parts):
@@ -158,7 +162,7 @@ class PackedTokens:
         begins = None
         if parts[0].begins is not None:
             begins = np.concatenate([part.begins for part in parts if part.begins is not None])
-        return cls(rows, loss, begins, valid)
+        return cls(rows, loss, begins, samples)
 
     def loss_or_ones(self) -> np.ndarray:
         """(b, s) 0 where the target carries no loss."""
@@ -171,7 +175,7 @@ class PackedTokens:
         targets = self.rows[:, 1:].astype(np.int64)
         if self.loss is not None:
             targets[self.loss == 0] = IGNORE
-        targets[self.valid :] = IGNORE
+        targets[len(self.samples) :] = IGNORE
 
         positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
         documents = None
@@ -186,7 +190,8 @@ class PackedTokens:
 
         # A copy: what numpy has broadcast cannot be written to.
         inputs = (torch.from_numpy(tokens), torch.from_numpy(np.array(positions)), documents)
-        return Batch(dict(zip(LANGUAGE, inputs, strict=True)), torch.from_numpy(targets))
+        tensors = dict(zip(LANGUAGE, inputs, strict=True))
+        return Batch(tensors, torch.from_numpy(targets), self.samples)
 
     def pin_memory(self) -> Batch:
         """Called by the DataLoader in the training process: only here does a batch become int64
@@ -249,7 +254,7 @@ class TokenSamples(Samples):
             places, rows_of = stream.document_begins(starts, starts + width)
             begins[rows_of, places - starts[rows_of]] = True
             begins[:, 0] = True  # a document cut by the beginning of the sample
-        return PackedTokens(rows, loss, begins, valid)
+        return PackedTokens(rows, loss, begins, tuple(index for _, index in items[:valid]))
 
     def loss_targets(self) -> dict[str, LossTargets]:
         return {self.name: self._targets}

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from meshtrain.data import images
-from meshtrain.data.batch import Samples
+from meshtrain.data.batch import Samples, Targets
 from meshtrain.data.cache import Say
-from meshtrain.data.custom import open_custom
+from meshtrain.data.custom import is_text, open_custom
 from meshtrain.data.fingerprint import Files, data_path, sampled_digest
 from meshtrain.data.megatron import open_megatron
 from meshtrain.data.mixture import MixedSamples
@@ -35,7 +37,8 @@ from meshtrain.errors import InputError, any_of, plural
 if TYPE_CHECKING:
     from meshtrain.config.schema import DataSection
 
-Task = Literal["language", "classification"]
+# what targets are: tokens, classes, or anything else, for a loss of the user's own
+Task = Literal["language", "classification", "other"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def open_data(
     seed: int,
     say: Say,
     vocab_size: int | None = None,
+    own_loss: bool = False,
 ) -> OpenData:
     """Opens what `data.source` names, preparing it first where that has not been done on this host.
 
@@ -89,13 +93,14 @@ def open_data(
         say: called with progress lines while this waits or prepares.
         vocab_size: upper bound of the token ids that a user's own data set gives; None: do not
             check.
+        own_loss: the model's file defines a loss, which takes targets of any kind.
 
     Raises InputError: the section or the data is invalid.
     """
     if config.sources:
         return _open_mixture(config, n_outputs, say)
     if config.source.endswith(".py"):
-        return _open_custom(config, n_outputs, vocab_size)
+        return _open_custom(config, n_outputs, vocab_size, own_loss)
     if config.source in (*TEXT, "tokens", "megatron"):
         return _open_language(config, n_outputs, say)
     if config.source in images.SOURCES:
@@ -332,8 +337,10 @@ def _open_images(config: "DataSection", n_outputs: int | None, seed: int) -> Ope
     return replace(data, files=files)
 
 
-def _open_custom(config: "DataSection", n_outputs: int | None, vocab_size: int | None) -> OpenData:
-    samples, validation = open_custom(config, n_outputs, vocab_size)
+def _open_custom(
+    config: "DataSection", n_outputs: int | None, vocab_size: int | None, own_loss: bool
+) -> OpenData:
+    samples, validation = open_custom(config, n_outputs, vocab_size, own_loss)
     split = SampleSplit(samples, validation, f"as {config.source} gives it")
     if validation is None and not isinstance(config.validation, str):
         split = split_samples(samples, samples, config.validation)
@@ -341,11 +348,22 @@ def _open_custom(config: "DataSection", n_outputs: int | None, vocab_size: int |
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     about = plural(len(samples), "sample")
 
-    _, target = samples.item(0, 0)
-    if target.ndim != 1:
-        return _sample_data(config, "classification", split, about, fingerprint)
+    task = _task_of(*samples.item(0, 0), own_loss)
+    if task != "language":
+        return _sample_data(config, task, split, about, fingerprint)
     data = _sample_data(config, "language", split, about, fingerprint)
     return replace(data, tokenizer=open_tokenizer(config.tokenizer, end_token=config.end_token))
+
+
+def _task_of(inputs: Sequence[Tensor | None], target: Targets, own_loss: bool) -> Task:
+    """What the targets of a user's own data set are."""
+    if not own_loss:
+        return "language" if is_text(inputs, target, own_loss) else "classification"
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype == torch.bool:
+        return "other"
+    if is_text(inputs, target, own_loss):
+        return "language"
+    return "classification" if target.ndim == 0 else "other"
 
 
 def _sample_data(

@@ -64,6 +64,11 @@ def without_sequence_parts(config: Config) -> Config | None:
 def batch_of(config: Config) -> Batch:
     """A microbatch before it is split over `cp`: of tokens, or for a classifier of images. Raises
     UntracedError: the model's Config does not give the size of images."""
+    if spec_of(config).loss is not None and config.data.source.endswith(".py"):
+        raise UntracedError(
+            f"the loss of {config.model.name} takes targets as {config.data.source} gives them, "
+            "which are known from the data alone"
+        )
     return _batch(
         spec_of(config), config.batch.micro_size, config.data.seq_len, config.data.mask_documents
     )

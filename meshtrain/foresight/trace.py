@@ -147,14 +147,16 @@ class TracedStep:
         self.compiled = build.compile_choice(few, mesh.layout, device, kind).compiles
         self.model = build.build_model(few, mesh, device, device_type=kind)
         self.optimizer = Optimizer(self.model, config.optimizer, mesh, total_steps=1000)
+        task = "language" if "vocab_size" in config.model.keys else "classification"
         self.trainer = _Trainer(
             self.model,
             self.optimizer,
             config,
             mesh,
             device,
-            task="language" if "vocab_size" in config.model.keys else "classification",
+            task=task,
             timer=_Phases(self.live),
+            objective=build.objective_of(config, task, mesh),
         )
         count = microbatches(
             config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES)

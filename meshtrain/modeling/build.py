@@ -26,6 +26,7 @@ from meshtrain.loss import seen_terms
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import fill, initialise, materialise
+from meshtrain.objective import CrossEntropy, Objective, OwnLoss
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.compile import CompileChoice, choose_compile
 from meshtrain.parallel.deferred_init import FirstValues, NotDeferredError, construct
@@ -67,6 +68,23 @@ def outputs(config: "Config") -> int | None:
     return keys.get("vocab_size", keys.get("num_classes"))
 
 
+def objective_of(config: "Config", task: str, mesh: Mesh | None = None) -> Objective:
+    """What a run minimizes: the loss that its model's file defines, or the cross entropy. `task`:
+    of `OpenData`; `mesh`: on which sequences are split."""
+    own = spec_of(config).loss
+    counts_correct = task == "classification"
+    if own is None:
+        return CrossEntropy(counts_correct)
+    is_double = compute_dtype(config.train.precision) == torch.float64
+    return OwnLoss(
+        own.loss,
+        own.weight,
+        dtype=torch.float64 if is_double else torch.float32,
+        first_part=mesh is None or mesh.index("cp") == 0,
+        counts_correct=counts_correct,
+    )
+
+
 def build_model(
     config: "Config",
     mesh: Mesh,
@@ -106,7 +124,8 @@ def judge(
         options=options,
         copy=partial(plain_model, config),
         inputs=_token_inputs(config, samples=1),
-        is_language_model=_is_language_model(config),
+        # A loss of the user's own takes logits, which a head that computes the loss does not make.
+        is_language_model=_is_language_model(config) and spec_of(config).loss is None,
         packs_documents=config.data.mask_documents,
         terms=seen_terms,
     )
@@ -507,7 +526,10 @@ def short_sample(
         # `cp` may pad a sequence: the parts are those of the padded length.
         parts = padded_length(1, cp, tp)
     length = parts * max(2, math.ceil(wanted / parts))
-    available = batch.targets.shape[-1]
+    shape = batch.sequence_shape()
+    if shape is None:
+        return batch.inputs
+    available = shape[1]
     if cp > 1 or length > available >= parts:
         length = min(length, available // parts * parts)
     if length == 0:

@@ -69,6 +69,7 @@ def load_data(config: Config, job: Job) -> OpenData:
             say=job.say,
             n_outputs=build.outputs(config),
             vocab_size=config.model.keys.get("vocab_size"),
+            own_loss=spec_of(config).loss is not None,
         )
         # One process of each host reads a part of the files' bytes.
         samples = with_retries(data.sampled) if first_of_host else None
@@ -79,9 +80,10 @@ def load_data(config: Config, job: Job) -> OpenData:
         held_out = evaluation_set(data, config.train.eval_samples)
         # These read many samples, which are the same on every host.
         if job.rank == 0:
-            require_training_targets(data.train)
+            objective = build.objective_of(config, data.task)
+            require_training_targets(data.train, objective)
             if held_out is not None and config.train.eval_every:
-                require_targets(held_out)
+                require_targets(held_out, objective)
 
     # First what the headers claim, then what a sample of the bytes says.
     files = "every host must have the same files, and the same Python for python-stdlib"

@@ -144,7 +144,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             # That of its first sample: a last batch is filled from an epoch that the run does not
             # have.
             "epoch": positions.start // self._order.samples + 1,
-            "loss": result.loss if result.num_valid_tokens else None,
+            "loss": result.loss if result.weight else None,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": self.tokens,
@@ -177,7 +177,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         return self._order.of_step(step - 1)
 
     def _count_empty(self, result: StepResult) -> None:
-        if result.num_valid_tokens > 0:
+        if result.weight > 0:
             self._empty = 0
             return
         self._empty += 1
@@ -232,15 +232,23 @@ class _Sums:
     loss: float = 0.0
     targets: int = 0
     correct: int | None = None
+    weight: float | None = None  # what the loss is divided by; None: in checkpoints from before
+
+    def __post_init__(self) -> None:
+        if self.weight is None:
+            self.weight = self.targets
 
     def add(self, result: StepResult) -> None:
-        self.loss += result.loss * result.num_valid_tokens
+        assert self.weight is not None
+        self.loss += result.loss * result.weight
+        self.weight += result.weight
         self.targets += result.num_valid_tokens
         if result.correct is not None:
             self.correct = (self.correct or 0) + result.correct
 
     def means(self) -> dict[str, float]:
-        means = {"loss": mean_of(self.loss, self.targets)}
+        assert self.weight is not None
+        means = {"loss": mean_of(self.loss, self.weight)}
         if self.correct is not None:
             means["accuracy"] = mean_of(self.correct, self.targets)
         return means

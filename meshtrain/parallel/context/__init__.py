@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshtrain.attention import AttentionContext, AttentionOptions
-from meshtrain.data.batch import IGNORE, Batch
+from meshtrain.data.batch import IGNORE, Batch, target_tensors
 from meshtrain.data.sequence import chunks_of, kv_heads_of, owner
 from meshtrain.dropout import head_keys
 from meshtrain.errors import InputError
@@ -101,15 +101,17 @@ class ContextParallel:
         """
         if self.size == 1:
             return batch
-        if batch.targets.ndim != 2:
+        shape = batch.sequence_shape()
+        if shape is None or len(shape) != 2:
             raise InputError(
                 "cp splits sequences, and this batch has one target a sample: use cp: 1"
             )
         record = batch.with_context().tensors.get("documents")
         if isinstance(record, ShardedContext):
             raise InputError("this batch is a rank's part already: call shard once for each batch")
-        length = batch.targets.shape[1]
+        length = shape[1]
         own = self.positions(length)  # of the padded sequence
+        self._require_marks(batch, length, padded=self.size * len(own))
 
         documents = record.documents if isinstance(record, AttentionContext) else None
         if documents is not None:  # padding becomes one more document
@@ -129,12 +131,35 @@ class ContextParallel:
         )
 
         tokens = own.clamp(max=length - 1)  # padding repeats the last one
-        local = batch.along_sequence(lambda x, dim: x.index_select(dim, tokens))
+        targets = target_tensors(batch.targets)
+
+        def part_of(x: Tensor, dim: int) -> Tensor:
+            part = x.index_select(dim, tokens)
+            if any(x is target for target in targets):
+                is_padding = (own >= length).view(-1, *[1] * (x.ndim - 2))
+                part.masked_fill_(is_padding, IGNORE if x.dtype == torch.int64 else 0)
+            return part
+
+        local = batch.along_sequence(part_of)
         tensors = dict(local.tensors)
         if tensors.get("positions") is None:  # the model would count from 0
-            tensors["positions"] = tokens.expand(len(batch.targets), -1).contiguous()
+            tensors["positions"] = tokens.expand(batch.rows, -1).contiguous()
         tensors["documents"] = context
-        return Batch(tensors, local.targets.masked_fill_(own >= length, IGNORE))
+        return replace(local, tensors=tensors)
+
+    def _require_marks(self, batch: Batch, length: int, padded: int) -> None:
+        """Raises InputError: sequences are padded, and no target can say which tokens are
+        padding."""
+        if padded == length:
+            return
+        for target in target_tensors(batch.targets):
+            if target.dtype == torch.int64 and target.ndim >= 2 and target.shape[1] == length:
+                return
+        raise InputError(
+            f"cp: {self.size} pads sequences of {length} tokens to {padded}, and only whole "
+            f"numbers (int64) as targets of each token can say by {IGNORE} which ones are padding: "
+            f"use sequences of {padded} tokens, give such targets too, or use cp: 1"
+        )
 
 
 def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:

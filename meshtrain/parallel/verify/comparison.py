@@ -398,7 +398,8 @@ def _two_documents(plain: Plain) -> Batch | None:
     places = torch.arange(length)[None]
     documents = (places >= length // 2).long()
     positions = places - documents * (length // 2)
-    return Batch({**row.tensors, "positions": positions, "documents": documents}, row.targets)
+    tensors = {**row.tensors, "positions": positions, "documents": documents}
+    return replace(row, tensors=tensors)
 
 
 def _document_comparison(plain: Plain, packed: Batch, as_context: bool) -> Comparison:
