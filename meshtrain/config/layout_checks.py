@@ -15,7 +15,7 @@ from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import nearest
 from meshtrain.config.model_spec import draft_model
-from meshtrain.config.own_loss import OVER_WHOLE_SAMPLES, loss_functions
+from meshtrain.config.own_loss import OVER_WHOLE_SAMPLES, loss_functions, reference_problem
 from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
 from meshtrain.errors import InputError, any_of, yaml_text
@@ -89,6 +89,11 @@ def check_own_loss(draft: ConfigDraft, sizes: Sizes) -> None:
     except InputError as error:
         draft.report(draft.place("model.name"), f"the model file {name} cannot be used: {error}")
         return
+    reference = draft.values["train.reference"]
+    if reference is not INVALID:
+        problem = reference_problem(own_loss, has_reference=reference is not None)
+        if problem is not None:
+            draft.refuse("train.reference", problem)
     cp = sizes.get("cp", 1)
     if own_loss is not None and own_loss.over_whole_samples and cp > 1:
         draft.report(

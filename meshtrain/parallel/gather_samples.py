@@ -13,6 +13,7 @@ gradients of parameters are summed over the data ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,12 +21,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshtrain.data.order import BatchSizes, microbatches, share
 from meshtrain.errors import AgreedError
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AxisGroup, axis_group, ops
 from meshtrain.parallel.step_context import current_context
 from meshtrain.parallel.torch_private import never_compiled
+
+
+NOT_ALL = (
+    "the loss compares each sample with all others of the step (gather_samples), so that these have "
+    "to be one microbatch"
+)
 
 
 @never_compiled
@@ -77,38 +85,58 @@ def _shares() -> "SampleShares | None":
 class SampleShares:
     """How the samples of a microbatch are shared out among the data ranks."""
 
-    counts: Sequence[int]  # the real samples of each data rank, in their order
+    samples: int | None  # of all ranks together; None: a sample does not meet all others
+    ranks: int
     index: int  # of this rank among them
-    group: AxisGroup | None  # of the data ranks; None: there is one
-    # why a sample would not meet all others, and what to do; None: the microbatch is all of it
-    refusal: str | None = None
+    group: AxisGroup | None  # of these ranks; None: there is one
+    refusal: str = NOT_ALL  # said where a sample does not meet all others
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The samples of each rank."""
+        if self.samples is None:
+            raise AgreedError(self.refusal)
+        return [len(share(self.samples, self.ranks, rank)) for rank in range(self.ranks)]
 
     def gather(self, x: Tensor) -> Tensor:
-        self._check(x)
+        self._require_own(x)
         if self.group is None:
             return x
         return _GatherSamples.apply(x, self.counts, self.group.name)
 
     def positions(self, x: Tensor) -> range:
-        self._check(x)
+        self._require_own(x)
         first = sum(self.counts[: self.index])
-        return range(first, first + self.counts[self.index])
+        return range(first, first + len(x))
 
-    def _check(self, x: Tensor) -> None:
+    def _require_own(self, x: Tensor) -> None:
         own = self.counts[self.index]
         if isinstance(x, DTensor) or x.dim() == 0 or len(x) != own:
             raise ValueError(
                 f"gather_samples: x is a {type(x).__name__} {tuple(x.shape)}: expected a plain "
                 f"tensor with a row for each of this rank's {own} samples"
             )
-        if self.refusal is not None:
-            raise AgreedError(self.refusal)
 
 
 def data_group(mesh: Mesh) -> AxisGroup | None:
     """The group of the data ranks, for a `SampleShares`; None: there is one. To be kept as long as
     these are used."""
     return axis_group(mesh, "data") if mesh.size(*DATA_AXES) > 1 else None
+
+
+def several_microbatches(sizes: BatchSizes, micro_size: int, ranks: int) -> str | None:
+    """Why a loss that gathers samples cannot be computed, and what to do; None: each step is one
+    microbatch."""
+    count = microbatches(sizes.largest, micro_size, ranks)
+    if count == 1:
+        return None
+    whole = -(-sizes.largest // ranks)  # the largest share of a rank
+    remedy = f"batch.micro_size={whole}"
+    if whole > min(sizes.sizes):
+        # micro_size is at most the smallest step, so there have to be more ranks.
+        ranks_needed = -(-sizes.largest // min(sizes.sizes))
+        remedy = f"{ranks_needed} data ranks, or one batch.global_size for all steps"
+    return f"{NOT_ALL}, and a step of {sizes.largest} is {count} microbatches: use {remedy}"
 
 
 class _GatherSamples(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Samples of all data ranks in a loss: their order, their gradients, and what is refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,12 +8,12 @@ import torch
 from torch import Tensor
 
 from meshtrain import gather_samples, sample_positions
-from meshtrain.data.order import share
+from meshtrain.data.order import BatchSizes, share
 from meshtrain.errors import AgreedError
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.parallel.gather_samples import SampleShares, data_group
+from meshtrain.parallel.gather_samples import SampleShares, data_group, several_microbatches
 from meshtrain.parallel.step_context import StepContext, use_context
 from tests.comparing import ALONE, same
 from tests.ranks import row
@@ -20,10 +21,9 @@ from tests.ranks import row
 WIDTH = 3
 
 
-def shares_of(mesh: Mesh, samples: int, **others: Any) -> SampleShares:
-    ranks = mesh.size(*DATA_AXES)
-    counts = [len(share(samples, ranks, rank)) for rank in range(ranks)]
-    return SampleShares(counts, mesh.index(*DATA_AXES), data_group(mesh), **others)
+def shares_of(mesh: Mesh, samples: int | None, **others: Any) -> SampleShares:
+    ranks, index = mesh.size(*DATA_AXES), mesh.index(*DATA_AXES)
+    return SampleShares(samples, ranks, index, data_group(mesh), **others)
 
 
 def own_rows(x: Tensor, mesh: Mesh) -> Tensor:
@@ -43,7 +43,7 @@ def contrastive_losses(x: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, positions, reduction="none")
 
 
-@pytest.mark.parametrize("shares", [None, SampleShares([5], 0, None)])
+@pytest.mark.parametrize("shares", [None, SampleShares(5, 1, 0, None)])
 def test_one_process_has_all_samples(shares: SampleShares | None) -> None:
     x = batch(5)
     with use_context(StepContext(shares=shares)):
@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 
 def contrastive_losses_alone(x: Tensor) -> Tensor:
-    with use_context(StepContext(shares=SampleShares([len(x)], 0, None))):
+    with use_context(StepContext(shares=shares_of(ALONE, len(x)))):
         return contrastive_losses(x)
 
 
@@ -95,7 +95,7 @@ def test_a_gradient_is_the_sum_of_what_all_ranks_make_of_a_sample(job: Job) -> N
     """Rank r multiplies sample i by 10^r (i + 1): all of them add up, whichever rank has it."""
     mesh = build_mesh(Layout({"dp_shard": 2}))
     x = torch.ones(1 + job.rank, requires_grad=True)
-    with use_context(StepContext(shares=SampleShares([1, 2], job.rank, data_group(mesh)))):
+    with use_context(StepContext(shares=shares_of(mesh, 3))):
         factors = 10**job.rank * torch.tensor([1.0, 2.0, 3.0])
         (factors * gather_samples(x)).sum().backward()
     assert x.grad is not None
@@ -120,7 +120,7 @@ def test_gradients_in_16_bits_are_rounded_once(job: Job) -> None:
     mesh = build_mesh(Layout({"dp_replicate": 3}))
     addend = torch.tensor([1.0, 2.0**-8, 2.0**-8][job.rank], dtype=torch.bfloat16)
     x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    with use_context(StepContext(shares=SampleShares([1, 1, 1], job.rank, data_group(mesh)))):
+    with use_context(StepContext(shares=shares_of(mesh, 3))):
         (gather_samples(x) * addend).sum().backward()
     assert x.grad is not None
     assert x.grad.item() == 1 + 2.0**-7
@@ -144,9 +144,31 @@ def test_x_has_a_row_for_each_sample(x: Tensor) -> None:
 
 
 def test_a_part_of_a_step_is_refused() -> None:
-    shares = shares_of(ALONE, 2, refusal="batch.micro_size=4")
+    shares = shares_of(ALONE, None, refusal="batch.micro_size=4")
     with (
         use_context(StepContext(shares=shares)),
         pytest.raises(AgreedError, match=r"batch\.micro_size=4"),
     ):
         gather_samples(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("global_size", "micro_size", "ranks", "told"),
+    [
+        (16, 16, 1, None),
+        (16, 6, 3, None),
+        (16, 4, 1, r"16 is 4 microbatches: use batch\.micro_size=16$"),
+        (16, 5, 3, r"16 is 2 microbatches: use batch\.micro_size=6$"),
+        ([[0, 8], [10, 16]], 4, 2, r"16 is 2 microbatches: use batch\.micro_size=8$"),
+        ([[0, 4], [10, 16]], 4, 2, "use 4 data ranks, or one batch.global_size for all steps$"),
+    ],
+)
+def test_a_step_of_several_microbatches_is_told_what_works(
+    global_size: Any, micro_size: int, ranks: int, told: str | None
+) -> None:
+    problem = several_microbatches(BatchSizes.of(global_size), micro_size, ranks)
+    if told is None:
+        assert problem is None
+    else:
+        assert problem is not None
+        assert re.search(told, problem)
