@@ -5,6 +5,9 @@
 It is one sum over one count, never an average of averages. So it does not matter which rank or
 microbatch has which sample and how many targets. Modules add terms in the same way with `attach`,
 and log statistics with `record`.
+
+`token_losses`, `log_probs` and `full` are for losses of one's own: with `tp` a model returns logits
+that are split over their last dim, and these functions take them as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,37 +24,110 @@ from torch.distributed.tensor import DTensor
 from meshtrain.data.batch import IGNORE
 from meshtrain.errors import AgreedError, InputError, ranges
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.cross_entropy import argmax, token_losses
+from meshtrain.parallel.cross_entropy import (
+    LossOptions,
+    argmax,
+    full_logits,
+    vocab_parallel_cross_entropy,
+)
 from meshtrain.parallel.step_context import current_context, use_context
 from meshtrain.parallel.torch_private import backward_is_running, never_compiled
 
+# Losses of logits, which may be split over `tp` ---------------------------------------------------
 
-def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of every sample, summed over its valid targets.
+
+def token_losses(
+    outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """The loss of every target, with Z = log sum exp of its logits and p their softmax:
+
+        -log p(target) + z_loss * Z^2
+
+    With label smoothing, as in `torch.nn.functional.cross_entropy`, the first term is
+
+        -(1 - label_smoothing) * log p(target) - label_smoothing * (mean over all v of log p)
+
+    Gradients are exact on every layout. Each rank of `tp` has the same losses, and computes the
+    same from them.
 
     Args:
-        logits: (b, s, v), or (b, v) for a classifier, in any floating-point type; summed in float32
-            or wider. A DTensor split over v, as tensor-parallel models return, is not gathered.
-        targets: (b, s) or (b,), int64; IGNORE where there is no loss.
+        outputs: logits (b, s, v), or (b, v) for a classifier, in any floating-point type. A DTensor
+            over `tp`, as tensor-parallel models return, is not gathered if it is split over v, into
+            parts of any width; split over another dim or whole, it is split over v first.
+        targets: (b, s) or (b,), whole numbers; -100 (IGNORE) where there is no loss.
+        label_smoothing: from 0 to 1. z_loss: at least 0.
+
+    Returns:
+        Of the shape of the targets, in float32, or float64 for logits in float64: 0 without a
+        gradient where the target is -100.
+
+    Raises:
+        InputError: the shapes do not fit, the targets are no whole numbers, an option is outside of
+            its range, or the outputs are split over another axis beside `tp`.
+    """
+    _require_logits(outputs, targets)
+    options = LossOptions(label_smoothing, z_loss)
+    classes = targets.flatten().long()
+    if isinstance(outputs, DTensor):
+        return vocab_parallel_cross_entropy(outputs, classes, options).view(targets.shape)
+
+    wide = outputs.float() if outputs.dtype.itemsize < 4 else outputs
+    logits = wide.flatten(0, -2)
+    losses = F.cross_entropy(
+        logits, classes, reduction="none", ignore_index=IGNORE, label_smoothing=label_smoothing
+    )
+    if z_loss:
+        squares = logits.logsumexp(-1).square()
+        losses = losses + z_loss * torch.where(classes != IGNORE, squares, 0.0)
+    return losses.view(targets.shape)
+
+
+def log_probs(outputs: Tensor, targets: Tensor) -> Tensor:
+    """log p of every target, p the softmax of its logits: 0 where the target is -100. Arguments,
+    result and gradients as those of `token_losses`."""
+    return -token_losses(outputs, targets)
+
+
+def full(outputs: Tensor) -> Tensor:
+    """The outputs with their whole last dim: (..., v) on every rank of `tp`, a plain tensor.
+
+    What is not split comes back as it is. The backward takes this rank's part of the gradient,
+    which is exact where each rank of `tp` computes the same from the result.
+
+    Args:
+        outputs: (..., v), plain, or a DTensor over `tp`, split over its last dim or any other.
+
+    Raises:
+        InputError: they are split over another axis beside `tp`.
+    """
+    return full_logits(outputs) if isinstance(outputs, DTensor) else outputs
+
+
+def sample_losses(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """The loss of every sample, summed over its valid targets: the cross entropy, and with options
+    what `token_losses` adds.
+
+    Args:
+        logits, targets, label_smoothing, z_loss: as for `token_losses`.
 
     Returns:
         (b,), 0 for a sample without valid targets.
 
     Raises:
-        InputError: the model returned something else.
+        InputError: as `token_losses`, for instance because the model returned something else.
     """
-    _require_logits(logits, targets)
-    if isinstance(logits, DTensor):
-        losses = token_losses(logits, targets.flatten())
-    else:
-        wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        losses = F.cross_entropy(
-            wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORE
-        )
+    losses = token_losses(logits, targets, label_smoothing, z_loss)
     return losses.view(targets.shape[0], -1).sum(1)
 
 
 def _require_logits(output: Any, targets: Tensor) -> None:
+    if targets.is_floating_point() or targets.is_complex():
+        raise InputError(
+            f"the targets are of the type {targets.dtype}: expected classes or tokens, as whole "
+            "numbers"
+        )
     if not isinstance(output, Tensor):
         found = f"a {type(output).__name__}"
     elif output.shape[:-1] != targets.shape:

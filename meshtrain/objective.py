@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshtrain.data.batch import IGNORE, Batch, each_target, target_tensors
 from meshtrain.errors import InputError
 from meshtrain.loss import Field, correct_predictions, sample_losses
+from meshtrain.parallel.cross_entropy import CROSS_ENTROPY, LossOptions
 
 # What metrics.jsonl has already, so that no metric of a loss can have the name.
 TAKEN = {
@@ -87,9 +88,10 @@ class Objective(Protocol):
     def targets(self, batch: Batch) -> int:
         """How many targets of a microbatch on the CPU have a loss, for what is logged of them."""
 
-    def losses(self, outputs: Any, batch: Batch) -> Losses:
-        """`outputs`: what the model returns for the microbatch, which is on the device. Raises
-        InputError: it cannot be computed of them."""
+    def losses(self, outputs: Any, batch: Batch, options: LossOptions = CROSS_ENTROPY) -> Losses:
+        """`outputs`: what the model returns for the microbatch, which is on the device. `options`:
+        what training adds to the cross entropy. Raises InputError: it cannot be computed of
+        them."""
 
 
 class CrossEntropy:
@@ -105,8 +107,13 @@ class CrossEntropy:
     def targets(self, batch: Batch) -> int:
         return int(_valid(batch.targets).sum())
 
-    def losses(self, outputs: Any, batch: Batch) -> Losses:
-        losses = sample_losses(outputs, batch.targets)
+    def losses(self, outputs: Any, batch: Batch, options: LossOptions = CROSS_ENTROPY) -> Losses:
+        losses = sample_losses(
+            outputs,
+            batch.targets,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+        )
         correct = None
         if self.counts_correct:
             correct = correct_predictions(outputs.detach(), batch.targets)
@@ -179,7 +186,7 @@ class OwnLoss:
 
     # The loss ------------------------------------------------------------------------------------
 
-    def losses(self, outputs: Any, batch: Batch) -> Losses:
+    def losses(self, outputs: Any, batch: Batch, options: LossOptions = CROSS_ENTROPY) -> Losses:
         real = batch.real
         given = _outputs_of(outputs, batch.rows, real)
         targets = _first(batch.targets, real)

@@ -37,6 +37,7 @@ from meshtrain.objective import CrossEntropy, Objective
 from meshtrain.optim.grad_norm import clip_factor
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
+from meshtrain.parallel.cross_entropy import LossOptions
 from meshtrain.parallel.expert import AXIS, Retry, RowLimit, limit_rows
 from meshtrain.parallel.fsdp import order_sums, require_one_order
 from meshtrain.parallel.grad_sync import set_is_last_backward
@@ -57,7 +58,9 @@ class StepResult:
     """The results of a step, over the whole global batch."""
 
     step: int
-    loss: float  # mean over all valid targets, or by the weights of a loss of the user's own
+    # mean over all valid targets, with the terms of train.label_smoothing and train.z_loss; or by
+    # the weights of a loss of the user's own
+    loss: float
     # global norm of the gradient of that loss (and of attached terms), before clipping
     grad_norm: float
     # targets with a loss; of targets that are no whole numbers, samples
@@ -127,6 +130,7 @@ class Trainer:
         self.dtype = compute_dtype(config.train.precision)
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         self.objective = objective or CrossEntropy(counts_correct=task == "classification")
+        self.loss_options = LossOptions(config.train.label_smoothing, config.train.z_loss)
         self._tp_repeats_tokens = _tp_repeats_tokens_of(model, mesh)
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
@@ -214,7 +218,7 @@ class Trainer:
         if losses is not None:  # the head has computed them: `output` is divided and scaled
             now.losses[microbatch] = losses
             return output
-        found = self.objective.losses(output, self._batch(microbatch))
+        found = self.objective.losses(output, self._batch(microbatch), self.loss_options)
         now.losses[microbatch] = found.samples.detach()
         if found.correct is not None:
             now.correct.append(found.correct)
@@ -266,7 +270,10 @@ class Trainer:
         request = None  # of a classifier, whose predictions need logits, or of a loss of one's own
         if self.objective.asks_head:
             request = LossRequest(
-                lambda: self._batch(microbatch).targets, self._factor, now.weight_grad
+                lambda: self._batch(microbatch).targets,
+                self._factor,
+                now.weight_grad,
+                self.loss_options,
             )
         terms = MicrobatchTerms(now.terms, size, real, self._tokens(batch))
         with use_context(StepContext(loss_request=request, terms=terms)):

@@ -23,7 +23,12 @@ from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest
 from meshtrain.config.file_checks import check_files
 from meshtrain.config.keys import Key, keys_of
-from meshtrain.config.layout_checks import check_groups, check_layout, expert_ranks
+from meshtrain.config.layout_checks import (
+    check_groups,
+    check_layout,
+    check_loss_options,
+    expert_ranks,
+)
 from meshtrain.config.layout_section import read_layout, resolve_layout
 from meshtrain.config.model_section import read_model
 from meshtrain.config.model_spec import ModelSpec, model_spec
@@ -123,6 +128,7 @@ class Config:
             elif world_size is None:
                 check_layout(draft, sizes, device)
         check_groups(draft)
+        check_loss_options(draft)
         check_rules(draft)
         check_chaos(draft, None if again else world_size)
         if for_training:

@@ -7,6 +7,7 @@ without a world size, a size may be -1.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +16,12 @@ from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import nearest
 from meshtrain.config.model_spec import draft_model
-from meshtrain.config.own_loss import OVER_WHOLE_SAMPLES, loss_functions, reference_problem
+from meshtrain.config.own_loss import (
+    OVER_WHOLE_SAMPLES,
+    LossFunctions,
+    loss_functions,
+    reference_problem,
+)
 from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
 from meshtrain.errors import InputError, any_of, yaml_text
@@ -80,28 +86,27 @@ def check_tuning(draft: ConfigDraft) -> None:
 
 
 def check_own_loss(draft: ConfigDraft, sizes: Sizes) -> None:
-    """Reports what is wrong with a loss that the model's file defines."""
+    """Reports what is wrong with a loss that the model's file defines, and what a layout cannot
+    do with it."""
     name = draft.values["model.name"]
-    if name is INVALID:
-        return
     try:
-        own_loss = loss_functions(locate.model_file(name))
+        own_loss = _own_loss_of(draft)
     except InputError as error:
         draft.report(draft.place("model.name"), f"the model file {name} cannot be used: {error}")
         return
-    reference = draft.values["train.reference"]
-    if reference is not INVALID:
-        problem = reference_problem(own_loss, has_reference=reference is not None)
-        if problem is not None:
-            draft.refuse("train.reference", problem)
     cp = sizes.get("cp", 1)
     if own_loss is not None and own_loss.over_whole_samples and cp > 1:
         draft.report(
             draft.place("layout.cp"),
-            f"layout.cp is {cp}, and the loss of {name} is over whole samples "
-            f"({OVER_WHOLE_SAMPLES}): a rank has a part of each sequence, whose loss is none: use "
-            "cp: 1",
+            f"layout.cp is {cp}, and {name} says {OVER_WHOLE_SAMPLES} = True: its loss is no sum "
+            "over tokens, and with cp a rank has a part of each sequence: use cp: 1",
         )
+
+
+def _own_loss_of(draft: ConfigDraft) -> LossFunctions | None:
+    """The loss that the model's file defines. Raises InputError: what it defines is none."""
+    name = draft.values["model.name"]
+    return None if name is INVALID else loss_functions(locate.model_file(name))
 
 
 def _check_patterns(
@@ -127,6 +132,35 @@ def _names_near(pattern: str, names: list[str]) -> str:
     if not near:
         return f"the first is {names[0]}"
     return f"near it are {', '.join(near[:3])}"
+
+
+def check_reference(draft: ConfigDraft) -> None:
+    """Reports a reference that the model's loss does not take, and a loss that needs one."""
+    reference = draft.values["train.reference"]
+    if INVALID in (reference, draft.values["model.name"]):
+        return
+    with suppress(InputError):  # which check_own_loss reports
+        problem = reference_problem(_own_loss_of(draft), has_reference=reference is not None)
+        if problem is not None:
+            draft.refuse("train.reference", problem)
+
+
+def check_loss_options(draft: ConfigDraft) -> None:
+    """Reports options of the built-in loss for a model whose file has a `loss` of its own."""
+    for option in ("label_smoothing", "z_loss"):
+        key = f"train.{option}"
+        if draft.values[key] in (INVALID, 0):
+            continue
+        own_loss = None
+        with suppress(InputError):  # which check_own_loss reports
+            own_loss = _own_loss_of(draft)
+        if own_loss is not None:
+            draft.refuse(
+                key,
+                f"it changes the built-in loss, and {draft.values['model.name']} has a loss of its "
+                "own: take the key away, and let that loss call "
+                f"meshtrain.loss.token_losses(outputs, targets, {option}=...)",
+            )
 
 
 def check_groups(draft: ConfigDraft) -> None:

@@ -409,6 +409,16 @@ class TrainSection:
     )
     """A frozen second model of the same class, for a `loss` of the model file that compares with
     it; the key is below."""
+    label_smoothing: float = key(
+        0.0, minimum=0, below=1, also="label_smoothing_factor smoothing loss_label_smoothing"
+    )
+    """The part of each target's weight in the loss that all classes or tokens share, as in torch's
+    `cross_entropy`. Evaluations leave it out."""
+    z_loss: float = key(
+        0.0, minimum=0, also="z_loss_coef z_loss_multiplier z_loss_weight lm_head_z_loss zloss"
+    )
+    """The factor of `logsumexp(logits)`² in the loss of each target, such as 1e-4, which keeps the
+    logits of the output from growing. Evaluations leave it out."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )

@@ -169,7 +169,8 @@ def sample_flops(
         try:
             with calls or nullcontext():
                 output = functional_call(model, state, on_meta)
-            torch.autograd.grad(output.sum(), trained, allow_unused=True)
+            ends = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.grad(sum(x.sum() for x in ends), trained, allow_unused=True)
         except Exception as error:  # any error of a model that reads values of a tensor
             return None, f"model FLOPs not known, so no MFU: {why_not(error)}"
     size = _batch_size(inputs)

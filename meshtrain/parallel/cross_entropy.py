@@ -2,31 +2,78 @@
 
 Over `tp`, per token each rank contributes its largest logit, the sum of exponentials relative to
 it, and the target's logit if it holds it: three numbers, which one all-gather sends to all ranks
-(after Megatron-LM, https://arxiv.org/abs/1909.08053).
+(after Megatron-LM, https://arxiv.org/abs/1909.08053). With label smoothing the third is its share
+in a mean of all logits.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from meshtrain.data.batch import IGNORE
-from meshtrain.parallel.collectives import AxisGroup, axis_group_by_name, ops
+from meshtrain.errors import InputError
+from meshtrain.parallel.collectives import AxisGroup, axis_group_by_name, gather_features, ops
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import raise_unless
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """What the loss of a token is beside its cross entropy.
+
+    Attributes:
+        label_smoothing: the part of the target's weight that all v classes share, from 0 to 1
+            (Szegedy et al., https://arxiv.org/abs/1512.00567).
+        z_loss: the factor of (log sum exp of the logits)^2, at least 0, which keeps that near 0
+            (PaLM, https://arxiv.org/abs/2204.02311).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises InputError: one is outside of its range."""
+        if not 0 <= self.label_smoothing <= 1:
+            raise InputError(f"label_smoothing is {self.label_smoothing}: use a number from 0 to 1")
+        if not self.z_loss >= 0:
+            raise InputError(f"z_loss is {self.z_loss}: use a number of at least 0")
+
+
+CROSS_ENTROPY = LossOptions()  # and nothing beside it
+
+
 def losses_and_gradient(
-    logits: Tensor, targets: Tensor, factor: Tensor | None, first: int, group: str | None
+    logits: Tensor,
+    targets: Tensor,
+    factor: Tensor | None,
+    first: int,
+    group: str | None,
+    *,
+    vocabulary: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cross entropy of each token, and the gradient of its logits: (softmax - one-hot) * factor.
-    Overwrites the logits.
+    """The loss of each token, and the gradient of its logits times a factor. Overwrites the logits.
+
+        Z = log sum exp x,    p = exp(x - Z) = softmax(x)
+        q = (1 - label_smoothing) * one-hot + label_smoothing / v
+
+        loss = -sum(q * log p) + z_loss * Z^2 = Z - sum(q * x) + z_loss * Z^2
+        d loss / dx = p * (1 + 2 * z_loss * Z) - q
+
+    With both options 0 these are the cross entropy Z - x[target] and softmax(x) - one-hot.
 
     Args:
         logits: (n, v), or with `group` this rank's part (n, v/t), from token id `first` on. Sums in
             float32 or wider.
         targets: (n,), IGNORE where there is no loss. factor: a scalar; None: no gradient.
+        vocabulary: v, of all ranks.
+        label_smoothing, z_loss: see `LossOptions`. Numbers of Python, so that a compiled pass has
+            only what they ask for.
 
     Returns:
         (n,), the same on each rank; and (n, v) or (n, v/t) in the dtype of the logits; both 0 for
@@ -40,44 +87,59 @@ def losses_and_gradient(
         mine = (targets >= first) & (targets < first + width)
     index = torch.where(mine, targets - first if first else targets, 0)[:, None]
 
-    # loss = -log softmax(x)[target] = max x + log sum exp(x - max x) - x[target]
+    # Z = max x + log sum exp(x - max x), and `wanted` is sum(q * x): the target's logit, or with
+    # label smoothing the mean of all logits under q. Each rank has its share of it.
     if width > 0:
+        wanted = wide.gather(1, index)[:, 0]
+        if group is not None:
+            wanted = torch.where(mine, wanted, 0.0)
+        if label_smoothing:
+            of_all = wide.sum(-1) * (label_smoothing / vocabulary)
+            wanted = wanted * (1 - label_smoothing) + of_all
         largest = wide.amax(-1)
-        target = wide.gather(1, index)[:, 0]
         total = wide.sub_(largest[:, None]).exp_().sum(-1)
     else:  # more ranks than parts
         largest = wide.new_full(targets.shape, -torch.inf)
-        target = total = wide.new_zeros(targets.shape)
+        wanted = total = wide.new_zeros(targets.shape)
     own_largest = largest
     if group is not None:
-        target = torch.where(mine, target, 0.0)
-        largest, total, target = _over_ranks(largest, total, target, group)
-    losses = torch.where(valid, largest - target + total.log(), 0.0)
+        largest, total, wanted = _over_ranks(largest, total, wanted, group)
+    losses = largest - wanted + total.log()
+    if z_loss:
+        log_sum_exp = largest + total.log()
+        losses = losses + z_loss * log_sum_exp.square()
+    losses = torch.where(valid, losses, 0.0)
 
     if factor is None:
         return losses, None
     if width == 0:
         return losses, logits
-    # `wide` holds exp(x - own largest): softmax(x) * factor is a multiple of it.
+    # `wide` holds exp(x - own largest): p * factor is a multiple of it.
     factors = torch.where(valid, factor, 0.0)
     scale = factors / total
     if group is not None:
         scale = scale * (own_largest - largest).exp()
+    if z_loss:
+        scale = scale * (1 + 2 * z_loss * log_sum_exp)
     wide.mul_(scale[:, None])
-    # At the target the factor is subtracted before rounding to 16 bits.
-    at_target = wide.gather(1, index) - torch.where(mine, factors, 0.0)[:, None]
+    # q times the factor is subtracted before rounding to 16 bits.
+    of_target = factors
+    if label_smoothing:
+        wide.sub_((factors * (label_smoothing / vocabulary))[:, None])
+        of_target = factors * (1 - label_smoothing)
+    at_target = wide.gather(1, index) - torch.where(mine, of_target, 0.0)[:, None]
     return losses, wide.to(logits.dtype).scatter_(1, index, at_target.to(logits.dtype))
 
 
 def _over_ranks(
-    largest: Tensor, total: Tensor, target: Tensor, group: str
+    largest: Tensor, total: Tensor, wanted: Tensor, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each rank's part of the logits of n tokens, the same for all of them: the largest, the sum
-    of exponentials relative to it, and the target's, (n,) each."""
-    of_ranks = ops.all_gather(torch.stack([largest, total, target])[None], group)  # (t, 3, n)
-    largests, totals, targets = of_ranks.unbind(1)
+    of exponentials relative to it, and the sum of the shares of what is wanted, (n,) each."""
+    of_ranks = ops.all_gather(torch.stack([largest, total, wanted])[None], group)  # (t, 3, n)
+    largests, totals, shares = of_ranks.unbind(1)
     largest = largests.max(0).values
-    return largest, (totals * (largests - largest).exp()).sum(0), targets.sum(0)
+    return largest, (totals * (largests - largest).exp()).sum(0), shares.sum(0)
 
 
 def refuse_unknown(targets: Tensor, vocabulary: int) -> None:
@@ -91,34 +153,43 @@ def refuse_unknown(targets: Tensor, vocabulary: int) -> None:
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target] from logits (n, v/t) of each rank: (n,) on all; 0 without
-    gradient for IGNORE."""
+    """The loss of each token from logits (n, v/t) of each rank: (n,) on all; 0 without gradient for
+    IGNORE."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, group: str) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, group: str, options: LossOptions
+    ) -> Tensor:
         refuse_unknown(targets, vocabulary)
         axis = axis_group_by_name(group)
-        first = chunk_range(vocabulary, axis.size, axis.index).start
         losses, gradient = losses_and_gradient(
-            logits.clone(), targets, logits.new_ones(()), first, group
+            logits.clone(),
+            targets,
+            logits.new_ones(()),
+            first=chunk_range(vocabulary, axis.size, axis.index).start,
+            group=group,
+            vocabulary=vocabulary,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
         )
         ctx.save_for_backward(gradient, targets)
         return losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    @once_differentiable  # the gradient is a number here, of which nothing is known
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         gradient, targets = ctx.saved_tensors
-        return gradient * torch.where(targets != IGNORE, grad, 0.0)[:, None], None, None, None
+        of_logits = gradient * torch.where(targets != IGNORE, grad, 0.0)[:, None]
+        return of_logits, None, None, None, None
 
 
-def token_losses(logits: DTensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each token: logits (n, v) split over v, targets (n,) -> (n,), the same on
-    each rank."""
+def vocab_parallel_cross_entropy(logits: DTensor, targets: Tensor, options: LossOptions) -> Tensor:
+    """The loss of each token: logits (..., v) split over v, targets (n,) -> (n,), the same on each
+    rank."""
     part = _part_of(logits)
     wide = part.float() if part.dtype.itemsize < 4 else part
-    flat = wide.flatten(0, -2)
     return VocabParallelCrossEntropy.apply(
-        flat, targets, logits.shape[-1], axis_group_of(logits).name
+        wide.flatten(0, -2), targets, logits.shape[-1], axis_group_of(logits).name, options
     )
 
 
@@ -145,19 +216,20 @@ def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
     process with the same ranks."""
     if not isinstance(logits, DTensor):
         return logits[position]
-    axis = axis_group_of(logits)
-    # Smaller parts are padded to the largest, the first one.
-    width = chunk_range(logits.shape[-1], axis.size, 0).stop
     part = _part_of(logits).detach()[position]
-    padded = part.new_zeros(*part.shape[:-1], width)
-    padded[..., : part.shape[-1]] = part
-    of_ranks = ops.all_gather(padded[None], axis.name)
-    return of_ranks.movedim(0, -2).flatten(-2)[..., : logits.shape[-1]]
+    return gather_features(part, logits.shape[-1], axis_group_of(logits))
+
+
+def full_logits(logits: DTensor) -> Tensor:
+    """The full logits (..., v) on each rank. Their gradient, the same on each rank, is that of the
+    whole: each rank takes its part of it."""
+    return gather_features(_part_of(logits), logits.shape[-1], axis_group_of(logits))
 
 
 def _part_of(logits: DTensor) -> Tensor:
     """This rank's vocabulary part, also of logits that an operator of the model (a slice,
-    torch.cat) has gathered."""
+    torch.cat) has gathered, or that are split over another dim: DTensor moves them, with
+    gradients."""
     words = Shard(logits.dim() - 1)
     if logits.placements != (words,):
         logits = logits.redistribute(placements=[words])
@@ -165,5 +237,13 @@ def _part_of(logits: DTensor) -> Tensor:
 
 
 def axis_group_of(logits: DTensor) -> AxisGroup:
-    """The group of ranks over which the logits are split."""
-    return axis_group_by_name(logits.device_mesh.get_group().group_name)
+    """The group of ranks over which the logits are split.
+
+    Raises InputError: they are split over several axes."""
+    mesh = logits.device_mesh
+    if mesh.ndim != 1:
+        raise InputError(
+            f"the logits are split over {mesh}: expected a DTensor over the axis tp alone, as the "
+            "model's last layer returns it, split over its last dim or any other"
+        )
+    return axis_group_by_name(mesh.get_group().group_name)

@@ -29,7 +29,6 @@ from meshtrain.parallel.collectives import AxisGroup, axis_group, ops
 from meshtrain.parallel.step_context import current_context
 from meshtrain.parallel.torch_private import never_compiled
 
-
 NOT_ALL = (
     "the loss compares each sample with all others of the step (gather_samples), so that these have "
     "to be one microbatch"

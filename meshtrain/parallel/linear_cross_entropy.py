@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.parallel.collectives import AxisGroup
-from meshtrain.parallel.cross_entropy import losses_and_gradient, refuse_unknown
+from meshtrain.parallel.cross_entropy import (
+    CROSS_ENTROPY,
+    LossOptions,
+    losses_and_gradient,
+    refuse_unknown,
+)
 from meshtrain.parallel.linear import Linear
 from meshtrain.parallel.linear.matmul import (
     linear_forward,
@@ -83,16 +88,21 @@ class LossRequest:
     """
 
     def __init__(
-        self, targets: Thunk, factor: Thunk | None = None, weight_grad: WeightGradSum | None = None
+        self,
+        targets: Thunk,
+        factor: Thunk | None = None,
+        weight_grad: WeightGradSum | None = None,
+        options: LossOptions = CROSS_ENTROPY,
     ) -> None:
         """`targets`: (b, s), IGNORE where there is no loss. `factor`: of the sum, on the device;
         None: no gradient. `weight_grad`: that of a step, in which several forwards may precede
-        backwards; None: for this forward alone."""
+        backwards; None: for this forward alone. `options`: of the loss."""
         # Functions, because only the last stage needs targets on the device, and because the factor
         # waits for an all-reduce, which the blocks before the head hide.
         self.targets = targets
         self.factor = factor
         self.weight_grad = weight_grad or WeightGradSum()
+        self.options = options
         self.output: Tensor | None = None
         self.losses: Tensor | None = None
         self._version = 0  # of the output, to detect in-place changes
@@ -169,7 +179,13 @@ class LossHead:
 
         if request.factor is None:
             losses, _, _ = self.compute(
-                x, weight, words, factor=None, needs=(False, False), weight_grad=None
+                x,
+                weight,
+                words,
+                factor=None,
+                needs=(False, False),
+                weight_grad=None,
+                options=request.options,
             )
             output = losses.sum()
         else:
@@ -178,7 +194,7 @@ class LossHead:
             alone = recomputed or has_gradient_hooks(parameter_of(weight))
             weight_grad = WeightGradSum() if alone else request.weight_grad
             output, losses = LinearCrossEntropy.apply(
-                x, weight, words, request.factor(), self, weight_grad
+                x, weight, words, request.factor(), self, weight_grad, request.options
             )
         request.answer(output, losses.view(targets.shape).sum(sequence_dim))
         return output
@@ -192,11 +208,14 @@ class LossHead:
         factor: Tensor | None,
         needs: Needs,
         weight_grad: Tensor | None,
+        options: LossOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The losses of tokens, and the gradients of x and of the weight, each if `needs` says so;
         none without a factor.
 
             logits = x W^T,   d = (softmax(logits) - one-hot) * factor,   dx = d W,   dW = d^T x
+
+        d is that of the cross entropy; `losses_and_gradient` has it with the options.
 
         Args:
             x: (n, d), or with sequence parallelism (n/t, d), which is gathered.
@@ -216,7 +235,16 @@ class LossHead:
         input_grad: Callable[[], Tensor] | None = None
         for inputs, words in chunks:
             logits = linear_forward(inputs, weight)
-            of_tokens, grad = self.softmax(logits, words, factor, first, group)
+            of_tokens, grad = self.softmax(
+                logits,
+                words,
+                factor,
+                first,
+                group,
+                vocabulary=self.layer.out_features,
+                label_smoothing=options.label_smoothing,
+                z_loss=options.z_loss,
+            )
             losses.append(of_tokens)
             if grad is not None and needs[0]:
                 input_grads.append(linear_input_grad(grad, weight))
@@ -281,6 +309,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         factor: Tensor,
         head: LossHead,
         weight_grad: WeightGradSum,
+        options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
         losses, dx, dw = head.compute(
@@ -290,6 +319,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             factor=factor,
             needs=ctx.needs_input_grad[:2],
             weight_grad=weight_grad.total,
+            options=options,
         )
         weight_grad.put(dw)
         ctx.save_for_backward(dx)
@@ -302,7 +332,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor, _: None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         raise_unless(
             grad == 1,
             "gradients are made in the forward: run the backward of what the model gives itself",
@@ -317,4 +347,4 @@ class LinearCrossEntropy(torch.autograd.Function):
             # `linear/weight_grad.py` allows it.
             next_in_graph = ctx.next_functions[1][0]
             dw = add_or_compute(next_in_graph, partial(dw.to, ctx.dtype), partial(write_grad, dw))
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None

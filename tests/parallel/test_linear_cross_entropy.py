@@ -213,7 +213,10 @@ def test_a_hook_on_the_weight_sees_the_gradient_of_each_forward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_pass_over_a_chunk_is_one_graph(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.01)])
+def test_the_pass_over_a_chunk_is_one_graph(
+    dtype: torch.dtype, label_smoothing: float, z_loss: float
+) -> None:
     """As the compiler is given it, by its own tracing of the backward, which needs no GPU."""
     x, layer, targets = tensors(dtype)
     logits, arguments = (
@@ -223,8 +226,9 @@ def test_the_pass_over_a_chunk_is_one_graph(dtype: torch.dtype) -> None:
     compiled = torch.compile(
         losses_and_gradient, dynamic=False, backend="aot_eager", fullgraph=True
     )
-    results = compiled(logits.clone(), *arguments)
-    torch.testing.assert_close(results, losses_and_gradient(logits.clone(), *arguments))
+    options = {"vocabulary": V, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    results = compiled(logits.clone(), *arguments, **options)
+    torch.testing.assert_close(results, losses_and_gradient(logits.clone(), *arguments, **options))
 
 
 # Which models -------------------------------------------------------------------------------------
