@@ -78,6 +78,7 @@ from meshtrain.run.setup import (
     load_data,
     model_of_run,
     readers,
+    reference_of_run,
     reference_version,
     total_steps,
 )
@@ -179,6 +180,7 @@ def train(context: RunContext) -> None:
     restores = resume.checkpoint is not None
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
     forecast.follow(model)
+    reference = reference_of_run(config, mesh, job, data, timer)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     mixture = sample_order(config, data.train).mixture
     objective = objective_of(config, data.task, mesh)
@@ -192,6 +194,7 @@ def train(context: RunContext) -> None:
         timer=timer,
         mixture=mixture,
         objective=objective,
+        reference=reference,
     )
     state = State(model, optimizer, mesh, job, trainer.scale)
     resume.restore(state)
@@ -263,7 +266,13 @@ def train(context: RunContext) -> None:
                 with monitor.phase("evaluation"), weights_used(config, optimizer, model):
                     eval_batches = context.watchdog.iterate(eval_set, "evaluation")
                     result = evaluate(
-                        model, eval_batches, mesh, job.device, trainer.dtype, objective
+                        model,
+                        eval_batches,
+                        mesh,
+                        job.device,
+                        trainer.dtype,
+                        objective,
+                        reference,
                     )
                     # only now: the last batch may have compiled
                     context.watchdog.deadlines.warm_phases.add("evaluation")

@@ -11,8 +11,9 @@ The reduce-scatter gives rank i this sum. From there on backward goes as for any
 gradients of parameters are summed over the data ranks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,11 +27,11 @@ from meshtrain.errors import AgreedError
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AxisGroup, axis_group, ops
-from meshtrain.parallel.step_context import current_context
+from meshtrain.parallel.step_context import current_context, use_context
 from meshtrain.parallel.torch_private import never_compiled
 
 NOT_ALL = (
-    "the loss compares each sample with all others of the step (gather_samples), so that these have "
+    "the loss compares each sample with all others of a step (gather_samples), so that these have "
     "to be one microbatch"
 )
 
@@ -90,6 +91,13 @@ class SampleShares:
     group: AxisGroup | None  # of these ranks; None: there is one
     refusal: str = NOT_ALL  # said where a sample does not meet all others
 
+    @classmethod
+    def of(cls, samples: int | None, mesh: Mesh, refusal: str | None = None) -> "SampleShares":
+        """Those of `Batch.together`."""
+        ranks, index = mesh.size(*DATA_AXES), mesh.index(*DATA_AXES)
+        group = axis_group(mesh, "data") if ranks > 1 else None
+        return cls(samples, ranks, index, group, refusal or NOT_ALL)
+
     @cached_property
     def counts(self) -> list[int]:
         """The samples of each rank."""
@@ -101,7 +109,7 @@ class SampleShares:
         self._require_own(x)
         if self.group is None:
             return x
-        return _GatherSamples.apply(x, self.counts, self.group.name)
+        return _GatherSamples.apply(x, self.counts, self.group)
 
     def positions(self, x: Tensor) -> range:
         self._require_own(x)
@@ -117,10 +125,22 @@ class SampleShares:
             )
 
 
-def data_group(mesh: Mesh) -> AxisGroup | None:
-    """The group of the data ranks, for a `SampleShares`; None: there is one. To be kept as long as
-    these are used."""
-    return axis_group(mesh, "data") if mesh.size(*DATA_AXES) > 1 else None
+@dataclass(frozen=True)
+class _Watched(SampleShares):
+    calls: list[Tensor] = field(default_factory=list)
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.calls.append(x)
+        return x
+
+
+@contextmanager
+def watched_gathers(samples: int) -> Iterator[list[Tensor]]:
+    """Yields a list of what is given to `gather_samples` inside, where a loss is tried with this
+    many samples and without other ranks."""
+    shares = _Watched(samples, ranks=1, index=0, group=None)
+    with use_context(replace(current_context(), shares=shares)):
+        yield shares.calls
 
 
 def several_microbatches(sizes: BatchSizes, micro_size: int, ranks: int) -> str | None:
@@ -144,12 +164,12 @@ class _GatherSamples(torch.autograd.Function):
     Messages have equal sizes, so a rank with fewer samples sends rows of zeros after its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Sequence[int], group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], group: AxisGroup) -> Tensor:
         ctx.counts = counts
         ctx.group = group
         ctx.own = len(x)
         most = max(counts)
-        gathered = ops.all_gather(_with_rows(x, most), group)
+        gathered = ops.all_gather(_with_rows(x, most), group.name)
         parts = gathered.split(most)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
@@ -160,7 +180,7 @@ class _GatherSamples(torch.autograd.Function):
         wide = grad if grad.dtype.itemsize >= 4 else grad.float()
         most = max(ctx.counts)
         parts = [_with_rows(part, most) for part in wide.split(list(ctx.counts))]
-        summed = ops.reduce_scatter(torch.cat(parts), ctx.group)
+        summed = ops.reduce_scatter(torch.cat(parts), ctx.group.name)
         return summed[: ctx.own].to(grad.dtype), None, None
 
 

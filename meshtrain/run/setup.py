@@ -24,7 +24,7 @@ from meshtrain.data import (
 )
 from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
-from meshtrain.data.order import describe_ramp
+from meshtrain.data.order import describe_ramp, microbatches
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
 from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
@@ -36,7 +36,8 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
 from meshtrain.modeling.context import context_costs
 from meshtrain.modeling.experts import expert_costs
-from meshtrain.modeling.reference import check_reference
+from meshtrain.modeling.loss_trial import check_microbatches
+from meshtrain.modeling.reference import Reference, build_reference, check_reference
 from meshtrain.optim.lr_schedule import warmup_note
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
@@ -76,6 +77,7 @@ def load_data(config: Config, job: Job) -> OpenData:
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
         check_reference(config, job.say)
+        check_microbatches(config, job.layout, data.train, data.task)
         check_parts(config, job.layout, data)
         held_out = evaluation_set(data, config.train.eval_samples)
         # These read many samples, which are the same on every host.
@@ -144,13 +146,30 @@ def model_of_run(
     config = spec.config
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
-    # A few samples on which the parallelized model is compared with the plain one.
-    sample = None
-    if build.looks_at_sample(config, mesh.layout):
-        with job.collective_check("reading the first samples"):
-            plain = spec_of(config).meta
-            sample = build.short_sample(data, plain, mesh.size("cp"), mesh.size("tp"))
+    sample = _compared_sample(config, mesh, job, data)
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+
+
+def reference_of_run(
+    config: Config, mesh: Mesh, job: Job, data: OpenData, timer: StepTimer
+) -> Reference | None:
+    """The parallelized second model of `train.reference`, with its weights; None: there is none."""
+    if config.train.reference is None:
+        return None
+    sample = _compared_sample(config, mesh, job, data)
+    return build_reference(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+
+
+def _compared_sample(
+    config: Config, mesh: Mesh, job: Job, data: OpenData
+) -> tuple[torch.Tensor | None, ...] | None:
+    """A few samples on which a parallelized model is compared with the plain one; None: it is
+    not."""
+    if not build.looks_at_sample(config, mesh.layout):
+        return None
+    with job.collective_check("reading the first samples"):
+        plain = spec_of(config).meta
+        return build.short_sample(data, plain, mesh.size("cp"), mesh.size("tp"))
 
 
 def readers(
@@ -186,7 +205,15 @@ def readers(
     )
     if held_out is None:
         return batches, None
-    evaluation = EvalBatches(held_out, micro_size=micro_size, rank=rank, ranks=ranks, **reading)
+    # A loss of one's own may compare the samples of a step with each other. So that its evaluation
+    # depends on no layout, samples meet there as they do in a step, where that is one microbatch.
+    together = None
+    largest = config.batch.sizes.largest
+    if spec_of(config).loss is not None and microbatches(largest, micro_size, ranks) == 1:
+        together = largest
+    evaluation = EvalBatches(
+        held_out, micro_size=micro_size, rank=rank, ranks=ranks, together=together, **reading
+    )
     return batches, evaluation
 
 

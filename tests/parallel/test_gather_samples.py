@@ -13,17 +13,12 @@ from meshtrain.errors import AgreedError
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.parallel.gather_samples import SampleShares, data_group, several_microbatches
+from meshtrain.parallel.gather_samples import SampleShares, several_microbatches
 from meshtrain.parallel.step_context import StepContext, use_context
 from tests.comparing import ALONE, same
 from tests.ranks import row
 
 WIDTH = 3
-
-
-def shares_of(mesh: Mesh, samples: int | None, **others: Any) -> SampleShares:
-    ranks, index = mesh.size(*DATA_AXES), mesh.index(*DATA_AXES)
-    return SampleShares(samples, ranks, index, data_group(mesh), **others)
 
 
 def own_rows(x: Tensor, mesh: Mesh) -> Tensor:
@@ -43,7 +38,7 @@ def contrastive_losses(x: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, positions, reduction="none")
 
 
-@pytest.mark.parametrize("shares", [None, SampleShares(5, 1, 0, None)])
+@pytest.mark.parametrize("shares", [None, SampleShares.of(5, ALONE)])
 def test_one_process_has_all_samples(shares: SampleShares | None) -> None:
     x = batch(5)
     with use_context(StepContext(shares=shares)):
@@ -68,7 +63,7 @@ def test_losses_and_gradients_are_those_of_one_process(
     job: Job, axes: dict[str, int], samples: int
 ) -> None:
     mesh = build_mesh(Layout(axes))
-    shares = shares_of(mesh, samples)
+    shares = SampleShares.of(samples, mesh)
 
     whole = batch(samples).requires_grad_()
     expected = contrastive_losses_alone(whole)
@@ -86,7 +81,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 
 def contrastive_losses_alone(x: Tensor) -> Tensor:
-    with use_context(StepContext(shares=shares_of(ALONE, len(x)))):
+    with use_context(StepContext(shares=SampleShares.of(len(x), ALONE))):
         return contrastive_losses(x)
 
 
@@ -95,7 +90,7 @@ def test_a_gradient_is_the_sum_of_what_all_ranks_make_of_a_sample(job: Job) -> N
     """Rank r multiplies sample i by 10^r (i + 1): all of them add up, whichever rank has it."""
     mesh = build_mesh(Layout({"dp_shard": 2}))
     x = torch.ones(1 + job.rank, requires_grad=True)
-    with use_context(StepContext(shares=shares_of(mesh, 3))):
+    with use_context(StepContext(shares=SampleShares.of(3, mesh))):
         factors = 10**job.rank * torch.tensor([1.0, 2.0, 3.0])
         (factors * gather_samples(x)).sum().backward()
     assert x.grad is not None
@@ -106,7 +101,7 @@ def test_a_gradient_is_the_sum_of_what_all_ranks_make_of_a_sample(job: Job) -> N
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float16])
 def test_values_of_any_dtype(job: Job, dtype: torch.dtype) -> None:
     mesh = build_mesh(Layout({"dp_replicate": 3}))
-    shares = shares_of(mesh, 16)
+    shares = SampleShares.of(16, mesh)
     whole = torch.arange(16) % 3
     with use_context(StepContext(shares=shares)):
         found = gather_samples(own_rows(whole, mesh).to(dtype))
@@ -120,7 +115,7 @@ def test_gradients_in_16_bits_are_rounded_once(job: Job) -> None:
     mesh = build_mesh(Layout({"dp_replicate": 3}))
     addend = torch.tensor([1.0, 2.0**-8, 2.0**-8][job.rank], dtype=torch.bfloat16)
     x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    with use_context(StepContext(shares=shares_of(mesh, 3))):
+    with use_context(StepContext(shares=SampleShares.of(3, mesh))):
         (gather_samples(x) * addend).sum().backward()
     assert x.grad is not None
     assert x.grad.item() == 1 + 2.0**-7
@@ -135,7 +130,7 @@ def test_outside_of_a_step_nobody_knows_the_others_samples(job: Job) -> None:
 @pytest.mark.parametrize("x", [torch.zeros(4, 2), torch.zeros(())])
 def test_x_has_a_row_for_each_sample(x: Tensor) -> None:
     with (
-        use_context(StepContext(shares=shares_of(ALONE, 5))),
+        use_context(StepContext(shares=SampleShares.of(5, ALONE))),
         pytest.raises(
             ValueError, match=r"expected a plain tensor with a row for each .* 5 samples"
         ),
@@ -144,7 +139,7 @@ def test_x_has_a_row_for_each_sample(x: Tensor) -> None:
 
 
 def test_a_part_of_a_step_is_refused() -> None:
-    shares = shares_of(ALONE, None, refusal="batch.micro_size=4")
+    shares = SampleShares.of(None, ALONE, "batch.micro_size=4")
     with (
         use_context(StepContext(shares=shares)),
         pytest.raises(AgreedError, match=r"batch\.micro_size=4"),
