@@ -10,7 +10,11 @@ from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from tests.launching import forked, torchrun
 from tests.parity.experiments import Experiment
 
-COMPARED = ("loss", "grad_norm", "eval_loss", "expert_load_max", "experts_idle")
+COMPARED = (
+    *("loss", "grad_norm", "eval_loss", "expert_load_max", "experts_idle"),
+    # of the losses in tools/examples/losses
+    *("absolute_error", "eval_absolute_error", "right", "eval_right"),
+)
 
 
 def train(

@@ -1,8 +1,7 @@
-"""Several labels for each sample, of which some are not known: outputs, targets and weights of one's
-own.
+"""Several labels for each sample, of which some are not known: named outputs and targets, and
+weights.
 
-configs/multi-label.yaml trains it. Targets are named tensors, and a sample counts as many times as
-it has known labels.
+configs/multi-label.yaml trains it. A sample counts as many times as it has known labels.
 """
 
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ llama = model_file("llama")
 Config, Model, check = llama.Config, llama.Model, llama.check
 init_plan, tp_plan, cp_plan = llama.init_plan, llama.tp_plan, llama.cp_plan
 
-LENGTH = 24
-
 
 def loss(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
     """(b, s, v), {"tokens": (b, s), "weights": (b, s)} -> (b,). A token without a target has a loss
@@ -32,10 +30,10 @@ def weight(targets: dict[str, Tensor]) -> Tensor:
 
 class Sums:
     """`n` lines like "17 + 5 = 22.", as bytes: the answer has a loss, and its digits count 1, the
-    full stop 0.25."""
+    full stop 0.25. Zeros fill a line up to `length`."""
 
-    def __init__(self, first: int, n: int) -> None:
-        self.first, self.n = first, n
+    def __init__(self, first: int, n: int, length: int) -> None:
+        self.first, self.n, self.length = first, n, length
 
     def __len__(self) -> int:
         return self.n
@@ -46,8 +44,8 @@ class Sums:
         prompt, answer = f"{a} + {b} =", f" {a + b}."
         text = torch.tensor(list(f"{prompt}{answer}".encode()))
         # As inputs all but the last token, as targets all but the first.
-        tokens, weights = torch.zeros(LENGTH, dtype=torch.int64), torch.zeros(LENGTH)
-        targets = torch.full((LENGTH,), -100)
+        tokens, weights = torch.zeros(self.length, dtype=torch.int64), torch.zeros(self.length)
+        targets = torch.full((self.length,), -100)
         tokens[: len(text) - 1] = text[:-1]
         targets[len(prompt) - 1 : len(text) - 1] = text[len(prompt) :]
         weights[len(prompt) - 1 : len(text) - 2] = 1.0
@@ -57,4 +55,5 @@ class Sums:
 
 def dataset(config: Any, split: str) -> Sums:
     """2,000 lines to train on, and 200 others for validation."""
-    return Sums(0, 2000) if split == "train" else Sums(2000, 200)
+    first, n = (0, 2000) if split == "train" else (2000, 200)
+    return Sums(first, n, config.seq_len)
