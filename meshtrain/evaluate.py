@@ -17,7 +17,7 @@ from meshtrain.data.order import Permutation
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.loss import Field, mean_of
 from meshtrain.mesh import Mesh
-from meshtrain.objective import CrossEntropy, Objective
+from meshtrain.objective import CrossEntropy, Objective, OwnLoss
 from meshtrain.parallel.gather_samples import SampleShares
 from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
@@ -105,6 +105,30 @@ def require_training_targets(samples: Samples, objective: Objective) -> None:
             raise InputError(f"data: {name} {NOTHING_TO_LEARN}")
     if not by_source and not _has_target(samples, objective):
         raise InputError(f"data: {samples.name} {NOTHING_TO_LEARN}")
+
+
+def require_sum_over_tokens(objective: Objective, samples: Samples) -> None:
+    """Raises InputError: with `cp` the weights of the parts of a sequence are added up, and those
+    of the halves of the first sample are not the weight of the whole."""
+    if not isinstance(objective, OwnLoss) or objective.weight is None:
+        return
+    whole = samples.read([(0, 0)], 1).batch()
+    shape = whole.sequence_shape()
+    if shape is None or shape[1] < 2:
+        return
+    half = shape[1] // 2
+    halves = (
+        whole.along_sequence(lambda x, dim: x.narrow(dim, 0, half)),
+        whole.along_sequence(lambda x, dim: x.narrow(dim, half, x.shape[dim] - half)),
+    )
+    total = sum(sum(objective.weights(part)) for part in halves)
+    weight = sum(objective.weights(whole))
+    if not math.isclose(total, weight, rel_tol=1e-4, abs_tol=1e-6):  # float16 is close enough
+        raise InputError(
+            "with cp, a rank has a part of each sequence, and weight(targets) is no sum over "
+            f"tokens: it gives {weight:g} for the first sample and {total:g} for its two halves "
+            "together. Sum over the tokens of the targets, or use cp: 1"
+        )
 
 
 def _has_target(samples: Samples, objective: Objective) -> bool:

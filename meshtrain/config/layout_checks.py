@@ -88,7 +88,7 @@ def check_tuning(draft: ConfigDraft) -> None:
 def check_own_loss(draft: ConfigDraft, sizes: Sizes) -> None:
     """Reports what is wrong with a loss that the model's file defines, and what a layout cannot
     do with it."""
-    name = draft.values["model.name"]
+    name = draft.values.get("model.name", INVALID)
     try:
         own_loss = _own_loss_of(draft)
     except InputError as error:
@@ -105,8 +105,14 @@ def check_own_loss(draft: ConfigDraft, sizes: Sizes) -> None:
 
 def _own_loss_of(draft: ConfigDraft) -> LossFunctions | None:
     """The loss that the model's file defines. Raises InputError: what it defines is none."""
-    name = draft.values["model.name"]
-    return None if name is INVALID else loss_functions(locate.model_file(name))
+    name = draft.values.get("model.name", INVALID)
+    if name is INVALID:
+        return None
+    try:
+        module = locate.model_file(name)
+    except (Exception, SystemExit):  # of any type, which `read_model` has reported
+        return None
+    return loss_functions(module)
 
 
 def _check_patterns(

@@ -27,6 +27,8 @@ from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_
 # names of a layer's index
 NUMBERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")
 
+OWN_TARGETS = "the model's file has a loss of its own, whose targets are known from the data alone"
+
 
 class UntracedError(InputError):
     """The step of this model cannot be traced; the message says why."""
@@ -65,10 +67,7 @@ def batch_of(config: Config) -> Batch:
     """A microbatch before it is split over `cp`: of tokens, or for a classifier of images. Raises
     UntracedError: the model's Config does not give the size of images."""
     if spec_of(config).loss is not None and config.data.source.endswith(".py"):
-        raise UntracedError(
-            f"the loss of {config.model.name} takes targets as {config.data.source} gives them, "
-            "which are known from the data alone"
-        )
+        raise UntracedError(OWN_TARGETS)
     return _batch(
         spec_of(config), config.batch.micro_size, config.data.seq_len, config.data.mask_documents
     )
@@ -78,7 +77,10 @@ def _batch(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Ba
     if "vocab_size" in spec.keys:
         return _batch_of_tokens(spec, size, seq_len, mask_documents)
     settings = spec.config
-    if not hasattr(settings, "image_size") or not hasattr(settings, "in_channels"):
+    has_size = hasattr(settings, "image_size") and hasattr(settings, "in_channels")
+    if not has_size and spec.loss is not None:
+        raise UntracedError(OWN_TARGETS)
+    if not has_size:
         raise UntracedError(
             "a classifier's Config says by image_size and in_channels how large images are: not "
             "this one"

@@ -26,7 +26,12 @@ from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp, microbatches
 from meshtrain.errors import InputError
-from meshtrain.evaluate import evaluation_set, require_targets, require_training_targets
+from meshtrain.evaluate import (
+    evaluation_set,
+    require_sum_over_tokens,
+    require_targets,
+    require_training_targets,
+)
 from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
@@ -79,10 +84,12 @@ def load_data(config: Config, job: Job) -> OpenData:
         check_reference(config, job.say)
         check_microbatches(config, job.layout, data.train, data.task)
         check_parts(config, job.layout, data)
+        objective = build.objective_of(config, data.task)
+        if job.layout.size("cp") > 1:
+            require_sum_over_tokens(objective, data.train)
         held_out = evaluation_set(data, config.train.eval_samples)
         # These read many samples, which are the same on every host.
         if job.rank == 0:
-            objective = build.objective_of(config, data.task)
             require_training_targets(data.train, objective)
             if held_out is not None and config.train.eval_every:
                 require_targets(held_out, objective)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshtrain.config import Config
+from meshtrain.config import Config, spec_of
 from meshtrain.data import open_data, train_batches
-from meshtrain.modeling.build import outputs, plain_model
+from meshtrain.modeling.build import objective_of, outputs, plain_model
 from tests.data.files import write_images, write_lines, write_mnist, write_pair, write_tokens
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -63,7 +63,8 @@ def test_a_config_opens_its_data_and_its_model_takes_it(
             "model.intermediate_size=64",
         ]
     config = Config.load(path, overrides, world_size=1, for_training=True)
-    opened = open_data(config.data, n_outputs=outputs(config), seed=0, say=print)
+    own_loss = spec_of(config).loss is not None
+    opened = open_data(config.data, n_outputs=outputs(config), seed=0, say=print, own_loss=own_loss)
     assert opened.validation is not None
     keys = {
         "seed": 0,
@@ -77,4 +78,7 @@ def test_a_config_opens_its_data_and_its_model_takes_it(
     [[batch]] = train_batches(opened.train, **keys)
     with torch.no_grad():
         logits = plain_model(config).to_empty(device="cpu")(*batch.inputs)
+    if own_loss:
+        assert objective_of(config, opened.task).losses(logits, batch).samples.shape == (2,)
+        return
     assert logits.shape == (*batch.targets.shape, outputs(config))
