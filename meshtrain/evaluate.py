@@ -121,8 +121,8 @@ def require_sum_over_tokens(objective: Objective, samples: Samples) -> None:
         whole.along_sequence(lambda x, dim: x.narrow(dim, 0, half)),
         whole.along_sequence(lambda x, dim: x.narrow(dim, half, x.shape[dim] - half)),
     )
-    total = sum(sum(objective.weights(part)) for part in halves)
-    weight = sum(objective.weights(whole))
+    total = sum(sum(objective.counts(part).weights) for part in halves)
+    weight = sum(objective.counts(whole).weights)
     if not math.isclose(total, weight, rel_tol=1e-4, abs_tol=1e-6):  # float16 is close enough
         raise InputError(
             "with cp, a rank has a part of each sequence, and weight(targets) is no sum over "
@@ -133,7 +133,7 @@ def require_sum_over_tokens(objective: Objective, samples: Samples) -> None:
 
 def _has_target(samples: Samples, objective: Objective) -> bool:
     for index in range(len(samples)):
-        if any(objective.weights(samples.read([(0, index)], 1).batch())):
+        if any(objective.counts(samples.read([(0, index)], 1).batch()).weights):
             return True
     return False
 
@@ -195,8 +195,9 @@ def evaluate(
             for name, values in found.metrics.items():
                 metrics[name] = metrics[name] + values if name in metrics else values
         sums.loss.add_(losses.double().sum())
-        sums.weight.add_(math.fsum(minimized.weights(batch)))
-        sums.targets.add_(minimized.targets(batch))
+        counts = minimized.counts(batch)
+        sums.weight.add_(math.fsum(counts.weights))
+        sums.targets.add_(counts.targets)
         return None
 
     with evaluation_mode(model):

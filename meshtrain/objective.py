@@ -7,7 +7,7 @@ microbatches; what is summed over the ranks is in `loss.py` and `step_sums.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,6 +54,19 @@ TAKEN_BEGINNINGS = (
 )
 
 
+class Counts(NamedTuple):
+    """What a microbatch counts.
+
+    Attributes:
+        weights: of each sample, what it counts in the mean; padding counts 0, or is left out.
+        targets: how many targets have a loss, for what is logged of them; of targets that are no
+            whole numbers, how many samples there are.
+    """
+
+    weights: Sequence[float]
+    targets: int
+
+
 class Losses(NamedTuple):
     """What an objective finds for a microbatch.
 
@@ -81,12 +94,8 @@ class Objective(Protocol):
     asks_head: bool
     counts_correct: bool
 
-    def weights(self, batch: Batch) -> list[float]:
-        """What each sample of a microbatch on the CPU counts in the mean; padding counts 0, or is
-        left out. Raises InputError: the user's own weights are none."""
-
-    def targets(self, batch: Batch) -> int:
-        """How many targets of a microbatch on the CPU have a loss, for what is logged of them."""
+    def counts(self, batch: Batch) -> Counts:
+        """Of a microbatch on the CPU. Raises InputError: the user's own weights are none."""
 
     def losses(
         self,
@@ -107,11 +116,9 @@ class CrossEntropy:
         self.counts_correct = counts_correct
         self.asks_head = not counts_correct
 
-    def weights(self, batch: Batch) -> list[float]:
-        return _valid(batch.targets).tolist()
-
-    def targets(self, batch: Batch) -> int:
-        return int(_valid(batch.targets).sum())
+    def counts(self, batch: Batch) -> Counts:
+        valid = _valid(batch.targets)
+        return Counts(valid, sum(valid))
 
     def losses(
         self,
@@ -132,9 +139,11 @@ class CrossEntropy:
         return Losses(losses, {}, correct)
 
 
-def _valid(targets: Tensor) -> Tensor:
-    """(b,): the number of each sample's targets that have a loss."""
-    return (targets != IGNORE).reshape(len(targets), -1).sum(1)
+def _valid(targets: Tensor) -> list[int]:
+    """The number of each sample's targets that have a loss."""
+    valid = targets != IGNORE
+    elements = math.prod(targets.shape[1:])  # also where there is no sample
+    return valid.reshape(len(targets), elements).sum(1).tolist()
 
 
 class OwnLoss:
@@ -171,13 +180,20 @@ class OwnLoss:
 
     # What samples count --------------------------------------------------------------------------
 
-    def weights(self, batch: Batch) -> list[float]:
-        if batch.real == 0:
-            return []
+    def counts(self, batch: Batch) -> Counts:
         targets = _first(batch.targets, batch.real)
-        if self.weight is None:
-            return self._by_default(targets, batch.real)
-        weights = self.weight(targets)
+        by_default = self._by_default(targets, batch.real)
+        weights: Sequence[float] = by_default
+        if self.weight is not None and batch.real > 0:
+            weights = self._own_weights(self.weight(targets), batch)
+        return Counts(weights, sum(by_default))
+
+    def _by_default(self, targets: Any, real: int) -> list[int]:
+        if isinstance(targets, Tensor) and _is_whole(targets):
+            return _valid(targets)
+        return [1 if self.first_part else 0] * real
+
+    def _own_weights(self, weights: Any, batch: Batch) -> list[float]:
         _require_numbers("weight(targets)", weights, batch.real)
         numbers = weights.double().tolist()
         for row, number in enumerate(numbers):
@@ -187,15 +203,6 @@ class OwnLoss:
                     "number that is not negative, 0 for a sample that does not count"
                 )
         return numbers
-
-    def _by_default(self, targets: Any, real: int) -> list[float]:
-        if isinstance(targets, Tensor) and _is_whole(targets):
-            return _valid(targets).tolist()
-        return [1.0 if self.first_part else 0.0] * real
-
-    def targets(self, batch: Batch) -> int:
-        targets = _first(batch.targets, batch.real)
-        return int(sum(self._by_default(targets, batch.real)))
 
     # The loss ------------------------------------------------------------------------------------
 
@@ -281,22 +288,22 @@ def _require_free(names: list[str]) -> None:
 
 def _require_numbers(what: str, values: Any, real: int) -> None:
     """Raises InputError: these are not one number for each sample."""
+    remedy = ""
     if not isinstance(values, Tensor):
         found = f"a {type(values).__name__}"
     elif isinstance(values, DTensor):
         found = f"a DTensor {tuple(values.shape)}, made of parts of the logits"
+        remedy = ": use meshtrain.loss.full(outputs), token_losses or log_probs"
     elif values.shape != (real,):
         found = f"a tensor {tuple(values.shape)}"
+        remedy = ": sum over all dims but the first"
     elif values.is_complex():
         found = f"a tensor of {values.dtype}"
     else:
         return
-    remedy = "sum over all other dims"
-    if isinstance(values, DTensor):
-        remedy = "use meshtrain.loss.full(outputs), token_losses or log_probs"
     raise InputError(
         f"{what} is {found}: expected a tensor ({real},), one number for each sample of the "
-        f"microbatch: {remedy} (docs/losses.md)"
+        f"microbatch{remedy} (docs/losses.md)"
     )
 
 

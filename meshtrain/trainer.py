@@ -198,8 +198,9 @@ class Trainer:
         weights: list[float] = []
         targets = 0
         for batch in microbatches:
-            weights += self.objective.weights(batch)
-            targets += self.objective.targets(batch)
+            counts = self.objective.counts(batch)
+            weights += counts.weights
+            targets += counts.targets
         # Starts its all-reduce, which the first forward hides.
         count = GlobalCount(math.fsum(weights), self.mesh, self.device)
         # The head may add up its weight's gradient over the microbatches in float32. FSDP wants it

@@ -64,7 +64,7 @@ class CustomSamples(Samples):
         if self.own_loss:
             target, problem = _any_target(target)
         elif isinstance(target, Mapping):
-            problem = f"its target is a dict, and {NEEDS_LOSS}"
+            problem = f"its target is a dict: {WHOLE_OR_LOSS}"
         else:
             target = torch.as_tensor(target)
             problem = _problem(inputs, target)
@@ -111,9 +111,9 @@ class CustomSamples(Samples):
             raise outside_vocabulary(place, int(tokens[wrong][0]), self.vocab_size, None)
 
 
-NEEDS_LOSS = (
-    "the cross entropy takes whole numbers: define `loss(outputs, targets)` in the model's file, "
-    "which takes targets of any kind (docs/losses.md)"
+WHOLE_OR_LOSS = (
+    "expected whole numbers, or a `loss(outputs, targets)` in the model's file, which takes targets "
+    "of any kind (docs/losses.md)"
 )
 
 
@@ -141,7 +141,7 @@ def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str
     if target.is_floating_point():
         broken = target[target != target.round()]
         if len(broken):
-            return f"its target holds {float(broken[0])}, and {NEEDS_LOSS}"
+            return f"its target holds {float(broken[0])}: {WHOLE_OR_LOSS}"
     if target.ndim == 1 and any(x is not None and x.ndim == 0 for x in inputs):
         return (
             f"its inputs are {len(inputs)} numbers: expected a tensor of tokens, and not a list of "

@@ -14,6 +14,7 @@ from meshtrain.data.batch import LossTargets
 from meshtrain.data.prepare import loss_share
 from meshtrain.errors import InputError
 from meshtrain.evaluate import require_training_targets
+from meshtrain.objective import CrossEntropy
 from meshtrain.run.setup import loss_lines
 from meshtrain.run.step_logger import StepLogger
 from tests.data.conftest import Opener
@@ -33,7 +34,7 @@ def test_targets_are_those_of_whole_samples(opened: Opener, tmp_path: Path) -> N
         "and not the two of the last tokens"
     )
     assert list(loss_lines(data)) == ["training: 5 of 8 targets have a loss (62.5 %)"]
-    require_training_targets(data.train)
+    require_training_targets(data.train, CrossEntropy(counts_correct=False))
 
 
 def test_text_has_a_loss_everywhere_and_nothing_is_said(opened: Opener, tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_answers_beyond_the_last_sample_are_none(opened: Opener, tmp_path: Path)
     data = of_lines(opened, tmp_path, {"prompt": 9 * "p", "completion": "c"})
     assert data.train.loss_targets() == {"training": LossTargets(8, 0)}
     with pytest.raises(InputError, match="data: training has no target with a loss"):
-        require_training_targets(data.train)
+        require_training_targets(data.train, CrossEntropy(counts_correct=False))
 
 
 def test_the_share_of_a_prepared_folder(opened: Opener, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_steps_without_a_target_with_a_loss_are_said(valid: list[int], said: lis
     logger.steps, logger.tokens, logger._empty = len(valid), 0, 0
     logger.job, logger._metrics = SimpleNamespace(rank=0), SimpleNamespace(say=lines.append)
     for step, count in enumerate(valid, 1):
-        logger._count_empty(SimpleNamespace(step=step, num_valid_tokens=count))
+        logger._count_empty(SimpleNamespace(step=step, weight=count))
         logger.tokens += count
     assert [line.split(" had a loss")[0] for line in lines] == [
         f"no target of the steps {steps}" for steps in said

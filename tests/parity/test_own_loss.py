@@ -7,7 +7,13 @@ import pytest
 
 from meshtrain.job.process import Job
 from tests import ranks
-from tests.parity.experiments import Experiment
+from tests.parity.experiments import (
+    QUICKSTART,
+    SMALL,
+    Experiment,
+    overrides_of,
+    write_ragged,
+)
 from tests.parity.runs import assert_parity
 
 # 14 samples: neither 3 ranks nor microbatches of 4 divide them.
@@ -58,12 +64,52 @@ OF_TOKENS = (
 )
 
 
+OF_FOUR = (
+    (4, "{dp_replicate: 2, dp_shard: 2}", ("parallel.recompute=full",)),
+    (4, "{pp: 2, tp: 2}", ("pipeline.schedule=gpipe",)),
+)
+# Terms that experts attach are divided by the same weights; prompts without a loss leave many
+# samples without one.
+OF_EXPERTS = (
+    (2, "{dp_shard: 2}", ("batch.micro_size=4",)),
+    (2, "{tp: 2}", ()),
+    (2, "{cp: 2}", ()),
+    (2, "{pp: 2}", ()),
+    (3, "{dp_replicate: 3}", ("batch.micro_size=3",)),
+)
+
+
+def experts(folder: Path) -> Experiment:
+    data = write_ragged(folder / "ragged.jsonl")
+    keys = (
+        *SMALL,
+        *overrides_of("qwen3_moe"),
+        "model.name=tests/models/own_loss.py",
+        "data.source=jsonl",
+        f"data.path={data}",
+        f"data.cache={folder / 'cache'}",
+        "data.validation=0.03",
+        *EXACT,
+    )
+    return Experiment("experts with a loss of their own", QUICKSTART, keys, 1e-9, 0.97)
+
+
 def cells() -> list:
     rows = [(*layout, name) for name in EXAMPLES for layout in LAYOUTS]
     rows += [(*layout, "weighted-tokens") for layout in OF_TOKENS]
     rows.append((2, "{cp: 2}", (), "padded"))
+    rows += [(*layout, "experts") for layout in OF_EXPERTS]
+    # The promise needs few of them; the others are for `make test-all`.
+    rows += [(*layout, name) for name in EXAMPLES for layout in OF_FOUR]
     return [
-        ranks.row(world, layout, more, name, name=f"{name} {layout} {' '.join(more)}".strip())
+        ranks.row(
+            world,
+            layout,
+            more,
+            name,
+            name=f"{name} {layout} {' '.join(more)}".strip(),
+            slow=world == 4,
+        )
         for world, layout, more, name in rows
     ]
 
@@ -72,5 +118,5 @@ def cells() -> list:
 def test_same_curve_as_one_process(
     job: Job, layout: str, more: tuple[str, ...], name: str, shared_path: Path, session_path: Path
 ) -> None:
-    experiment = EXPERIMENTS[name]
+    experiment = EXPERIMENTS.get(name) or experts(session_path)
     assert_parity(job, experiment, [*more, f"layout={layout}"], shared_path, session_path)
