@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import meshtrain.train
-from meshtrain.config import Config
-from meshtrain.errors import InputError
 from meshtrain.job.process import Job
 from tests import ranks
 from tests.parity.experiments import Experiment
