@@ -12,8 +12,9 @@ from torch import Tensor
 from meshtrain.config.own_loss import loss_functions
 from meshtrain.data.batch import Batch
 from meshtrain.errors import InputError
-from meshtrain.loss import Field
+from meshtrain.loss import Field, GlobalCount, mean_of
 from meshtrain.objective import CrossEntropy, OwnLoss
+from tests.comparing import ALONE, CPU
 
 NAN, INF = math.nan, math.inf
 
@@ -137,6 +138,12 @@ def test_the_default_weight(targets: Any, weights: list[float]) -> None:
     counts_tokens = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)
     other = OwnLoss(squares, None, first_part=False).counts(batch_of(targets))
     assert other.weights == (weights if counts_tokens else [0, 0, 0])
+
+
+def test_a_sum_of_weights_below_1_is_a_divisor_too() -> None:
+    for total, mean in ((0.25, 8.0), (2.0, 1.0), (0.0, 2.0)):
+        count = GlobalCount(total, ALONE, CPU)
+        assert count.mean(torch.tensor(2.0)) == mean == mean_of(2.0, total)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,23 @@ import pytest
 import torch
 
 import meshtrain.run.results
+from meshtrain.checkpoint.weights import load_weights
 from meshtrain.config import Config
 from meshtrain.config.errors import ConfigErrors
 from meshtrain.data import open_data
+from meshtrain.data.order import batch_samples
 from meshtrain.errors import InputError
 from meshtrain.evaluate import require_sum_over_tokens
 from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import join
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.build import objective_of
 from meshtrain.objective import OwnLoss
 from meshtrain.train import run
 from tests.comparing import CPU
+from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
 EXAMPLES = Path(__file__).parents[1] / "tools" / "examples" / "losses"
@@ -50,6 +54,28 @@ def regression(folder: Path, code: str) -> tuple[str, ...]:
     path = folder / "mine.py"
     path.write_text((EXAMPLES / "regression.py").read_text() + "\n\n" + code)
     return (f"model.name={path}", f"data.source={path}", *QUICK)
+
+
+def test_a_step_is_what_torch_computes(tmp_path: Path) -> None:
+    """The loss and the gradient by hand: one sum over the batch, divided by the sum of its
+    weights."""
+    code = "def weight(targets):\n    return 0.1 * targets[:, 1].square()\n"
+    keys = (*regression(tmp_path, code), "train.precision=float64", "optimizer.lr=1e-30")
+    row = train(REGRESSION, tmp_path / "run", *keys, "train.steps=1", "optimizer.min_lr=0")[0]
+
+    example = model_file(str(tmp_path / "mine.py"))
+    model = example.Model(example.Config()).double()
+    load_weights(tmp_path / "run", model)
+    data = example.dataset(None, "train")
+    samples = [data[i] for i in batch_samples(0, 0, 32, len(data))]
+    inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
+    sums, metrics = example.loss(model(inputs.double()), targets)
+    loss = sums.sum() / example.weight(targets).double().sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    absolute, counts = metrics["absolute_error"]
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert row["grad_norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), 1e-12)
+    assert row["absolute_error"] == pytest.approx((absolute.sum() / counts.sum()).item(), rel=1e-12)
 
 
 def test_a_step_of_samples_that_count_nothing_is_no_update(tmp_path: Path) -> None:
@@ -162,6 +188,24 @@ def test_classes_have_an_accuracy_and_other_targets_none(tmp_path: Path) -> None
     assert "accuracy" in rows[-1]
     others = train(REGRESSION, tmp_path / "regression", *QUICK)
     assert not others[-1].keys() & {"accuracy", "perplexity", "bits_per_byte"}
+
+
+def test_the_command_evaluates_with_the_same_loss(tmp_path: Path) -> None:
+    rows = train(REGRESSION, tmp_path / "run", *QUICK, "train.precision=float64")
+    evaluate = ("-m", "meshtrain.cli", "eval", tmp_path / "run", "--validation", "--json")
+    named = ("--model", "tools/examples/losses/regression.py")
+    for processes, layout in ((1, "{}"), (2, "{tp: 2}"), (2, "{dp_shard: 2}")):
+        done = forked(processes, *evaluate, *named, "--layout", layout).check()
+        numbers = json.loads(done.out)["validation"]
+        assert numbers.keys() == {"eval_loss", "eval_absolute_error"}
+        for name, value in numbers.items():
+            assert value == pytest.approx(rows[-1][name], rel=1e-9)
+    # A file that only the checkpoint names is not run.
+    copied = tmp_path / "copied.py"
+    copied.write_text((EXAMPLES / "regression.py").read_text())
+    refused = forked(1, *evaluate, "--model", copied)
+    assert refused.status == 2
+    assert "--data FILE.py says which file may be" in refused.err
 
 
 @pytest.mark.parametrize(

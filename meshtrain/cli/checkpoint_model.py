@@ -55,9 +55,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Config, Job, Mesh]]":
-    """The parallelized model of `add_model_arguments`, with its weights. Raises SystemExit: the
-    input is wrong."""
+def opened_model(
+    options: argparse.Namespace, reads_text: bool = True
+) -> "Iterator[tuple[nn.Module, Config, Job, Mesh]]":
+    """The parallelized model of `add_model_arguments`, with its weights. `reads_text`: it will get
+    texts of any length, with padding. Raises SystemExit: the input is wrong."""
     from meshtrain.job.watchdog.watchdog import start  # torch comes only now
     from meshtrain.mesh import build_mesh
     from meshtrain.modeling.build import build_model
@@ -65,7 +67,7 @@ def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Conf
 
     with start() as job:
         with job.collective_check("reading the checkpoint"):
-            config = read_config(options, job.world_size, job.device.type)
+            config = read_config(options, job.world_size, job.device.type, reads_text)
         names, counts = job.hosts()
         assert config.resolved is not None  # it was loaded for this number of processes
         job.layout = config.resolved.on_hosts(counts, names)
@@ -74,7 +76,9 @@ def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Conf
         yield build_model(config, mesh, job.device), config, job, mesh
 
 
-def read_config(options: argparse.Namespace, world_size: int, device: str) -> "Config":
+def read_config(
+    options: argparse.Namespace, world_size: int, device: str, reads_text: bool = True
+) -> "Config":
     """The config of the run that wrote a checkpoint, with this job's layout and the checkpoint's
     weights."""
     from meshtrain.checkpoint.directory import read_manifest, require_checkpoint
@@ -95,6 +99,8 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     ]
     if options.model is not None:
         overrides.append(f"model.name={json.dumps(options.model)}")
+    if getattr(options, "validation", False):
+        overrides += _data_file(options, manifest.section("data").get("source"))
     if options.precision is not None:
         overrides.append(f"train.precision={options.precision}")
     with tempfile.TemporaryDirectory() as folder:
@@ -104,13 +110,27 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
         written = {**without_removed(manifest.config), "model": one_form(manifest.section("model"))}
         path.write_text(json.dumps(written))
         config = Config.load(str(path), overrides, world_size=world_size, device=device)
-    if spec_of(config).plan("cp_plan") is None:
+    if reads_text and spec_of(config).plan("cp_plan") is None:
         raise InputError(
             f"the model {config.model.name} has no cp_plan, by which it says that its attention "
             "takes what it must know of the tokens from an AttentionContext: padding and a cache "
             "are not for it (docs/context-parallel.md)"
         )
     return config
+
+
+def _data_file(options: argparse.Namespace, source: object) -> list[str]:
+    """The override that names the run's own data file. Raises InputError: nobody but the checkpoint
+    has named it."""
+    if options.data is not None:
+        return [f"data.source={json.dumps(options.data)}"]
+    is_model = isinstance(source, str) and source == options.model
+    if isinstance(source, str) and source.endswith(".py") and not is_model:
+        raise InputError(
+            f"the run's data are of the file {source!r}, and a file that a checkpoint names is not "
+            "run: --data FILE.py says which file may be"
+        )
+    return []
 
 
 def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":

@@ -1,6 +1,6 @@
 """`meshtrain eval CHECKPOINT`: scores of a checkpoint's model on any layout: tasks of
-lm-evaluation-harness (`--tasks`, https://github.com/EleutherAI/lm-evaluation-harness), and the
-perplexity of files (`--files`).
+lm-evaluation-harness (`--tasks`, https://github.com/EleutherAI/lm-evaluation-harness), the
+perplexity of files (`--files`), and the loss of the run's validation data (`--validation`).
 """
 
 import argparse
@@ -8,10 +8,17 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli.checkpoint_model import add_model_arguments, ids_of, opened_model, tokenizer_of
 from meshtrain.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshtrain.config import Config
+    from meshtrain.job.process import Job
+    from meshtrain.mesh import Mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,32 +40,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="text files to measure the perplexity of",
     )
+    parser.add_argument(
+        "--validation",
+        action="store_true",
+        help="measure the loss of the run's validation data, as its evaluations do",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FILE.py",
+        help="with --validation: the run's own data file, if it has one; it is executed",
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences per forward (8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> None:
-    if (not options.tasks and not options.files) or options.batch < 1:
+    scores_text = bool(options.tasks or options.files)
+    if not (scores_text or options.validation) or options.batch < 1:
         raise InputError(
-            "name what to measure, with --tasks or --files, and a --batch of at least 1"
+            "name what to measure, with --tasks, --files or --validation, and a --batch of at "
+            "least 1"
         )
     texts = {name: _text(name) for name in options.files}
 
     from meshtrain.run.scoring import Scorer  # torch comes only now
 
-    with opened_model(options) as (model, config, job, _):
-        scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
-        tokenizer = tokenizer_of(config, options.tokenizer)
+    with opened_model(options, scores_text) as (model, config, job, mesh):
         scores: dict[str, Any] = {}
-        for name, text in texts.items():
-            tokens = ids_of(text, tokenizer, config, plain=True)
-            scores[name] = _perplexity(scorer, tokens, text)
-        if options.tasks:
-            scores |= _tasks(options, scorer, tokenizer)
+        if options.validation:
+            scores["validation"] = _validation(model, config, job, mesh)
+        if scores_text:
+            scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
+            tokenizer = tokenizer_of(config, options.tokenizer)
+            for name, text in texts.items():
+                tokens = ids_of(text, tokenizer, config, plain=True)
+                scores[name] = _perplexity(scorer, tokens, text)
+            if options.tasks:
+                scores |= _tasks(options, scorer, tokenizer)
 
         if job.rank == 0:
             lines = [json.dumps(scores)] if options.json else _lines(scores)
             print("\n".join(lines), flush=True)
+
+
+def _validation(model: "nn.Module", config: "Config", job: "Job", mesh: "Mesh") -> dict[str, float]:
+    """The numbers of an evaluation of the run, by its loss."""
+    from meshtrain.evaluate import evaluate, evaluation_set
+    from meshtrain.modeling.build import objective_of
+    from meshtrain.parallel.mixed_precision import compute_dtype
+    from meshtrain.run.setup import load_data, readers
+
+    data = load_data(config, job)
+    held_out = evaluation_set(data, config.train.eval_samples)
+    if held_out is None:
+        raise InputError("--validation: the run holds nothing out (data.validation is 0)")
+    _, batches = readers(config, mesh, data, held_out, first_step=0, steps=0)
+    assert batches is not None
+    objective = objective_of(config, data.task, mesh)
+    dtype = compute_dtype(config.train.precision)
+    result = evaluate(model, batches, mesh, job.device, dtype, objective)
+    return result.numbers(data.task, data.bytes_per_target)
 
 
 def _text(name: str) -> str:

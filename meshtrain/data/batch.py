@@ -88,14 +88,18 @@ class Batch:
         tensors = {name: None if x is None else function(x) for name, x in self.tensors.items()}
         return replace(self, tensors=tensors, targets=each_target(function, self.targets))
 
-    def along_sequence(self, function: Callable[[Tensor, int], Tensor]) -> "Batch":
+    def along_sequence(
+        self,
+        function: Callable[[Tensor, int], Tensor],
+        of_targets: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> "Batch":
         """The batch with `function(tensor, sequence dim)` applied to each tensor that has a
-        sequence dim."""
+        sequence dim. `of_targets`: for targets; None: the same."""
         shape = self.sequence_shape()
         if shape is None:
             return self
 
-        def changed(name: str, x: Input) -> Any:
+        def changed(name: str, x: Input, change: Callable[[Tensor, int], Tensor]) -> Any:
             if not isinstance(x, Tensor):
                 return x
             dim = SEQUENCE_DIM.get(name)
@@ -105,10 +109,10 @@ class Batch:
                 dim = 1
             if dim is None or dim >= x.ndim or x.shape[dim] != shape[-1]:
                 return x
-            return function(x, dim)
+            return change(x, dim)
 
-        tensors = {name: changed(name, x) for name, x in self.tensors.items()}
-        targets = each_target(lambda x: changed("targets", x), self.targets)
+        tensors = {name: changed(name, x, function) for name, x in self.tensors.items()}
+        targets = each_target(lambda x: changed("targets", x, of_targets or function), self.targets)
         return replace(self, tensors=tensors, targets=targets)
 
     def sequence_shape(self) -> torch.Size | None:

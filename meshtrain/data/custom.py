@@ -112,8 +112,8 @@ class CustomSamples(Samples):
 
 
 WHOLE_OR_LOSS = (
-    "expected whole numbers, or a `loss(outputs, targets)` in the model's file, which takes targets "
-    "of any kind (docs/losses.md)"
+    "expected whole numbers, or a `loss(outputs, targets)` in the model's file, which takes "
+    "targets of any kind (docs/losses.md)"
 )
 
 

@@ -170,7 +170,8 @@ def sample_flops(
             with calls or nullcontext():
                 output = functional_call(model, state, on_meta)
             ends = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-            torch.autograd.grad(sum(x.sum() for x in ends), trained, allow_unused=True)
+            ones = [torch.ones_like(x) for x in ends]
+            torch.autograd.grad(ends, trained, ones, allow_unused=True)
         except Exception as error:  # any error of a model that reads values of a tensor
             return None, f"model FLOPs not known, so no MFU: {why_not(error)}"
     size = _batch_size(inputs)

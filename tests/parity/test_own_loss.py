@@ -77,6 +77,15 @@ OF_EXPERTS = (
     (2, "{pp: 2}", ()),
     (3, "{dp_replicate: 3}", ("batch.micro_size=3",)),
 )
+# The default weight, 1 for a sample, counts once, though each rank of `cp` has a part of it.
+EXPERIMENTS["samples"] = replace(
+    EXPERIMENTS["weighted-tokens"],
+    name="samples",
+    overrides=(
+        *EXPERIMENTS["weighted-tokens"].overrides,
+        "model.name=tests/models/own_loss_of_samples.py",
+    ),
+)
 
 
 def experts(folder: Path) -> Experiment:
@@ -97,7 +106,7 @@ def experts(folder: Path) -> Experiment:
 def cells() -> list:
     rows = [(*layout, name) for name in EXAMPLES for layout in LAYOUTS]
     rows += [(*layout, "weighted-tokens") for layout in OF_TOKENS]
-    rows.append((2, "{cp: 2}", (), "padded"))
+    rows += [(2, "{cp: 2}", (), "padded"), (2, "{cp: 2}", (), "samples")]
     rows += [(*layout, "experts") for layout in OF_EXPERTS]
     # The promise needs few of them; the others are for `make test-all`.
     rows += [(*layout, name) for name in EXAMPLES for layout in OF_FOUR]

@@ -131,16 +131,16 @@ class ContextParallel:
         )
 
         tokens = own.clamp(max=length - 1)  # padding repeats the last one
-        targets = target_tensors(batch.targets)
 
         def part_of(x: Tensor, dim: int) -> Tensor:
-            part = x.index_select(dim, tokens)
-            if any(x is target for target in targets):
-                is_padding = (own >= length).view(-1, *[1] * (x.ndim - 2))
-                part.masked_fill_(is_padding, IGNORE if x.dtype == torch.int64 else 0)
-            return part
+            return x.index_select(dim, tokens)
 
-        local = batch.along_sequence(part_of)
+        def part_of_target(x: Tensor, dim: int) -> Tensor:
+            is_padding = (own >= length).view(-1, *[1] * (x.ndim - 2))
+            ignored = IGNORE if x.dtype == torch.int64 else 0
+            return part_of(x, dim).masked_fill_(is_padding, ignored)
+
+        local = batch.along_sequence(part_of, part_of_target)
         tensors = dict(local.tensors)
         if tensors.get("positions") is None:  # the model would count from 0
             tensors["positions"] = tokens.expand(batch.rows, -1).contiguous()
