@@ -133,6 +133,8 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path) -> None:
     epochs = [manifest["books"]["epoch"] for manifest in manifests]
     assert epochs[0] == epochs[1]
     assert epochs[0]["weight"] != epochs[0]["targets"] == 4 * 32
+    mean = epochs[0]["loss"] / epochs[0]["weight"]
+    assert min(row["loss"] for row in whole) < mean < max(row["loss"] for row in whole)
 
 
 def test_tokens_of_a_corpus_with_the_cross_entropy_in_the_file(

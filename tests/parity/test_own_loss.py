@@ -60,6 +60,7 @@ LAYOUTS = (
 OF_TOKENS = (
     (2, "{cp: 2}", ()),
     (2, "{tp: 2}", ("parallel.sequence_parallel=false",)),
+    (2, "{dp_shard: 2}", ("parallel.compile=true",)),
     (2, "{pp: 2}", ("pipeline.schedule=zbv", "batch.micro_size=3")),
 )
 
