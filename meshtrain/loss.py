@@ -119,7 +119,9 @@ def sample_losses(
         InputError: as `token_losses`, for instance because the model returned something else.
     """
     losses = token_losses(logits, targets, label_smoothing, z_loss)
-    return losses.view(targets.shape[0], -1).sum(1)
+    if losses.dim() == 1:  # of a classifier, one target of each sample
+        return losses
+    return losses.flatten(1).sum(1)
 
 
 def _require_logits(output: Any, targets: Tensor) -> None:

@@ -8,12 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshtrain.config.own_loss import loss_functions
 from meshtrain.data.batch import Batch
 from meshtrain.errors import InputError
-from meshtrain.loss import Field, GlobalCount, mean_of
+from meshtrain.job.process import Job
+from meshtrain.layout import Layout
+from meshtrain.loss import Field, GlobalCount, full, mean_of
+from meshtrain.mesh import build_mesh
 from meshtrain.objective import CrossEntropy, OwnLoss
+from meshtrain.parallel.collectives import axis_group
 from tests.comparing import ALONE, CPU
 
 NAN, INF = math.nan, math.inf
@@ -194,6 +199,28 @@ def test_what_a_loss_returns_is_refused(returned: Any, says: str) -> None:
     with pytest.raises(InputError) as raised:
         own.losses(torch.zeros(2, 2), batch_of(torch.zeros(2, 2)))
     assert says in str(raised.value)
+
+
+@pytest.mark.ranks(2)
+def test_sums_made_of_parts_of_logits_are_refused(job: Job) -> None:
+    """They are DTensors; `full` and `token_losses` make plain ones of them."""
+    mesh = build_mesh(Layout({"tp": 2}))
+    group = axis_group(mesh, "tp")  # as a model that is split keeps it
+    logits = torch.arange(12.0).view(3, 4)
+    split = DTensor.from_local(logits.chunk(2, 1)[job.rank].clone(), mesh.submesh("tp"), [Shard(1)])
+    batch = batch_of(torch.tensor([0, 3, -100]), 2)
+
+    with pytest.raises(InputError, match=r"a DTensor \(2,\).*use meshtrain.loss.full"):
+        OwnLoss(lambda outputs, targets: outputs.sum(1), None).losses(split, batch)
+
+    whole = OwnLoss(lambda outputs, targets: full(outputs).sum(1), None).losses(split, batch)
+    assert whole.samples.tolist() == logits.sum(1)[:2].tolist()
+
+    # What mixes both kinds fails in torch; the error says more.
+    with pytest.raises(RuntimeError) as raised:
+        OwnLoss(lambda outputs, targets: outputs.sum(1) + targets, None).losses(split, batch)
+    assert "meshtrain.loss.full(outputs)" in raised.value.__notes__[0]
+    assert group.size == 2
 
 
 def test_metrics_are_sums_and_counts_under_the_same_names() -> None:

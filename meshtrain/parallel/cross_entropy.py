@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from meshtrain.data.batch import IGNORE
@@ -176,8 +175,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable  # the gradient is a number here, of which nothing is known
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if torch.is_grad_enabled():  # the forward has made the gradient, without a graph
+            raise RuntimeError(
+                "the loss of logits that are split over tp has no second derivative: call backward "
+                "without create_graph, or train with tp: 1"
+            )
         gradient, targets = ctx.saved_tensors
         of_logits = gradient * torch.where(targets != IGNORE, grad, 0.0)[:, None]
         return of_logits, None, None, None, None
@@ -186,10 +189,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits: DTensor, targets: Tensor, options: LossOptions) -> Tensor:
     """The loss of each token: logits (..., v) split over v, targets (n,) -> (n,), the same on each
     rank."""
+    axis = axis_group_of(logits)
     part = _part_of(logits)
     wide = part.float() if part.dtype.itemsize < 4 else part
     return VocabParallelCrossEntropy.apply(
-        wide.flatten(0, -2), targets, logits.shape[-1], axis_group_of(logits).name, options
+        wide.flatten(0, -2), targets, logits.shape[-1], axis.name, options
     )
 
 
@@ -216,14 +220,16 @@ def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
     process with the same ranks."""
     if not isinstance(logits, DTensor):
         return logits[position]
+    axis = axis_group_of(logits)
     part = _part_of(logits).detach()[position]
-    return gather_features(part, logits.shape[-1], axis_group_of(logits))
+    return gather_features(part, logits.shape[-1], axis)
 
 
 def full_logits(logits: DTensor) -> Tensor:
     """The full logits (..., v) on each rank. Their gradient, the same on each rank, is that of the
     whole: each rank takes its part of it."""
-    return gather_features(_part_of(logits), logits.shape[-1], axis_group_of(logits))
+    axis = axis_group_of(logits)
+    return gather_features(_part_of(logits), logits.shape[-1], axis)
 
 
 def _part_of(logits: DTensor) -> Tensor:

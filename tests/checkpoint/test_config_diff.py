@@ -34,6 +34,7 @@ THEN: dict[str, Any] = {
         "steps": 100,
         "seed": 0,
         "precision": "float32",
+        "z_loss": 0.0,
         "output": "runs/a",
         "time_limit": None,
     },

@@ -18,7 +18,7 @@ from meshtrain.evaluate import evaluate
 from meshtrain.loss import sample_losses
 from meshtrain.modeling import build
 from meshtrain.parallel import linear_cross_entropy
-from meshtrain.parallel.cross_entropy import losses_and_gradient
+from meshtrain.parallel.cross_entropy import CROSS_ENTROPY, LossOptions, losses_and_gradient
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import (
@@ -62,16 +62,25 @@ def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tens
 
 
 def request(
-    targets: Tensor, factor: float | None = 1.0, total: WeightGradSum | None = None
+    targets: Tensor,
+    factor: float | None = 1.0,
+    total: WeightGradSum | None = None,
+    options: LossOptions = CROSS_ENTROPY,
 ) -> LossRequest:
     wide = None if factor is None else partial(torch.tensor, factor, dtype=torch.float64)
-    return LossRequest(lambda: targets, wide, total)
+    return LossRequest(lambda: targets, wide, total, options)
 
 
-def fused(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0) -> LossRequest:
+def fused(
+    x: Tensor,
+    layer: nn.Linear,
+    targets: Tensor,
+    factor: float = 1.0,
+    options: LossOptions = CROSS_ENTROPY,
+) -> LossRequest:
     """Forward and backward of the loss without logits."""
     fuse_loss(layer, compiled=False)
-    with request_loss(request(targets, factor)) as answered:
+    with request_loss(request(targets, factor, options=options)) as answered:
         output = layer(input=x)
     output.backward()
     assert answered.losses_of(output) is not None
@@ -79,10 +88,14 @@ def fused(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0) -> 
 
 
 def with_logits(
-    x: Tensor, layer: nn.Linear, targets: Tensor, factor: float = 1.0
+    x: Tensor,
+    layer: nn.Linear,
+    targets: Tensor,
+    factor: float = 1.0,
+    options: LossOptions = CROSS_ENTROPY,
 ) -> tuple[Tensor, list[Any]]:
     """Losses, and gradients of the input and the weight, which are taken away."""
-    losses = sample_losses(layer(x), targets)
+    losses = sample_losses(layer(x), targets, options.label_smoothing, options.z_loss)
     (losses.sum() * factor).backward()
     return losses.detach(), gradients(x, layer.weight)
 
@@ -101,7 +114,10 @@ assert_close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 @pytest.mark.parametrize("chunk", [1, 7, B * S, 100], indirect=True)
 @pytest.mark.parametrize("ignored", [False, True], ids=["some", "all ignored"])
 @pytest.mark.parametrize("frozen", ["nothing", "x", "weight"])
-def test_losses_and_gradients_are_those_of_logits(chunk: int, ignored: bool, frozen: str) -> None:
+@pytest.mark.parametrize("options", [CROSS_ENTROPY, LossOptions(0.1, 0.01)], ids=str)
+def test_losses_and_gradients_are_those_of_logits(
+    chunk: int, ignored: bool, frozen: str, options: LossOptions
+) -> None:
     """In float64, with a factor as float16's, for every size of a chunk."""
     x, layer, targets = tensors()
     factor = 65536 / 17
@@ -109,12 +125,12 @@ def test_losses_and_gradients_are_those_of_logits(chunk: int, ignored: bool, fro
     layer.weight.requires_grad_(frozen != "weight")
     if ignored:
         targets[:] = IGNORE
-    losses, expected = with_logits(x, layer, targets, factor)
-    answered = fused(x, layer, targets, factor)
+    losses, expected = with_logits(x, layer, targets, factor, options)
+    answered = fused(x, layer, targets, factor, options)
     assert_close(answered.losses, losses)
     assert_close(answered.output, losses.sum() * factor)
     assert_close(gradients(x, layer.weight), expected)
-    with torch.no_grad(), request_loss(request(targets, None)) as answered:
+    with torch.no_grad(), request_loss(request(targets, None, options=options)) as answered:
         layer(x)
     assert_close(answered.losses, losses)
     assert_close(layer(x), F.linear(x, layer.weight))  # without a request
@@ -130,18 +146,22 @@ def test_logits_whose_exponentials_no_number_holds_and_a_sample_that_is_no_numbe
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_no_further_from_the_truth_than_with_logits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", [CROSS_ENTROPY, LossOptions(0.1, 0.01)], ids=str)
+def test_sixteen_bits_are_no_further_from_the_truth_than_with_logits(
+    dtype: torch.dtype, options: LossOptions
+) -> None:
     """Logits in 16 bits, losses in float32; a weight gradient over many chunks is summed in
     float32."""
     x, layer, targets = tensors(dtype)
-    losses, grads = with_logits(x, layer, targets, 100.0)
-    answered = fused(x, layer, targets, 100.0)
+    losses, grads = with_logits(x, layer, targets, 100.0, options)
+    answered = fused(x, layer, targets, 100.0, options)
     assert answered.losses is not None
     assert answered.losses.dtype == torch.float32
     narrow = answered.losses, *gradients(x, layer.weight)
     wide_layer = nn.Linear(D, V, bias=False, dtype=torch.float64)
     wide_layer.weight.data.copy_(layer.weight)
-    wide, wide_grads = with_logits(x.detach().double().requires_grad_(), wide_layer, targets, 100.0)
+    wide_x = x.detach().double().requires_grad_()
+    wide, wide_grads = with_logits(wide_x, wide_layer, targets, 100.0, options)
     for ours, plain, exact in zip(narrow, (losses, *grads), (wide, *wide_grads), strict=True):
         error, known = ((found.double() - exact).norm() / exact.norm() for found in (ours, plain))
         assert error <= 1.5 * known + 1e-6
@@ -369,10 +389,19 @@ class Run:
 @pytest.mark.parametrize("forwards_first", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("precision", ["float64", "float16"])
+@pytest.mark.parametrize("options", [(), ("train.label_smoothing=0.1", "train.z_loss=0.01")])
 def test_steps_are_those_with_logits(
-    tied: bool, precision: str, forwards_first: bool, monkeypatch: pytest.MonkeyPatch
+    tied: bool,
+    precision: str,
+    forwards_first: bool,
+    options: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keys = (f"model.tie_word_embeddings={str(tied).lower()}", f"train.precision={precision}")
+    keys = (
+        f"model.tie_word_embeddings={str(tied).lower()}",
+        f"train.precision={precision}",
+        *options,
+    )
     run = Run(*keys)
     # wrapped by casts
     assert isinstance(run.trainer.model.lm_head.forward, LossHead) or precision == "float16"
@@ -390,6 +419,12 @@ def test_steps_are_those_with_logits(
         assert (step.loss, step.grad_norm) == (close(expected.loss), close(expected.grad_norm))
         assert (step.finite, step.correct) == (True, None)
     assert run.evaluate() == close(known.evaluate())
+
+
+def test_evaluations_leave_smoothing_and_z_loss_out() -> None:
+    plain, changed = Run(), Run("train.label_smoothing=0.1", "train.z_loss=0.01")
+    assert changed.evaluate() == plain.evaluate()
+    assert changed.step(1).loss > plain.step(1).loss, "what is trained and logged has them"
 
 
 def test_a_sample_whose_loss_is_not_finite_is_named() -> None:

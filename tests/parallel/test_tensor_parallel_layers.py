@@ -14,7 +14,7 @@ from meshtrain.errors import InputError
 from meshtrain.loss import correct_predictions, sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import linear_cross_entropy
-from meshtrain.parallel.cross_entropy import gather_logits
+from meshtrain.parallel.cross_entropy import CROSS_ENTROPY, LossOptions, gather_logits
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear_cross_entropy import LossRequest, fuse_loss, request_loss
 from meshtrain.parallel.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
@@ -167,12 +167,14 @@ def test_losses_of_logits_whose_exponentials_overflow(tp: Mesh, float64: None) -
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("vocabulary", [V, 5])
 @pytest.mark.parametrize("factor", [None, 3.0])
+@pytest.mark.parametrize("options", [CROSS_ENTROPY, LossOptions(0.1, 0.01)], ids=str)
 def test_loss_without_logits(
     tp: Mesh,
     float64: None,
     sequence_parallel: bool,
     vocabulary: int,
     factor: float | None,
+    options: LossOptions,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In chunks of a size that divides nothing; of a vocabulary of 5, the last of 4 ranks has no
@@ -182,7 +184,7 @@ def test_loss_without_logits(
     torch.manual_seed(0)
     head, whole = nn.Linear(D, vocabulary, bias=False), torch.randn(B, S, D, requires_grad=True)
     targets = some_targets().clamp(max=vocabulary - 1)
-    expected = sample_losses(head(whole), targets)
+    expected = sample_losses(head(whole), targets, options.label_smoothing, options.z_loss)
     layer = ColumnParallelLinear(
         head, tp, sequence_parallel=sequence_parallel, use_local_output=False
     )
@@ -192,7 +194,7 @@ def test_loss_without_logits(
     scale = None if factor is None else lambda: torch.tensor(factor)
     with (
         torch.set_grad_enabled(factor is not None),
-        request_loss(LossRequest(lambda: targets, scale)) as request,
+        request_loss(LossRequest(lambda: targets, scale, options=options)) as request,
     ):
         output = layer(x)
     same(request.losses, expected)

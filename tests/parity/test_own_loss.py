@@ -87,6 +87,16 @@ EXPERIMENTS["samples"] = replace(
         "model.name=tests/models/own_loss_of_samples.py",
     ),
 )
+# Five samples one by one: a rank has none for its last microbatch, whose logits are split.
+EXPERIMENTS["five"] = replace(
+    EXPERIMENTS["weighted-tokens"],
+    name="five",
+    overrides=(
+        *EXPERIMENTS["weighted-tokens"].overrides,
+        "batch.global_size=5",
+        "batch.micro_size=1",
+    ),
+)
 
 
 def experts(folder: Path) -> Experiment:
@@ -111,6 +121,7 @@ def cells() -> list:
     rows += [(*layout, "experts") for layout in OF_EXPERTS]
     # The promise needs few of them; the others are for `make test-all`.
     rows += [(*layout, name) for name in EXAMPLES for layout in OF_FOUR]
+    rows.append((4, "{dp_shard: 2, tp: 2}", (), "five"))
     return [
         ranks.row(
             world,
