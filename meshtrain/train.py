@@ -80,6 +80,7 @@ from meshtrain.run.setup import (
     readers,
     reference_of_run,
     reference_version,
+    require_whole_steps,
     total_steps,
 )
 from meshtrain.run.status import EXIT_RESTART, RunStatus
@@ -146,6 +147,7 @@ def run(
     folder = RunFolder(Path(config.train.output).expanduser())
     with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
         data = load_data(config, job)
+        require_whole_steps(config, job, data)
         spec = specify(config, job, data, folder, checkpoints)
         resume = Resume(
             job,
@@ -180,7 +182,7 @@ def train(context: RunContext) -> None:
     restores = resume.checkpoint is not None
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
     forecast.follow(model)
-    reference = reference_of_run(config, mesh, job, data, timer)
+    reference = reference_of_run(config, mesh, job, data, lambda: timer.phase("communication"))
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     mixture = sample_order(config, data.train).mixture
     objective = objective_of(config, data.task, mesh)

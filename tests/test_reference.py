@@ -9,6 +9,7 @@ import pytest
 
 from meshtrain.checkpoint.weights import weights_digest
 from meshtrain.config import Config, ConfigErrors
+from tests.launching import forked
 from tests.parity.test_reference_loss import SIZES, experiment_of
 from tests.test_own_loss import QUICK, train
 
@@ -72,6 +73,27 @@ def test_a_checkpoint_holds_no_reference_and_goes_on_with_the_same_one_only(
     assert [(row["step"], row["loss"], row["margin"]) for row in rows] == [
         (row["step"], row["loss"], row["margin"]) for row in whole[2:]
     ]
+
+
+@pytest.mark.parametrize("name", ["dpo", "clip"])
+def test_the_command_evaluates_as_the_run_does(
+    name: str, weights: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With the reference, and with as many samples together as in a step, on any layout."""
+    keys = (*QUICK, "train.precision=float64", "train.eval_every=4", "train.eval_samples=40")
+    if name == "dpo":
+        keys = (*SIZES, *keys, reference(weights[0]))
+    rows = train(f"configs/{name}.yaml", tmp_path / "run", *keys)
+    evaluate = ("-m", "meshtrain.cli", "eval", tmp_path / "run", "--validation", "--json")
+    own = f"tools/examples/losses/{name}.py"
+    for processes, layout in ((1, "{}"), (2, "{pp: 2}"), (3, "{dp_shard: 3}")):
+        named = ("--model", own, "--data", own, "--layout", layout)
+        done = forked(processes, *evaluate, *named).check()
+        numbers = json.loads(done.out)["validation"]
+        metrics = {"dpo": {"eval_margin", "eval_preferred"}, "clip": {"eval_found"}}[name]
+        assert numbers.keys() >= {"eval_loss"} | metrics
+        for metric, value in numbers.items():
+            assert value == pytest.approx(rows[-1][metric], rel=1e-9)
 
 
 TWO = "def loss(outputs, targets):\n    return outputs.sum((1, 2))\n"

@@ -2,6 +2,7 @@
 banner."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -44,6 +45,7 @@ from meshtrain.modeling.experts import expert_costs
 from meshtrain.modeling.loss_trial import check_microbatches
 from meshtrain.modeling.reference import Reference, build_reference, check_reference
 from meshtrain.optim.lr_schedule import warmup_note
+from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
 from meshtrain.parallel.mixed_precision import compute_dtype
@@ -82,7 +84,6 @@ def load_data(config: Config, job: Job) -> OpenData:
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
         check_reference(config, job.say)
-        check_microbatches(config, job.layout, data.train, data.task)
         check_parts(config, job.layout, data)
         objective = build.objective_of(config, data.task)
         if job.layout.size("cp") > 1:
@@ -100,6 +101,14 @@ def load_data(config: Config, job: Job) -> OpenData:
     damaged = "copy or prepare them anew where they are damaged"
     require_equal(job, Fingerprint("what the data files hold", samples, damaged))
     return data
+
+
+def require_whole_steps(config: Config, job: Job, data: OpenData) -> None:
+    """Raises InputError, on every rank: the loss compares the samples of a step, and a step is not
+    one microbatch."""
+    assert job.layout is not None
+    with job.collective_check("trying the loss"):
+        check_microbatches(config, job.layout, data.train, data.task)
 
 
 def reference_version(config: Config, job: Job) -> dict[str, str]:
@@ -158,13 +167,17 @@ def model_of_run(
 
 
 def reference_of_run(
-    config: Config, mesh: Mesh, job: Job, data: OpenData, timer: StepTimer
+    config: Config,
+    mesh: Mesh,
+    job: Job,
+    data: OpenData,
+    measured_wait: MeasuredWait = nullcontext,
 ) -> Reference | None:
     """The parallelized second model of `train.reference`, with its weights; None: there is none."""
     if config.train.reference is None:
         return None
     sample = _compared_sample(config, mesh, job, data)
-    return build_reference(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+    return build_reference(config, mesh, job.device, measured_wait, sample)
 
 
 def _compared_sample(

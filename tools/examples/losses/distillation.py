@@ -1,5 +1,5 @@
-"""Distillation: a Llama that learns the probabilities of another one with the same sizes, instead of
-the next tokens alone (https://arxiv.org/abs/1503.02531).
+"""Distillation: a Llama that learns the probabilities of another one with the same sizes, instead
+of the next tokens alone (https://arxiv.org/abs/1503.02531).
 
 configs/distillation.yaml trains it; `train.reference` names the teacher's weights.
 """
@@ -26,8 +26,8 @@ def log_probabilities(outputs: Tensor) -> Tensor:
 
 
 def loss(outputs: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, dict]:
-    """(b, s, v), (b, s), (b, s, v) -> (b,): of each token that has a target, the divergence from the
-    teacher's probabilities, and the cross entropy. metrics.jsonl has the former as
+    """(b, s, v), (b, s), (b, s, v) -> (b,): of each token that has a target, the divergence from
+    the teacher's probabilities, and the cross entropy. metrics.jsonl has the former as
     `divergence`."""
     has_target = targets != -100
     student = log_probabilities(outputs)

@@ -41,8 +41,8 @@ def weight(targets: Tensor) -> Tensor:
 
 
 class Pairs:
-    """`n` pairs of sums as bytes, "17 + 5 = 22." and one with a wrong result. Zeros fill each of the
-    two texts up to half of `length`."""
+    """`n` pairs of sums as bytes, "17 + 5 = 22." and one with a wrong result. Zeros fill each of
+    the two texts up to half of `length`."""
 
     def __init__(self, first: int, n: int, length: int) -> None:
         self.first, self.n, self.length = first, n, length
