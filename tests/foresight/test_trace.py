@@ -63,7 +63,7 @@ CASES = {
     "reference, pp": (*REFERENCE, PP),
 }
 SLOW = [f"pp, {name}" for name in NAMES if name not in ("1f1b", "zbv")]
-SLOW += ["FSDP that keeps", "tp, selective", "ZeRO-1", "Muon", "reference, tp"]
+SLOW += ["FSDP that keeps", "tp, selective", "ZeRO-1", "Muon", "reference, DDP", "reference, tp"]
 
 
 def config_of(name: str) -> Config:
