@@ -20,14 +20,15 @@ from meshtrain.modeling.reference import build_reference, check_reference, refer
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.setup import context_parallel
 from tests.comparing import ALONE, CPU, same
-from tests.parity.experiments import QUICKSTART, SMALL
+from tests.parity.experiments import MODELS, QUICKSTART, SMALL
 from tests.ranks import row
 
 KEYS = (*SMALL, "train.precision=float64", "model.tie_word_embeddings=true", "data.seq_len=16")
 
 
 def config_with(folder: Path, world_size: int, *keys: str) -> Config:
-    every = (*KEYS, f"train.reference={{weights: {folder}}}", *keys)
+    own = f"model.name={MODELS / 'with_reference.py'}"  # a Llama whose loss takes a reference
+    every = (*KEYS, own, f"train.reference={{weights: {folder}}}", *keys)
     return Config.load(QUICKSTART, every, world_size=world_size)
 
 
