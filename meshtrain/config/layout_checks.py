@@ -142,11 +142,14 @@ def _names_near(pattern: str, names: list[str]) -> str:
 
 def check_reference(draft: ConfigDraft) -> None:
     """Reports a reference that the model's loss does not take, and a loss that needs one."""
-    reference = draft.values["train.reference"]
-    if INVALID in (reference, draft.values["model.name"]):
+    # A section that is no mapping has no keys at all.
+    reference = draft.values.get("train.reference", INVALID)
+    name = draft.values.get("model.name", INVALID)
+    if INVALID in (reference, name):
         return
-    with suppress(InputError):  # which check_own_loss reports
-        problem = reference_problem(_own_loss_of(draft), has_reference=reference is not None)
+    with suppress(Exception, SystemExit):  # of the model's file: others have reported it
+        own_loss = loss_functions(locate.model_file(name))
+        problem = reference_problem(own_loss, has_reference=reference is not None)
         if problem is not None:
             draft.refuse("train.reference", problem)
 
