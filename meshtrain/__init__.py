@@ -3,8 +3,8 @@ experiment.
 
 For a training loop of your own: `start` joins the job, `build_mesh` creates the process groups of a
 `Layout`, and `parallelize` distributes a model over them (see tools/examples/own_loop.py); with
-`cp` a `ContextParallel` gives each rank its part of a batch. Importing this package does not import
-torch.
+`cp` a `ContextParallel` gives each rank its part of a batch. In a `loss` of one's own
+`gather_samples` brings the samples of all data ranks. Importing this package does not import torch.
 """
 
 import importlib
@@ -16,14 +16,25 @@ if TYPE_CHECKING:
     from meshtrain.job.watchdog.watchdog import start
     from meshtrain.mesh import build_mesh
     from meshtrain.parallel.context import ContextParallel
+    from meshtrain.parallel.gather_samples import gather_samples, sample_positions
     from meshtrain.parallel.parallelize import parallelize
 
-__all__ = ["ContextParallel", "Layout", "build_mesh", "parallelize", "start"]
+__all__ = [
+    "ContextParallel",
+    "Layout",
+    "build_mesh",
+    "gather_samples",
+    "parallelize",
+    "sample_positions",
+    "start",
+]
 
 _ROOMS = {
     "ContextParallel": "meshtrain.parallel.context",
     "build_mesh": "meshtrain.mesh",
+    "gather_samples": "meshtrain.parallel.gather_samples",
     "parallelize": "meshtrain.parallel.parallelize",
+    "sample_positions": "meshtrain.parallel.gather_samples",
     "start": "meshtrain.job.watchdog.watchdog",
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,16 @@ from meshtrain.errors import AgreedError, InputError
 from meshtrain.loss import Field, mean_of
 from meshtrain.mesh import Mesh
 from meshtrain.objective import CrossEntropy, Objective, OwnLoss
+from meshtrain.parallel.gather_samples import SampleShares
 from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
 from meshtrain.parallel.step_context import StepContext, use_context
-from meshtrain.pipeline.engine import Pipeline, StageForward, has_last_stage, shapes_of
+from meshtrain.pipeline.engine import Pipeline, has_last_stage, shapes_of
 from meshtrain.pipeline.forms import Activation
 from meshtrain.pipeline.stage import call_stage
+
+if TYPE_CHECKING:
+    from meshtrain.modeling.reference import Reference
 
 UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
@@ -156,18 +160,20 @@ def evaluate(
     device: torch.device,
     dtype: torch.dtype,
     objective: Objective | None = None,
+    reference: "Reference | None" = None,
 ) -> Evaluation:
     """Runs a parallelized model, which computes in `dtype`, over this rank's share of the
     evaluation set; every rank has the same number of batches. `objective`: None: the cross entropy,
-    of a classifier if a sample has one target. Raises AgreedError: no batch of any rank has a valid
-    target."""
+    of a classifier if a sample has one target. `reference`: the frozen model whose outputs it
+    takes. Raises AgreedError: no batch of any rank has a valid target."""
     sums = _Sums(*torch.zeros(4, dtype=torch.float64, device=device))
     metrics: dict[Field, Tensor] = {}
     has_last = has_last_stage(model)
 
-    def score(stage: nn.Module, batch: Batch, received: Activation | None, last: bool) -> Any:
+    def score(stage: nn.Module, scored: _Scored, received: Activation | None, last: bool) -> Any:
         """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than
         training."""
+        batch = scored.batch
         here = batch.to(device, dtype, with_targets=has_last)
         minimized = objective
         if minimized is None:
@@ -180,7 +186,9 @@ def evaluate(
 
         losses = None if request is None else request.losses_of(output)
         if losses is None:
-            found = minimized.losses(output, here)
+            shares = SampleShares.of(batch.together, mesh)
+            with use_context(StepContext(shares=shares)):
+                found = minimized.losses(output, here, reference=scored.reference)
             losses = found.samples
             if found.correct is not None:
                 sums.correct.add_(found.correct)
@@ -193,11 +201,17 @@ def evaluate(
         return None
 
     with evaluation_mode(model):
-        if isinstance(model, Pipeline):
-            _run_pipeline(model, batches, mesh.size("pp"), score)
-        else:
-            for batch in batches:
-                score(model, batch, None, True)
+        # A pipeline takes some batches at a time, so that stages work on several and few are in
+        # memory.
+        together = UNDER_WAY * mesh.size("pp") if isinstance(model, Pipeline) else 1
+        remaining = iter(batches)
+        while group := list(islice(remaining, together)):
+            outputs: list[Any] = [] if reference is None else reference.outputs(group)
+            scored = list(map(_Scored, group, outputs or [None] * len(group)))
+            if isinstance(model, Pipeline):
+                model.run_forwards(scored, [shapes_of(batch.inputs) for batch in group], score)
+            else:
+                score(model, scored[0], None, True)
 
     own = torch.stack(sums)
     if not mesh.speaks_for_samples:
@@ -232,6 +246,13 @@ def _means(metrics: dict[Field, Tensor], mesh: Mesh) -> dict[str, float]:
     return means
 
 
+class _Scored(NamedTuple):
+    """What is evaluated at a time."""
+
+    batch: Batch
+    reference: Any  # the reference's outputs; None: there are none here
+
+
 class _Sums(NamedTuple):
     """Scalars in float64 on the device."""
 
@@ -239,12 +260,3 @@ class _Sums(NamedTuple):
     weight: Tensor
     targets: Tensor
     correct: Tensor
-
-
-def _run_pipeline(
-    model: Pipeline, batches: Iterable[Batch], ranks: int, score: StageForward
-) -> None:
-    """Runs some batches at a time, so that stages work on several and few are in memory."""
-    remaining = iter(batches)
-    while group := list(islice(remaining, UNDER_WAY * ranks)):
-        model.run_forwards(group, [shapes_of(batch.inputs) for batch in group], score)

@@ -97,10 +97,16 @@ class Objective(Protocol):
     def counts(self, batch: Batch) -> Counts:
         """Of a microbatch on the CPU. Raises InputError: the user's own weights are none."""
 
-    def losses(self, outputs: Any, batch: Batch, options: LossOptions = CROSS_ENTROPY) -> Losses:
+    def losses(
+        self,
+        outputs: Any,
+        batch: Batch,
+        options: LossOptions = CROSS_ENTROPY,
+        reference: Any = None,
+    ) -> Losses:
         """`outputs`: what the model returns for the microbatch, which is on the device. `options`:
-        what training adds to the cross entropy. Raises InputError: it cannot be computed of
-        them."""
+        what training adds to the cross entropy; `reference`: what the frozen second model returns,
+        None without one. Raises InputError: it cannot be computed of them."""
 
 
 class CrossEntropy:
@@ -114,7 +120,13 @@ class CrossEntropy:
         valid = _valid(batch.targets)
         return Counts(valid, sum(valid))
 
-    def losses(self, outputs: Any, batch: Batch, options: LossOptions = CROSS_ENTROPY) -> Losses:
+    def losses(
+        self,
+        outputs: Any,
+        batch: Batch,
+        options: LossOptions = CROSS_ENTROPY,
+        reference: Any = None,
+    ) -> Losses:
         losses = sample_losses(
             outputs,
             batch.targets,
@@ -139,7 +151,8 @@ class OwnLoss:
     the padding of an uneven share: they may be called without any.
 
     Args:
-        loss: (outputs, targets) -> (b,), or a pair of that and {name: (sums, counts)}.
+        loss: (outputs, targets), or with a reference (outputs, targets, reference) -> (b,), or a
+            pair of that and {name: (sums, counts)}.
         weight: (targets) -> (b,); None: of whole numbers the ones that are not IGNORE, else 1.
         dtype: in which losses are added up: float32, or float64.
         first_part: with `cp`, whether this rank has the first part of each sequence, and so counts
@@ -193,11 +206,18 @@ class OwnLoss:
 
     # The loss ------------------------------------------------------------------------------------
 
-    def losses(self, outputs: Any, batch: Batch, options: LossOptions = CROSS_ENTROPY) -> Losses:
+    def losses(
+        self,
+        outputs: Any,
+        batch: Batch,
+        options: LossOptions = CROSS_ENTROPY,
+        reference: Any = None,
+    ) -> Losses:
         real = batch.real
         given = _outputs_of(outputs, batch.rows, real)
         targets = _first(batch.targets, real)
-        sums, metrics = self._call(given, targets)
+        others = [] if reference is None else [_outputs_of(reference, batch.rows, real)]
+        sums, metrics = self._call(given, targets, *others)
         _require_numbers("loss(outputs, targets)", sums, real)
         sums = sums.to(self.dtype)
         if torch.is_grad_enabled() and not sums.requires_grad:
@@ -209,10 +229,10 @@ class OwnLoss:
             correct = _correct(given, targets)
         return Losses(sums, self._sums_of(metrics, real), correct)
 
-    def _call(self, outputs: Any, targets: Any) -> tuple[Any, Mapping[str, Any]]:
+    def _call(self, outputs: Any, targets: Any, *reference: Any) -> tuple[Any, Mapping[str, Any]]:
         """What the function returns: sums, and its metrics."""
         try:
-            returned = self.loss(outputs, targets)
+            returned = self.loss(outputs, targets, *reference)
         except Exception as error:
             if any(isinstance(x, DTensor) for x in _tensors(outputs)):
                 error.add_note(

@@ -73,7 +73,16 @@ from meshtrain.run.pipeline_trace import TimelineRecorder
 from meshtrain.run.rank_table import layout_text
 from meshtrain.run.results import show, write_export
 from meshtrain.run.run_folder import RunFolder, lock_checkpoints
-from meshtrain.run.setup import banner_lines, load_data, model_of_run, readers, total_steps
+from meshtrain.run.setup import (
+    banner_lines,
+    load_data,
+    model_of_run,
+    readers,
+    reference_of_run,
+    reference_version,
+    require_whole_steps,
+    total_steps,
+)
 from meshtrain.run.status import EXIT_RESTART, RunStatus
 from meshtrain.run.step_logger import StepLogger
 from meshtrain.trainer import Trainer
@@ -138,6 +147,7 @@ def run(
     folder = RunFolder(Path(config.train.output).expanduser())
     with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
         data = load_data(config, job)
+        require_whole_steps(config, job, data)
         spec = specify(config, job, data, folder, checkpoints)
         resume = Resume(
             job,
@@ -172,6 +182,7 @@ def train(context: RunContext) -> None:
     restores = resume.checkpoint is not None
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
     forecast.follow(model)
+    reference = reference_of_run(config, mesh, job, data, lambda: timer.phase("communication"))
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     mixture = sample_order(config, data.train).mixture
     objective = objective_of(config, data.task, mesh)
@@ -185,6 +196,7 @@ def train(context: RunContext) -> None:
         timer=timer,
         mixture=mixture,
         objective=objective,
+        reference=reference,
     )
     state = State(model, optimizer, mesh, job, trainer.scale)
     resume.restore(state)
@@ -256,7 +268,13 @@ def train(context: RunContext) -> None:
                 with monitor.phase("evaluation"), weights_used(config, optimizer, model):
                     eval_batches = context.watchdog.iterate(eval_set, "evaluation")
                     result = evaluate(
-                        model, eval_batches, mesh, job.device, trainer.dtype, objective
+                        model,
+                        eval_batches,
+                        mesh,
+                        job.device,
+                        trainer.dtype,
+                        objective,
+                        reference,
                     )
                     # only now: the last batch may have compiled
                     context.watchdog.deadlines.warm_phases.add("evaluation")
@@ -334,11 +352,11 @@ def specify(
 ) -> RunSpec:
     """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
     samples for the run."""
-    code = checkpoint_versions(model_file(config.model.name))
+    versions = checkpoint_versions(model_file(config.model.name)) | reference_version(config, job)
     steps = total_steps(config, data.train)
     with job.collective_check("counting the samples of each source"):
         sample_order(config, data.train, steps)
-    return RunSpec(config, folder.path, checkpoints, data.identity, code, steps)
+    return RunSpec(config, folder.path, checkpoints, data.identity, versions, steps)
 
 
 def open_local_disk(config: Config, job: Job, checkpoints: Path) -> LocalDisk | None:

@@ -10,9 +10,9 @@ repeats it if not all rows had room.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,7 @@ from meshtrain.parallel.context import ShardedContext
 from meshtrain.parallel.cross_entropy import LossOptions
 from meshtrain.parallel.expert import AXIS, Retry, RowLimit, limit_rows
 from meshtrain.parallel.fsdp import order_sums, require_one_order
+from meshtrain.parallel.gather_samples import SampleShares, several_microbatches
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum
 from meshtrain.parallel.mixed_precision import compute_dtype
@@ -51,6 +52,7 @@ from meshtrain.step_sums import StepOutcome, StepSums, read_later
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
+    from meshtrain.modeling.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class _Step:
     weight_grad: WeightGradSum | None  # of a head that computes the loss
     losses: dict[int, Tensor] = field(default_factory=dict)  # microbatch -> those of its samples
     correct: list[Tensor] = field(default_factory=list)
+    references: dict[int, Any] = field(default_factory=dict)  # microbatch -> reference's outputs
     on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
 
 
@@ -113,10 +116,12 @@ class Trainer:
         timer: StepTimer,
         mixture: Mixture | None = None,
         objective: Objective | None = None,
+        reference: "Reference | None" = None,
     ) -> None:
         """`task`: "language", or "classification", whose correct predictions are counted. `timer`
         measures the step. `mixture`: the mixture of several data sources, for each of which a mean
-        loss is reported. `objective`: what is minimized; None: the cross entropy."""
+        loss is reported. `objective`: what is minimized; None: the cross entropy. `reference`:
+        the frozen model whose outputs it takes."""
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
@@ -130,6 +135,10 @@ class Trainer:
         self.dtype = compute_dtype(config.train.precision)
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         self.objective = objective or CrossEntropy(counts_correct=task == "classification")
+        self.reference = reference
+        # With what a loss that gathers samples is told if it cannot.
+        problem = several_microbatches(self.sizes, config.batch.micro_size, mesh.size(*DATA_AXES))
+        self._shares = SampleShares.of(None, mesh, problem)
         self.loss_options = LossOptions(config.train.label_smoothing, config.train.z_loss)
         self._tp_repeats_tokens = _tp_repeats_tokens_of(model, mesh)
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
@@ -159,9 +168,11 @@ class Trainer:
         self.optimizer.zero_grad()
         self._step = now = self._begin(step, microbatches)
         if isinstance(self.model, Pipeline):
+            self._run_reference(range(len(microbatches)))
             self.model.run(self, len(microbatches))
         else:
             for i in range(len(microbatches)):
+                self._run_reference([i])
                 set_is_last_backward(self.model, i == len(microbatches) - 1)
                 with self._microbatch(self.model, i):
                     with self.timer.phase("forward"):
@@ -171,6 +182,17 @@ class Trainer:
         # Free before the optimizer needs memory.
         now.batches = []
         now.on_device = None
+
+    def _run_reference(self, numbers: Sequence[int]) -> None:
+        """The reference's outputs for some microbatches, before the model's forward: what that
+        saves for the backward, and what a forward of the reference needs, are not held at once."""
+        if self.reference is None:
+            return
+        now = self._step
+        with self.timer.phase("forward"):
+            outputs = self.reference.outputs([now.batches[i] for i in numbers])
+        # A stage before the last has none.
+        now.references.update(zip(numbers, outputs, strict=False))
 
     def _begin(self, step: int, microbatches: list[Batch]) -> _Step:
         weights: list[float] = []
@@ -219,7 +241,12 @@ class Trainer:
         if losses is not None:  # the head has computed them: `output` is divided and scaled
             now.losses[microbatch] = losses
             return output
-        found = self.objective.losses(output, self._batch(microbatch), self.loss_options)
+        found = self.objective.losses(
+            output,
+            self._batch(microbatch),
+            self.loss_options,
+            reference=now.references.pop(microbatch, None),
+        )
         now.losses[microbatch] = found.samples.detach()
         if found.correct is not None:
             now.correct.append(found.correct)
@@ -277,7 +304,8 @@ class Trainer:
                 self.loss_options,
             )
         terms = MicrobatchTerms(now.terms, size, real, self._tokens(batch))
-        with use_context(StepContext(loss_request=request, terms=terms)):
+        shares = replace(self._shares, samples=batch.together)
+        with use_context(StepContext(loss_request=request, terms=terms, shares=shares)):
             yield
 
     def _tokens(self, batch: Batch) -> Tensor | None:

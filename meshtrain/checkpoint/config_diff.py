@@ -14,6 +14,9 @@ from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.job.process import Job
 
 DATA = "the data"  # name of the data as a whole: its fingerprint and size
+# Name, among the versions, of the digest of a frozen second model's weights. It says what is
+# computed, and the config says only where they lie.
+REFERENCE = "the weights of train.reference"
 
 # Keys that begin so may not differ: they say what is computed.
 _FIXED = ("model.", "data.", "batch.global_size", "train.seed", "train.freeze", "train.lora")
@@ -168,8 +171,9 @@ def compare(manifest: Manifest, spec: RunSpec, job: Job) -> Changes:
     changes.add("experts", manifest.layout.experts, job.layout.experts)
     last_step = manifest.counters.get("steps")
     changes.add("the last step, where the learning rate ends", last_step, spec.steps)
-    for name, version in spec.versions.items():
-        changes.add(name, manifest.versions.get(name), version)
+    for name in dict.fromkeys((*spec.versions, REFERENCE)):
+        then_version, now_version = manifest.versions.get(name), spec.versions.get(name)
+        changes.add(name, then_version, now_version, refuse=name == REFERENCE)
     return changes
 
 

@@ -16,7 +16,8 @@ class RunSpec:
     folder: Path
     checkpoints: Path  # the folder of the run's own checkpoints
     data: dict[str, Any]  # fingerprint and sizes, as in a manifest
-    versions: dict[str, str]  # of torch, Python, meshtrain and the code
+    # of torch, Python, meshtrain, the code, and the weights of a reference
+    versions: dict[str, str]
     steps: int  # the run's last step
 
     @property

@@ -9,13 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshtrain.checkpoint.directory import find_checkpoint, open_manifest, require_checkpoint
+from meshtrain.checkpoint.directory import (
+    find_checkpoint,
+    open_manifest,
+    read_manifest,
+    require_checkpoint,
+)
 from meshtrain.checkpoint.placement import pieces
 from meshtrain.checkpoint.shard_file import Shard, ShardReader
+from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.errors import InputError
 from meshtrain.huggingface import load
 from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
-from meshtrain.huggingface.safetensors import Entry, by_numbers
+from meshtrain.huggingface.safetensors import Entry, by_numbers, stored
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
 PREFIX = "model."  # prefix of the weights' names in a manifest
@@ -33,16 +39,16 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
     path = require_checkpoint(checkpoint)
     manifest, _ = open_manifest(path)
     names = [name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)]
-    stored: dict[str, str] = {}  # name in the model -> name in the checkpoint
+    stored_as: dict[str, str] = {}  # name in the model -> name in the checkpoint
     entries: dict[str, Entry] = {}
     has_averages = False
     for name in sorted(names, key=by_numbers):
-        stored[name] = PREFIX + name
+        stored_as[name] = PREFIX + name
         average = AVERAGE.format(name)
         if ema and average in manifest.tensors:  # buffers, and frozen weights, have none
-            stored[name] = average
+            stored_as[name] = average
             has_averages = True
-        tensor = manifest.tensors[stored[name]]
+        tensor = manifest.tensors[stored_as[name]]
         entries[name] = Entry(name, tensor.dtype, tensor.shape)
     if ema and not has_averages:
         raise InputError(
@@ -53,7 +59,7 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
             path,
             entries,
             keys=lambda: manifest.section("model"),
-            read=lambda name, part: read_part(files, stored[name], part),
+            read=lambda name, part: read_part(files, stored_as[name], part),
             lora=manifest.section("train").get("lora"),
         )
 
@@ -62,6 +68,20 @@ def open_weights(path: str | Path) -> AbstractContextManager[WeightSource]:
     """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face
     directory."""
     return open_folder(path) if find_checkpoint(path) is None else open_checkpoint(path)
+
+
+def weights_digest(path: str | Path) -> str:
+    """16 hex digits that tell stored weights from others: of a checkpoint its manifest's, which has
+    those of all its files, and of a Hugging Face directory a `sampled_digest`. Raises InputError as
+    `open_weights` does."""
+    checkpoint = find_checkpoint(path)
+    if checkpoint is not None:
+        _, digest = read_manifest(checkpoint)
+        return digest[:16]
+    folder = Path(path).expanduser()
+    names = sorted(file.name for file in stored(folder))
+    sizes = [(folder / name).stat().st_size for name in names]
+    return sampled_digest(Files(folder, names, sizes))
 
 
 def load_weights(checkpoint: str | Path, model: nn.Module, whole: nn.Module | None = None) -> None:

@@ -7,11 +7,14 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli.checkpoint_model import add_model_arguments, ids_of, opened_model, tokenizer_of
+from meshtrain.config import spec_of
 from meshtrain.errors import InputError
+from meshtrain.layout import DATA_AXES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,18 +90,24 @@ def _validation(model: "nn.Module", config: "Config", job: "Job", mesh: "Mesh") 
     """The numbers of an evaluation of the run, by its loss."""
     from meshtrain.evaluate import evaluate, evaluation_set
     from meshtrain.modeling.build import objective_of
+    from meshtrain.modeling.loss_trial import gathers_samples
     from meshtrain.parallel.mixed_precision import compute_dtype
-    from meshtrain.run.setup import load_data, readers
+    from meshtrain.run.setup import load_data, readers, reference_of_run
 
     data = load_data(config, job)
     held_out = evaluation_set(data, config.train.eval_samples)
     if held_out is None:
         raise InputError("--validation: the run holds nothing out (data.validation is 0)")
+    if spec_of(config).loss is not None and gathers_samples(config, data.train, data.task):
+        # As many samples meet as in a step of the run, whatever its layout was.
+        share = -(-config.batch.sizes.largest // mesh.size(*DATA_AXES))
+        config = replace(config, batch=replace(config.batch, micro_size=share))
     _, batches = readers(config, mesh, data, held_out, first_step=0, steps=0)
     assert batches is not None
     objective = objective_of(config, data.task, mesh)
     dtype = compute_dtype(config.train.precision)
-    result = evaluate(model, batches, mesh, job.device, dtype, objective)
+    reference = reference_of_run(config, mesh, job, data)
+    result = evaluate(model, batches, mesh, job.device, dtype, objective, reference)
     return result.numbers(data.task, data.bytes_per_target)
 
 

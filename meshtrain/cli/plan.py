@@ -107,6 +107,8 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
         placement=(0,) if pipeline is None else pipeline.schedule.placement,
         shard_optimizer=config.parallel.shard_optimizer,
     )
+    if config.train.reference is not None:
+        memory = replace(memory, reference_bytes=_reference_bytes(config, layout, pipeline))
     rule = update_rule(config.optimizer.name, config.optimizer.state_precision)
     return Plan(
         name=name,
@@ -123,6 +125,23 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
         experts=expert_costs(config, layout),
         notes=(*notes, *_notes(config)),
     )
+
+
+def _reference_bytes(config: Config, layout: Layout, pipeline: PipelinePlan | None) -> int:
+    """What the rank that holds the most of the reference's weights holds of them."""
+    from meshtrain.modeling.reference import reference_config
+
+    own = reference_config(config)
+    assert own is not None
+    holding = None if pipeline is None else pipeline.holding
+    memory = held_by_ranks(
+        parameter_specs(spec_of(own), layout, holding),
+        layout,
+        own.train.precision,
+        own.optimizer,
+        placement=(0,) if pipeline is None else pipeline.schedule.placement,
+    )
+    return memory.weight_bytes
 
 
 def _placed(
@@ -318,16 +337,20 @@ def _memory_lines(plan: Plan) -> list[str]:
     memory, precision = plan.memory, plan.config.train.precision
     dtype = "float64" if precision == "float64" else "float32"
     active = "" if plan.experts is None else f"{plan.experts.active:,} active a token, "
-    together = memory.weight_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    weights = memory.weight_bytes + memory.reference_bytes
+    together = weights + memory.gradient_bytes + memory.optimizer_bytes
+    reference = ""
+    if memory.reference_bytes:
+        reference = f"weights of the reference {bytes_text(memory.reference_bytes)}, "
     on_top = "activations"
     # Without FSDP, which gathers the weights in 16 bits, a rank has a copy of its own.
     if precision != dtype and plan.layout.size("fsdp") == 1:
-        copy = bytes_text(memory.weight_bytes // 2)
+        copy = bytes_text(weights // 2)
         on_top += f" and a copy of the weights in {precision}, {copy},"
     return [
         f"{memory.total:,} parameters, {active}{_from_to(memory.fewest, memory.most)} per rank",
         f"a rank keeps {bytes_text(together)} in {dtype}: "
-        f"weights {bytes_text(memory.weight_bytes)}, "
+        f"weights {bytes_text(memory.weight_bytes)}, {reference}"
         f"gradients {bytes_text(memory.gradient_bytes)}, "
         f"{plan.optimizer} {bytes_text(memory.optimizer_bytes)}; {on_top} come on top",
     ]

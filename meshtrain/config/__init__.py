@@ -27,6 +27,7 @@ from meshtrain.config.layout_checks import (
     check_groups,
     check_layout,
     check_loss_options,
+    check_reference,
     expert_ranks,
 )
 from meshtrain.config.layout_section import read_layout, resolve_layout
@@ -129,6 +130,7 @@ class Config:
                 check_layout(draft, sizes, device)
         check_groups(draft)
         check_loss_options(draft)
+        check_reference(draft)
         check_rules(draft)
         check_chaos(draft, None if again else world_size)
         if for_training:

@@ -9,7 +9,7 @@ from meshtrain.config.checks import OF_TOKENS
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import nearest
-from meshtrain.config.schema import SOURCES
+from meshtrain.config.schema import SOURCES, ReferenceSection
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.job import locate
@@ -25,7 +25,10 @@ def check_files(draft: ConfigDraft) -> None:
 
     start = draft.values.get("model.weights", INVALID)
     if isinstance(start, str):
-        _check_weights(draft, start)
+        _check_weights(draft, "model.weights", start)
+    reference = draft.values.get("train.reference", INVALID)
+    if isinstance(reference, ReferenceSection):
+        _check_weights(draft, "train.reference.weights", reference.weights)
     export = draft.values.get("train.export")
     if isinstance(export, str):
         _check_export(draft, export, start)
@@ -88,13 +91,13 @@ def _check_path(draft: ConfigDraft, key: str, path: Any, words: tuple[str, ...] 
     return False
 
 
-def _check_weights(draft: ConfigDraft, start: str) -> None:
+def _check_weights(draft: ConfigDraft, key: str, path: str) -> None:
     try:
         # A checkpoint's manifest is checked with the model's keys.
-        if find_checkpoint(start) is None:
-            weights.stored(Path(start).expanduser())
+        if find_checkpoint(path) is None:
+            weights.stored(Path(path).expanduser())
     except InputError as error:
-        draft.refuse("model.weights", error)
+        draft.refuse(key, error)
 
 
 def _check_export(draft: ConfigDraft, export: str, start: Any) -> None:

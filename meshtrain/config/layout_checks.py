@@ -16,7 +16,12 @@ from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import nearest
 from meshtrain.config.model_spec import draft_model
-from meshtrain.config.own_loss import OVER_WHOLE_SAMPLES, LossFunctions, loss_functions
+from meshtrain.config.own_loss import (
+    OVER_WHOLE_SAMPLES,
+    LossFunctions,
+    loss_functions,
+    reference_problem,
+)
 from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
 from meshtrain.errors import InputError, any_of, yaml_text
@@ -133,6 +138,20 @@ def _names_near(pattern: str, names: list[str]) -> str:
     if not near:
         return f"the first is {names[0]}"
     return f"near it are {', '.join(near[:3])}"
+
+
+def check_reference(draft: ConfigDraft) -> None:
+    """Reports a reference that the model's loss does not take, and a loss that needs one."""
+    # A section that is no mapping has no keys at all.
+    reference = draft.values.get("train.reference", INVALID)
+    name = draft.values.get("model.name", INVALID)
+    if INVALID in (reference, name):
+        return
+    with suppress(Exception, SystemExit):  # of the model's file: others have reported it
+        own_loss = loss_functions(locate.model_file(name))
+        problem = reference_problem(own_loss, has_reference=reference is not None)
+        if problem is not None:
+            draft.refuse("train.reference", problem)
 
 
 def check_loss_options(draft: ConfigDraft) -> None:

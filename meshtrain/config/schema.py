@@ -360,6 +360,15 @@ class LoraSection:
 
 
 @dataclass(frozen=True)
+class ReferenceSection:
+    """A frozen second model, whose outputs the model file's `loss` gets. See docs/losses.md."""
+
+    weights: str = key(path=True, also="model_name_or_path pretrained path checkpoint")
+    """A Hugging Face directory or a checkpoint, read as `model.weights` is: of the same model, with
+    the same sizes."""
+
+
+@dataclass(frozen=True)
 class FaultSection:
     """One injected fault: what happens to which rank, and when."""
 
@@ -395,6 +404,11 @@ class TrainSection:
     """Name patterns of parameters that are not trained, for instance `model.embed_tokens.*`."""
     lora: LoraSection | None = key(None, also="peft adapters")
     """Low-rank adapters, the only parameters trained then; the keys are below."""
+    reference: ReferenceSection | None = key(
+        None, also="reference_model ref_model teacher teacher_model"
+    )
+    """A frozen second model of the same class, for a `loss` of the model file that compares with
+    it; the key is below."""
     label_smoothing: float = key(
         0.0, minimum=0, below=1, also="label_smoothing_factor smoothing loss_label_smoothing"
     )

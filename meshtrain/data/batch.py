@@ -40,11 +40,14 @@ class Batch:
             name, whose padding rows are copies of some sample.
         samples: the indices in the data set of the rows that are no padding, which come first;
             None: all rows are samples, and their indices are not known.
+        together: how many samples this microbatch has on all data ranks, where it is all of a step;
+            None: it is a part of one.
     """
 
     tensors: Mapping[str, Input]
     targets: Any
     samples: tuple[int, ...] | None = None
+    together: int | None = None
 
     @classmethod
     def of(

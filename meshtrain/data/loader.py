@@ -9,6 +9,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -97,12 +98,13 @@ def train_batches(
         if lengths:
             length = BatchSizes.of(lengths).size(step)
         count = microbatches(sizes.size(step), micro_size, ranks)
-        yield [next(batches) for _ in range(count)]
+        all_of_step = sizes.size(step) if count == 1 else None
+        yield [replace(next(batches), together=all_of_step) for _ in range(count)]
 
 
 class EvalBatches:
     """One data rank's share of a data set, in the data set's order; over all ranks, each sample
-    comes once.
+    comes once. The whole set is dealt out at once, or `together` samples at a time, as in steps.
 
     Can be iterated repeatedly, and keeps its worker processes in between. The number of batches,
     its `len`, is the same on every rank; all targets of the padding rows of the last batches are
@@ -116,19 +118,27 @@ class EvalBatches:
         micro_size: int,
         rank: int,
         ranks: int,
+        together: int | None = None,
         **reading: Unpack[Reading],
     ) -> None:
         self.samples = len(dataset)  # over all ranks
-        own = [(0, sample) for sample in share(self.samples, ranks, rank)]
-        count = microbatches(self.samples, micro_size, ranks)
-        self._slots = list(_fill(own, (0, 0), count, micro_size))
+        self._slots: list[Slots] = []
+        self._together: list[int | None] = []  # of each batch: see `Batch`
+        every = range(self.samples)
+        for start in range(0, self.samples, together or self.samples):
+            dealt = every[start : start + together] if together else every
+            own = [(0, dealt[i]) for i in share(len(dealt), ranks, rank)]
+            count = microbatches(len(dealt), micro_size, ranks)
+            self._slots += _fill(own, (0, 0), count, micro_size)
+            self._together += [len(dealt) if count == 1 else None] * count
         self._loader = _Loader(dataset, self._slots, persistent=True, **reading)
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
+        for batch, together in zip(self._loader, self._together, strict=True):
+            yield replace(batch, together=together)
 
 
 def _fill(

@@ -37,12 +37,14 @@ def named_paths(config: Config) -> list[PathFacts]:
                 paths += [(name, file, False) for file in files]
 
     schedule = config.pipeline.schedule
+    reference = None if train.reference is None else train.reference.weights
     paths += [
         # Their other values are names of what meshtrain has built in.
         ("data.source", data.source if data.source.endswith(".py") else None, False),
         ("data.tokenizer", data.tokenizer if data.tokenizer != "bytes" else None, False),
         ("model.name", model.name if model.name.endswith(".py") else None, False),
         ("model.weights", model.weights, False),
+        ("train.reference.weights", reference, False),
         ("pipeline.schedule", schedule if schedule.endswith(".csv") else None, False),
         ("train.output", train.output, True),
         ("checkpoint.path", config.checkpoint.path, True),

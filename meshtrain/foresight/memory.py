@@ -17,6 +17,7 @@ TIGHT = 0.92  # share of a device's memory above which the verdict is "tight"
 
 # Names of parts, here and in traces.
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer state"
+REFERENCE = "reference weights"  # of `train.reference`
 COPIES = "16-bit copies"  # of the weights, on ranks whose weights FSDP does not gather
 GATHERED = "gathered weights"
 ACTIVATIONS = "activations"
@@ -79,10 +80,14 @@ def _estimate_rank(
         GRADIENTS: held.gradients,
         STATES: held.states,
     }
+    has_reference = config.train.reference is not None
+    if has_reference:
+        resident[REFERENCE] = held.weights
     master = master_size(config.train.precision)
     compute = compute_size(config.train.precision)
     if layout.size("fsdp") == 1 and compute < master:
-        resident[COPIES] = held.weights // master * compute
+        models = 2 if has_reference else 1
+        resident[COPIES] = models * held.weights // master * compute
 
     parts = dict(resident)
     if layout.size("fsdp") > 1:

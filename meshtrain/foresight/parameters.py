@@ -182,6 +182,7 @@ class MemoryUse:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    reference_bytes: int = 0  # of the weights of `train.reference`
 
 
 def held_by_ranks(

@@ -23,7 +23,15 @@ from meshtrain.data.order import microbatches
 from meshtrain.dropout import set_dropout
 from meshtrain.foresight.compiled import compiled_by_graphs
 from meshtrain.foresight.live import LiveBytes, Peak, watched
-from meshtrain.foresight.memory import ACTIVATIONS, COPIES, GATHERED, GRADIENTS, STATES, WEIGHTS
+from meshtrain.foresight.memory import (
+    ACTIVATIONS,
+    COPIES,
+    GATHERED,
+    GRADIENTS,
+    REFERENCE,
+    STATES,
+    WEIGHTS,
+)
 from meshtrain.foresight.model import alike, batch_of, repeated, untraced_errors, without
 from meshtrain.foresight.torch_patches import META, fake_process_groups, meta_stands_for
 from meshtrain.layout import DATA_AXES, Layout
@@ -31,6 +39,7 @@ from meshtrain.loss import Field
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
+from meshtrain.modeling.reference import Reference, reference_config
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import torch_private
 from meshtrain.parallel.fsdp import FSDPModule
@@ -146,6 +155,7 @@ class TracedStep:
         kind = mesh.device_type
         self.compiled = build.compile_choice(few, mesh.layout, device, kind).compiles
         self.model = build.build_model(few, mesh, device, device_type=kind)
+        self.reference = self._reference_of(config, mesh, device, skipped)
         self.optimizer = Optimizer(self.model, config.optimizer, mesh, total_steps=1000)
         task = "language" if "vocab_size" in config.model.keys else "classification"
         self.trainer = _Trainer(
@@ -157,11 +167,14 @@ class TracedStep:
             task=task,
             timer=_Phases(self.live),
             objective=build.objective_of(config, task, mesh),
+            reference=self.reference,
         )
         count = microbatches(
             config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES)
         )
         batch = prepared_batch(config, mesh)
+        if count == 1:
+            batch = replace(batch, together=config.batch.sizes.largest)
         self.microbatches = [batch] * count
         # The first step creates lasting state, for which few microbatches are enough, but the
         # schedule of a file has a fixed number.
@@ -171,6 +184,24 @@ class TracedStep:
         self._mark_blocks(alike(config))
         if isinstance(self.model, Pipeline) and device.type == "meta":
             self._tell_shapes(config)
+
+    def _reference_of(
+        self, config: Config, mesh: Mesh, device: torch.device, skipped: Sequence[int]
+    ) -> Reference | None:
+        """The frozen second model of a run that has one, with as many blocks as the first."""
+        own = reference_config(config)
+        if own is None:
+            return None
+        few = _with_few_blocks(own, skipped)
+        model = build.build_model(few, mesh, device, device_type=mesh.device_type)
+        return Reference(model, device, config.train.precision)
+
+    def _models(self) -> dict[str, nn.Module]:
+        """The models of the run, by the part of memory that their weights are."""
+        models = {WEIGHTS: self.model}
+        if self.reference is not None:
+            models[REFERENCE] = self.reference.model
+        return models
 
     def trace(self) -> RankTrace:
         """Traces three steps: the first, of few microbatches, creates lasting state (optimizer
@@ -185,8 +216,9 @@ class TracedStep:
 
         with watched(live):
             # Made before anything was watched.
-            for parameter in self.model.parameters():
-                live.see(to_local(parameter.detach()))
+            for model in self._models().values():
+                for parameter in model.parameters():
+                    live.see(to_local(parameter.detach()))
             self._run(self.first_microbatches)
             peaks = self._run(self.microbatches)
             live.actions = {peak.operators: partial(look, moment) for moment, peak in peaks.items()}
@@ -227,18 +259,19 @@ class TracedStep:
                     local = getattr(tensor, "_local_tensor", tensor)
                     owners[local.untyped_storage()._cdata] = part
 
-        own(WEIGHTS, *self.model.parameters())
-        for module in self.model.modules():
-            for sync in gradient_syncs(module):
-                if isinstance(sync, ComputeCopies):
-                    own(COPIES, *(copy.values for copy in sync._copies.values()))
-            # FSDP holds a parameter several times: its shard, what it has gathered, and, between
-            # microbatches, a gradient that is not yet reduced.
-            for p in _fsdp_parameters(module):
-                gathered = getattr(p, "_unsharded_param", None)
-                own(GATHERED, *p.all_gather_outputs, gathered)
-                own(GRADIENTS, p.unsharded_accumulated_grad, getattr(gathered, "grad", None))
-                own(WEIGHTS, p._sharded_param_data, p.sharded_param)
+        for weights, model in self._models().items():
+            own(weights, *model.parameters())
+            for module in model.modules():
+                for sync in gradient_syncs(module):
+                    if isinstance(sync, ComputeCopies):
+                        own(COPIES, *(copy.values for copy in sync._copies.values()))
+                # FSDP holds a parameter several times: its shard, what it has gathered, and,
+                # between microbatches, a gradient that is not yet reduced.
+                for p in _fsdp_parameters(module):
+                    gathered = getattr(p, "_unsharded_param", None)
+                    own(GATHERED, *p.all_gather_outputs, gathered)
+                    own(GRADIENTS, p.unsharded_accumulated_grad, getattr(gathered, "grad", None))
+                    own(weights, p._sharded_param_data, p.sharded_param)
         for local in self.optimizer._parameters:
             own(STATES, *local.state.values())
             own(GRADIENTS, local.parameter.grad)
@@ -314,7 +347,9 @@ class TracedStep:
         for stage, (begin, _) in enumerate(split.bounds):
             if stage > 0:
                 earlier = tuple(map(form_of, values[: begin - 1]))
-                self.model.describe(key, stage, Activation(values[begin - 1], earlier))
+                for pipeline in self._models().values():
+                    assert isinstance(pipeline, Pipeline)
+                    pipeline.describe(key, stage, Activation(values[begin - 1], earlier))
 
 
 def _in_phases(peaks: dict[str, Peak]) -> dict[str, Peak]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshtrain.loss import MicrobatchTerms
+    from meshtrain.parallel.gather_samples import SampleShares
     from meshtrain.parallel.linear_cross_entropy import LossRequest
 
 
@@ -28,6 +29,8 @@ class StepContext:
     loss_request: "LossRequest | None" = None
     # takes the terms and statistics of modules, and knows the padding
     terms: "MicrobatchTerms | None" = None
+    # knows the samples that other ranks have of the microbatch, for its loss
+    shares: "SampleShares | None" = None
 
 
 _current = StepContext()

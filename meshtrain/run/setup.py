@@ -2,13 +2,16 @@
 banner."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from meshtrain.attention import has_varlen
+from meshtrain.checkpoint.config_diff import REFERENCE
 from meshtrain.checkpoint.run_spec import RunSpec
+from meshtrain.checkpoint.weights import weights_digest
 from meshtrain.config import Config, spec_of
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.data import (
@@ -22,7 +25,7 @@ from meshtrain.data import (
 )
 from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
-from meshtrain.data.order import describe_ramp
+from meshtrain.data.order import describe_ramp, microbatches
 from meshtrain.errors import InputError
 from meshtrain.evaluate import (
     evaluation_set,
@@ -39,7 +42,10 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
 from meshtrain.modeling.context import context_costs
 from meshtrain.modeling.experts import expert_costs
+from meshtrain.modeling.loss_trial import check_microbatches
+from meshtrain.modeling.reference import Reference, build_reference, check_reference
 from meshtrain.optim.lr_schedule import warmup_note
+from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
 from meshtrain.parallel.mixed_precision import compute_dtype
@@ -77,6 +83,7 @@ def load_data(config: Config, job: Job) -> OpenData:
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
+        check_reference(config, job.say)
         check_parts(config, job.layout, data)
         objective = build.objective_of(config, data.task)
         if job.layout.size("cp") > 1:
@@ -94,6 +101,27 @@ def load_data(config: Config, job: Job) -> OpenData:
     damaged = "copy or prepare them anew where they are damaged"
     require_equal(job, Fingerprint("what the data files hold", samples, damaged))
     return data
+
+
+def require_whole_steps(config: Config, job: Job, data: OpenData) -> None:
+    """Raises InputError, on every rank: the loss compares the samples of a step, and a step is not
+    one microbatch."""
+    assert job.layout is not None
+    with job.collective_check("trying the loss"):
+        check_microbatches(config, job.layout, data.train, data.task)
+
+
+def reference_version(config: Config, job: Job) -> dict[str, str]:
+    """The digest of the weights of `train.reference`, by the name that a checkpoint has for it;
+    empty without a reference. Raises InputError, on every rank: hosts have different ones."""
+    section = config.train.reference
+    if section is None:
+        return {}
+    with job.collective_check("reading what train.reference.weights names"):
+        version = {REFERENCE: weights_digest(section.weights)}
+    remedy = "copy them anew where they are damaged, or name a folder that all hosts see"
+    require_equal(job, Fingerprint("what train.reference.weights names", version, remedy))
+    return version
 
 
 def check_parts(config: Config, layout: Layout, data: OpenData) -> None:
@@ -134,13 +162,34 @@ def model_of_run(
     config = spec.config
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
-    # A few samples on which the parallelized model is compared with the plain one.
-    sample = None
-    if build.looks_at_sample(config, mesh.layout):
-        with job.collective_check("reading the first samples"):
-            plain = spec_of(config).meta
-            sample = build.short_sample(data, plain, mesh.size("cp"), mesh.size("tp"))
+    sample = _compared_sample(config, mesh, job, data)
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+
+
+def reference_of_run(
+    config: Config,
+    mesh: Mesh,
+    job: Job,
+    data: OpenData,
+    measured_wait: MeasuredWait = nullcontext,
+) -> Reference | None:
+    """The parallelized second model of `train.reference`, with its weights; None: there is none."""
+    if config.train.reference is None:
+        return None
+    sample = _compared_sample(config, mesh, job, data)
+    return build_reference(config, mesh, job.device, measured_wait, sample)
+
+
+def _compared_sample(
+    config: Config, mesh: Mesh, job: Job, data: OpenData
+) -> tuple[torch.Tensor | None, ...] | None:
+    """A few samples on which a parallelized model is compared with the plain one; None: it is
+    not."""
+    if not build.looks_at_sample(config, mesh.layout):
+        return None
+    with job.collective_check("reading the first samples"):
+        plain = spec_of(config).meta
+        return build.short_sample(data, plain, mesh.size("cp"), mesh.size("tp"))
 
 
 def readers(
@@ -176,7 +225,15 @@ def readers(
     )
     if held_out is None:
         return batches, None
-    evaluation = EvalBatches(held_out, micro_size=micro_size, rank=rank, ranks=ranks, **reading)
+    # A loss of one's own may compare the samples of a step with each other. So that its evaluation
+    # depends on no layout, samples meet there as they do in a step, where that is one microbatch.
+    together = None
+    largest = config.batch.sizes.largest
+    if spec_of(config).loss is not None and microbatches(largest, micro_size, ranks) == 1:
+        together = largest
+    evaluation = EvalBatches(
+        held_out, micro_size=micro_size, rank=rank, ranks=ranks, together=together, **reading
+    )
     return batches, evaluation
 
 

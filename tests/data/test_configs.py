@@ -11,6 +11,7 @@ from meshtrain.config import Config, spec_of
 from meshtrain.data import open_data, train_batches
 from meshtrain.modeling.build import objective_of, outputs, plain_model
 from tests.data.files import write_images, write_lines, write_mnist, write_pair, write_tokens
+from tests.parity.test_reference_loss import OF_EXAMPLES, experiment_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -62,6 +63,8 @@ def test_a_config_opens_its_data_and_its_model_takes_it(
             "model.num_hidden_layers=1",
             "model.intermediate_size=64",
         ]
+    if name in OF_EXAMPLES:  # weights of another run
+        overrides += experiment_of(name, tmp_path).overrides
     config = Config.load(path, overrides, world_size=1, for_training=True)
     own_loss = spec_of(config).loss is not None
     opened = open_data(config.data, n_outputs=outputs(config), seed=0, say=print, own_loss=own_loss)
@@ -79,6 +82,8 @@ def test_a_config_opens_its_data_and_its_model_takes_it(
     with torch.no_grad():
         logits = plain_model(config).to_empty(device="cpu")(*batch.inputs)
     if own_loss:
-        assert objective_of(config, opened.task).losses(logits, batch).samples.shape == (2,)
+        reference = None if config.train.reference is None else logits
+        found = objective_of(config, opened.task).losses(logits, batch, reference=reference)
+        assert found.samples.shape == (2,)
         return
     assert logits.shape == (*batch.targets.shape, outputs(config))

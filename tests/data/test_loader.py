@@ -109,6 +109,29 @@ def test_evaluation_sees_each_sample_once(n: int, micro: int, ranks: int) -> Non
     )
 
 
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 7))
+def test_an_evaluation_in_steps_has_the_same_samples_together_on_any_ranks(
+    n: int, together: int, ranks: int
+) -> None:
+    """Each step is one microbatch, of which every rank knows how many samples it has."""
+    micro = -(-together // ranks)
+    loaders = [
+        EvalBatches(Numbers(n), micro_size=micro, rank=rank, ranks=ranks, together=together)
+        for rank in range(ranks)
+    ]
+    expected = [list(range(n))[start : start + together] for start in range(0, n, together)]
+    steps = list(zip(*loaders, strict=True))
+    assert [values(batches) for batches in steps] == expected
+    for batches, samples in zip(steps, expected, strict=True):
+        assert {batch.together for batch in batches} == {len(samples)}
+
+
+def test_a_microbatch_that_is_a_whole_step_knows_its_samples_on_all_ranks() -> None:
+    keys = {"global_size": [[0, 3], [1, 7]], "micro_size": 2, "ranks": 2, "rank": 1}
+    found = [[batch.together for batch in step] for step in batches_of(Numbers(20), **keys)]
+    assert found == [[3], [None, None]]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) -> None:
     path = write_lines(

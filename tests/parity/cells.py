@@ -14,6 +14,8 @@ COMPARED = (
     *("loss", "grad_norm", "eval_loss", "expert_load_max", "experts_idle"),
     # of the losses in tools/examples/losses
     *("absolute_error", "eval_absolute_error", "right", "eval_right"),
+    *("found", "eval_found", "divergence", "eval_divergence"),
+    *("margin", "eval_margin", "preferred", "eval_preferred"),
 )
 
 
