@@ -1,7 +1,8 @@
 """Trains one plain PyTorch model on any mesh of processes. The layout is not part of the
 experiment.
 
-For a training loop of your own: `start` joins the job, `build_mesh` creates the process groups of a
+For a training loop of your own: `Run` is all that surrounds a step, in five lines
+(tools/examples/spread.py). Or from its parts: `start` joins the job, `build_mesh` creates the process groups of a
 `Layout`, and `parallelize` distributes a model over them (see tools/examples/own_loop.py); with
 `cp` a `ContextParallel` gives each rank its part of a batch. Importing this package does not import
 torch.
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from meshtrain.mesh import build_mesh
     from meshtrain.parallel.context import ContextParallel
     from meshtrain.parallel.parallelize import parallelize
+    from meshtrain.script.run import Run
 
-__all__ = ["ContextParallel", "Layout", "build_mesh", "parallelize", "start"]
+__all__ = ["ContextParallel", "Layout", "Run", "build_mesh", "parallelize", "start"]
 
 _ROOMS = {
     "ContextParallel": "meshtrain.parallel.context",
+    "Run": "meshtrain.script.run",
     "build_mesh": "meshtrain.mesh",
     "parallelize": "meshtrain.parallel.parallelize",
     "start": "meshtrain.job.watchdog.watchdog",

@@ -1,0 +1,34 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshtrain
+
+torch.manual_seed(0)
+text = open(torch.__file__).read().encode()
+data = torch.tensor(list(text)).unfold(0, 65, 64)  # (samples, 65)
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def loss_of(model, batch):
+    logits, targets = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+    return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
+
+
+model = nn.Sequential(nn.Embedding(256, 64), Layer(64), Layer(64), nn.Linear(64, 256, bias=False))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+run = meshtrain.Run("{dp_shard: -1}", global_size=16, output="runs/spread")
+model, optimizer = run.prepare(model, optimizer)
+for step, batch in run.steps(data, steps=20):
+    loss = run.backward(loss_of, batch)
+    run.update(optimizer)
+    run.say(f"step {step} loss {loss:.4f}")
