@@ -21,7 +21,7 @@ model = nn.Sequential(nn.Embedding(256, 64), Layer(64), Layer(64), nn.Linear(64,
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(1, 21):
     batch = data[torch.randint(0, len(data), (16,))]
-    loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    loss = F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:])
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
