@@ -124,9 +124,7 @@ def _build_pipeline(
     schedule, split = stages_of(config, mesh.layout)
     whole: PlainModel | None = plain
 
-    def make_stage(
-        cut: Cut, options: ParallelOptions, later: WeightGradQueue | None
-    ) -> nn.Module:
+    def make_stage(cut: Cut, options: ParallelOptions, later: WeightGradQueue | None) -> nn.Module:
         nonlocal whole
         plain, whole = whole, None  # each further stage is cut from a model of its own
         return build_stage(config, mesh, device, options, cut, later, plain=plain)

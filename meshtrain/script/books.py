@@ -47,7 +47,9 @@ class ScriptBooks(AbstractContextManager["ScriptBooks"]):
         self._steps = steps
         self._pending: StepNumbers | None = None
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None or kind is GeneratorExit:  # the script has left its loop
+            self.flush()
         self._metrics.close()
 
     def take(self, numbers: StepNumbers) -> None:

@@ -25,6 +25,11 @@ class Membership:
         self._open = ExitStack()
         self.job, self.watchdog = self._open.enter_context(joined(timeout_s))
         self._hook_before = sys.excepthook
+
+    def leave_with_script(self) -> None:
+        """From now on the end of the script leaves the job. Called once there is a process group:
+        torch then prints what ends a script by a hook of its own, which has to come last."""
+        self._hook_before = sys.excepthook
         sys.excepthook = self._crashed
         atexit.register(self.leave)
 

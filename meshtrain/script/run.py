@@ -139,6 +139,7 @@ class Run:
         except BaseException as error:
             self._membership.leave(error)
             raise
+        self._membership.leave_with_script()
 
         self.mesh: Mesh = build_mesh(job.layout, job.device.type)
         self.model: nn.Module | None = None  # from `prepare` on
@@ -164,9 +165,7 @@ class Run:
         if job.rank == 0:
             self._stop.watch(folder.path, None, os.environ, owner_changed)
         self._status = enter(RunStatus(folder, job))
-        self._membership.watchdog.on_job_lost(
-            self._status.write_failed, folder.path / "failures"
-        )
+        self._membership.watchdog.on_job_lost(self._status.write_failed, folder.path / "failures")
 
     def __enter__(self) -> Self:
         return self
@@ -284,9 +283,7 @@ class Run:
         self._config = self._config.of_steps(steps)
         data = {"fingerprint": str(samples), "train": samples}
         code = checkpoint_versions(_script())
-        spec = RunSpec(
-            self._config, self._folder.path, self._checkpoints, data, code, steps
-        )
+        spec = RunSpec(self._config, self._folder.path, self._checkpoints, data, code, steps)
         self._loop = _Loop(self, spec, dataset, collate, workers)
         self._membership.enter(_Closed(self._loop))
         return self._loop
@@ -454,7 +451,12 @@ class _Loop(Iterator[tuple[int, Any]]):
         return State(run.model, run._optimizer, run.mesh, run.job)
 
     def __next__(self) -> tuple[int, Any]:
-        return next(self._steps)
+        try:
+            return next(self._steps)
+        except StopIteration:
+            if self._stops and self._monitor.finished_step < self._spec.steps:
+                self._stop_script()
+            raise
 
     def close(self) -> None:
         """Ends the loop where it is, as when the script fails or leaves it."""
@@ -484,8 +486,6 @@ class _Loop(Iterator[tuple[int, Any]]):
                     self._checkpointer.finish()
         if self._checkpointer is not None:
             self._checkpointer.check()
-        if self._stops and monitor.finished_step < spec.steps:
-            self._stop_script()
 
     def _on_device(self, batch: Any) -> Any:
         device = self._run.job.device
@@ -519,7 +519,9 @@ class _Loop(Iterator[tuple[int, Any]]):
         if torch.isfinite(torch.tensor([loss, grad_norm])).all():
             return
         self._books.flush()
-        problem = f"the loss of the global batch is {loss}, and the norm of its gradient {grad_norm}"
+        problem = (
+            f"the loss of the global batch is {loss}, and the norm of its gradient {grad_norm}"
+        )
         raise TrainingError(
             f"step {self.number}: {problem}. Stopped before that update: the parameters are those "
             f"of step {self.number - 1}. Look at the step's samples, clip gradients (clip_norm), or "

@@ -124,5 +124,3 @@ def read_layout(layout: str | Mapping[str, int]) -> Mapping[str, int]:
             f"the layout is {layout!r}: expected axes and their sizes, such as '{{dp_shard: -1}}'"
         )
     return value
-
-

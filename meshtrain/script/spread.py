@@ -101,9 +101,7 @@ def _in_stages(
     numbers = plan.stages_of(mesh.index("pp"))
     whole = [model, *(copy.deepcopy(model) for _ in numbers[1:])]
 
-    def make_stage(
-        cut: Cut, options: ParallelOptions, later: WeightGradQueue | None
-    ) -> nn.Module:
+    def make_stage(cut: Cut, options: ParallelOptions, later: WeightGradQueue | None) -> nn.Module:
         stage = whole.pop(0)
         options = split_stage(stage, mesh, device, options, cut, later)
         return apply_data_parallel(stage, mesh, options)
