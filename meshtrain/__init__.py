@@ -2,10 +2,10 @@
 experiment.
 
 For a training loop of your own: `Run` is all that surrounds a step, in five lines
-(tools/examples/spread.py). Or from its parts: `start` joins the job, `build_mesh` creates the process groups of a
-`Layout`, and `parallelize` distributes a model over them (see tools/examples/own_loop.py); with
-`cp` a `ContextParallel` gives each rank its part of a batch. Importing this package does not import
-torch.
+(tools/examples/spread.py). Or from its parts: `start` joins the job, `build_mesh` creates the
+process groups of a `Layout`, and `parallelize` distributes a model over them (see
+tools/examples/own_loop.py); with `cp` a `ContextParallel` gives each rank its part of a batch.
+Importing this package does not import torch.
 """
 
 import importlib

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack
 import torch
 from torch.utils.data import DataLoader
 
-from meshtrain.data.batch import Batch, Packed, Samples
+from meshtrain.data.batch import Batch, Samples
 from meshtrain.data.order import BatchSizes, Mixture, microbatches, share
 from meshtrain.data.order_numpy import run_order
 from meshtrain.errors import InputError

@@ -9,7 +9,9 @@ computed.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ from meshtrain.errors import InputError
 LossOf = Callable[[Any, Any], Any]
 
 
-class Sums(NamedTuple):
+@dataclass(frozen=True)
+class Sums:
     """What `loss_of` has returned."""
 
     total: Tensor  # scalar, with a graph
@@ -68,10 +71,8 @@ def inputs_of(loss_of: LossOf, stage: nn.Module, samples: Any) -> tuple[Tensor |
         found = _by_position(stage, inputs, named)
         raise _LeaveLoss
 
-    try:
+    with suppress(_LeaveLoss):
         loss_of(ModelCall(stage, record), samples)
-    except _LeaveLoss:
-        pass
     if found is None:
         raise InputError("loss_of does not call the model, and under pp it has to, once")
     for value in found:

@@ -137,7 +137,7 @@ class ScriptStep:
 
     def _take(self, part: Microbatch, sums: Sums) -> Tensor:
         """Notes the sums of a microbatch; returns the scalar to run backward from."""
-        total, count = sums
+        total, count = sums.total, sums.count
         if not part.is_real:
             total, count = total * 0, count * 0
         self._step.sums.append(Sums(total.detach(), count))

@@ -24,7 +24,7 @@ class Deadlines:
 
     start_s: float = 600.0  # the start, and every phase not measured yet
     given_s: float | None = None  # a step, as the user has configured it
-    # whether the deadline of a step follows from measured ones; not if what happens in it is unknown
+    # whether a step's deadline follows from measured ones; not if what a step does is unknown
     adapts: bool = True
     step_s: float | None = None  # a step, as measured; None: not yet
     save_s: float | None = None  # the last save; None: there was none
