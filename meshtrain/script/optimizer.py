@@ -54,10 +54,11 @@ class GroupNames:
         for parameter, state in optimizer.state.items():
             if state:
                 kept = ", ".join(map(str, state))
+                shape = tuple(parameter.shape)
                 raise InputError(
-                    f"{type(optimizer).__name__} has a state already ({kept} of "
-                    f"{names.get(parameter, 'another parameter')}): give run.prepare an optimizer "
-                    "that has made no step, and whose constructor makes no state (Adagrad's does)"
+                    f"{type(optimizer).__name__} has a state already ({kept} of a parameter of "
+                    f"shape {shape}): give run.prepare an optimizer that has made no step, and "
+                    "whose constructor makes no state (Adagrad's does)"
                 )
         return cls(tuple(groups))
 

@@ -12,9 +12,8 @@ step: its parts are those of a YAML's run (train.py).
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
-from operator import itemgetter
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self, TypeVar
@@ -462,7 +461,7 @@ class _Loop(Iterator[tuple[int, Any]]):
         """Ends the loop where it is, as when the script fails or leaves it."""
         self._steps.close()
 
-    def _iterate(self) -> Iterator[tuple[int, Any]]:
+    def _iterate(self) -> Generator[tuple[int, Any]]:
         run, spec, monitor = self._run, self._spec, self._monitor
         with run._stop.active(), monitor, self._books, ExitStack() as self._opened:
             if self._resume.checkpoint is not None:
@@ -519,13 +518,11 @@ class _Loop(Iterator[tuple[int, Any]]):
         if torch.isfinite(torch.tensor([loss, grad_norm])).all():
             return
         self._books.flush()
-        problem = (
-            f"the loss of the global batch is {loss}, and the norm of its gradient {grad_norm}"
-        )
         raise TrainingError(
-            f"step {self.number}: {problem}. Stopped before that update: the parameters are those "
-            f"of step {self.number - 1}. Look at the step's samples, clip gradients (clip_norm), or "
-            "take a lower learning rate"
+            f"step {self.number}: the loss of the global batch is {loss}, and the norm of its "
+            f"gradient {grad_norm}. Stopped before that update: the parameters are those of step "
+            f"{self.number - 1}. Look at the step's samples, clip gradients (clip_norm), or take a "
+            "lower learning rate"
         )
 
     def finish_step(self, numbers: StepNumbers, *, stops: bool) -> None:

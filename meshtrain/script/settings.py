@@ -20,7 +20,7 @@ from meshtrain.config.schema import (
 )
 from meshtrain.config.yaml_reader import parse_yaml
 from meshtrain.errors import InputError, yaml_text
-from meshtrain.layout import Layout, LayoutError
+from meshtrain.layout import LayoutError
 from meshtrain.parallel.mixed_precision import PRECISIONS
 
 VARIABLE = "MESHTRAIN_LAYOUT"

@@ -128,7 +128,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
         on_meta[id(tensor)] = (
             nn.Parameter(shape, requires_grad=tensor.requires_grad) if is_parameter else shape
         )
-    return copy.deepcopy(model, on_meta)  # type: ignore[arg-type]
+    return copy.deepcopy(model, on_meta)
 
 
 def _split(on_meta: nn.Module, plan: Schedule, sample: Sample | None) -> StageSplit:

@@ -1,19 +1,21 @@
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-text = open(torch.__file__).read().encode()
+text = Path(torch.__file__).read_bytes()
 data = torch.tensor(list(text)).unfold(0, 65, 64)  # (samples, 65)
 
 
 class Layer(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
