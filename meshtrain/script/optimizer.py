@@ -80,7 +80,8 @@ class SpreadOptimizer:
         self.device = device_of(model, mesh)
         self.updates = torch.zeros((), dtype=torch.float32, device=self.device)
         self._parameters = local_parameters(model, mesh)
-        _require_elementwise(optimizer, self._parameters, self.device)
+        is_split = any(local.spec.cuts for local in self._parameters)
+        require_elementwise(optimizer, self.device, is_split=is_split)
 
         self._updated: dict[Tensor, _Updated] = {}  # by the model's parameter
         by_name: defaultdict[str, list[LocalParameter]] = defaultdict(list)
@@ -189,11 +190,12 @@ def _tensors_in(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 # Trying an optimizer ------------------------------------------------------------------------------
 
 
-def _require_elementwise(
-    optimizer: torch.optim.Optimizer, parameters: list[LocalParameter], device: torch.device
+def require_elementwise(
+    optimizer: torch.optim.Optimizer, device: torch.device, *, is_split: bool
 ) -> None:
+    """Raises InputError: a checkpoint has no room for what the optimizer keeps, or, where
+    parameters are split, it computes an element's update from others."""
     kind = type(optimizer).__name__
-    is_split = any(local.spec.cuts for local in parameters)
     for group in optimizer.param_groups:
         whole, state = _tried(optimizer, group, device, rows=ROWS, columns=COLUMNS)
         for name, value in state.items():
