@@ -225,4 +225,3 @@ def test_the_config_of_a_script_has_only_what_the_script_gives() -> None:
         "output": "runs/a",
     }
     assert config.resolved == Layout({"dp_shard": 4})
-

@@ -77,9 +77,7 @@ SPLIT: dict[str, Any] = {"tp_plan": True, "clip_norm": 0.05}
             {**SGD, "schedule": "interleaved-1f1b", "micro_size": 2, "global_size": 8},
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            4, "{pp: 2, tp: 2}", {**SPLIT, "schedule": "zb-h1"}, marks=pytest.mark.slow
-        ),
+        pytest.param(4, "{pp: 2, tp: 2}", {**SPLIT, "schedule": "zb-h1"}, marks=pytest.mark.slow),
         pytest.param(
             4, "{dp_replicate: 2, dp_shard: 2}", {**SGD, "micro_size": 1}, marks=pytest.mark.slow
         ),
