@@ -9,12 +9,18 @@ small matrix and its halves before the first step.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.config.convert import read_section
+from meshtrain.config.errors import ConfigError
+from meshtrain.config.keys import keys_of
+from meshtrain.config.schema import OptimizerSection
+from meshtrain.config.yaml_reader import Place, read_text, write
 from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import (
@@ -24,6 +30,7 @@ from meshtrain.optim.grad_norm import (
     scale_gradients,
     squared_norm,
 )
+from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.sharding import ParameterSpec, tensor_spec
 
 # of the matrix on which an optimizer is tried: both halve
@@ -102,16 +109,17 @@ class SpreadOptimizer:
         float64."""
         return squared_norm(self._parameters, self.device)
 
-    def scale_gradients(self, factor: Tensor | None) -> None:
-        """Multiplies the collected gradients by a scalar on the device; None: by 1."""
+    def update(self, step: int, factor: Tensor | None) -> None:
+        """Updates the parameters from the collected gradients times a scalar on the device (None:
+        1)."""
         scale_gradients(self._parameters, factor)
-
-    def step(self) -> None:
-        """Updates the parameters from the collected gradients."""
         for updated in self._updated.values():
             updated.take_grad()
         self.optimizer.step()
         self.updates += 1
+
+    def set_steps(self, steps: int) -> None:
+        """Learning rates are the script's."""
 
     def zero_grad(self) -> None:
         for local in self._parameters:
@@ -185,6 +193,52 @@ def _tensors_in(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, value in state.items():
         if isinstance(value, Tensor):
             yield name, value
+
+
+class SectionOptimizer:
+    """One of meshtrain's own optimizers, with the schedule of its learning rate."""
+
+    def __init__(self, section: OptimizerSection, model: nn.Module, mesh: Mesh) -> None:
+        self.optimizer = Optimizer(model, section, mesh, total_steps=1)
+        self.updates = self.optimizer.updates
+        self.lr = 0.0  # of the last update
+
+    def set_steps(self, steps: int) -> None:
+        self.optimizer.total_steps = steps
+
+    def squared_norm(self) -> Tensor:
+        return self.optimizer.squared_norm()
+
+    def update(self, step: int, factor: Tensor | None) -> None:
+        self.lr = self.optimizer.update(step, factor, skip=torch.zeros_like(self.updates))
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def make_states(self) -> None:
+        """They exist from the start."""
+
+    def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
+        return self.optimizer.state(parameter)
+
+    def take_updates(self) -> None:
+        self.optimizer.take_updates()
+
+
+def read_optimizer(section: Mapping[str, Any], clip_norm: float | None) -> OptimizerSection:
+    """A YAML's section `optimizer`. Raises InputError: one of its keys or values is wrong."""
+    if "clip_norm" in section:
+        raise InputError("clip_norm is an argument of meshtrain.Run, not of the optimizer")
+    errors: list[ConfigError] = []
+    text = write({"optimizer": dict(section)})
+    root = read_text(text, partial(Place.in_file, "run.prepare"), errors)
+    values = {}
+    if root is not None:
+        node = root.value["optimizer"]
+        values = read_section(node, "optimizer", keys_of(OptimizerSection), {}, errors)
+    if errors:
+        raise InputError(f"the optimizer {dict(section)}: {errors[0].message}")
+    return replace(OptimizerSection(**values), clip_norm=clip_norm)
 
 
 # Trying an optimizer ------------------------------------------------------------------------------

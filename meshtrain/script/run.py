@@ -57,13 +57,17 @@ from meshtrain.script.books import ScriptBooks, StepNumbers
 from meshtrain.script.loss_call import LossOf
 from meshtrain.script.membership import Membership
 from meshtrain.script.microbatches import count_microbatches, split_batch
-from meshtrain.script.optimizer import GroupNames, SpreadOptimizer
+from meshtrain.script.optimizer import (
+    GroupNames,
+    SectionOptimizer,
+    SpreadOptimizer,
+    read_optimizer,
+)
 from meshtrain.script.settings import VARIABLE, script_config
 from meshtrain.script.spread import spread
 from meshtrain.script.step import ScriptStep
 
 Model = TypeVar("Model", bound=nn.Module)
-TorchOptimizer = TypeVar("TorchOptimizer", bound=torch.optim.Optimizer)
 
 # within which all ranks have to join, and then to come to each message
 WAIT_S = 600.0
@@ -149,7 +153,7 @@ class Run:
         self._share = share(global_size, ranks, self._data_rank)
         self._microbatches = count_microbatches(global_size, micro_size, ranks)
         self._timer = StepTimer(job.device, hiding=unmeasured_wait_phases(self.mesh))
-        self._optimizer: SpreadOptimizer
+        self._optimizer: SpreadOptimizer | SectionOptimizer
         self._step: ScriptStep
         self._loop: _Loop | None = None  # while there are steps
 
@@ -187,8 +191,8 @@ class Run:
     # Before the loop ------------------------------------------------------------------------------
 
     def prepare(
-        self, model: Model, optimizer: TorchOptimizer, **options: Any
-    ) -> tuple[Model, TorchOptimizer]:
+        self, model: Model, optimizer: torch.optim.Optimizer | Mapping[str, Any], **options: Any
+    ) -> tuple[Model, Any]:
         """Spreads a model and its optimizer over the ranks. All ranks get the values of rank 0.
 
         Returns both: the same objects, but with `pp` a `Pipeline` of this rank's stages in the
@@ -197,7 +201,9 @@ class Run:
         Args:
             model: plain, on any device. Its blocks, which FSDP gathers and `pp` deals out, are what
                 its function `blocks()` returns, or the layers of an nn.Sequential.
-            optimizer: of torch.optim, or like it, on parameters of the model, with no step made.
+            optimizer: of torch.optim, or like it, on parameters of the model, with no step made. Or
+                the keys of a YAML's section `optimizer`, such as `{"name": "muon", "lr": 1e-3}`:
+                then one of meshtrain's own is returned.
             options: any of `ParallelOptions` by name: `tp_plan` for a model whose file has none;
                 `sample`, the arguments of `model(*sample)`, which `pp` needs if the model has
                 parameters outside of its blocks; `recompute`, `compile`.
@@ -207,14 +213,18 @@ class Run:
         """
         if self.model is not None:
             raise InputError("run.prepare was called before: a run has one model")
-        names = GroupNames.of(optimizer, model)
+        names = section = None
+        if isinstance(optimizer, Mapping):
+            section = read_optimizer(optimizer, self._clip_norm)
+        else:
+            names = GroupNames.of(optimizer, model)
         batch = self._config.batch
         settings = ParallelOptions(
             precision=self._config.train.precision,
             measured_wait=lambda: self._timer.phase("communication"),
             **options,
         )
-        parameters = parameter_count(model)
+        kind, parameters = type(model).__name__, parameter_count(model)
         spread_model = spread(
             model,
             self.mesh,
@@ -226,7 +236,12 @@ class Run:
             micro_size=batch.micro_size,
         )
         self.model = spread_model
-        self._optimizer = SpreadOptimizer(optimizer, names, spread_model, self.mesh)
+        if section is not None:
+            self._optimizer = SectionOptimizer(section, spread_model, self.mesh)
+        else:
+            assert names is not None
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            self._optimizer = SpreadOptimizer(optimizer, names, spread_model, self.mesh)
         self._step = ScriptStep(
             spread_model,
             self.mesh,
@@ -238,10 +253,10 @@ class Run:
         layout = self.job.layout
         assert layout is not None
         self.say(f"{describe_hosts(layout)}, on {self.job.device_name()}, layout {layout}")
-        self.say(f"model {type(model).__name__}: {parameters:,} parameters")
+        self.say(f"model {kind}: {parameters:,} parameters")
         if isinstance(spread_model, Pipeline):
             self.say(spread_model.about)
-        return spread_model, optimizer  # type: ignore[return-value]
+        return spread_model, self._optimizer.optimizer  # type: ignore[return-value]
 
     # The loop -------------------------------------------------------------------------------------
 
@@ -283,6 +298,7 @@ class Run:
         data = {"fingerprint": str(samples), "train": samples}
         code = checkpoint_versions(_script())
         spec = RunSpec(self._config, self._folder.path, self._checkpoints, data, code, steps)
+        self._optimizer.set_steps(steps)
         self._loop = _Loop(self, spec, dataset, collate, workers)
         self._membership.enter(_Closed(self._loop))
         return self._loop
@@ -315,7 +331,7 @@ class Run:
         loop.loss, loop.count = loss, count
         return loss.clone()
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: Any) -> None:
         """Ends a step: clips, updates the parameters, sets their gradients to None, and notes the
         step in metrics.jsonl. A step whose counts add up to 0 updates nothing.
 
@@ -325,7 +341,7 @@ class Run:
         """
         loop = self._current_loop("run.update")
         if optimizer is not self._optimizer.optimizer:
-            raise InputError("run.update takes the optimizer that run.prepare was given")
+            raise InputError("run.update takes the optimizer that run.prepare has returned")
         if loop.loss is None or loop.count is None:
             raise InputError("run.update comes after run.backward, once in each step")
         with self._timer.phase("optimizer"):
@@ -339,8 +355,7 @@ class Run:
             is_empty = count == 0
             if not is_empty:
                 loop.require_finite(loss, grad_norm)
-                self._optimizer.scale_gradients(clip_factor(norm, self._clip_norm))
-                self._optimizer.step()
+                self._optimizer.update(loop.number, clip_factor(norm, self._clip_norm))
             lr = self._optimizer.lr
             self._optimizer.zero_grad()
             self._step.receive(sums, skipped=is_empty)
@@ -472,7 +487,11 @@ class _Loop(Iterator[tuple[int, Any]]):
                     with run._timer.phase("data"):
                         batch = self._on_device(next(self._batches))
                     self.number, self._is_updated = step, False
-                    yield step, batch
+                    try:
+                        yield step, batch
+                    except GeneratorExit:  # the script has left the loop
+                        run._status.stopped = f"the script has left its loop in step {step}"
+                        raise
                     self._require_update()
                 if self._stops:
                     run._stop.mark_agreed()

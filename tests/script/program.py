@@ -35,14 +35,14 @@ class Options:
     precision: str = "float64"
     schedule: str | None = None
     every: int = 0
-    optimizer: str = "AdamW"
+    optimizer: str = "AdamW"  # of torch, or one of meshtrain's own
     optimizer_options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"lr": 0.02})
     model: str = "sequential"
     sample: bool = False  # whether `prepare` is told the inputs
     tp_plan: bool = False
     dropout: float = 0.0
     loss: str = "tokens"  # the name of a function of LOSSES
-    # what rank 0 does in step 3: die, raise, return, or ask to stop
+    # what rank 0 does in step 3: die, raise, stop (by a file), signal (to itself); or all: leave
     third_step: str = ""
 
 
@@ -184,9 +184,10 @@ def main(output: str, options: Options) -> None:
         output=output,
     )
     model = make_model(options)
-    optimizer = getattr(torch.optim, options.optimizer)(
-        model.parameters(), **options.optimizer_options
-    )
+    optimizer: Any = {"name": options.optimizer, **options.optimizer_options}
+    if hasattr(torch.optim, options.optimizer):
+        make_optimizer = getattr(torch.optim, options.optimizer)
+        optimizer = make_optimizer(model.parameters(), **options.optimizer_options)
     data = make_data()
     spreading: dict[str, Any] = {}
     if options.tp_plan:
@@ -202,6 +203,8 @@ def main(output: str, options: Options) -> None:
             act(options.third_step, Path(output))
         loss = run.backward(LOSSES[options.loss], batch)
         run.update(optimizer)
+        if step == 3 and options.third_step == "leave":
+            break
         steps.append(step)
         losses.append(loss.item())
     run.say(json.dumps({"steps": steps, "losses": losses}))
@@ -212,8 +215,6 @@ def act(what: str, output: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "raise":
         raise ZeroDivisionError("planted")
-    if what == "exit":
-        sys.exit(5)
     if what == "stop":
         (output / "STOP").touch()
     if what == "signal":

@@ -13,7 +13,12 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.script.loss_call import call_loss, inputs_of
 from meshtrain.script.microbatches import count_microbatches, split_batch
-from meshtrain.script.optimizer import GroupNames, SpreadOptimizer, require_elementwise
+from meshtrain.script.optimizer import (
+    GroupNames,
+    SpreadOptimizer,
+    read_optimizer,
+    require_elementwise,
+)
 from meshtrain.script.settings import script_config
 from tests.script.program import LOSSES, Options, make_data, make_model
 
@@ -170,6 +175,16 @@ def test_an_optimizer_with_a_state_or_other_parameters_is_refused() -> None:
     optimizer.step()
     with pytest.raises(InputError, match=r"has a state already \(step, exp_avg, exp_avg_sq of a"):
         GroupNames.of(optimizer, model)
+
+
+def test_the_section_of_an_optimizer_is_read_as_a_yaml_s() -> None:
+    section = read_optimizer({"name": "muon", "lr": 0.1, "betas": [0.8, 0.9]}, clip_norm=None)
+    assert (section.name, section.lr, section.betas) == ("muon", 0.1, (0.8, 0.9))
+    assert section.clip_norm is None
+    with pytest.raises(InputError, match="there is no key"):
+        read_optimizer({"name": "muon", "learning_rat": 0.1}, clip_norm=None)
+    with pytest.raises(InputError, match="is an argument of"):
+        read_optimizer({"clip_norm": 1.0}, clip_norm=None)
 
 
 def test_an_optimizer_keeps_groups_and_parameters_that_are_not_split() -> None:

@@ -132,6 +132,16 @@ def test_a_script_goes_on_on_another_layout(tmp_path: Path) -> None:
     assert '{"steps": [], "losses": []}' in again
 
 
+def test_an_optimizer_of_meshtrain_s_own_is_named_by_its_section(tmp_path: Path) -> None:
+    section = {"lr": 0.02, "schedule": "constant"}
+    options = Options(optimizer="muon", optimizer_options=section)
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    start(1, whole, options).check()
+    start(2, moved, replace(options, steps=2)).check()
+    start(2, moved, replace(options, layout="{pp: 2}", micro_size=2)).check()
+    torch.testing.assert_close(numbers(moved), numbers(whole), rtol=1e-9, atol=0)
+
+
 def test_a_requested_stop_ends_a_script_alone_with_status_75(tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = Options(steps=500, third_step="stop")  # a file, which is looked for once a second
@@ -140,6 +150,19 @@ def test_a_requested_stop_ends_a_script_alone_with_status_75(tmp_path: Path) -> 
     assert "to go on, start the same command again" in done.out
     assert not (output / "STOP").exists()
     assert '"steps"' not in done.out  # what follows the loop is for a run that is done
+
+
+def test_a_loop_that_is_left_early_is_no_run_that_is_done(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    options = Options(every=2)
+    start(2, output, replace(options, third_step="leave")).check()
+    end = json.loads((output / "exit.json").read_text())
+    assert (end["status"], end["reason"]) == ("stopped", "the script has left its loop in step 3")
+    assert len(numbers(output)) == 3
+
+    printed = start(2, output, options).check().out
+    assert "goes on from" in printed
+    assert json.loads((output / "exit.json").read_text())["status"] == "done"
 
 
 def test_a_rank_that_fails_is_named_and_ends_its_job(tmp_path: Path) -> None:

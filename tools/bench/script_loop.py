@@ -1,5 +1,5 @@
-"""The loop of plain_ddp.py by `meshtrain.Run`: the same model, optimizer and samples, on a layout of
-its own."""
+"""The loop of plain_ddp.py by `meshtrain.Run`: the same model, optimizer and samples, on any
+layout."""
 
 import json
 from collections.abc import Callable
