@@ -18,6 +18,12 @@ class RunSpec:
     data: dict[str, Any]  # fingerprint and sizes, as in a manifest
     versions: dict[str, str]  # of torch, Python, meshtrain and the code
     steps: int  # the run's last step
+    in_yaml: bool = True  # whether its settings are keys of a YAML, or stand in a script
+
+    @property
+    def folder_option(self) -> str:
+        """How another folder is named, for people."""
+        return "train.output=FOLDER" if self.in_yaml else 'output="FOLDER"'
 
     @property
     def resumes_latest(self) -> bool:

@@ -297,7 +297,15 @@ class Run:
         self._config = self._config.of_steps(steps)
         data = {"fingerprint": str(samples), "train": samples}
         code = checkpoint_versions(_script())
-        spec = RunSpec(self._config, self._folder.path, self._checkpoints, data, code, steps)
+        spec = RunSpec(
+            config=self._config,
+            folder=self._folder.path,
+            checkpoints=self._checkpoints,
+            data=data,
+            versions=code,
+            steps=steps,
+            in_yaml=False,
+        )
         self._optimizer.set_steps(steps)
         self._loop = _Loop(self, spec, dataset, collate, workers)
         self._membership.enter(_Closed(self._loop))

@@ -196,6 +196,20 @@ def test_what_cannot_be_exact_is_refused(
     assert "Traceback" not in done.err
 
 
+def test_a_checkpoint_of_another_run_is_refused_in_a_script_s_words(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    start(1, output, Options()).check()
+    for changes, sentence in (
+        ({"global_size": 8}, "batch.global_size: 7 -> 8"),
+        ({"steps": 2}, "is of step 4, and this run ends at step 2"),
+    ):
+        done = start(1, output, Options(**changes))
+        assert done.status == 2
+        assert sentence in done.err
+        assert 'output="FOLDER"' in done.err
+        assert "train.output" not in done.err
+
+
 def test_a_step_that_is_not_finite_stops_before_its_update(tmp_path: Path) -> None:
     done = start(2, tmp_path / "run", Options(loss="not_finite"))
     assert done.status == 1
