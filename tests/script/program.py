@@ -12,7 +12,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import meshtrain
 from meshtrain.dropout import Dropout
+from meshtrain.loss import attach
+from meshtrain.parallel.step_context import current_context
 
 SAMPLES, LENGTH, WIDTH, WORDS = 37, 6, 8, 11
 TP_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
@@ -41,31 +43,40 @@ class Options:
     sample: bool = False  # whether `prepare` is told the inputs
     tp_plan: bool = False
     dropout: float = 0.0
+    attach: bool = False  # whether layers add a term to the loss
     loss: str = "tokens"  # the name of a function of LOSSES
     # what rank 0 does in step 3: die, raise, stop (by a file), signal (to itself); or all: leave
     third_step: str = ""
 
 
 class Layer(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    terms: ClassVar[list[Tensor]] = []  # of forwards outside of a run, for a loop in plain torch
+
+    def __init__(self, options: Options) -> None:
         super().__init__()
+        self.attaches = options.attach
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(options.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.attaches:
+            term = 0.3 * x.square().sum((1, 2))
+            if current_context().terms is None and not term.is_meta:
+                self.terms.append(term.sum())
+            x = attach(x, "size", term)
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 class Blocks(nn.Module):
     """A model with `blocks()`, and parameters outside of them."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.places = nn.Parameter(torch.randn(LENGTH, WIDTH))
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(3))
+        self.layers = nn.ModuleList(Layer(options) for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight
@@ -83,8 +94,8 @@ class Blocks(nn.Module):
 def make_model(options: Options) -> nn.Module:
     torch.manual_seed(1)
     if options.model == "blocks":
-        return Blocks(options.dropout)
-    layers = [Layer(options.dropout) for _ in range(3)]
+        return Blocks(options)
+    layers = [Layer(options) for _ in range(3)]
     head = nn.Linear(WIDTH, WORDS, bias=False)
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, head)
 

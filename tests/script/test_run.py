@@ -14,7 +14,7 @@ import torch
 from meshtrain.checkpoint.directory import complete_steps
 from meshtrain.data.order import batch_samples
 from tests.launching import ROOT, Finished, forked, root_cause, run, torchrun
-from tests.script.program import LOSSES, Options, make_data, make_model
+from tests.script.program import LOSSES, Layer, Options, make_data, make_model
 
 PROGRAM = str(ROOT / "tests/script/program.py")
 PLAIN, SPREAD = (str(ROOT / f"tools/examples/{name}.py") for name in ("plain", "spread"))
@@ -41,10 +41,11 @@ def plain_numbers(options: Options) -> list[tuple[float, float]]:
     for step in range(options.steps):
         samples = batch_samples(0, step, options.global_size, len(data))
         batch = torch.utils.data.default_collate([data[i] for i in samples])
+        Layer.terms.clear()
         total, count = LOSSES[options.loss](model, batch)
         loss = total / count
         optimizer.zero_grad()
-        loss.backward()
+        (loss + sum(Layer.terms) / count).backward()
         max_norm = torch.inf if options.clip_norm is None else options.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -69,6 +70,8 @@ SPLIT: dict[str, Any] = {"tp_plan": True, "clip_norm": 0.05}
         (2, "{dp_replicate: 2}", SGD),
         (2, "{pp: 2}", {**BLOCKS, "micro_size": 2}),
         (2, "{tp: 2}", SPLIT),
+        (2, "{pp: 2}", {"attach": True, "micro_size": 2}),
+        pytest.param(3, "{dp_shard: 3}", {"attach": True, "micro_size": 1}, marks=pytest.mark.slow),
         pytest.param(3, "{dp_shard: 3}", {"global_size": 2}, marks=pytest.mark.slow),
         pytest.param(2, "{dp_shard: 2}", {**BLOCKS, "micro_size": 2}, marks=pytest.mark.slow),
         pytest.param(
