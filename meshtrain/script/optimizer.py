@@ -7,7 +7,7 @@ small matrix and its halves before the first step.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -98,6 +98,8 @@ class SpreadOptimizer:
             own = [_Updated.of(local) for name in group_names for local in by_name[name]]
             self._updated |= {updated.local.parameter: updated for updated in own}
             group["params"][:] = [updated.tensor for updated in own]
+            if "param_names" in group:  # as torch has them of named parameters
+                group["param_names"] = [updated.local.spec.name for updated in own]
 
     @property
     def lr(self) -> float:
@@ -223,6 +225,16 @@ class SectionOptimizer:
 
     def take_updates(self) -> None:
         self.optimizer.take_updates()
+
+
+def carry_over(
+    optimizer: torch.optim.Optimizer | Mapping[str, Any], plain: nn.Module, clip_norm: float | None
+) -> Callable[[nn.Module, Mesh], SpreadOptimizer | SectionOptimizer]:
+    """What makes the optimizer of the spread model from that of the plain one, or from the keys of
+    a section. Raises InputError: it cannot be carried over."""
+    if isinstance(optimizer, Mapping):
+        return partial(SectionOptimizer, read_optimizer(optimizer, clip_norm))
+    return partial(SpreadOptimizer, optimizer, GroupNames.of(optimizer, plain))
 
 
 def read_optimizer(section: Mapping[str, Any], clip_norm: float | None) -> OptimizerSection:

@@ -12,8 +12,8 @@ step: its parts are those of a YAML's run (train.py).
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self, TypeVar
@@ -24,45 +24,29 @@ from torch.utils.data import default_collate
 
 import meshtrain
 from meshtrain.checkpoint.folder_lock import owner_changed
-from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.run_spec import RunSpec
-from meshtrain.checkpoint.state import State
-from meshtrain.data.loader import Indexable, collated_batches
-from meshtrain.data.order import BatchSizes, share
-from meshtrain.data.order_numpy import run_order
-from meshtrain.errors import InputError, TrainingError, plural
+from meshtrain.data.loader import Indexable
+from meshtrain.data.order import share
+from meshtrain.errors import InputError
 from meshtrain.job.consistency import checkpoint_versions, require_equal, run_fingerprints
 from meshtrain.job.signals import Signals, StopRequest, in_main_thread
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.metrics.goodput import GoodputTracker
-from meshtrain.metrics.logger import Metrics, NoMetrics
-from meshtrain.metrics.profiler import Profiler
 from meshtrain.metrics.step_timer import StepTimer
-from meshtrain.metrics.straggler import StragglerDetector
 from meshtrain.modeling.build import parameter_count
 from meshtrain.optim.grad_norm import clip_factor
 from meshtrain.parallel.fsdp import unmeasured_wait_phases
-from meshtrain.parallel.mixed_precision import reseed
 from meshtrain.parallel.options import ParallelOptions
-from meshtrain.parallel.torch_private import tree_map_only
 from meshtrain.pipeline.engine import Pipeline
-from meshtrain.run.checkpointing import Checkpointer, describe_saving
-from meshtrain.run.fault_injection import FaultInjector
-from meshtrain.run.phase_monitor import PhaseMonitor
-from meshtrain.run.rank_table import describe_hosts, layout_text
+from meshtrain.run.rank_table import describe_hosts
 from meshtrain.run.run_folder import RunFolder, lock_checkpoints, lock_for_job
 from meshtrain.run.status import RunStatus
-from meshtrain.script.books import ScriptBooks, StepNumbers
+from meshtrain.script.books import StepNumbers
+from meshtrain.script.loop import Loop, ScriptContext
 from meshtrain.script.loss_call import LossOf
 from meshtrain.script.membership import Membership
 from meshtrain.script.microbatches import count_microbatches, split_batch
-from meshtrain.script.optimizer import (
-    GroupNames,
-    SectionOptimizer,
-    SpreadOptimizer,
-    read_optimizer,
-)
+from meshtrain.script.optimizer import SectionOptimizer, SpreadOptimizer, carry_over
 from meshtrain.script.settings import VARIABLE, script_config
 from meshtrain.script.spread import spread
 from meshtrain.script.step import ScriptStep
@@ -123,12 +107,13 @@ class Run:
             deadlines.start_s, deadlines.adapts = float("inf"), False
             with job.collective_check("reading the arguments of meshtrain.Run"):
                 self._config = script_config(
-                    os.environ.get(VARIABLE, layout),
+                    os.environ.get(VARIABLE) or layout,
                     job.world_size,
                     global_size=global_size,
                     micro_size=micro_size,
                     seed=seed,
                     precision=precision,
+                    clip_norm=clip_norm,
                     output=os.fspath(output),
                     every=every,
                     schedule=schedule,
@@ -155,7 +140,7 @@ class Run:
         self._timer = StepTimer(job.device, hiding=unmeasured_wait_phases(self.mesh))
         self._optimizer: SpreadOptimizer | SectionOptimizer
         self._step: ScriptStep
-        self._loop: _Loop | None = None  # while there are steps
+        self._loop: Loop | None = None  # while there are steps
 
     def _open_folder(self, signals: Signals) -> None:
         job = self.job
@@ -213,17 +198,20 @@ class Run:
         """
         if self.model is not None:
             raise InputError("run.prepare was called before: a run has one model")
-        names = section = None
-        if isinstance(optimizer, Mapping):
-            section = read_optimizer(optimizer, self._clip_norm)
-        else:
-            names = GroupNames.of(optimizer, model)
+        # What is wrong with it is seen on the plain model.
+        make_optimizer = carry_over(optimizer, model, self._clip_norm)
         batch = self._config.batch
         settings = ParallelOptions(
             precision=self._config.train.precision,
             measured_wait=lambda: self._timer.phase("communication"),
             **options,
         )
+        if settings.shard_optimizer and isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"shard_optimizer divides the updates of meshtrain's own optimizers, and "
+                f"{type(optimizer).__name__} is none of them: use dp_shard, or give run.prepare "
+                "the keys of one, such as {'name': 'adamw', 'lr': 1e-3}"
+            )
         kind, parameters = type(model).__name__, parameter_count(model)
         spread_model = spread(
             model,
@@ -236,12 +224,7 @@ class Run:
             micro_size=batch.micro_size,
         )
         self.model = spread_model
-        if section is not None:
-            self._optimizer = SectionOptimizer(section, spread_model, self.mesh)
-        else:
-            assert names is not None
-            assert isinstance(optimizer, torch.optim.Optimizer)
-            self._optimizer = SpreadOptimizer(optimizer, names, spread_model, self.mesh)
+        self._optimizer = make_optimizer(spread_model, self.mesh)
         self._step = ScriptStep(
             spread_model,
             self.mesh,
@@ -307,8 +290,17 @@ class Run:
             in_yaml=False,
         )
         self._optimizer.set_steps(steps)
-        self._loop = _Loop(self, spec, dataset, collate, workers)
-        self._membership.enter(_Closed(self._loop))
+        context = ScriptContext(
+            job=self.job,
+            mesh=self.mesh,
+            watchdog=self._membership.watchdog,
+            timer=self._timer,
+            stop=self._stop,
+            status=self._status,
+            leave=self._membership.leave,
+        )
+        self._loop = Loop(context, spec, self.model, self._optimizer, dataset, collate, workers)
+        self._membership.enter(closing(self._loop))  # if it is still open when the script ends
         return self._loop
 
     def backward(self, loss_of: LossOf, batch: Any) -> Tensor:
@@ -382,225 +374,10 @@ class Run:
             stops=stops > 0,
         )
 
-    def _current_loop(self, what: str) -> "_Loop":
+    def _current_loop(self, what: str) -> Loop:
         if self._loop is None or self._loop.number == 0:
             raise InputError(f"{what} belongs into the loop over run.steps(...)")
         return self._loop
-
-
-class _Loop(Iterator[tuple[int, Any]]):
-    """The steps of a run, from the one after its newest checkpoint on."""
-
-    def __init__(
-        self,
-        run: Run,
-        spec: RunSpec,
-        dataset: Indexable,
-        collate: Callable[[list[Any]], Any],
-        workers: int,
-    ) -> None:
-        self.metrics: NoMetrics = NoMetrics()
-        self.number = 0  # of the step that is under way; 0: none
-        self.loss: Tensor | None = None  # of that step, once its backward has run
-        self.count: Tensor | None = None
-        self._run = run
-        self._spec = spec
-        self._is_updated = True
-        self._stops = False  # all ranks stop
-        self._checkpointer: Checkpointer | None = None
-
-        job = run.job
-        self._resume = resume = Resume(job, spec)
-        if resume.checkpoint is not None:
-            run._optimizer.make_states()
-            resume.restore(self._state())
-        samples = len(dataset)
-        sizes = BatchSizes.of(spec.config.batch.global_size)
-        self._order = run_order(spec.config.train.seed, sizes, samples)
-        self._batches = collated_batches(
-            dataset,
-            collate,
-            seed=spec.config.train.seed,
-            first_step=resume.step,
-            steps=spec.steps,
-            global_size=sizes.largest,
-            rank=run._data_rank,
-            ranks=run.mesh.size(*DATA_AXES),
-            workers=workers,
-        )
-        self._begin()
-        self._steps = self._iterate()
-
-    def _begin(self) -> None:
-        """Opens what records the run."""
-        run, spec, job, resume = self._run, self._spec, self._run.job, self._resume
-        goodput_folder = spec.folder if job.rank == 0 else None
-        since = run._stop.signals.since
-        goodput = GoodputTracker(goodput_folder, resume.step, since)
-        first_step = resume.step + 1
-        for line in (*resume.about(), describe_saving(spec)):
-            job.say(line)
-        if resume.step == spec.steps:
-            job.say(f"{spec.folder} has all of its {plural(spec.steps, 'step')} already")
-        assert job.layout is not None
-        layout_table = layout_text(job.layout) if job.rank == 0 else ""
-        run._status.begin(spec.config, layout_table, goodput)
-
-        section = spec.config.metrics
-        profiler = Profiler(section, spec.folder, job.rank, job.device)
-        faults = FaultInjector((), job)
-        with job.collective_check("opening metrics.jsonl"):
-            if job.rank == 0:
-                self.metrics = Metrics(
-                    spec.folder, task="classification", steps=spec.steps, step=resume.step
-                )
-            stragglers = StragglerDetector(job, first_step, self.metrics.say, spec.folder)
-        self._monitor = PhaseMonitor(
-            run.mesh,
-            run._timer,
-            goodput,
-            run._membership.watchdog,
-            stragglers,
-            profiler,
-            faults,
-            self.metrics.say,
-        )
-        self._books = ScriptBooks(job, self._order, self._monitor, self.metrics, spec.steps)
-
-    def _state(self) -> State:
-        run = self._run
-        assert run.model is not None
-        return State(run.model, run._optimizer, run.mesh, run.job)
-
-    def __next__(self) -> tuple[int, Any]:
-        try:
-            return next(self._steps)
-        except StopIteration:
-            if self._stops and self._monitor.finished_step < self._spec.steps:
-                self._stop_script()
-            raise
-
-    def close(self) -> None:
-        """Ends the loop where it is, as when the script fails or leaves it."""
-        self._steps.close()
-
-    def _iterate(self) -> Generator[tuple[int, Any]]:
-        run, spec, monitor = self._run, self._spec, self._monitor
-        with run._stop.active(), monitor, self._books, ExitStack() as self._opened:
-            if self._resume.checkpoint is not None:
-                self._open_checkpointer()
-            for step in range(self._resume.step + 1, spec.steps + 1):
-                with monitor.step(step):
-                    reseed(spec.config.train.seed, step, run._data_rank)
-                    with run._timer.phase("data"):
-                        batch = self._on_device(next(self._batches))
-                    self.number, self._is_updated = step, False
-                    try:
-                        yield step, batch
-                    except GeneratorExit:  # the script has left the loop
-                        run._status.stopped = f"the script has left its loop in step {step}"
-                        raise
-                    self._require_update()
-                if self._stops:
-                    run._stop.mark_agreed()
-                    break
-                self._save_if_due(step)
-            self.number = 0
-            self._books.flush()
-            if self._checkpointer is not None:
-                with monitor.phase("last checkpoint"):
-                    self._checkpointer.finish()
-        if self._checkpointer is not None:
-            self._checkpointer.check()
-
-    def _on_device(self, batch: Any) -> Any:
-        device = self._run.job.device
-        is_double = self._spec.config.train.precision == "float64"
-
-        def moved(x: Tensor) -> Tensor:
-            # A model in float64 takes no other real numbers.
-            dtype = torch.float64 if is_double and x.is_floating_point() else None
-            return x.to(device, dtype, non_blocking=True)
-
-        return tree_map_only(Tensor, moved, batch)
-
-    def _require_update(self) -> None:
-        if not self._is_updated:
-            raise InputError(
-                f"step {self.number} has ended without run.update: each step calls run.backward "
-                "and run.update once"
-            )
-
-    # In an update ---------------------------------------------------------------------------------
-
-    def wants_stop(self) -> bool:
-        """Whether this rank was asked to stop."""
-        checkpointer = self._checkpointer
-        if checkpointer is not None and checkpointer.stop_reason():
-            return True
-        save_s = 0.0 if checkpointer is None else checkpointer.seconds
-        return self._run._stop.reason(self._monitor.slowest_s, save_s) is not None
-
-    def require_finite(self, loss: float, grad_norm: float) -> None:
-        if torch.isfinite(torch.tensor([loss, grad_norm])).all():
-            return
-        self._books.flush()
-        raise TrainingError(
-            f"step {self.number}: the loss of the global batch is {loss}, and the norm of its "
-            f"gradient {grad_norm}. Stopped before that update: the parameters are those of step "
-            f"{self.number - 1}. Look at the step's samples, clip gradients (clip_norm), or take a "
-            "lower learning rate"
-        )
-
-    def finish_step(self, numbers: StepNumbers, *, stops: bool) -> None:
-        """Called at the end of an update, on all ranks with the same."""
-        self._books.flush()
-        self._books.take(numbers)
-        self.loss = self.count = None
-        self._is_updated = True
-        self._stops = self._stops or stops
-
-    # Checkpoints ----------------------------------------------------------------------------------
-
-    def _open_checkpointer(self) -> None:
-        """Once the optimizer has its state: torch makes it in the first step."""
-        self._checkpointer = self._opened.enter_context(
-            Checkpointer(
-                self._spec,
-                self._resume,
-                self._state(),
-                self._books,
-                self._monitor,
-                self._run.job,
-                self.metrics.say,
-            )
-        )
-
-    def _save_if_due(self, step: int) -> None:
-        if self._checkpointer is None:
-            self._open_checkpointer()
-        assert self._checkpointer is not None
-        if self._checkpointer.due(step):
-            self._books.flush()
-            with self._monitor.phase("checkpoint"):
-                self._checkpointer.save()
-
-    def _stop_script(self) -> None:
-        """Ends the script: what follows its loop is for a run that is done."""
-        run = self._run
-        assert self._checkpointer is not None
-        run._status.stop(run._stop.reason_given, self._checkpointer.checkpoint, self._spec)
-        run._stop.clear()
-        run._membership.leave()
-        raise SystemExit(0 if run.job.environment.launcher == "torchrun" else run._status.status)
-
-
-class _Closed(ExitStack):
-    """Closes a loop that is still open when the job is left."""
-
-    def __init__(self, loop: _Loop) -> None:
-        super().__init__()
-        self.callback(loop.close)
 
 
 def _length_of(dataset: Any) -> int:

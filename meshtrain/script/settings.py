@@ -25,10 +25,11 @@ from meshtrain.parallel.mixed_precision import PRECISIONS
 
 VARIABLE = "MESHTRAIN_LAYOUT"
 # what a checkpoint of a script's run has of a config
-SECTIONS = ("layout", "batch", "pipeline", "train", "checkpoint")
+SECTIONS = ("layout", "batch", "pipeline", "optimizer", "train", "checkpoint")
 KEYS = {
     "batch": ("global_size", "micro_size"),
     "pipeline": ("schedule",),
+    "optimizer": ("clip_norm",),
     "train": ("steps", "seed", "precision", "output"),
     "checkpoint": ("every",),
 }
@@ -57,6 +58,7 @@ def script_config(
     micro_size: int | None,
     seed: int,
     precision: str,
+    clip_norm: float | None,
     output: str,
     every: int,
     schedule: str | None,
@@ -83,6 +85,10 @@ def script_config(
             raise InputError(
                 f"{name} of meshtrain.Run is {count!r}: expected a whole number of at least {least}"
             )
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(
+            f"clip_norm of meshtrain.Run is {clip_norm!r}: expected a number above 0, or None"
+        )
     if precision not in PRECISIONS or precision == "float16":
         raise InputError(
             f"precision of meshtrain.Run is {precision!r}: expected float32, bfloat16 or float64"
@@ -94,7 +100,7 @@ def script_config(
         batch=BatchSection(global_size=global_size, micro_size=micro_size or global_size),
         parallel=ParallelSection(),
         pipeline=PipelineSection(schedule=schedule or "1f1b"),
-        optimizer=OptimizerSection(),
+        optimizer=OptimizerSection(clip_norm=clip_norm),
         train=TrainSection(
             steps=1,
             seed=seed,

@@ -30,6 +30,7 @@ ARGUMENTS: dict[str, Any] = {
     "micro_size": None,
     "seed": 0,
     "precision": "float32",
+    "clip_norm": None,
     "output": "runs/a",
     "every": 100,
     "schedule": None,
@@ -220,6 +221,7 @@ def test_an_optimizer_keeps_groups_and_parameters_that_are_not_split() -> None:
         ({"layout": "{cp: 4}"}, "with cp a rank has a part of each sequence"),
         ({"global_size": 0}, "global_size of meshtrain.Run is 0"),
         ({"micro_size": 2.5}, "micro_size of meshtrain.Run is 2.5"),
+        ({"clip_norm": 0.0}, "clip_norm of meshtrain.Run is 0.0"),
         ({"every": -1}, "every of meshtrain.Run is -1"),
         ({"precision": "float16"}, "expected float32, bfloat16 or float64"),
     ],
@@ -232,7 +234,7 @@ def test_wrong_arguments_are_refused(changes: dict[str, Any], sentence: str) -> 
 def test_the_config_of_a_script_has_only_what_the_script_gives() -> None:
     config = script_config(**ARGUMENTS).of_steps(7)
     plain = config.plain()
-    assert list(plain) == ["layout", "batch", "pipeline", "train", "checkpoint"]
+    assert list(plain) == ["layout", "batch", "pipeline", "optimizer", "train", "checkpoint"]
     assert plain["train"] == {
         "steps": 7,
         "seed": 0,
