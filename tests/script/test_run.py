@@ -163,8 +163,8 @@ def test_a_loop_that_is_left_early_is_no_run_that_is_done(tmp_path: Path) -> Non
     assert (end["status"], end["reason"]) == ("stopped", "the script has left its loop in step 3")
     assert len(numbers(output)) == 3
 
-    printed = start(2, output, options).check().out
-    assert "goes on from" in printed
+    start(2, output, options).check()
+    assert len(numbers(output)) == options.steps
     assert json.loads((output / "exit.json").read_text())["status"] == "done"
 
 
