@@ -21,6 +21,7 @@ import expert_balance
 import experts
 import harness
 import optimizers
+import own_script
 import pipeline
 import tensor_parallel
 from harness import WORKLOAD, Goal, Running, Turn, chosen, median_interval, read_arguments, summary
@@ -30,7 +31,15 @@ from side import overridden
 from tests.launching import ROOT, run
 
 FOLDER = ROOT / "tools" / "bench"
-BENCHMARKS = [data_parallel, tensor_parallel, context_parallel, pipeline, experts, optimizers]
+BENCHMARKS = [
+    data_parallel,
+    tensor_parallel,
+    context_parallel,
+    pipeline,
+    experts,
+    optimizers,
+    own_script,
+]
 
 
 def printed(script: str, *arguments: str) -> str:
@@ -76,6 +85,7 @@ def forked_side(
         (pipeline, ["meshtrain pp=2 zbv", "torch pp=2 zbv"]),
         (experts, ["meshtrain, 1 process", "meshtrain expert_parallel=2"]),
         (optimizers, ["AdamW dp_shard=2"]),
+        (own_script, ["Run, 1 process"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -202,23 +202,24 @@ def check(manifest: Manifest, spec: RunSpec, job: Job, checkpoint: Path) -> None
         lines = "\n".join(f"  {line}" for line in changes.refused)
         raise InputError(
             f"the config is not that of {checkpoint} (there -> here):\n{lines}\n"
-            f"{_remedy(changes, manifest)}"
+            f"{_remedy(changes, manifest, spec)}"
         )
     counters_of(manifest)
     if manifest.step > spec.steps:
+        earlier = ", or an earlier checkpoint with checkpoint.resume=CHECKPOINT"
         raise InputError(
             f"{checkpoint} is of step {manifest.step}, and this run ends at step {spec.steps}: "
-            "give it more steps, name another folder with train.output=FOLDER, or an earlier "
-            "checkpoint with checkpoint.resume=CHECKPOINT"
+            f"give it more steps, name another folder with {spec.folder_option}"
+            f"{earlier if spec.in_yaml else ''}"
         )
 
 
-def _remedy(changes: Changes, manifest: Manifest) -> str:
+def _remedy(changes: Changes, manifest: Manifest, spec: RunSpec) -> str:
     remedy = (
         "take the values of the checkpoint, or another folder for another run with "
-        "train.output=FOLDER"
+        f"{spec.folder_option}"
     )
-    if not changes.other_data:
+    if not changes.other_data or not spec.in_yaml:
         return remedy
     remedy += ", or allow other data with checkpoint.allow_other_data=true"
     data = manifest.section("data")

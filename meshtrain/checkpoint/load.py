@@ -204,7 +204,8 @@ def _spread(state: State, tensor: Placement, part: Part, target: Tensor, axes: l
             rows = target[within(share_of(part, tensor, layout, first, known), part)]
             if rows.numel() == 0:
                 continue
-            sent = rows.contiguous()  # usually no copy
+            # Usually no copy. Counters of torch's optimizers are on the CPU also beside a GPU.
+            sent = rows.to(state.mesh.device_type).contiguous()
             # As bytes: not every backend knows every dtype.
             dist.broadcast(sent.view(-1).view(torch.uint8), source, group)
             if sent.data_ptr() != rows.data_ptr():

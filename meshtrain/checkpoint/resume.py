@@ -188,7 +188,7 @@ class Resume:
                 listed = "\n".join(f"  {line}" for line in self._damaged)
                 raise InputError(
                     f"no checkpoint is whole that this run could go on from:\n{listed}\n"
-                    "To begin anew, name another folder with train.output=FOLDER, or move "
+                    f"To begin anew, name another folder with {self._spec.folder_option}, or move "
                     f"{self._spec.checkpoints} away"
                 )
             return Choice(back=candidates.back)

@@ -19,6 +19,12 @@ class RunSpec:
     # of torch, Python, meshtrain, the code, and the weights of a reference
     versions: dict[str, str]
     steps: int  # the run's last step
+    in_yaml: bool = True  # whether its settings are keys of a YAML, or stand in a script
+
+    @property
+    def folder_option(self) -> str:
+        """How another folder is named, for people."""
+        return "train.output=FOLDER" if self.in_yaml else 'output="FOLDER"'
 
     @property
     def resumes_latest(self) -> bool:

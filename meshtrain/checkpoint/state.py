@@ -8,7 +8,7 @@ them. The rest follows.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,6 @@ from meshtrain.huggingface.safetensors import by_numbers
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.sharding import (
     ParameterSpec,
     Part,
@@ -67,6 +66,18 @@ class LocalShard:
         return local
 
 
+class OptimizerState(Protocol):
+    """What a checkpoint has of an optimizer."""
+
+    updates: Tensor  # the number of updates made, a scalar
+
+    def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
+        """The state of a parameter: name -> its spec, and this rank's part of it, not copied."""
+
+    def take_updates(self) -> None:
+        """Called when `updates` and the state were set from outside."""
+
+
 class State:
     """All tensors that a run resumes from: the model, the optimizer, and in float16 the loss
     scale."""
@@ -74,7 +85,7 @@ class State:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: OptimizerState,
         mesh: Mesh,
         job: Job,
         scale: "LossScale | None" = None,
@@ -123,7 +134,7 @@ class _StateTensor:
     compared: bool = True
 
 
-def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
+def _of_model(model: nn.Module, optimizer: OptimizerState) -> Iterator[_StateTensor]:
     """Parameters, the optimizer's state of trained ones, and the persistent buffers of the
     model."""
     stages = model.stages() if isinstance(model, Pipeline) else [model]
@@ -138,10 +149,16 @@ def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
             for kind, (state_spec, local) in optimizer.state(tensor).items():
                 state_name = f"{OPTIMIZER}.{name}.{kind}"
                 state_spec = replace(state_spec, name=state_name, dtype=local.dtype)
-                yield _StateTensor(state_spec, local.detach)
+                yield _StateTensor(state_spec, partial(_state_of, optimizer, tensor, kind))
 
 
-def _of_run(optimizer: Optimizer, scale: "LossScale | None") -> Iterator[_StateTensor]:
+def _state_of(optimizer: OptimizerState, parameter: Tensor, kind: str) -> Tensor:
+    """A tensor of the optimizer's state as it is now: an update may replace it by another one."""
+    _, local = optimizer.state(parameter)[kind]
+    return local.detach()
+
+
+def _of_run(optimizer: OptimizerState, scale: "LossScale | None") -> Iterator[_StateTensor]:
     yield _StateTensor(tensor_spec(UPDATES, optimizer.updates), optimizer.updates.detach)
     if scale is not None:
         for name, tensor in zip(LOSS_SCALE, (scale.value, scale.good), strict=True):

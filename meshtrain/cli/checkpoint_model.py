@@ -87,6 +87,11 @@ def read_config(
     checkpoint = require_checkpoint(options.checkpoint)
     manifest, _ = read_manifest(checkpoint)
     name = manifest.section("model").get("name")
+    if options.model is None and name is None:
+        raise InputError(
+            "the run's model stands in a script, and a checkpoint does not run it: --model FILE.py "
+            "says which file has it"
+        )
     if options.model is None and name not in locate.names("models", ".py"):
         raise InputError(
             f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: "

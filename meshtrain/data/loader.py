@@ -9,13 +9,13 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import torch
 from torch.utils.data import DataLoader
 
-from meshtrain.data.batch import Batch, Packed, Samples
+from meshtrain.data.batch import Batch, Samples
 from meshtrain.data.order import BatchSizes, Mixture, microbatches, share
 from meshtrain.data.order_numpy import run_order
 from meshtrain.errors import InputError
@@ -102,6 +102,80 @@ def train_batches(
         yield [replace(next(batches), together=all_of_step) for _ in range(count)]
 
 
+class Indexable(Protocol):
+    """A data set of a script of one's own: a torch `Dataset`, a tensor, a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def collated_batches(
+    dataset: Indexable,
+    collate: Callable[[list[Any]], Any],
+    *,
+    seed: int,
+    first_step: int,
+    steps: int,
+    global_size: int,
+    rank: int,
+    ranks: int,
+    workers: int = 0,
+) -> Iterator[Any]:
+    """Of each step of range(first_step, steps), the samples of one data rank as `collate` stacks
+    them: its share of the global batch, or a copy of the batch's first sample if it has none.
+
+    Arguments and errors are those of `train_batches`, whose samples these are.
+    """
+    order = run_order(seed, BatchSizes.of(global_size), len(dataset))
+    own_share = share(global_size, ranks, rank)
+
+    def slots() -> Iterator[Slots]:
+        for step in range(first_step, steps):
+            positions = range(step * global_size, (step + 1) * global_size)
+            own = order.items(positions[own_share.start : own_share.stop])
+            yield own or order.items(positions[:1]), len(own)
+
+    batches = _Loader(
+        _CollatedSamples(dataset, collate), slots(), persistent=False, workers=workers
+    )
+    for batch in batches:
+        yield batch.value
+
+
+@dataclass(frozen=True)
+class _Collated:
+    """What a user's `collate` has returned."""
+
+    value: Any
+
+    def batch(self) -> Self:
+        return self
+
+    def pin_memory(self) -> Self:
+        return self  # what it consists of is the user's
+
+
+@dataclass(frozen=True)
+class _CollatedSamples:
+    dataset: Indexable
+    collate: Callable[[list[Any]], Any]
+
+    def read(self, items: Sequence[tuple[int, int]], valid: int) -> _Collated:
+        samples = [self._sample(index) for _, index in items]
+        return _Collated(self.collate(samples))
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except InputError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"sample {index} of the data set could not be read: {type(error).__name__}: {error}"
+            ) from error
+
+
 class EvalBatches:
     """One data rank's share of a data set, in the data set's order; over all ranks, each sample
     comes once. The whole set is dealt out at once, or `together` samples at a time, as in steps.
@@ -168,10 +242,11 @@ class _Reader(torch.utils.data.Dataset):
     """Adapts a data set to torch's DataLoader, which passes the indices of a whole microbatch at
     once."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Any) -> None:
+        """`samples`: `Samples`, or what reads microbatches as they do."""
         self.samples = samples
 
-    def __getitems__(self, slots: Slots) -> Batch | Packed | _Failure:
+    def __getitems__(self, slots: Slots) -> Any:
         try:
             return self.samples.read(*slots)
         except InputError as error:
@@ -183,13 +258,13 @@ class _Reader(torch.utils.data.Dataset):
 class _Loader:
     def __init__(
         self,
-        dataset: Samples,
+        dataset: "Samples | _CollatedSamples",
         slots: Iterable[Slots],
         *,
         persistent: bool,
         together: int = 1,
         workers: int = 0,
-        prepare: Callable[[Batch], Batch] = Batch.batch,
+        prepare: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
         """`together`: microbatches per step; a step takes all of them before it begins."""
         self._prepare = prepare
@@ -219,7 +294,7 @@ class _Loader:
             **reading_ahead,
         )
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
         try:
             while True:

@@ -141,6 +141,46 @@ def _build_pipeline(
 ) -> Pipeline:
     """This rank's stages. `plain`: the whole model, of which the first is made."""
     schedule, split = stages_of(config, mesh.layout)
+    whole: PlainModel | None = plain
+
+    def make_stage(cut: Cut, options: ParallelOptions, later: WeightGradQueue | None) -> nn.Module:
+        nonlocal whole
+        plain, whole = whole, None  # each further stage is cut from a model of its own
+        return build_stage(config, mesh, device, options, cut, later, plain=plain)
+
+    return assemble_pipeline(
+        make_stage,
+        spec_of(config).meta,
+        mesh,
+        device,
+        options,
+        schedule=schedule,
+        split=split,
+        outline=outline_of_model(config, options.sample),
+        schedule_of=partial(load_schedule, config, mesh.layout),
+    )
+
+
+def assemble_pipeline(
+    make_stage: "Callable[[Cut, ParallelOptions, WeightGradQueue | None], nn.Module]",
+    whole: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    options: ParallelOptions,
+    *,
+    schedule: Schedule,
+    split: StageSplit,
+    outline: Outline,
+    schedule_of: Callable[[int], Schedule],
+) -> Pipeline:
+    """This rank's stages as a `Pipeline`.
+
+    Args:
+        make_stage: makes a parallelized stage, with a queue where weight gradients wait that a
+            schedule computes later.
+        whole: the whole model, which is only looked at.
+        schedule_of: number of microbatches -> the same schedule for as many.
+    """
     numbers = schedule.stages_of(mesh.index("pp"))
     splits_backward = any(
         action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp"))
@@ -152,23 +192,21 @@ def _build_pipeline(
     # Many microbatches are in flight at once: parameters freed between them would be gathered again
     # for each.
     options = replace(options, reshard_after_forward=False)
-    outline = outline_of_model(config, options.sample)
-    stages: dict[int, nn.Module] = {}
-    whole: PlainModel | None = plain
-    for number in numbers:
-        cut = Cut(*split.bounds[number], outline)
-        stages[number] = build_stage(config, mesh, device, options, cut, later, plain=whole)
-        whole = None  # each further stage is cut from a model of its own
+    parameter_stages = stages_of_parameter(whole, split.bounds, outline)
+    stages = {
+        number: make_stage(Cut(*split.bounds[number], outline), options, later)
+        for number in numbers
+    }
     pipeline = Pipeline(
         stages,
         schedule,
         mesh,
         device,
-        parameter_stages=stages_of_parameter(spec_of(config).meta, split.bounds, outline),
+        parameter_stages=parameter_stages,
         weight_grads=later,
         measured_wait=options.measured_wait,
         about=describe_pipeline(schedule, split),
-        schedule_of=partial(load_schedule, config, mesh.layout),
+        schedule_of=schedule_of,
     )
     vars(pipeline)["has_sequence_part"] = has_sequence_part(
         stages[numbers[0]], options.sequence_parallel
@@ -408,6 +446,25 @@ def build_stage(
     if plain is None:
         plain = unsplit_model(config, mesh, device, options)
     model = plain.model
+    options = split_stage(model, mesh, device, options, cut, later)
+    if not mesh.uses_fsdp:
+        _give_values(plain, config, device)
+    apply_data_parallel(model, mesh, options)
+    if mesh.uses_fsdp:  # FSDP shards a model that has no memory yet
+        _give_values(plain, config, device)
+    return model
+
+
+def split_stage(
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    options: ParallelOptions,
+    cut: Cut | None,
+    later: WeightGradQueue | None,
+) -> ParallelOptions:
+    """Splits the layers of a plain model, and keeps a stage of it; see `build_stage`. Returns the
+    options for `apply_data_parallel`."""
     # Splitting replaces layers.
     unsplit = dict(model.named_modules())
     options = apply_tensor_parallel(model, mesh, options)
@@ -424,12 +481,7 @@ def build_stage(
         )
     if later is not None:
         use_products(model, queue=later)
-    if not mesh.uses_fsdp:
-        _give_values(plain, config, device)
-    apply_data_parallel(model, mesh, options)
-    if mesh.uses_fsdp:  # FSDP shards a model that has no memory yet
-        _give_values(plain, config, device)
-    return model
+    return options
 
 
 def _has_made_parts(model: nn.Module) -> bool:

@@ -16,13 +16,26 @@ from meshtrain.errors import plural
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """A model's blocks in execution order; the model itself if it has no function `blocks`. A
-    submodule or a number of that name, as the transformers of timm have, is the model's own."""
+    """A model's blocks in execution order: what its function `blocks` returns, or the layers of an
+    nn.Sequential; of any other model, the model itself. A submodule or a number of the name
+    `blocks`, as the transformers of timm have, is the model's own."""
     blocks = getattr(model, "blocks", None)
     is_submodule = hasattr(blocks, "named_modules")
     if callable(blocks) and not is_submodule:
         return blocks()
+    if _runs_in_sequence(model):
+        layers = list(model._modules.values())
+        # A layer in two places is no block of its own in either of them.
+        if layers and len(set(map(id, layers))) == len(layers):
+            return layers
     return [model]
+
+
+def _runs_in_sequence(model: Any) -> bool:
+    """Whether a model is an nn.Sequential whose class has not another forward. By name: what is
+    pure knows no torch."""
+    forward = getattr(type(model), "forward", None)
+    return getattr(forward, "__qualname__", "") == "Sequential.forward"
 
 
 class StageSplitError(ValueError):

@@ -4,7 +4,7 @@ its tensors."""
 import json
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.resume import Resume
@@ -20,12 +20,24 @@ from meshtrain.data.cache import Say
 from meshtrain.errors import TrainingError, any_of, join_some
 from meshtrain.job.process import Job
 from meshtrain.run.phase_monitor import PhaseMonitor
-from meshtrain.run.step_logger import StepLogger
 
 RNG = (
     "before each step torch, numpy and random are seeded from (seed, step, index of the data rank)"
 )
 GUESSED_SPEED = 200e6  # bytes that a host writes per second, until that is measured
+
+
+class Books(Protocol):
+    """What a checkpoint records of the steps so far."""
+
+    tokens: int
+    evaluations: dict[int, dict[str, float]]  # step -> numbers of the last evaluation
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether a pass over the data ends with this step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters over the steps so far: JSON values."""
 
 
 class Checkpointer(AbstractContextManager["Checkpointer"]):
@@ -37,7 +49,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         spec: RunSpec,
         resume: Resume,
         state: State,
-        logger: StepLogger,
+        logger: Books,
         monitor: PhaseMonitor,
         job: Job,
         say: Say,

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from meshtrain.checkpoint.config_diff import Changes, check, compare, compare_configs
+from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from tests.checkpoint.test_manifest import made
@@ -96,13 +97,16 @@ def test_the_data_of_an_older_version_may_have_another_end_token(
     section = {"tokenizer": tokenizer} | ({} if older else {"end_token": None})
     layout = Layout({"dp_shard": 1})
     then = made(layout, {}, config={"data": section}, counters={"steps": 3})
-    spec: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            plain=lambda: {"data": section}, checkpoint=SimpleNamespace(allow_other_data=False)
-        ),
-        data=then.data | {"fingerprint": "cd"},
-        steps=3,
+    config: Any = SimpleNamespace(
+        plain=lambda: {"data": section}, checkpoint=SimpleNamespace(allow_other_data=False)
+    )
+    spec = RunSpec(
+        config=config,
+        folder=Path("runs/x"),
+        checkpoints=Path("runs/x/checkpoints"),
+        data=dict(then.data) | {"fingerprint": "cd"},
         versions={},
+        steps=3,
     )
     with pytest.raises(InputError, match="allow other data") as refused:
         check(then, spec, SimpleNamespace(layout=layout), Path("x"))

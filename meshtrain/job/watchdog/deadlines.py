@@ -24,6 +24,8 @@ class Deadlines:
 
     start_s: float = 600.0  # the start, and every phase not measured yet
     given_s: float | None = None  # a step, as the user has configured it
+    # whether a step's deadline follows from measured ones; not if what a step does is unknown
+    adapts: bool = True
     step_s: float | None = None  # a step, as measured; None: not yet
     save_s: float | None = None  # the last save; None: there was none
     save_limit_s: float = 1800.0  # a save, before the ranks that wait for it give it up
@@ -71,6 +73,8 @@ class Deadlines:
     def adapt(self, slowest_s: float) -> float | None:
         """Adapts to the slowest step so far; returns the deadline of a step if it is new or more
         than 25 % longer."""
+        if not self.adapts:
+            return None
         deadline_s = self.given_s or max(LEAST_S, TIMES * slowest_s)
         if self.step_s is not None and deadline_s <= 1.25 * self.step_s:
             return None

@@ -436,6 +436,28 @@ def watched(job: Job) -> Iterator[Watchdog]:
 
 
 @contextmanager
+def joined(timeout_s: float) -> Iterator[tuple[Job, Watchdog]]:
+    """While the body runs, this process is in the job that the environment describes (torchrun,
+    srun, or a world of one), whose ranks watch each other; afterwards it leaves it with all others.
+
+    `timeout_s`: the most that ranks wait for each other to join. Raises SystemExit, and passes the
+    body's errors on, as `start` does.
+    """
+    end_with_launcher(os.environ)
+    try:
+        job = join(read_environment(os.environ), timeout_s)
+        try:
+            with watched(job) as watchdog, job_exit(job):
+                yield job, watchdog
+        except SystemExit:
+            outlast_signals(job)  # the watchdog has put the handler of SIGTERM back
+            raise
+    except (InputError, StartError) as error:
+        # Before the ranks watch each other; later errors are job_exit's.
+        raise SystemExit(refuse_start(error)) from None
+
+
+@contextmanager
 def start(timeout_s: float = 600) -> Iterator[Job]:
     """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves
     it cleanly.
@@ -448,20 +470,10 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
             another rank was lost before. Whatever else the body raises passes through, with a note
             that names rank, host and coordinate.
     """
-    end_with_launcher(os.environ)
-    try:
-        job = join(read_environment(os.environ), timeout_s)
-        try:
-            with watched(job) as watchdog, job_exit(job):
-                watchdog.handle_sigterm()
-                # what the body does, and how fast, is unknown here
-                watchdog.deadlines.start_s = float("inf")
-                watchdog.enter_phase("its own loop")
-                job.connect(timeout_s)
-                yield job
-        except SystemExit:
-            outlast_signals(job)  # the watchdog has put the handler of SIGTERM back
-            raise
-    except (InputError, StartError) as error:
-        # Before the ranks watch each other; later errors are job_exit's.
-        raise SystemExit(refuse_start(error)) from None
+    with joined(timeout_s) as (job, watchdog):
+        watchdog.handle_sigterm()
+        # what the body does, and how fast, is unknown here
+        watchdog.deadlines.start_s = float("inf")
+        watchdog.enter_phase("its own loop")
+        job.connect(timeout_s)
+        yield job
