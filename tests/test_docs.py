@@ -273,6 +273,8 @@ def test_the_first_page_shows_how_plain_becomes_spread() -> None:
         *spread,
         "...",
     }
+    tutorial = blocks(REPO / "docs" / "tutorial.md")
+    assert next(block.text for block in tutorial if block.file == "plain.py").splitlines() == plain
 
 
 @pytest.mark.slow
