@@ -6,6 +6,7 @@ other in one folder, in which the repository's files can be seen and the documen
 been written: a block belongs to a file when the paragraph before it ends with: With this `NAME`.
 """
 
+import difflib
 import json
 import os
 import re
@@ -41,6 +42,9 @@ SEEN = (
 TABLES: dict[str, Any] = yaml.safe_load((REPO / "tests" / "documents.yaml").read_text())
 NOT_RUN = {command for commands in TABLES["not_run"].values() for command in commands}
 IN_CI = set(TABLES["in_ci"])
+
+# tools/examples: a script for one device, and the same on any mesh
+SCRIPTS = ("plain.py", "spread.py")
 
 STANDALONE = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) ")
 TWO_HOSTS = re.compile(r"^torchrun --nnodes=2 --nproc-per-node=(\d+) (?:--rdzv-\S+ )+")
@@ -126,7 +130,8 @@ def test_the_commands_of_a_document_run(document: Path, tmp_path: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",  # any number of processes runs on a CPU
     }
-    as_shown = document.name == "README.md"  # the first document, until torchrun has started a job
+    # the first that trains by torchrun, until it has started a job
+    as_shown = document.name == "getting-started.md"
     for command in commands(document):
         if is_setup(command) or command in NOT_RUN:
             continue
@@ -239,17 +244,55 @@ def test_blocks_are_of_their_language() -> None:
 
 
 def test_the_lists_of_documents_and_configs_are_complete() -> None:
-    index, readme = (REPO / "docs" / "README.md").read_text(), (REPO / "README.md").read_text()
+    index = (REPO / "docs" / "README.md").read_text()
+    data = (REPO / "docs" / "data.md").read_text()
     # The list of modules is for whoever reads design.md, which links it.
     unlisted = {"README.md", "modules.md"}
     pages = [page.name for page in (REPO / "docs").glob("*.md") if page.name not in unlisted]
     assert [page for page in pages if f"({page})" not in index] == []
     for config in (REPO / "configs").glob("*.yaml"):
-        assert f"`{config.name}`" in readme
+        assert f"`{config.name}`" in data
         assert config.read_text().startswith("# "), f"{config.name} says when to use it"
 
 
 # What stands in single documents ------------------------------------------------------------------
+
+
+def test_the_first_page_shows_how_plain_becomes_spread() -> None:
+    examples = REPO / "tools" / "examples"
+    plain, spread = ((examples / name).read_text().splitlines() for name in SCRIPTS)
+    whole = difflib.unified_diff(plain, spread, n=0, lineterm="")
+    # without the two lines that name the files
+    changed = [line for line in list(whole)[2:] if line.startswith(("+", "-"))]
+    block = next(block for block in blocks(REPO / "README.md") if block.language == "diff")
+    shown = [line for line in block.text.splitlines() if line.startswith(("+", "-"))]
+    # an empty line may be shown after its neighbour instead of before it
+    assert sorted(shown) == sorted(changed)
+    assert [line for line in shown if len(line) > 1] == [line for line in changed if len(line) > 1]
+    assert {line[1:] for line in block.text.splitlines() if line.startswith(" ")} <= {
+        *spread,
+        "...",
+    }
+    tutorial = blocks(REPO / "docs" / "tutorial.md")
+    assert next(block.text for block in tutorial if block.file == "plain.py").splitlines() == plain
+
+
+@pytest.mark.slow
+def test_the_first_page_shows_the_losses_of_its_script(tmp_path: Path) -> None:
+    """The text of the script is torch's source, so another version of torch has another loss: what
+    is compared is that all are the same."""
+    (tmp_path / "tools").symlink_to(REPO / "tools")
+    readme = list(blocks(REPO / "README.md"))
+    loop = next(
+        command for block in readme for command in block.commands() if "spread.py" in command
+    )
+    environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    (job,) = run_together([("bash", "-c", loop)], env=environment, cwd=tmp_path, timeout=240)
+    printed = job.out.splitlines()
+    shown = next(block.text for block in readme if block.text.startswith("step 20 loss"))
+    assert len(printed) == len(shown.splitlines()) == 3
+    assert set(printed) == {printed[0]}
+    assert len(set(shown.splitlines())) == 1
 
 
 @pytest.mark.slow
