@@ -21,15 +21,12 @@ from torch import Tensor, nn
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
-from meshtrain.experts import load_metrics
 from meshtrain.layout import DATA_AXES
 from meshtrain.loss import (
     Field,
     GlobalCount,
     MicrobatchTerms,
     StepTerms,
-    agree_on_fields,
-    split_fields,
 )
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
@@ -39,16 +36,15 @@ from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
 from meshtrain.parallel.cross_entropy import LossOptions
 from meshtrain.parallel.expert import AXIS, Retry, RowLimit, limit_rows
-from meshtrain.parallel.fsdp import order_sums, require_one_order
 from meshtrain.parallel.gather_samples import SampleShares, several_microbatches
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum
 from meshtrain.parallel.mixed_precision import compute_dtype
-from meshtrain.parallel.parallelize import has_sequence_part
 from meshtrain.parallel.step_context import StepContext, current_context, use_context
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, has_last_stage, shapes_of
 from meshtrain.step_sums import StepOutcome, StepSums, read_later
+from meshtrain.step_terms import TermSums, metrics_of
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -104,6 +100,8 @@ class Trainer:
     result is read later. For a pipeline it is the source of the step's microbatches
     (`pipeline.engine.MicrobatchSource`)."""
 
+    term_sums = TermSums
+
     def __init__(
         self,
         model: nn.Module,
@@ -140,14 +138,12 @@ class Trainer:
         problem = several_microbatches(self.sizes, config.batch.micro_size, mesh.size(*DATA_AXES))
         self._shares = SampleShares.of(None, mesh, problem)
         self.loss_options = LossOptions(config.train.label_smoothing, config.train.z_loss)
-        self._tp_repeats_tokens = _tp_repeats_tokens_of(model, mesh)
+        self._terms = self.term_sums(model, mesh, device)  # of modules
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
         self._step: _Step
         self._limit: RowLimit | None = None  # the limit under which the gradients were computed
         self._retry: Retry | None = None
-        # of attached terms and statistics: known after the first step
-        self._fields: tuple[Field, ...] | None = None
         self._real_tokens: dict[int, Tensor] = {}  # by the length of a sequence; see `_tokens`
 
     # Forward and backward -------------------------------------------------------------------------
@@ -260,7 +256,7 @@ class Trainer:
         equal too, and else one speaks for all."""
         sums = self._step.terms.sums
         for name, values in metrics.items():
-            if not self.mesh.speaks_for_samples and not self._tp_repeats_tokens:
+            if not self.mesh.speaks_for_samples and not self._terms.tp_repeats_tokens:
                 values = torch.zeros_like(values)
             sums[name] = sums[name] + values if name in sums else values
 
@@ -316,7 +312,9 @@ class Trainer:
             return None
         if context.length not in self._real_tokens:
             real = context.part < context.length
-            if not self._tp_repeats_tokens:  # sequence parallelism splits the positions over tp
+            if (
+                not self._terms.tp_repeats_tokens
+            ):  # sequence parallelism splits the positions over tp
                 real = real.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
             self._real_tokens[context.length] = real.to(self.device)
         return self._real_tokens[context.length]
@@ -417,33 +415,15 @@ class Trainer:
         )
 
     def _own_terms(self, losses: Tensor) -> dict[Field, Tensor]:
-        """This rank's addends of all fields that some rank has."""
-        sums = self._step.terms.sums
-        if self.mesh.uses_fsdp:
-            stage = Field("gathers", str(self.mesh.index("pp")), size=3)
-            sums[stage] = order_sums(self.mesh, self._zeros())
-        if self._fields is None:
-            # Once, from what each rank has by now; all ranks know the sources' fields.
-            self._fields = self._agreed_fields()
-            if self.mixture is not None:
-                self._fields += tuple(_source_field(name) for name in self.mixture.names)
-        if self.mixture is not None and len(losses) and self.mesh.speaks_for_samples:
-            sums |= self._source_sums(self.mixture, losses)
-
-        new = sums.keys() - set(self._fields)
-        if new:
-            raise RuntimeError(
-                f"step {self._step.number} attached {', '.join(map(str, sorted(new)))}, and the "
-                "first step did not"
-            )
-        stacked = self._step.terms.stack(self._fields)
-        if self._tp_repeats_tokens and not self.mesh.speaks_for_samples:
-            # One rank of tp speaks for all of them.
-            stacked = torch.zeros_like(stacked)
-        return split_fields(stacked, self._fields)
-
-    def _agreed_fields(self) -> tuple[Field, ...]:
-        return agree_on_fields(self._step.terms, self.mesh, same_tokens=self._tp_repeats_tokens)
+        """This rank's addends of the terms of modules, and of the losses of sources."""
+        now = self._step
+        if self.mixture is None:
+            return self._terms.addends(now.number, now.terms)
+        of_sources: dict[Field, Tensor | None]
+        of_sources = dict.fromkeys(_source_field(name) for name in self.mixture.names)
+        if len(losses) and self.mesh.speaks_for_samples:
+            of_sources |= self._source_sums(self.mixture, losses)
+        return self._terms.addends(now.number, now.terms, of_sources)
 
     def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[Field, Tensor]:
         """For each source, the sum of this rank's losses and what its samples count. Padding counts
@@ -489,7 +469,7 @@ class Trainer:
         only_norm = math.isfinite(loss) and not math.isfinite(grad_norm)
         overflow = only_norm and outcome.loss_scale.item() > 1
 
-        terms = self._metrics_of(step, outcome)
+        terms = metrics_of(outcome.terms, step=step, divisor=outcome.weight.item())
         if self._expert_rows is not None:
             terms["expert_rows_overflow"] = outcome.rows_without_room.item()
         return StepResult(
@@ -512,30 +492,9 @@ class Trainer:
         is_counted = self.objective.counts_correct and not outcome.correct.isnan()
         return int(outcome.correct) if is_counted else None
 
-    def _metrics_of(self, step: int, outcome: StepOutcome) -> dict[str, float]:
-        """What metrics.jsonl has of the terms. They come with what FSDP's ranks compare. Raises
-        AgreedError: see `require_one_order`."""
-        metrics: dict[str, float] = {}
-        loads: list[Tensor] = []
-        for name, sums in outcome.terms.items():
-            if name.kind == "gathers":
-                require_one_order(sums, step=step)
-            elif name.kind == "expert_loads":
-                loads.append(sums)
-            value = name.metric(sums.tolist(), outcome.weight.item())
-            if value is not None:
-                metrics[str(name)] = value
-        return metrics | load_metrics(loads)
-
 
 def _source_field(source: str) -> Field:
     return Field("source_loss", source, size=2)
-
-
-def _tp_repeats_tokens_of(model: nn.Module, mesh: Mesh) -> bool:
-    """Whether between layers all ranks of `tp` have the same tokens, so that one speaks for
-    them."""
-    return mesh.size("tp") > 1 and not has_sequence_part(model)
 
 
 class LossScale:

@@ -35,7 +35,7 @@ from meshtrain.foresight.memory import (
 from meshtrain.foresight.model import alike, batch_of, repeated, untraced_errors, without
 from meshtrain.foresight.torch_patches import META, fake_process_groups, meta_stands_for
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.loss import Field
+from meshtrain.loss import Field, StepTerms
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
@@ -50,6 +50,7 @@ from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.pipeline.forms import Activation, form_of
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 from meshtrain.run.setup import context_parallel
+from meshtrain.step_terms import TermSums
 from meshtrain.trainer import Trainer
 
 ENDS = "embedding, logits and loss"  # part of memory that belongs to no block
@@ -130,10 +131,14 @@ class _Phases(StepTimer):
         pass
 
 
-class _Trainer(Trainer):
-    def _agreed_fields(self) -> tuple[Field, ...]:
+class _TermSums(TermSums):
+    def agree(self, terms: StepTerms) -> tuple[Field, ...]:
         # In a run the ranks agree on them by communicating values, of which there are none here.
-        return tuple(sorted(self._step.terms.sums))
+        return tuple(sorted(terms.sums))
+
+
+class _Trainer(Trainer):
+    term_sums = _TermSums
 
 
 class TracedStep:

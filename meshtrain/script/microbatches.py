@@ -15,6 +15,9 @@ from torch import Tensor
 
 from meshtrain.data.order import microbatches, share
 from meshtrain.errors import InputError, plural
+from meshtrain.layout import DATA_AXES
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.gather_samples import NOT_ALL, SampleShares
 from meshtrain.parallel.torch_private import tree_leaves, tree_map_only
 
 
@@ -30,6 +33,20 @@ class Microbatch:
 def count_microbatches(global_size: int, micro_size: int | None, ranks: int) -> int:
     """How many forwards a step takes on each of `ranks` data ranks."""
     return 1 if micro_size is None else microbatches(global_size, micro_size, ranks)
+
+
+def shares_of_step(global_size: int, count: int, mesh: Mesh) -> SampleShares:
+    """How the samples of a step of `count` microbatches are shared out, for `gather_samples`."""
+    ranks = mesh.size(*DATA_AXES)
+    if count > 1:
+        whole = -(-global_size // ranks)  # the largest share of a rank
+        remedy = f"leave micro_size out, or use micro_size={whole}"
+        return SampleShares.of(None, mesh, f"{NOT_ALL}: {remedy}")
+    if global_size < ranks:
+        remedy = f"use at most {global_size} data ranks, or global_size={ranks}"
+        problem = f"gather_samples needs a sample on each rank, and a step has {global_size}"
+        return SampleShares.of(None, mesh, f"{problem}: {remedy}")
+    return SampleShares.of(global_size, mesh)
 
 
 def split_batch(batch: Any, own: range, count: int) -> list[Microbatch]:

@@ -45,7 +45,7 @@ from meshtrain.script.books import StepNumbers
 from meshtrain.script.loop import Loop, ScriptContext
 from meshtrain.script.loss_call import LossOf
 from meshtrain.script.membership import Membership
-from meshtrain.script.microbatches import count_microbatches, split_batch
+from meshtrain.script.microbatches import count_microbatches, shares_of_step, split_batch
 from meshtrain.script.optimizer import SectionOptimizer, SpreadOptimizer, carry_over
 from meshtrain.script.settings import VARIABLE, script_config
 from meshtrain.script.spread import spread
@@ -232,6 +232,7 @@ class Run:
             self._timer,
             seed=self._config.train.seed,
             global_size=batch.sizes.largest,
+            shares=shares_of_step(batch.sizes.largest, self._microbatches, self.mesh),
         )
         layout = self.job.layout
         assert layout is not None

@@ -13,20 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.dropout import set_dropout
-from meshtrain.experts import load_metrics
 from meshtrain.loss import (
-    Field,
     GlobalCount,
     MicrobatchTerms,
     StepTerms,
-    agree_on_fields,
-    split_fields,
 )
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
-from meshtrain.parallel.fsdp import order_sums, require_one_order
+from meshtrain.parallel.gather_samples import SampleShares
 from meshtrain.parallel.grad_sync import set_is_last_backward
-from meshtrain.parallel.parallelize import has_sequence_part
 from meshtrain.parallel.step_context import StepContext, use_context
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.actions import Action, Kind
@@ -34,6 +29,7 @@ from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.script.loss_call import LossOf, Sums, call_loss, inputs_of, loss_of_output
 from meshtrain.script.microbatches import Microbatch
 from meshtrain.step_sums import NamedNumbers
+from meshtrain.step_terms import TermSums, metrics_of
 
 
 class ProvisionalCount(GlobalCount):
@@ -83,15 +79,17 @@ class ScriptStep:
         *,
         seed: int,
         global_size: int,
+        shares: SampleShares,
     ) -> None:
+        """`shares`: of the samples of a step, for `gather_samples`."""
         self.model = model
         self._mesh = mesh
         self._device = device
         self._timer = timer
         self._seed = seed
+        self._shares = shares
         self._provisional = ProvisionalCount(global_size, device)
-        self._tp_repeats_tokens = mesh.size("tp") > 1 and not has_sequence_part(model)
-        self._fields: tuple[Field, ...] | None = None  # known after the first step
+        self._terms = TermSums(model, mesh, device)  # of modules
         self._step: _Step
         self._count: Tensor  # of the global batch, once the backwards have run
 
@@ -109,7 +107,8 @@ class ScriptStep:
         self._step = now = _Step(number, microbatches, loss_of, terms)
         if isinstance(self.model, Pipeline):
             stage = self.model.stages()[0]
-            now.inputs = [inputs_of(loss_of, stage, part.samples) for part in microbatches]
+            with use_context(StepContext(shares=self._shares)):
+                now.inputs = [inputs_of(loss_of, stage, part.samples) for part in microbatches]
             self.model.run(self, len(microbatches))
         else:
             self._run_alone()
@@ -193,7 +192,7 @@ class ScriptStep:
         size = len(part.positions)
         real = size if part.is_real else 0
         terms = MicrobatchTerms(self._step.terms, size, real, tokens=None)
-        return use_context(StepContext(terms=terms))
+        return use_context(StepContext(terms=terms, shares=self._shares))
 
     # The sums before the update -------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class ScriptStep:
         """The sums over all ranks. `squared_norm`: this rank's part; `stop_asked`: this rank was
         asked to stop."""
         own = UpdateSums(
-            terms=self._own_terms(),
+            terms=self._terms.addends(self._step.number, self._step.terms),
             squared_norm=squared_norm,
             stop_requests=torch.full_like(squared_norm, float(stop_asked)),
         )
@@ -214,37 +213,6 @@ class ScriptStep:
         self._step.terms.receive(sums.terms, bad)
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
-        """What metrics.jsonl has of the terms of modules. Raises AgreedError: see
-        `require_one_order`."""
-        metrics: dict[str, float] = {}
-        loads = []
-        for name, values in sums.terms.items():
-            if name.kind == "gathers":
-                require_one_order(values, step=self._step.number)
-            elif name.kind == "expert_loads":
-                loads.append(values)
-            value = name.metric(values.tolist(), self._count.item())
-            if value is not None:
-                metrics[str(name)] = value
-        return metrics | load_metrics(loads)
-
-    def _own_terms(self) -> dict[Field, Tensor]:
-        """This rank's addends of all fields that some rank has."""
-        terms = self._step.terms
-        if self._mesh.uses_fsdp:
-            stage = Field("gathers", str(self._mesh.index("pp")), size=3)
-            zero = torch.zeros((), dtype=torch.float64, device=self._device)
-            terms.sums[stage] = order_sums(self._mesh, zero)
-        if self._fields is None:
-            same_tokens = self._tp_repeats_tokens
-            self._fields = agree_on_fields(terms, self._mesh, same_tokens=same_tokens)
-        new = terms.sums.keys() - set(self._fields)
-        if new:
-            raise RuntimeError(
-                f"step {self._step.number} attached {', '.join(map(str, sorted(new)))}, and the "
-                "first step did not"
-            )
-        stacked = terms.stack(self._fields)
-        if self._tp_repeats_tokens and not self._mesh.speaks_for_samples:
-            stacked = torch.zeros_like(stacked)  # one rank of tp speaks for all of them
-        return split_fields(stacked, self._fields)
+        """What metrics.jsonl has of the terms of modules. Raises AgreedError: see `metrics_of`."""
+        divisor = self._count.item()
+        return metrics_of(sums.terms, step=self._step.number, divisor=divisor)

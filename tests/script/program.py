@@ -124,6 +124,14 @@ def regression(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return (outputs - 1).square().sum(), len(outputs)
 
 
+def contrast(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Compares each sample with all others of the step."""
+    features = model(batch["tokens"]).mean(1)
+    scores = features @ meshtrain.gather_samples(features).T
+    own = meshtrain.sample_positions(features)
+    return F.cross_entropy(scores, own, reduction="sum"), len(features)
+
+
 def by_keyword(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     assert model.training
     logits = model(mask=None, tokens=batch["tokens"])
@@ -171,6 +179,7 @@ def _count(batch: dict[str, Tensor]) -> Tensor:
 LOSSES = {
     "tokens": token_loss,
     "regression": regression,
+    "contrast": contrast,
     "by_keyword": by_keyword,
     "calls_twice": calls_twice,
     "calls_never": calls_never,

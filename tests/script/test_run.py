@@ -71,6 +71,7 @@ SPLIT: dict[str, Any] = {"tp_plan": True, "clip_norm": 0.05}
         (2, "{pp: 2}", {**BLOCKS, "micro_size": 2}),
         (2, "{tp: 2}", SPLIT),
         (2, "{pp: 2}", {"attach": True, "micro_size": 2}),
+        (3, "{dp_shard: 3}", {"loss": "contrast"}),
         pytest.param(3, "{dp_shard: 3}", {"attach": True, "micro_size": 1}, marks=pytest.mark.slow),
         pytest.param(3, "{dp_shard: 3}", {"global_size": 2}, marks=pytest.mark.slow),
         pytest.param(2, "{dp_shard: 2}", {**BLOCKS, "micro_size": 2}, marks=pytest.mark.slow),
@@ -184,6 +185,8 @@ def test_a_rank_that_fails_is_named_and_ends_its_job(tmp_path: Path) -> None:
     ("processes", "options", "sentence"),
     [
         (2, {"layout": "{pp: 2}", "loss": "calls_twice"}, "calls the model more than once"),
+        (2, {"loss": "contrast", "micro_size": 2}, "leave micro_size out, or use micro_size=4"),
+        (3, {"loss": "contrast", "global_size": 2}, "use at most 2 data ranks, or global_size=3"),
         (2, {"layout": "{pp: 2}", "loss": "calls_never"}, "does not call the model"),
         (2, {"layout": "{pp: 2}", "model": "blocks"}, "the parameter places is in none of"),
         (2, {"layout": "{dp_shard: 3}"}, "needs 3 processes and there are 2"),
