@@ -53,6 +53,7 @@ class Evaluation:
     # for a classifier: how many of the targets have the largest logit; None: not counted
     correct: int | None
     metrics: dict[str, float] = field(default_factory=dict)  # of a loss of the user's own
+    sums_tokens: bool = True  # the loss is a sum over tokens
 
     def numbers(self, task: str, bytes_per_target: float | None) -> dict[str, float]:
         """The reported metrics: perplexity and bits per byte of a language model, accuracy (0 to 1)
@@ -60,7 +61,7 @@ class Evaluation:
         numbers = {"eval_loss": self.loss}
         if task == "classification" and self.correct is not None and self.targets:
             numbers["accuracy"] = self.correct / self.targets
-        if task == "language":
+        if task == "language" and self.sums_tokens:
             numbers["perplexity"] = math.exp(min(self.loss, 700.0))
             if bytes_per_target:
                 numbers["bits_per_byte"] = self.loss / math.log(2) / bytes_per_target
@@ -224,6 +225,7 @@ def evaluate(
         targets=int(targets),
         correct=None if math.isnan(correct) else int(correct),
         metrics=_means(metrics, mesh),
+        sums_tokens=objective is None or objective.sums_tokens,
     )
 
 

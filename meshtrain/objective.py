@@ -89,10 +89,13 @@ class Objective(Protocol):
     Attributes:
         asks_head: the model's head may compute the loss, without making logits (`LossRequest`).
         counts_correct: correct predictions are counted.
+        sums_tokens: the loss is a sum over tokens, so that the exponential of its mean is a
+            perplexity.
     """
 
     asks_head: bool
     counts_correct: bool
+    sums_tokens: bool
 
     def counts(self, batch: Batch) -> Counts:
         """Of a microbatch on the CPU. Raises InputError: the user's own weights are none."""
@@ -111,6 +114,8 @@ class Objective(Protocol):
 
 class CrossEntropy:
     """The built-in objective. `counts_correct`: of a classifier, whose predictions need logits."""
+
+    sums_tokens = True
 
     def __init__(self, counts_correct: bool) -> None:
         self.counts_correct = counts_correct
@@ -158,6 +163,7 @@ class OwnLoss:
         first_part: with `cp`, whether this rank has the first part of each sequence, and so counts
             what there is once for a sample.
         counts_correct: the targets are classes, one for each sample.
+        over_whole_samples: the loss is no sum over tokens.
     """
 
     asks_head = False
@@ -170,12 +176,14 @@ class OwnLoss:
         dtype: torch.dtype = torch.float32,
         first_part: bool = True,
         counts_correct: bool = False,
+        over_whole_samples: bool = False,
     ) -> None:
         self.loss = loss
         self.weight = weight
         self.dtype = dtype
         self.first_part = first_part
         self.counts_correct = counts_correct
+        self.sums_tokens = not over_whole_samples
         self._metrics: list[str] | None = None  # of the first call, and so of every other
 
     # What samples count --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from meshtrain.config.errors import ConfigErrors
 from meshtrain.data import open_data
 from meshtrain.data.order import batch_samples
 from meshtrain.errors import InputError
-from meshtrain.evaluate import require_sum_over_tokens
+from meshtrain.evaluate import Evaluation, require_sum_over_tokens
 from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.locate import model_file
@@ -254,6 +254,14 @@ def test_a_loss_over_whole_samples_is_refused_with_cp(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors, match="over_whole_samples = True"):
         Config.load("configs/weighted-tokens.yaml", keys, world_size=2)
     Config.load("configs/weighted-tokens.yaml", [keys[0], "layout={tp: 2}"], world_size=2)
+
+
+@pytest.mark.parametrize(("name", "sums_tokens"), [("weighted-tokens", True), ("dpo", False)])
+def test_only_a_sum_over_tokens_has_a_perplexity(name: str, sums_tokens: bool) -> None:
+    config = Config.load(f"configs/{name}.yaml", [], world_size=1)
+    assert objective_of(config, "language").sums_tokens == sums_tokens
+    result = Evaluation(loss=1.0, targets=2, correct=None, sums_tokens=sums_tokens)
+    assert ("perplexity" in result.numbers("language", None)) == sums_tokens
 
 
 def test_the_weights_of_parts_of_a_sequence_add_up(tmp_path: Path) -> None:

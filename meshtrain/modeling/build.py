@@ -82,6 +82,7 @@ def objective_of(config: "Config", task: str, mesh: Mesh | None = None) -> Objec
         dtype=torch.float64 if is_double else torch.float32,
         first_part=mesh is None or mesh.index("cp") == 0,
         counts_correct=counts_correct,
+        over_whole_samples=own.over_whole_samples,
     )
 
 
