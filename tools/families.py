@@ -121,7 +121,7 @@ def tiny(family: str) -> dict[str, Any]:
 
 def base(family: str) -> str:
     """The config of a family's run."""
-    return yaml.safe_dump(
+    return json.dumps(  # which is YAML, too
         {
             "model": {"name": "transformers", "model_type": family, "config": tiny(family)},
             "data": {"source": str(ROOT / "tests" / "fuzz" / "answers.py"), "seq_len": 20},
