@@ -162,10 +162,10 @@ def _read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def check(config: Config) -> list[tuple[str, str]]:
     """What is wrong with the keys, and what would work."""
-    refusal = _refusal_of_class(*_key(config))
-    if refusal is not None:
-        return [("config", refusal)]
     try:
+        refusal = _refusal_of_class(*_key(config))
+        if refusal is not None:
+            return [("config", refusal)]
         _attention_calls(*_key(config))
     except UnsupportedError as error:
         return [("config", str(error))]

@@ -329,7 +329,7 @@ def test_a_block_that_runs_again_routes_as_it_did(
     gradients = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        warns = pytest.warns(UserWarning, match="Sequential is not compiled: its experts run")
+        warns = pytest.warns(UserWarning, match="Layer is not compiled: its experts run")
         with warns if compiled else nullcontext():
             model = parallelize(
                 nn.Sequential(Layer()), ALONE, recompute=recompute, compile=compiled

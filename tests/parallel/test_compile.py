@@ -232,9 +232,10 @@ def warns(message: str | None) -> Any:
 
 
 def hooked() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] / 2,))
-    return model
+    """A model of one block, in which a layer has a hook."""
+    block = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    block[1].register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] / 2,))
+    return nn.Sequential(block)
 
 
 NO_GRAPH = "Branching is recomputed and not compiled"
