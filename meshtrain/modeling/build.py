@@ -291,7 +291,8 @@ def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = 
     """Where the forward of a config's model uses what. `sample`: inputs of a model whose config
     does not tell them; None: not known. Raises InputError: stages cannot be made of it."""
     spec = spec_of(config)
-    inputs = _inputs_of(config, samples=1) or sample
+    # Two samples: batch norm in training refuses a single value per channel.
+    inputs = _inputs_of(config, samples=2) or sample
     if inputs is None:
         return outline_of(spec.copy(), None)
     shapes = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in inputs)

@@ -34,7 +34,7 @@ def saved(step: TracedStep) -> list[int]:
         return tensor
 
     batch = step.microbatches[0].to(
-        next(step.model.parameters()).device, step.trainer.dtype, True, True
+        next(step.model.parameters()).device, step.trainer.dtype, with_targets=True
     )
     set_dropout(step.model, seed=0, step=0, samples=range(len(batch.targets)))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -10,6 +10,7 @@ actions is the time it waited for others.
 """
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -31,8 +32,10 @@ from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.probe import outline_of
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import Event, Timeline, simulate
+from meshtrain.pipeline.stage import keep_stage
 
 WIDTH = 16  # width of the model, a linear layer per stage
 POINTS = 5.0  # percentage points by which the measured idle share may differ
@@ -113,9 +116,14 @@ def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
 
 def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
     """A pipeline with minimal stages: a small linear layer each."""
-    stages: dict[int, nn.Module] = {
-        stage: nn.Linear(WIDTH, WIDTH, bias=False) for stage in schedule.stages_of(mesh.index("pp"))
-    }
+    cpu = torch.device("cpu")
+    stages: dict[int, nn.Module] = {}
+    for number in schedule.stages_of(mesh.index("pp")):
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(schedule.stages)]
+        stage = nn.Sequential(*layers)
+        outline = outline_of(copy.deepcopy(stage).to("meta"), [torch.empty(2, WIDTH)])
+        keep_stage(stage, number, number + 1, outline, device=cpu, dtype=torch.float32)
+        stages[number] = stage
     splits_backward = any(
         action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp"))
     )
@@ -123,9 +131,7 @@ def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
     if later is not None:
         for stage in stages.values():
             use_products(stage, queue=later)
-    return Pipeline(
-        stages, schedule, mesh, torch.device("cpu"), parameter_stages={}, weight_grads=later
-    )
+    return Pipeline(stages, schedule, mesh, cpu, parameter_stages={}, weight_grads=later)
 
 
 def gathered(schedule: Schedule, events: Sequence[Event]) -> Timeline:
