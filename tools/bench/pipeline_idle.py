@@ -129,8 +129,8 @@ def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
     )
     later = WeightGradQueue() if splits_backward else None
     if later is not None:
-        for stage in stages.values():
-            use_products(stage, queue=later)
+        for kept in stages.values():
+            use_products(kept, queue=later)
     return Pipeline(stages, schedule, mesh, cpu, parameter_stages={}, weight_grads=later)
 
 
