@@ -99,6 +99,16 @@ def chunk_sizes(size: int, parts: int) -> set[int]:
     return {part.stop - part.start for part in ranges}
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape, without a tensor: a trace counts those."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def expert_shard_dim(shape: Sequence[int], ep: int, efsdp: int) -> int:
     """The dim of a layer's experts (E, rows, ...) that FSDP cuts after `ep` has cut dim 0: the
     experts, or the rows of each if a rank has fewer experts than there are shards and the number of

@@ -42,7 +42,7 @@ from meshtrain.parallel.linear import ProductsLayer
 from meshtrain.parallel.linear.lora import move_adapter
 from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
 from meshtrain.parallel.row_exchange import RowExchange
-from meshtrain.parallel.sharding import chunk_range
+from meshtrain.parallel.sharding import chunk_range, contiguous_strides
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_linear import (
     ColumnParallelMatmul,
@@ -382,7 +382,7 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
             [Shard(y.dim() - 1)],
             run_check=False,
             shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+            stride=contiguous_strides(shape),
         )
 
     def partial_parameters(self) -> list[str]:
