@@ -23,19 +23,19 @@ import meshtrain.modeling.loss_trial
 import meshtrain.optim.matrix_exchange
 import meshtrain.optim.optimizer
 import meshtrain.parallel.collectives
-import meshtrain.parallel.context
-import meshtrain.parallel.context.attention
+import meshtrain.parallel.context.kernels
 import meshtrain.parallel.cross_entropy
 import meshtrain.parallel.gather_samples
 import meshtrain.parallel.grad_sync
 import meshtrain.parallel.linear_cross_entropy
 import meshtrain.parallel.tensor_parallel
-import meshtrain.parallel.verify.checks
+import meshtrain.parallel.verify.refusals
 import meshtrain.pipeline.engine
 import meshtrain.pipeline.tied
 import meshtrain.step_terms
 import meshtrain.train
 import meshtrain.trainer
+from meshtrain.attention import AttentionContext
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.dropout import Dropout, SequencePart
 from meshtrain.loss import GlobalCount, StepTerms
@@ -86,9 +86,7 @@ def _(patch: Patch) -> None:
 
 @mistake("microbatches not divided")
 def _(patch: Patch) -> None:
-    _around(
-        patch, Trainer, "_factor", lambda plain, self: plain(self) * len(self._step.batches)
-    )
+    _around(patch, Trainer, "_factor", lambda plain, self: plain(self) * len(self._step.batches))
 
 
 @mistake("evaluation of means")
@@ -134,18 +132,20 @@ def _(patch: Patch) -> None:
 
 @mistake("documents stay on the first stage")
 def _(patch: Patch) -> None:
-    def inputs(plain: Any, self: Trainer, microbatch: int) -> tuple[Tensor | None, ...]:
-        tokens, positions, documents = plain(self, microbatch)
-        assert isinstance(self.model, Pipeline)
-        return tokens, positions, documents if self.model.ends[0] else None
+    def attend(plain: Any, self: AttentionContext, *args: Any) -> Tensor:
+        if dist.get_rank() > 0:
+            self = replace(self, documents=None, lengths=None, mask=None)
+        return plain(self, *args)
 
-    _around(patch, Trainer, "inputs", inputs)
+    _around(patch, AttentionContext, "attend", attend)
 
 
 @mistake("chunks begin alike")
 def _(patch: Patch) -> None:
     def generator(plain: Any, *key: object) -> torch.Generator:
-        return plain(*(re.sub(r"\d+", "0", part) if isinstance(part, str) else part for part in key))
+        return plain(
+            *(re.sub(r"\d+", "0", part) if isinstance(part, str) else part for part in key)
+        )
 
     _around(patch, meshtrain.modeling.init, "generator", generator)
 
@@ -182,24 +182,26 @@ def _(patch: Patch) -> None:
     patch.setattr(meshtrain.parallel.grad_sync.TPGradSync, "finish_reduce", lambda self: None)
 
 
-def _sum_only(patch: Patch, is_summed: Callable[[Any, str], bool]) -> None:
-    """Leaves out the sums over tp of other parameters: (module, name)."""
+def _sum_all_but(patch: Patch, part: str) -> None:
+    """Leaves out the sums over tp of gradients of modules whose name matches a pattern."""
 
     def begin(plain: Any, self: Any, model: Any, parameters: Sequence[Any], group: Any) -> None:
-        plain(self, model, [pair for pair in parameters if is_summed(*pair)], group)
+        names = {module: name for name, module in model.named_modules()}
+        kept = [pair for pair in parameters if not re.search(part, names[pair[0]])]
+        assert len(kept) < len(parameters)
+        plain(self, model, kept, group)
 
     _around(patch, meshtrain.parallel.grad_sync.TPGradSync, "__init__", begin)
 
 
 @mistake("replicas drift")
 def _(patch: Patch) -> None:
-    # The norms of queries and keys alone are as wide as a head.
-    _sum_only(patch, lambda module, name: module._parameters[name].shape != (4,))
+    _sum_all_but(patch, "[qk]_norm$")
 
 
 @mistake("adapters of a part")
 def _(patch: Patch) -> None:
-    _sum_only(patch, lambda module, name: not name.startswith("lora_"))
+    _sum_all_but(patch, "lora_[AB]$")
 
 
 @mistake("replicated counted per rank")
@@ -289,12 +291,12 @@ def _attend(patch: Patch, changed: Callable[[Any, Any], tuple[Any, Any]]) -> Non
 
 @mistake("window becomes causal")
 def _(patch: Patch) -> None:
-    _attend(patch, lambda context, options: (context, replace(options, window=None)))
+    _attend(patch, lambda context, options: (context, options._replace(window=None)))
 
 
 @mistake("sinks dropped")
 def _(patch: Patch) -> None:
-    _attend(patch, lambda context, options: (context, replace(options, sinks=None)))
+    _attend(patch, lambda context, options: (context, options._replace(sinks=None)))
 
 
 @mistake("documents see each other")
@@ -349,11 +351,11 @@ def _(patch: Patch) -> None:
 
 @mistake("gradients of attention")
 def _(patch: Patch) -> None:
-    # The log-sum-exp of another set of keys.
-    def backward(plain: Any, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any):  # type: ignore[no-untyped-def]
-        return plain(grad, q, k, v, out, lse + 0.1, *more)
+    def backward(plain: Any, *args: Any) -> list[Tensor]:
+        of_queries, *others = plain(*args)
+        return [of_queries / 2, *others]
 
-    _around(patch, meshtrain.parallel.context.attention, "_backward", backward)
+    _around(patch, meshtrain.parallel.context.kernels, "backward_block", backward)
 
 
 # Experts ------------------------------------------------------------------------------------------
@@ -512,4 +514,4 @@ def _(patch: Patch) -> None:
 
 @mistake("statistics of one rank")
 def _(patch: Patch) -> None:
-    patch.setattr(meshtrain.parallel.verify.checks, "refuse_batch_statistics", lambda *_: None)
+    patch.setattr(meshtrain.parallel.verify.refusals, "_has_batch_statistics", lambda *_: False)

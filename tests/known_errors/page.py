@@ -1,6 +1,6 @@
 """The table of docs/known-errors.md, from errors.yaml:
 
-    python -m tests.known_errors.page        writes it into the page
+python -m tests.known_errors.page        writes it into the page
 """
 
 from pathlib import Path
