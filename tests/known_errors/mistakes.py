@@ -84,6 +84,28 @@ def _(patch: Patch) -> None:
     _around(patch, GlobalCount, "__init__", begin)
 
 
+@mistake("means of microbatches")
+def _(patch: Patch) -> None:
+    def factor(plain: Any, self: Trainer) -> Tensor:
+        now = self._step
+        assert now.on_device is not None
+        _, batch = now.on_device
+        own = max(self.objective.counts(batch).targets, 1)
+        return torch.full_like(plain(self), 1 / (own * len(now.batches) * dist.get_world_size()))
+
+    _around(patch, Trainer, "_factor", factor)
+
+
+@mistake("counted by all ranks")
+def _(patch: Patch) -> None:
+    def begin(plain: Any, self: Any, count: float, mesh: Mesh, device: torch.device) -> None:
+        plain(self, count, mesh, device)
+        self.wait()
+        self._total = self._total * mesh.size("tp")
+
+    _around(patch, GlobalCount, "__init__", begin)
+
+
 @mistake("microbatches not divided")
 def _(patch: Patch) -> None:
     _around(patch, Trainer, "_factor", lambda plain, self: plain(self) * len(self._step.batches))
