@@ -72,16 +72,20 @@ def _around(patch: Patch, owner: Any, name: str, changed: Callable[..., Any]) ->
 # The division of the loss -------------------------------------------------------------------------
 
 
-@mistake("means of ranks")
+@mistake("means of ranks", "means of parts")
 def _(patch: Patch) -> None:
-    def begin(
-        plain: Any, self: GlobalCount, count: float, mesh: Mesh, device: torch.device
-    ) -> None:
+    def begin(plain: Any, self: Any, count: float, mesh: Mesh, device: torch.device) -> None:
         plain(self, count, mesh, device)
         self.wait()
-        self._total = torch.full_like(self._total, count * mesh.size("dp_replicate", "dp_shard"))
+        ranks = mesh.size("dp_replicate", "dp_shard", "cp")
+        self._total = torch.full_like(self._total, count * ranks)
 
     _around(patch, GlobalCount, "__init__", begin)
+
+
+@mistake("mean of a sum")
+def _(patch: Patch) -> None:
+    _around(patch, Trainer, "_factor", lambda plain, self: plain(self) / dist.get_world_size())
 
 
 @mistake("means of microbatches")
