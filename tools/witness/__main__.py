@@ -254,13 +254,14 @@ def result_of(witness: Witness) -> dict[str, Any]:
     changed_after = done[first_change() - 1]["saved"]
     config = yaml.safe_load((witness.undisturbed / "config.yaml").read_text())
     precision = config["train"]["precision"]
-    runs = [read(run / "metrics.jsonl") for run in (witness.undisturbed, witness.disturbed)]
-    compared = compare(*runs, changed_after, TOLERANCE[precision])
+    whole = read(witness.undisturbed / "metrics.jsonl")
+    disturbed = read(witness.disturbed / "metrics.jsonl")
+    compared = compare(whole, disturbed, changed_after, TOLERANCE[precision])
     planned = [asdict(leg) for leg in legs()]
     return {
         "steps": witness.steps,
         "precision": precision,
-        "tokens_per_step": runs[0][0]["tokens"],
+        "tokens_per_step": whole[0]["tokens"],
         "changed_after": changed_after,
         "legs": [plan | row for plan, row in zip(planned, done, strict=True)],
         **compared,

@@ -20,8 +20,8 @@ def disturb(how: str, planned: int) -> None:
     """Makes the fault injector of this process do it."""
     if how == "--kill-in-save":
 
-        def in_save(injector: FaultInjector, step: int, path: Path) -> None:
-            if injector.job.rank == 0 and step == planned:
+        def in_save(self: FaultInjector, step: int, path: Path) -> None:
+            if self.job.rank == 0 and step == planned:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         FaultInjector.in_save = in_save  # type: ignore[method-assign]
@@ -30,11 +30,11 @@ def disturb(how: str, planned: int) -> None:
     plain = FaultInjector.at_step
     sent = False
 
-    def at_step(injector: FaultInjector, step: int) -> None:
+    def at_step(self: FaultInjector, step: int) -> None:
         nonlocal sent
-        plain(injector, step)
+        plain(self, step)
         # Not only in that step: a witness that was itself stopped then may go on behind it.
-        if injector.job.rank == 0 and step >= planned and not sent:
+        if self.job.rank == 0 and step >= planned and not sent:
             sent = True
             os.kill(os.getpid(), signal.SIGUSR1)
 
