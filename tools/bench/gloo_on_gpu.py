@@ -8,7 +8,6 @@ exchange them, and copies them back. What runs on the GPU is the same as over NC
 seen are NCCL's own streams and the order of its operations.
 """
 
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -220,15 +219,15 @@ def install(device: str = "cuda", instead_of: str = "nccl") -> None:
     meshtrain.mesh._set_timeout = lambda group, timeout: None
 
 
-def main() -> None:
-    module, *arguments = sys.argv[1:]
-    if device := os.environ.get("GLOO_ON_GPU_DEVICE"):  # of tests
-        install(device, instead_of="gloo")
+def main(arguments: Sequence[str]) -> None:
+    if arguments[0] == "--on-cpu":  # as tests have it
+        arguments = arguments[1:]
+        install("cpu", instead_of="gloo")
     else:
         install()
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

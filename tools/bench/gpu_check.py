@@ -173,11 +173,16 @@ def run(arguments: Sequence[str], out: Path, printed: int, limit_s: float) -> in
         stderr=printed,
     )
     try:
-        return process.wait(limit_s)
+        return wait(process, limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
         kill_tree(process)
+
+
+def wait(process: subprocess.Popen, limit_s: float) -> int:
+    """The exit status. Raises TimeoutExpired."""
+    return process.wait(limit_s)
 
 
 def kill_tree(process: subprocess.Popen) -> None:
