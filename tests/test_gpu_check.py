@@ -11,12 +11,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
+import gloo_on_gpu
 import gpu_check
 import gpu_docs
 import gpu_stages
 from gpu_check import Part, Stage
+from meshtrain.config import Config
+from meshtrain.job.process import Job
 from tests.launching import ROOT, forked, run
 from tests.parity.cells import assert_same
 from tests.parity.experiments import QUICKSTART, SMALL, experiments
@@ -223,8 +228,6 @@ def test_layouts_are_compared_by_verify(
         return SimpleNamespace(stdout=said, returncode=int(end == "different"))
 
     monkeypatch.setattr(subprocess, "run", verify)
-    import torch
-
     monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: nccl), raising=False)
     assert gpu_stages.layouts("ep") == 0
     ((command, environment),) = started
@@ -304,6 +307,78 @@ def test_kernels_on_a_cpu(rows: Callable[[], list]) -> None:
 
 
 # What needs ranks and runs ------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_each_operation_over_gloo_with_copies(job: Job) -> None:
+    """With tensors of a CPU in the place of a GPU's, some of which are not contiguous."""
+    if not hasattr(dist.Backend, gloo_on_gpu.NAME.upper()):
+        gloo_on_gpu.register("cpu")
+    group = dist.new_group([0, 1], backend=gloo_on_gpu.NAME)
+    rank, other = job.rank, 1 - job.rank
+
+    def mine() -> torch.Tensor:
+        return torch.tensor([[1.0, 2.0, 5.0], [3.0, 4.0, 6.0]]).t() * (rank + 1)
+
+    both = torch.stack([mine() / (rank + 1), 2 * mine() / (rank + 1)])
+    for op, expected in (
+        (dist.ReduceOp.SUM, both.sum(0)),
+        (dist.ReduceOp.AVG, both.mean(0)),
+        (dist.ReduceOp.MAX, both[1]),
+    ):
+        x = mine()
+        dist.all_reduce(x, op, group=group)
+        assert torch.equal(x, expected)
+
+    gathered = torch.empty(6, 2)
+    work = dist.all_gather_into_tensor(gathered, mine().contiguous(), group, async_op=True)
+    work.wait()
+    assert torch.equal(gathered, both.flatten(0, 1))
+    parts = [torch.empty(3, 2), torch.empty(3, 2)]
+    dist.all_gather(parts, mine(), group)
+    assert torch.equal(torch.stack(parts), both)
+
+    scattered = torch.empty(2, 3)
+    dist.reduce_scatter_tensor(scattered, both.view(4, 3) * (rank + 1), group=group)
+    assert torch.equal(scattered, 3 * both.view(4, 3)[2 * rank : 2 * rank + 2])
+    dist.reduce_scatter(scattered, [both.view(4, 3)[:2], both.view(4, 3)[2:]], group=group)
+    assert torch.equal(scattered, 2 * both.view(4, 3)[2 * rank : 2 * rank + 2])
+
+    # Rank 0 sends one row to itself and two to the other, which keeps none and sends three.
+    sent, received = ([1, 2], [1, 3]) if rank == 0 else ([3, 0], [2, 0])
+    arrived = torch.empty(sum(received))
+    rows = 10.0 * rank + torch.arange(3)
+    dist.all_to_all_single(arrived, rows, received, sent, group=group)
+    assert arrived.tolist() == ([0, 10, 11, 12] if rank == 0 else [1, 2])
+
+    x = mine()
+    dist.broadcast(x, group_src=1, group=group)
+    assert torch.equal(x, both[1])
+    # Both send first: neither waits for the other before it receives.
+    work = dist.isend(mine(), group=group, group_dst=other)
+    x = torch.empty(3, 2)
+    dist.irecv(x, group=group, group_src=other).wait()
+    work.wait()
+    assert torch.equal(x, both[other])
+    names: list[str | None] = [None, None]
+    dist.all_gather_object(names, f"rank {rank}", group=group)
+    assert names == ["rank 0", "rank 1"]
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize("name", gpu_check.MODELS)
+def test_a_model_whose_memory_is_measured_can_be_planned(name: str) -> None:
+    config = Config.load(gpu_stages.CONFIG, gpu_stages.memory_overrides(name), world_size=1)
+    assert config.data.seq_len * config.batch.micro_size == 4096
+
+
+def test_layouts_that_are_compared_fit_two_ranks() -> None:
+    for name, (config, overrides, layout) in gpu_check.LAYOUTS.items():
+        keys = [*overrides, f"layout={layout}"]
+        resolved = Config.load(str(ROOT / config), keys, world_size=2).resolved
+        assert resolved is not None
+        assert resolved.world_size == 2
+        assert (resolved.size("ep") == 2) == (name == "ep")
 
 
 @pytest.mark.slow

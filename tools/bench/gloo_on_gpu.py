@@ -198,12 +198,17 @@ def copy_back(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tenso
     return list(tensors)
 
 
+def register(device: str) -> None:
+    """Makes the backend known to torch, for tensors of a kind of device."""
+    dist.Backend.register_backend(NAME, GlooOnGpu, devices=[device])
+
+
 def install(device: str = "cuda", instead_of: str = "nccl") -> None:
     """From now on a job that asks for a backend gets this one; tests put it in gloo's place, on a
     CPU."""
     import meshtrain.mesh
 
-    dist.Backend.register_backend(NAME, GlooOnGpu, devices=[device])
+    register(device)
     plain = dist.init_process_group
 
     def init_process_group(backend: str | None = None, **keys: Any) -> None:
