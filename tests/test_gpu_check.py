@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from meshtrain.config import Config
 from meshtrain.job.process import Job
 from tests.launching import ROOT, forked, run
 from tests.parity.cells import assert_same
-from tests.parity.experiments import QUICKSTART, SMALL, experiments
+from tests.parity.experiments import QUICKSTART, experiments
 
 MACHINE = {
     "stage": "machine",
@@ -129,10 +130,8 @@ def test_a_stage_that_is_killed_leaves_what_it_had(
     assert "- layout {tp: 2} (tp) over gloo: as one rank" in page
     assert "- layouts: hangs: stopped at its limit of 9 s" in page
     assert "- layouts: later: its stage's time was over" in page
-    try:
+    with suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(child.read_text())).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        pass
 
 
 def test_a_stage_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_tests_write_their_results_one_by_one(tmp_path: Path, rows: Callable[[],
     )
     broken = tmp_path / "test_broken.py"
     broken.write_text("import no_such_module\n")
-    code = f"import gpu_stages; gpu_stages.tests('any', {[str(broken), str(file)]!r})"
+    code = f"import gpu_stages; gpu_stages.run_tests({[str(broken), str(file)]!r})"
     options = {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tools' / 'bench'}",
         gpu_check.ROWS: str(tmp_path / "rows.jsonl"),

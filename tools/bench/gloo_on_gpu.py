@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 NAME = "gloo_on_gpu"
+# Any: torch's stubs describe what C++ calls, not what a group in Python is called with.
+ProcessGroup: Any = dist.ProcessGroup
 
 
 class Done(dist._Work):
@@ -53,14 +55,14 @@ def done(results: Any) -> Done:
     return work
 
 
-class GlooOnGpu(dist.ProcessGroup):
+class GlooOnGpu(ProcessGroup):
     """gloo for tensors of a GPU. Collectives end before they return; sends and receives are waited
     for."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         inner_store = dist.PrefixStore("inner", store)
-        self.inner = dist.ProcessGroupGloo(inner_store, rank, size, timeout=timeout)
+        self.inner: Any = dist.ProcessGroupGloo(inner_store, rank, size, timeout=timeout)
 
     # What torch calls a group is kept by its backends, of which this group has none.
 
@@ -98,7 +100,7 @@ class GlooOnGpu(dist.ProcessGroup):
     def _reduced(self, copy: Tensor, opts: Any) -> Tensor:
         """The sum (mean, largest, ...) of a tensor on the CPU over all ranks, in place."""
         is_mean = opts.reduceOp == dist.ReduceOp.AVG
-        plain = dist.AllreduceOptions()
+        plain: Any = dist.AllreduceOptions()
         plain.reduceOp = dist.ReduceOp.SUM if is_mean else opts.reduceOp
         self.inner.allreduce([copy], plain).wait()
         return copy.div_(self.size()) if is_mean else copy
@@ -129,9 +131,7 @@ class GlooOnGpu(dist.ProcessGroup):
             self._allgather_base(output, tensor, opts)
         return done(outputs)
 
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
-    ) -> Done:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Done:
         for output, parts in zip(outputs, inputs, strict=True):
             for rank, part in enumerate(to_cpu(parts)):
                 reduced = self._reduced(part, opts)
@@ -209,7 +209,7 @@ def install(device: str = "cuda", instead_of: str = "nccl") -> None:
     import meshtrain.mesh
 
     register(device)
-    plain = dist.init_process_group
+    plain: Any = dist.init_process_group
 
     def init_process_group(backend: str | None = None, **keys: Any) -> None:
         if backend == instead_of:
@@ -218,8 +218,8 @@ def install(device: str = "cuda", instead_of: str = "nccl") -> None:
             keys.pop("device_id", None)
         plain(backend, **keys)
 
-    distributed_c10d.init_process_group = init_process_group
-    dist.init_process_group = init_process_group
+    for place in (distributed_c10d, dist):
+        vars(place)["init_process_group"] = init_process_group
     # torch sets the time limit of its own backends only.
     meshtrain.mesh._set_timeout = lambda group, timeout: None
 

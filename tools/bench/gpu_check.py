@@ -125,11 +125,8 @@ def write_row(row: Row, file: Path | None = None) -> None:
 
 def read_rows(file: Path) -> list[Row]:
     """All complete lines of a file of results."""
-    rows = []
-    for line in file.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
-    return rows
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 # Running ------------------------------------------------------------------------------------------
