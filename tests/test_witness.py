@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from meshtrain.config import Config
+from meshtrain.layout import Layout
 from tests.launching import forked
 from tools.witness import __main__ as witness
 from tools.witness.plan import DISTURBANCES, ONE, faults, first_change, legs, save_every, step_of
@@ -48,6 +51,16 @@ def test_a_full_disk_is_in_a_save_and_the_kill_before_the_next() -> None:
     assert keys == (
         "train.chaos=[{fault: fail-save, rank: 0, step: 200}, {fault: kill, rank: 0, step: 226}]"
     )
+
+
+def test_jobs_of_all_legs_are_configs_and_words_that_torchrun_leaves_alone() -> None:
+    for leg in legs():
+        how, more = faults(leg.end, every=50)
+        assert not any(word.startswith("-") for word in how)
+        ranks = Layout(yaml.safe_load(leg.layout)).world_size
+        keys = [*witness.OVERRIDES, f"layout={leg.layout}", "checkpoint.every=50", *more]
+        config = Config.load(str(witness.CONFIG), [*keys, "train.steps=2000"], world_size=ranks)
+        assert config.batch.global_size * config.data.seq_len == 1024
 
 
 def test_a_run_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,11 @@
 """meshtrain.train with a disturbance that `train.chaos` does not have.
 
-    python -m tools.witness.job [--signal STEP | --kill-in-save STEP] CONFIG [key.path=value ...]
+    python -m tools.witness.job [signal STEP | kill-in-save STEP] CONFIG [key.path=value ...]
 
-`--signal`: rank 0 gets SIGUSR1 at the beginning of a step, so all ranks save after it and stop.
-`--kill-in-save`: rank 0 is killed while it writes the checkpoint of a step.
+signal: rank 0 gets SIGUSR1 at the beginning of a step, so all ranks save after it and stop.
+kill-in-save: rank 0 is killed while it writes the checkpoint of a step.
+
+They are words without dashes, since torchrun would take `--signal` for an option of its own.
 """
 
 import os
@@ -15,10 +17,12 @@ from pathlib import Path
 
 from meshtrain.run.fault_injection import FaultInjector
 
+HOW = ("signal", "kill-in-save")
+
 
 def disturb(how: str, planned: int) -> None:
     """Makes the fault injector of this process do it."""
-    if how == "--kill-in-save":
+    if how == "kill-in-save":
 
         def in_save(self: FaultInjector, step: int, path: Path) -> None:
             if self.job.rank == 0 and step == planned:
@@ -42,7 +46,7 @@ def disturb(how: str, planned: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    if arguments[0].startswith("--"):
+    if arguments[0] in HOW:
         how, step, *arguments = arguments
         disturb(how, int(step))
     sys.argv = ["meshtrain.train", *arguments]

@@ -92,9 +92,9 @@ def faults(end: Disturbance | None, every: int) -> tuple[list[str], list[str]]:
     step = step_of(end, every)
     kill = f"{{fault: kill, rank: {end.rank}, step: {step}}}"
     if end.kind == "stop":
-        return ["--signal", str(step)], []
+        return ["signal", str(step)], []
     if end.kind == "kill in save":
-        return ["--kill-in-save", str(step)], []
+        return ["kill-in-save", str(step)], []
     if end.kind == "full disk":
         later = step + every // 2 + 1
         kill = f"{{fault: kill, rank: 0, step: {later}}}"
