@@ -136,8 +136,12 @@ def backend() -> tuple[str, list[str], dict[str, str]]:
     environment."""
     import torch
 
-    # Without it a job whose ranks share a GPU is refused.
-    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    shared = {
+        # Without it a job whose ranks share a GPU is refused.
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        # Asking whether there is a GPU must not start CUDA: `verify` forks its ranks.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
     if torch.cuda.nccl.version() >= SHARES_A_GPU:
         # Ranks that wait for each other on one GPU need room beside each other.
         few = {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
@@ -203,6 +207,7 @@ def memory_overrides(name: str) -> list[str]:
     return [
         f"model={MODELS[name]}",
         "data.seq_len=4096",
+        "data.validation=0",
         "data.workers=0",
         "batch.global_size=1",
         "batch.micro_size=1",
