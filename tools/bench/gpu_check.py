@@ -71,7 +71,7 @@ def stages_for(facts: Row) -> list[Stage]:
     if shares:
         groups.append(("several ranks", 40.0))
     return [
-        Stage("tests", 135.0, tuple(part("tests", name, limit) for name, limit in groups)),
+        Stage("tests", 130.0, tuple(part("tests", name, limit) for name, limit in groups)),
         Stage(
             "layouts",
             95.0,
@@ -216,11 +216,13 @@ def check(out: Path, machine: Part, stages: Sequence[Stage] | None = None) -> in
     if facts is None:
         print(f"nothing was checked: {rows[-1].get('said') or rows[-1]['ended']}", file=sys.stderr)
         return 2
+    page = ""
     for stage in stages_for(facts) if stages is None else stages:
         run_stage(stage, out)
-    rows = read_rows(results)
-    page = gpu_docs.page(rows)
-    (out / PAGE).write_text(page)
+        # After each, so that there is one if all of it is ended from outside.
+        rows = read_rows(results)
+        page = gpu_docs.page(rows)
+        (out / PAGE).write_text(page)
     print(f"\n{page}\n{time.monotonic() - began:.0f} s; results in {out}")
     return int(any(gpu_docs.is_bad(row) for row in rows))
 

@@ -15,11 +15,11 @@ is 1 if the bits, the samples or the rounding are not as they must be.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,15 @@ def launch(ranks: int, arguments: Sequence[str], log: Path) -> int:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            # Ctrl-C would reach the ranks too, and the second request ends them without a save.
+            start_new_session=True,
         )
         try:
             return job.wait()
-        finally:  # Ctrl-C reaches the job too, which then saves
-            with suppress(KeyboardInterrupt):
-                job.wait()
+        except KeyboardInterrupt:
+            job.terminate()  # it saves
+            job.wait()
+            raise
 
 
 @dataclass(frozen=True)
@@ -304,4 +307,9 @@ def main(arguments: Sequence[str] | None = None, start: Launch = launch) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; started again, it goes on from here", file=sys.stderr)
+        sys.exit(130)
