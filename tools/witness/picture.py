@@ -47,7 +47,7 @@ def draw(result: Mapping[str, Any]) -> "Figure":
     bottom.semilogy(steps[:until], [floor] * until, color=KEEPS, lw=2.5)
     bottom.text(steps[0], floor * 1.6, "the same bits", color=KEEPS, va="bottom")
     bottom.set(ylabel="relative difference", xlabel="step")
-    bottom.legend(frameon=False, labelcolor=INK, loc="lower right", markerscale=3)
+    bottom.legend(frameon=False, labelcolor=INK, loc="upper left", markerscale=3)
 
     ends = [leg for leg in result["legs"] if leg["end"] is not None]
     for axes in (top, bottom):
