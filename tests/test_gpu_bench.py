@@ -86,10 +86,10 @@ def options_of(**further: Any) -> argparse.Namespace:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sides_that_start_one_by_one_train_the_same(small: dict[str, Any], tmp_path: Path) -> None:
-    small["parallel"] = {}
+    small["parallel"] = {"compile": False}
     small["data"]["workers"] = 0
     small["train"]["precision"] = "float32"
-    sides = [Side(OURS, "meshtrain"), Side("plain", "plain_ddp")]
+    sides = make_sides(["plain"])
     measured = gpu_pair.run(sides, small, options_of(together=True), tmp_path)
     assert [len(turns) for turns in measured.turns.values()] == [2, 2]
     assert [len(losses) for losses in measured.losses.values()] == [4, 4], (
@@ -164,14 +164,15 @@ def test_what_nvidia_smi_says_is_read() -> None:
 
 
 def test_sides_are_baselines_or_settings() -> None:
-    ours, titan, other = make_sides(["T-sac", "parallel.compile=false"])
+    ours, titan, plain, other = make_sides(["T-sac", "plain", "parallel.compile=false"])
+    assert (plain.kind, plain.overrides) == ("gpu_plain", ())
     assert (ours.overrides, titan.kind, titan.overrides) == (
         (),
         "gpu_titan",
         ("titan.baseline=T-sac",),
     )
     assert (other.kind, other.overrides) == ("meshtrain", ("parallel.compile=false",))
-    with pytest.raises(SystemExit, match="T-nothing: expected T-none, T-sac, T-amp or key"):
+    with pytest.raises(SystemExit, match="T-nothing: expected T-none, T-sac, T-amp, plain or key"):
         make_sides(["T-nothing"])
 
 

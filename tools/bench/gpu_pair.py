@@ -5,8 +5,9 @@ utilization and losses.
     [key.path=value ...]
 
 Both train the same Llama from the same initial weights on the same tokens in the same order. The
-other sides are torchtitan's baselines (gpu_titan.py), or meshtrain itself with another setting,
-which shows the gain of that setting (`--against parallel.compile=false`). Sides take turns of about
+other sides are torchtitan's baselines (gpu_titan.py), a plain loop (`plain`, gpu_plain.py), or
+meshtrain itself with another setting, which shows the gain of that setting (`--against
+parallel.compile=false`). Sides take turns of about
 six seconds in the order A B B A. They stay on the GPU if its memory suffices for all, and otherwise
 start anew for each visit. The GPU is synchronized only at the ends of a turn. FLOPs are computed
 from the model's sizes, the same for all sides. Exits with 2 without a GPU or torchtitan, with 1 if
@@ -89,7 +90,11 @@ _8B = {
     "preset": "llama-3.1-8b",
     "num_hidden_layers": 8,
 }
+# four layers of 1B's with a small vocabulary: little to write and to compile, for gpu_check.py
+_SMALL = {**_1B, "num_hidden_layers": 4, "vocab_size": 32768}
+PLAIN = "plain"  # a loop in torch alone, gpu_plain.py
 WORKLOADS = {
+    "S": Workload(_SMALL, 4096, 4, 4, 20),
     "A1": Workload(_1B, 8192, 4, 4, 10),
     "A4": Workload(_1B, 8192, 16, 4, 3),
     "A-4k": Workload(_1B, 4096, 8, 8, 10),
@@ -293,11 +298,14 @@ def make_sides(against: Sequence[str]) -> list[Side]:
     for name in against:
         if name in gpu_titan.BASELINES:
             sides.append(Side(name, "gpu_titan", overrides=(f"titan.baseline={name}",)))
+        elif name == PLAIN:
+            sides.append(Side(name, "gpu_plain"))
         elif "=" in name:
             sides.append(Side(f"{OURS} {name}", "meshtrain", overrides=(name,)))
         else:
             raise SystemExit(
-                f"--against {name}: expected {', '.join(gpu_titan.BASELINES)} or key.path=value"
+                f"--against {name}: expected {', '.join(gpu_titan.BASELINES)}, {PLAIN} or "
+                "key.path=value"
             )
     return sides
 
@@ -430,8 +438,8 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
         action="append",
         metavar="SIDE",
         help=(
-            "T-none, T-sac or T-amp of torchtitan, or key.path=value of meshtrain; may be repeated "
-            "(T-none)"
+            "T-none, T-sac or T-amp of torchtitan, plain (torch alone), or key.path=value of "
+            "meshtrain; may be repeated (T-none)"
         ),
     )
     parser.add_argument(

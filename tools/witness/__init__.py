@@ -1,0 +1,2 @@
+"""One run as a witness: the same training undisturbed on one process, and through twelve
+disturbances."""
