@@ -40,7 +40,7 @@ CELLS = {  # few on several ranks, since each costs many exchanges
     (2, "{pp: 2}"): ("llama", "qwen3"),
     (2, "{cp: 2}"): ("llama", "dynamic rope"),
     (2, "{dp_shard: 2}"): ("qwen3",),
-    (4, "{dp_shard: 2, tp: 2}"): ("mixtral",),
+    (4, "{dp_shard: 2, tp: 2}"): ("qwen3_moe",),
     (4, "{pp: 2, tp: 2}"): ("llama",),
     (4, "{cp: 2, tp: 2}"): ("glm",),
 }

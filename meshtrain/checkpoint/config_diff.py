@@ -10,6 +10,7 @@ from typing import Any
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.errors import InputError, yaml_text
+from meshtrain.huggingface.former_models import what_replaces
 from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.job.process import Job
 
@@ -219,6 +220,10 @@ def _remedy(changes: Changes, manifest: Manifest, spec: RunSpec) -> str:
         "take the values of the checkpoint, or another folder for another run with "
         f"{spec.folder_option}"
     )
+    model = manifest.section("model")
+    instead = what_replaces(model)
+    if instead is not None:
+        remedy += f"; {model['name']} is no longer a model here: {instead}"
     if not changes.other_data or not spec.in_yaml:
         return remedy
     remedy += ", or allow other data with checkpoint.allow_other_data=true"

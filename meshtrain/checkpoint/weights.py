@@ -20,6 +20,7 @@ from meshtrain.checkpoint.shard_file import Shard, ShardReader
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.errors import InputError
 from meshtrain.huggingface import load
+from meshtrain.huggingface.former_models import is_left_out, of_today
 from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
 from meshtrain.huggingface.safetensors import Entry, by_numbers, stored
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
@@ -38,7 +39,12 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
     """
     path = require_checkpoint(checkpoint)
     manifest, _ = open_manifest(path)
-    names = [name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)]
+    model = of_today(manifest.section("model"))
+    names = [
+        name.removeprefix(PREFIX)
+        for name in manifest.tensors
+        if name.startswith(PREFIX) and not is_left_out(manifest.section("model"), name)
+    ]
     stored_as: dict[str, str] = {}  # name in the model -> name in the checkpoint
     entries: dict[str, Entry] = {}
     has_averages = False
@@ -58,7 +64,7 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
         yield WeightSource(
             path,
             entries,
-            keys=lambda: manifest.section("model"),
+            keys=lambda: model,
             read=lambda name, part: read_part(files, stored_as[name], part),
             lora=manifest.section("train").get("lora"),
         )

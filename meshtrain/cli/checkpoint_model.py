@@ -16,6 +16,7 @@ from meshtrain.config import spec_of
 from meshtrain.config.checks import scales_dynamically
 from meshtrain.config.removed import without_removed
 from meshtrain.errors import InputError
+from meshtrain.huggingface.former_models import of_today
 from meshtrain.huggingface.rope_keys import one_form
 from meshtrain.job import locate
 
@@ -86,7 +87,8 @@ def read_config(
 
     checkpoint = require_checkpoint(options.checkpoint)
     manifest, _ = read_manifest(checkpoint)
-    name = manifest.section("model").get("name")
+    model = of_today(one_form(manifest.section("model")))
+    name = model.get("name")
     if options.model is None and name is None:
         raise InputError(
             "the run's model stands in a script, and a checkpoint does not run it: --model FILE.py "
@@ -112,7 +114,7 @@ def read_config(
         path = Path(folder) / "checkpoint.yaml"
         # JSON is YAML. Older versions of meshtrain wrote a default of rope_theta beside the
         # rope_parameters that count.
-        written = {**without_removed(manifest.config), "model": one_form(manifest.section("model"))}
+        written = {**without_removed(manifest.config), "model": model}
         path.write_text(json.dumps(written))
         config = Config.load(str(path), overrides, world_size=world_size, device=device)
     if reads_text and spec_of(config).plan("cp_plan") is None:

@@ -30,6 +30,7 @@ from meshtrain.huggingface.export import (
     plan_export,
 )
 from meshtrain.huggingface.export_texts import small_files, tokenizer_files
+from meshtrain.huggingface.former_models import of_today
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, ADAPTER_CONFIG, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, whole_table
@@ -218,7 +219,7 @@ def _precision(manifest: Manifest) -> str:
 
 def _spec(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> ModelSpec | None:
     """The run's model; None, with a message, if no file is known that may be run."""
-    section = manifest.section("model")
+    section = of_today(manifest.section("model"))
     name = model
     if name is None:
         name = section.get("name")

@@ -24,6 +24,7 @@ from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.config.yaml_reader import Node, describe, read_text
 from meshtrain.errors import InputError, yaml_text
 from meshtrain.huggingface import safetensors as weights
+from meshtrain.huggingface.former_models import FORMER_MODELS, of_today
 from meshtrain.huggingface.rope_keys import (
     BOTH_FORMS,
     MODEL_KEYS,
@@ -101,8 +102,12 @@ def _load(draft: ConfigDraft, name: Any) -> ModuleType | None:
         problem = f"{error.filename}:{error.lineno}: this is not Python: {error.msg}"
     except FileNotFoundError as error:
         near = nearest(name, locate.names("models", ".py"))
-        problem = f"model.name: {error}"
-        problem += f" (did you mean {near}?)" if near else ": mend the path"
+        if name in FORMER_MODELS:
+            problem = f"model.name: {name} is no longer a model here: {FORMER_MODELS[name]}"
+        elif near:
+            problem = f"model.name: {error} (did you mean {near}?)"
+        else:
+            problem = f"model.name: {error}: mend the path"
     except (ImportError, OSError, TypeError) as error:
         problem = f"{unusable}: {error}"
     except (Exception, SystemExit) as error:
@@ -251,7 +256,7 @@ class _ModelReader:
         config."""
         draft = self.draft
         manifest, _ = open_manifest(checkpoint)
-        section = manifest.section("model")
+        section = of_today(manifest.section("model"))
         theirs, mine = section.get("name"), draft.values["model.name"]
         # A user's model file may have moved; our own models are told apart by their names.
         if theirs != mine and {theirs, mine} & set(locate.names("models", ".py")):

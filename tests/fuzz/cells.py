@@ -190,7 +190,6 @@ MODELS: list[Callable[[random.Random], Keys]] = [
     lambda rng: decoder(rng, "qwen3"),
     lambda rng: decoder(rng, "tests/models/attached.py"),
     lambda rng: mixture(rng, "qwen3_moe", "model.num_experts", "model.num_experts_per_tok"),
-    lambda rng: mixture(rng, "mixtral", "model.num_local_experts", "model.num_experts_per_tok"),
     lambda rng: mixture(
         rng, "tests/models/moe.py", "model.num_experts", "model.num_experts_per_tok"
     ),

@@ -94,7 +94,6 @@ def with_weights_in_memory(folder: Path, theirs: nn.Module) -> nn.Module:
             "qwen3, tied, yarn",
             "qwen3_moe",
             "qwen3_moe, few layers",
-            "mixtral",
             "glm",
             "glm, no norm",
         ),

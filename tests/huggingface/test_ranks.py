@@ -90,7 +90,7 @@ CELLS = [
         for name in dense(Layout(sizes))
     ),
     *(
-        parameter(Layout(sizes).with_experts(ranks), schedule, "mixtral")
+        parameter(Layout(sizes).with_experts(ranks), schedule, "qwen3_moe")
         for sizes, schedule, ranks in OF_EXPERTS
     ),
 ]

@@ -35,7 +35,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "llama",
         "qwen3",
         "qwen3_moe",
-        "mixtral",
         "glm4_moe",
         "deepseek_v3",
         "convnet",
@@ -48,7 +47,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "verify": ("false", "true"),
 }
 PLAIN: Cell = {name: values[0] for name, values in FACTORS.items()}
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def ranks_of(cell: Mapping[str, str]) -> int:

@@ -30,9 +30,7 @@ def overrides_of(name: str, section: str = "parts") -> tuple[str, ...]:
 
 
 SMALL = overrides_of("small")
-EXPERT_MODELS = {
-    name: overrides_of(name) for name in ("qwen3_moe", "mixtral", "glm", "latent attention")
-}
+EXPERT_MODELS = {name: overrides_of(name) for name in ("qwen3_moe", "glm", "latent attention")}
 
 
 @dataclass(frozen=True)
