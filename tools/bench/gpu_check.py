@@ -104,9 +104,9 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...], str]] = {
 MODELS: dict[str, str] = {
     "Llama 3.2 1B": "{name: llama, preset: llama-3.2-1b}",
     "Qwen3 0.6B, 8 layers": "{name: qwen3, preset: qwen3-0.6b, num_hidden_layers: 8}",
-    "Mixtral 0.5B": (
-        "{name: mixtral, hidden_size: 1024, intermediate_size: 1792, num_hidden_layers: 8, "
-        "num_attention_heads: 16, num_key_value_heads: 8, vocab_size: 32000, "
+    "Qwen3-MoE 0.5B": (
+        "{name: qwen3_moe, hidden_size: 1024, moe_intermediate_size: 1792, num_hidden_layers: 8, "
+        "num_attention_heads: 16, num_key_value_heads: 8, num_experts: 8, vocab_size: 32000, "
         "max_position_embeddings: 4096}"
     ),
 }
