@@ -317,7 +317,24 @@ def tp_plan(config: Config) -> dict[str, str] | None:
     names = {name for name, _ in model.named_modules()}
     names |= {name for name, _ in model.named_parameters()}
     own = plan_without_experts(model, model.experts, model.tp_plan or {})
-    return {key: word for key, word in own.items() if fnmatch.filter(names, key)} or None
+    used = {key: word for key, word in own.items() if fnmatch.filter(names, key)}
+    activations = _patterns(model, _split_activations(model, used))
+    return used | dict.fromkeys(activations, "replicated_with_grad_allreduce") or None
+
+
+def _split_activations(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+    """Activations with parameters of their own behind a layer that is split by columns (Apertus):
+    each rank applies them to its features, and the plans of transformers do not name them."""
+    columns = [key for key, word in plan.items() if word == "colwise"]
+    found = []
+    for name, module in model.named_modules():
+        parent, _, child = name.rpartition(".")
+        if child != "act_fn" or not any(True for _ in module.parameters()):
+            continue
+        beside = [f"{parent}.{other}" for other, _ in model.get_submodule(parent).named_children()]
+        if any(fnmatch.filter(beside, key) for key in columns):
+            found.append(name)
+    return found
 
 
 def ep_plan(config: Config) -> dict[str, str] | None:
