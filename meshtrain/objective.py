@@ -305,6 +305,8 @@ def _require_numbers(what: str, values: Any, real: int) -> None:
     elif values.shape != (real,):
         found = f"a tensor {tuple(values.shape)}"
         remedy = ": sum over all dims but the first"
+        if values.dim() == 0:
+            remedy += ', and in a loss of torch set reduction="none" before'
     elif values.is_complex():
         found = f"a tensor of {values.dtype}"
     else:
