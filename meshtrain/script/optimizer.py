@@ -308,6 +308,7 @@ def _tried(
 ) -> tuple[Tensor, dict[str, Any]]:
     """The first rows and columns of a small matrix after two steps by themselves, and their state.
     Raises InputError: the optimizer makes no such step."""
+    # A second optimizer with the settings of the first: its constructor's arguments are unknown.
     trial = object.__new__(type(optimizer))
     vars(trial).update(vars(optimizer))
     generator = torch.Generator().manual_seed(0)

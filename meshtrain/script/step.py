@@ -119,6 +119,7 @@ class ScriptStep:
         # A batch without any count has no loss, and is no update.
         has_count = sums.count > 0
         loss = torch.where(has_count, sums.loss / sums.count, sums.loss)
+        # gradients so far = gradients of the sum / provisional count
         factor = torch.where(has_count, self._provisional.value() / sums.count, 1.0)
         self._correct_gradients(factor)
         return loss, sums.count
