@@ -2,8 +2,9 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")
@@ -149,21 +150,43 @@ def flat_items(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     """(name, number of names it stands for, value). Names that differ only in numbers and have
     equal values become one, with the numbers in braces: `layers.{0-3}.weight`."""
-    lines = [(tuple(name.split(".")), 1, about) for name, about in items]
-    for at in range(max((len(words) for words, _, _ in lines), default=0)):
-        groups: dict[tuple[tuple[str, ...], T], list[tuple[tuple[str, ...], int]]] = {}
-        for words, n, about in lines:
-            numbered = at < len(words) and words[at].isdecimal()
-            same = (*words[:at], "", *words[at + 1 :]) if numbered else words
-            groups.setdefault((same, about), []).append((words, n))
-        lines = []
-        for (_, about), group in groups.items():
-            words = group[0][0]
-            if len(group) > 1:
-                numbers = ",".join(ranges(int(words[at]) for words, _ in group))
-                words = (*words[:at], f"{{{numbers}}}", *words[at + 1 :])
-            lines.append((words, sum(n for _, n in group), about))
-    return [(".".join(words), n, about) for words, n, about in lines]
+    lines = [_Names(tuple(name.split(".")), 1, value) for name, value in items]
+    longest = max((len(line.words) for line in lines), default=0)
+    # Lines that differ in a number at one place become one, which may become one with others at the
+    # next place.
+    for place in range(longest):
+        alike = group_values((line.but_for_number(place), line) for line in lines)
+        lines = [_folded(group, place) for group in alike.values()]
+    return [(".".join(line.words), line.count, line.value) for line in lines]
+
+
+@dataclass(frozen=True)
+class _Names(Generic[T]):
+    """Names of which `fold_names` makes one line."""
+
+    words: tuple[str, ...]  # between the dots
+    count: int  # of names
+    value: T
+
+    def but_for_number(self, place: int) -> Hashable:
+        """Equal for lines that may become one."""
+        words = self.words
+        if place < len(words) and words[place].isdecimal():
+            words = _with_word(words, place, "")
+        return words, self.value
+
+
+def _folded(group: Sequence[_Names[T]], place: int) -> _Names[T]:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    numbers = ",".join(ranges(int(line.words[place]) for line in group))
+    words = _with_word(first.words, place, f"{{{numbers}}}")
+    return _Names(words, sum(line.count for line in group), first.value)
+
+
+def _with_word(words: tuple[str, ...], place: int, word: str) -> tuple[str, ...]:
+    return (*words[:place], word, *words[place + 1 :])
 
 
 def printable(text: str) -> str:

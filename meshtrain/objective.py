@@ -189,7 +189,7 @@ class OwnLoss:
     # What samples count --------------------------------------------------------------------------
 
     def counts(self, batch: Batch) -> Counts:
-        targets = _first(batch.targets, batch.real)
+        targets = _without_padding(batch.targets, batch.real)
         by_default = self._by_default(targets, batch.real)
         weights: Sequence[float] = by_default
         if self.weight is not None and batch.real > 0:
@@ -222,19 +222,21 @@ class OwnLoss:
         reference: Any = None,
     ) -> Losses:
         real = batch.real
-        given = _outputs_of(outputs, batch.rows, real)
-        targets = _first(batch.targets, real)
-        others = [] if reference is None else [_outputs_of(reference, batch.rows, real)]
-        sums, metrics = self._call(given, targets, *others)
+        real_outputs = _outputs_of(outputs, batch.rows, real)
+        targets = _without_padding(batch.targets, real)
+        arguments = [real_outputs, targets]
+        if reference is not None:
+            arguments.append(_outputs_of(reference, batch.rows, real))
+        sums, metrics = self._call(*arguments)
         _require_numbers("loss(outputs, targets)", sums, real)
         sums = sums.to(self.dtype)
         if torch.is_grad_enabled() and not sums.requires_grad:
             # Every rank has a backward, also one without a sample, whose loss may be made of
             # nothing.
-            sums = sums + _nothing_of(given).to(self.dtype)
+            sums = sums + _nothing_of(real_outputs).to(self.dtype)
         correct = None
         if self.counts_correct:
-            correct = _correct(given, targets)
+            correct = _correct(real_outputs, targets)
         return Losses(sums, self._sums_of(metrics, real), correct)
 
     def _call(self, outputs: Any, targets: Any, *reference: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -305,6 +307,8 @@ def _require_numbers(what: str, values: Any, real: int) -> None:
     elif values.shape != (real,):
         found = f"a tensor {tuple(values.shape)}"
         remedy = ": sum over all dims but the first"
+        if values.dim() == 0:
+            remedy += ', and in a loss of torch set reduction="none" before'
     elif values.is_complex():
         found = f"a tensor of {values.dtype}"
     else:
@@ -330,8 +334,8 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else list(outputs.values())
 
 
-def _first(targets: Any, real: int) -> Any:
-    """Targets without padding."""
+def _without_padding(targets: Any, real: int) -> Any:
+    """The targets of the first `real` samples, behind which padding stands."""
     if len(target_tensors(targets)[0]) == real:
         return targets
     return each_target(lambda x: x[:real], targets)

@@ -90,13 +90,14 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
-        q, k, v = (
-            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (self.q_norm(q), self.k_norm(k)))
+        # (b, s, d) -> (b, s, h, e): heads of e features
+        q = rearrange(self.q_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        k = rearrange(self.k_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        v = rearrange(self.v_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        q = rotate(self.q_norm(q), rotary.cos, rotary.sin)
+        k = rotate(self.k_norm(k), rotary.cos, rotary.sin)
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, context)
+        y = attention(q, k, v, context)  # (b, h, s, e)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 
 

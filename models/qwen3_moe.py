@@ -198,10 +198,12 @@ class Model(nn.Module):
 def check(config: Config) -> keys.Problems:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config, keys.COUNTS | {"decoder_sparse_step": 1 << 12})
-    both_given = config.num_local_experts is not None
-    experts = "num_local_experts" if both_given else "num_experts"
+    by_other_name = config.num_local_experts is not None
+    experts = "num_local_experts" if by_other_name else "num_experts"
     problems = problems or keys.router_problems(config, experts)
-    if both_given and config.num_experts not in (Config.num_experts, config.num_local_experts):
+    # num_experts with its default value has not been given, as far as one can tell.
+    num_experts_fits = config.num_experts in (Config.num_experts, config.num_local_experts)
+    if by_other_name and not num_experts_fits:
         message = (
             f"num_experts {config.num_experts} and num_local_experts {config.num_local_experts} "
             "contradict each other: give num_experts alone"

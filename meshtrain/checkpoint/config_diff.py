@@ -158,20 +158,27 @@ def _until(value: Any, step: int | None) -> Any:
 
 def compare(manifest: Manifest, spec: RunSpec, job: Job) -> Changes:
     """The differences between this run and the run that wrote the checkpoint."""
+    # The config, in the form in which a manifest keeps it: tuples are lists.
     other_data = spec.config.checkpoint.allow_other_data
     now_config = json.loads(json.dumps(spec.config.plain()))
     changes = compare_configs(
         manifest.config, now_config, other_data=other_data, step=manifest.step
     )
+
+    # What the data hold, wherever they lie.
     then, now = _Data.of(manifest.data), _Data.of(spec.data)
     if len(then.digests) == 1:  # written before images had a fingerprint of the validation set
         now = _Data(now.samples, now.digests[:1])
     changes.add(DATA, then, now, refuse=not other_data, words=str)
+
+    # What may differ, and is said.
     assert job.layout is not None
     changes.add("layout", manifest.layout.sizes, job.layout.sizes)
     changes.add("experts", manifest.layout.experts, job.layout.experts)
     last_step = manifest.counters.get("steps")
     changes.add("the last step, where the learning rate ends", last_step, spec.steps)
+
+    # Versions of the code, and a digest of the reference, which either run may be without.
     for name in dict.fromkeys((*spec.versions, REFERENCE)):
         then_version, now_version = manifest.versions.get(name), spec.versions.get(name)
         changes.add(name, then_version, now_version, refuse=name == REFERENCE)

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 QUIET, GROUND = "#7a8194", "#eef0f5"
 
 # Lengths are inches, and y runs down.
-LEFT, RIGHT, TOP = 0.85, 0.3, 0.2
-TITLE, LANE, GAP, AXIS, LEGEND = 0.36, 0.25, 0.16, 0.4, 0.35
+LEFT, RIGHT, TOP = 0.85, 0.3, 0.2  # margins
+TITLE, LANE, GAP, AXIS, LEGEND = 0.36, 0.25, 0.16, 0.4, 0.35  # heights
 NARROWEST, WIDEST = 8.0, 30.0  # of the picture
-TEXT, SMALL = 12.0, 10.0  # points
-LABELS = 5.0, 9.0  # points; the labels of boxes are as large as the shortest boxes allow
-DIGIT = 0.64 / 72  # width of a digit, per point
+TICKS = 0.8  # at least so far from each other
+# Sizes of text are points.
+TEXT, SMALL = 12.0, 10.0
+LABELS = 5.0, 9.0  # the labels of boxes are as large as the shortest boxes allow
+DIGIT = 0.64 / 72  # width of a digit in text of one point
 
 
 def picture(records: Sequence[Record]) -> "Figure":
@@ -41,9 +43,11 @@ def picture(records: Sequence[Record]) -> "Figure":
     longest = max(record.timeline.makespan for record in records)
     scale = (width - LEFT - RIGHT) / longest
     short, _ = terminal.short_time(records)
-    largest_label = 0.9 * short * scale / (_digits(records) * DIGIT)
-    least, most = LABELS
-    drawing = _Drawing(axes, records, scale, label_size=min(max(largest_label, least), most))
+    # A text of n digits is n * DIGIT * size wide: it fills 90 % of a short box at
+    fitting = 0.9 * (short * scale) / (_digits(records) * DIGIT)
+    smallest, largest = LABELS
+    label_size = min(max(fitting, smallest), largest)
+    drawing = _Drawing(axes, records, scale, label_size)
 
     ticks = drawing.ticks()
     y = TOP
@@ -58,11 +62,11 @@ def picture(records: Sequence[Record]) -> "Figure":
             axes.plot([x, x], [y, bottom], color="white", linewidth=0.9, zorder=2)
         y = bottom + GAP
 
-    axis = y - GAP / 2 + AXIS / 2
+    axis_y = y - GAP / 2 + AXIS / 2
     for x, text in ticks.items():
-        drawing.write(x, axis, text, ha="center")
+        drawing.write(x, axis_y, text, ha="center")
     _, unit = terminal.unit_of(records)
-    drawing.write(LEFT - 0.1, axis, unit or "time", ha="right")
+    drawing.write(LEFT - 0.1, axis_y, unit or "time", ha="right")
     drawing.legend(height - LEGEND / 2 - 0.05)
     return figure
 
@@ -109,7 +113,7 @@ class _Drawing:
         for rank, row in enumerate(record.timeline.events):
             y = top + rank * LANE
             middle = y + LANE / 2
-            lane = (y + 0.01, LANE - 0.02)
+            lane = (y + 0.01, LANE - 0.02)  # where it begins, and its height
             ground = [(LEFT, record.timeline.makespan * self.scale)]
             self.write(LEFT - 0.1, middle, f"rank {rank}", ha="right")
             self.axes.broken_barh(ground, lane, color=GROUND, linewidth=0, zorder=1)
@@ -133,14 +137,16 @@ class _Drawing:
 
     def ticks(self) -> dict[float, str]:
         """x -> the time there, at round numbers."""
+        # printed time = time of the records * factor = inches / scale * factor
         factor, _ = terminal.unit_of(self.records)
-        step = terminal.round_step(0.8 / self.scale * factor)
+        step = terminal.round_step(TICKS / self.scale * factor)
         longest = max(record.timeline.makespan for record in self.records) * factor
         count = math.floor(longest / step + 1e-9) + 1
         ticks = {}
         for tick in range(count):
-            time = tick * step
-            ticks[LEFT + time / factor * self.scale] = f"{time:.6g}"
+            printed = tick * step
+            x = LEFT + printed / factor * self.scale
+            ticks[x] = f"{printed:.6g}"
         return ticks
 
     def legend(self, y: float) -> None:

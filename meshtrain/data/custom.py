@@ -106,9 +106,10 @@ class CustomSamples(Samples):
             return
         wrong = (tokens < 0) | (tokens >= self.vocab_size)
         if bool(wrong.any()):
-            row = int(wrong.nonzero()[0, 0])
-            place = f"{self.name}: sample {items[row][1]}"
-            raise outside_vocabulary(place, int(tokens[wrong][0]), self.vocab_size, None)
+            first = tuple(wrong.nonzero()[0].tolist())  # the row comes first
+            _, index = items[first[0]]
+            place = f"{self.name}: sample {index}"
+            raise outside_vocabulary(place, int(tokens[first]), self.vocab_size, None)
 
 
 WHOLE_OR_LOSS = (

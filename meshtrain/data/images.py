@@ -76,12 +76,14 @@ class ArrayImages(Samples):
             images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
         images = (images - self.mean) / self.std
 
-        targets = torch.from_numpy(self.labels[indices])
+        targets = torch.from_numpy(self.labels[indices])  # also a copy
         targets[valid:] = IGNORE
         return Batch({"images": images}, targets, samples=tuple(indices[:valid]))
 
 
 def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:
+    """The image (height, width), moved by up to an eighth of its height in both directions; what
+    comes in is 0."""
     reach = max(1, len(image) // 8)
     down = draw.randint(0, 2 * reach)
     right = draw.randint(0, 2 * reach)
@@ -255,6 +257,7 @@ def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
 
 
 def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
+    """`other`: of the validation; `train` itself, if a share of it is held out."""
     sets = [train] if other is train else [train, other]
     digests = []
     largest = -1
@@ -262,7 +265,8 @@ def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
         content = images.pixels.tobytes() + images.labels.tobytes()
         digests.append(hashlib.sha256(content).hexdigest())
         largest = max(largest, int(images.labels.max(initial=-1)))
-    return ImageSource(train, other, classes=largest + 1, fingerprint=" ".join(digests))
+    classes = largest + 1  # labels count from 0
+    return ImageSource(train, other, classes, fingerprint=" ".join(digests))
 
 
 def _open_folder(config: "DataSection") -> ImageSource:

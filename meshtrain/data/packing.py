@@ -289,10 +289,14 @@ class TokenSamples(Samples):
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
         """Raises InputError at an invalid id, which would otherwise fail in a device-side
         assertion, naming no file."""
-        if not self.checked or (int(rows.max()) < self.limit and int(rows.min()) >= 0):
+        if not self.checked:
+            return
+        # Two reductions, which make no array, tell whether to look for the place.
+        all_valid = int(rows.max()) < self.limit and int(rows.min()) >= 0
+        if all_valid:
             return
         row, column = np.argwhere((rows >= self.limit) | (rows < 0))[0]
-        token = int(rows[row, column])
+        _, index = items[row]
         corpus = self.stream.corpus
-        source = f"{corpus.name}: sample {items[row][1]} ({self.name})"
-        raise outside_vocabulary(source, token, self.n_outputs, corpus.largest_id)
+        place = f"{corpus.name}: sample {index} ({self.name})"
+        raise outside_vocabulary(place, int(rows[row, column]), self.n_outputs, corpus.largest_id)

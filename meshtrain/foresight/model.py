@@ -143,7 +143,7 @@ def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
     each_its_own = tuple(range(len(blocks_of(spec.meta))))
     for first in (_alike_by_kind(spec), each_its_own):
         with suppress(Exception):  # of the model's code, which may need what skipped blocks do
-            inputs, outputs = _passed_on(without(spec, repeated(first)).copy(), batch)
+            inputs, outputs = _sizes_in_forward(without(spec, repeated(first)).copy(), batch)
             # A skipped block hands on its input: it has to look like its substitute's output.
             if all(inputs[i] == inputs[first[i]] == outputs[first[i]] for i in repeated(first)):
                 return Blocks(first, tuple(_first_elements(outputs[i]) for i in first))
@@ -171,7 +171,7 @@ def _alike_by_kind(spec: ModelSpec) -> tuple[int, ...]:
 Sizes = list[tuple[torch.Size, torch.dtype]]  # of the tensors in one call's input or output
 
 
-def _passed_on(
+def _sizes_in_forward(
     model: nn.Module, batch: Batch
 ) -> tuple[dict[int, list[Sizes]], dict[int, list[Sizes]]]:
     """Sizes of each block's inputs and outputs in a forward, call by call."""

@@ -92,6 +92,7 @@ class CausalCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
+        # Of torch's function; `attention()` has its context in the place of the mask.
         positional = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         options = dict(zip(positional, args, strict=False)) | (kwargs or {})
         if func is attention:

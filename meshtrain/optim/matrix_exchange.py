@@ -61,7 +61,8 @@ class MatrixExchange:
             number = piece.matrix.number
             if number not in matrices:
                 matrices[number] = like.new_empty(piece.matrix.shape)
-            _in_matrix(matrices, piece).copy_(values.view(piece.shape[-2:]))
+            place = _in_matrix(matrices, piece)
+            place.copy_(values.view(place.shape))
         return matrices
 
     def _compute(self, function: Callable[[Tensor], Tensor], matrices: dict[int, Tensor]) -> None:
@@ -85,7 +86,8 @@ class MatrixExchange:
 
         results = [torch.empty_like(tensor) for tensor in tensors]
         for (_, piece), values in zip(transfer.arriving, returned, strict=True):
-            self._view(results, piece).copy_(values.view(piece.shape))
+            place = self._view(results, piece)
+            place.copy_(values.view(place.shape))
         return results
 
     def _view(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
@@ -97,19 +99,25 @@ class MatrixExchange:
         self, transfer: Transfer, outgoing: Sequence[Tensor], like: Tensor
     ) -> Sequence[Tensor]:
         """Sends the values of the outgoing pieces; returns the flat values of the arriving ones."""
-        # A rank may have nothing to send.
-        flat = torch.cat([like.new_empty(0), *(values.reshape(-1) for values in outgoing)])
+        # A rank may have nothing to send, and `cat` takes no empty list.
+        nothing = like.new_empty(0)
+        flat = torch.cat([nothing, *(values.reshape(-1) for values in outgoing)])
         if self._axis is not None:
-            send = [0] * self._ranks
-            for rank, piece in transfer.outgoing:
-                send[rank] += piece.numel
-            receive = [0] * self._ranks
-            for rank, piece in transfer.arriving:
-                receive[rank] += piece.numel
+            send = self._elements_by_rank(transfer.outgoing)
+            receive = self._elements_by_rank(transfer.arriving)
             flat = self._axis.start_all_to_all_single(flat, send, receive).wait()
         return flat.split([piece.numel for _, piece in transfer.arriving])
+
+    def _elements_by_rank(self, pieces: Sequence[tuple[int, Piece]]) -> list[int]:
+        elements = [0] * self._ranks
+        for rank, piece in pieces:
+            elements[rank] += piece.numel
+        return elements
 
 
 def _in_matrix(matrices: Mapping[int, Tensor], piece: Piece) -> Tensor:
     """A view of the piece in its matrix."""
-    return matrices[piece.matrix.number][within(piece.part, piece.matrix.part)[-2:]]
+    place = within(piece.part, piece.matrix.part)
+    # The matrix of one expert is part of a parameter of three dims, and has the last two itself.
+    rows_and_columns = place[-2:]
+    return matrices[piece.matrix.number][rows_and_columns]

@@ -205,13 +205,17 @@ def argmax(logits: DTensor) -> Tensor:
     if part.shape[-1] > 0:
         largest, index = part.max(-1)
     else:
+        # A rank without words, which is never the one with the largest logit.
         largest = part.new_full(part.shape[:-1], -torch.inf)
-        index = torch.zeros(part.shape[:-1], dtype=torch.int64)
-    # Token ids are small enough to be exact in float64.
-    mine = torch.stack([largest.double(), (index.to(part.device) + first).double()])
-    of_ranks = ops.all_gather(mine[None], axis.name)  # (t, 2, ...)
-    best = of_ranks[:, 0].argmax(0, keepdim=True)
-    return of_ranks[:, 1].gather(0, best)[0].long()
+        index = torch.zeros_like(largest, dtype=torch.int64)
+    token = first + index
+
+    # One message brings both from all ranks: token ids are small enough to be exact in float64.
+    candidate = torch.stack([largest.double(), token.double()])  # (2, ...)
+    of_ranks = ops.all_gather(candidate[None], axis.name)  # (t, 2, ...)
+    logits_of_ranks, tokens_of_ranks = of_ranks.unbind(1)
+    best_rank = logits_of_ranks.argmax(0, keepdim=True)
+    return tokens_of_ranks.gather(0, best_rank)[0].long()
 
 
 def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:

@@ -231,16 +231,14 @@ class Bucket:
 def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Neighbouring parameters of the same dtype and device, up to `BUCKET_BYTES` per bucket."""
     buckets: list[list[nn.Parameter]] = []
+    kind = None  # dtype and device of the last bucket: a message has one of each
     size = 0  # bytes of the last bucket
     for p in parameters:
         local_bytes = to_local(p.detach()).nbytes
-        begins = True
-        if buckets:
-            first = buckets[-1][0]
-            alike = first.dtype == p.dtype and first.device == p.device
-            begins = not alike or size + local_bytes > BUCKET_BYTES  # one message has one dtype
-        if begins:
+        is_full = size + local_bytes > BUCKET_BYTES
+        if is_full or kind != (p.dtype, p.device):
             buckets.append([])
+            kind = p.dtype, p.device
             size = 0
         buckets[-1].append(p)
         size += local_bytes

@@ -1,5 +1,6 @@
 """Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.14."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.checkpoint import _CachingTorchDispatchMode, _is_compiling, _VersionWrapper
 
 from meshtrain.errors import InputError
+
+# names of nodes of autograd that change a type only
+CASTS = ("ToCopyBackward0",)
+# of a loss, as its node of autograd saves it (at::Reduction)
+REDUCTION_MEAN = 1
 
 # As they are in torch 2.13; the rest is defined here.
 __all__ = [
@@ -299,6 +305,20 @@ def runs_in_backward(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # `torch.autograd.grad` was called for this very gradient
         return False
+
+
+def ends_in_mean(scalar: Tensor, least: int) -> bool:
+    """Whether a scalar with a graph was made, but for casts, by a mean over at least `least`
+    numbers: by `mean()`, or by one of torch's losses with `reduction="mean"`."""
+    node: Any = scalar.grad_fn
+    while node is not None and node.name() in CASTS:
+        node = node.next_functions[0][0]
+    if node is None:
+        return False
+    # What a node has saved it shows as `_saved_NAME`, an enumeration as its number.
+    if node.name().startswith("MeanBackward"):
+        return math.prod(node._saved_self_sym_sizes) >= least
+    return getattr(node, "_saved_reduction", None) == REDUCTION_MEAN
 
 
 def accumulator_of(node: Any) -> Any:

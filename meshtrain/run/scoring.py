@@ -91,14 +91,18 @@ class Scorer:
 
 def _score_row(logits: Tensor, i: int, row: list[int], count: int) -> Score:
     """The score of the last `count` tokens of row `i`."""
-    count = min(count, len(row) - 1)
-    last = slice(logits.shape[1] - count, None)
-    own = gather_logits(logits, i, last)  # (count, v)
-    targets = torch.tensor(row[len(row) - count :], device=own.device)
-    dtype = torch.promote_types(own.dtype, torch.float32)
-    losses = torch.nn.functional.cross_entropy(own.to(dtype), targets, reduction="none")
-    is_likeliest = (own.argmax(-1) == targets).all()
-    return Score(-float(losses.double().sum()), bool(is_likeliest))
+    # A row that was cut may have fewer; its first token is predicted by none.
+    scored = min(count, len(row) - 1)
+    # The last logits predict the row's last token.
+    places = slice(logits.shape[1] - scored, None)
+    row_logits = gather_logits(logits, i, places)  # (scored, v)
+    targets = torch.tensor(row[len(row) - scored :], device=row_logits.device)
+
+    at_least_float32 = row_logits.to(torch.promote_types(row_logits.dtype, torch.float32))
+    losses = torch.nn.functional.cross_entropy(at_least_float32, targets, reduction="none")
+    log_likelihood = -float(losses.double().sum())
+    is_likeliest = (row_logits.argmax(-1) == targets).all()
+    return Score(log_likelihood, bool(is_likeliest))
 
 
 def _length(pair: Pair) -> int:

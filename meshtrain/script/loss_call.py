@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, plural
+from meshtrain.parallel.torch_private import ends_in_mean
 
 LossOf = Callable[[Any, Any], Any]
 
@@ -56,9 +57,12 @@ class _LeaveLoss(BaseException):
     lets it pass."""
 
 
-def call_loss(loss_of: LossOf, model: nn.Module, samples: Any, device: torch.device) -> Sums:
-    """Runs `loss_of` with the whole model. Raises InputError: it does not return what it should."""
-    return _checked(loss_of(ModelCall(model, model), samples), device)
+def call_loss(
+    loss_of: LossOf, model: nn.Module, samples: Any, size: int, device: torch.device
+) -> Sums:
+    """Runs `loss_of` with the whole model on a microbatch of `size` samples. Raises InputError: it
+    does not return what it should."""
+    return _checked(loss_of(ModelCall(model, model), samples), size, device)
 
 
 def inputs_of(loss_of: LossOf, stage: nn.Module, samples: Any) -> tuple[Tensor | None, ...]:
@@ -85,7 +89,12 @@ def inputs_of(loss_of: LossOf, stage: nn.Module, samples: Any) -> tuple[Tensor |
 
 
 def loss_of_output(
-    loss_of: LossOf, stage: nn.Module, samples: Any, output: Any, device: torch.device
+    loss_of: LossOf,
+    stage: nn.Module,
+    samples: Any,
+    size: int,
+    output: Any,
+    device: torch.device,
 ) -> Sums:
     """Runs `loss_of` with the output of the model that the stages have computed. Raises InputError:
     it calls the model more than once."""
@@ -101,7 +110,7 @@ def loss_of_output(
             )
         return output
 
-    return _checked(loss_of(ModelCall(stage, give), samples), device)
+    return _checked(loss_of(ModelCall(stage, give), samples), size, device)
 
 
 def _by_position(model: nn.Module, inputs: Any, named: Any) -> tuple[Any, ...]:
@@ -118,7 +127,7 @@ def _by_position(model: nn.Module, inputs: Any, named: Any) -> tuple[Any, ...]:
     return bound.args[1:]
 
 
-def _checked(returned: Any, device: torch.device) -> Sums:
+def _checked(returned: Any, size: int, device: torch.device) -> Sums:
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not is_pair:
         raise InputError(
@@ -136,6 +145,14 @@ def _checked(returned: Any, device: torch.device) -> Sums:
         raise InputError(
             "loss_of returned a sum that does not depend on the model's parameters, so that there "
             "is no gradient: compute it from what the model returns, with a trained parameter"
+        )
+    # The mean of one sample's elements is as good a loss of it as any other.
+    if size > 1 and ends_in_mean(total, least=size):
+        raise InputError(
+            f"loss_of returned a mean over its {plural(size, 'sample')} as their sum, and the mean "
+            'of a share depends on the layout: add up, by reduction="sum" or .sum(), and return '
+            "the number of what was added up as the count. A mean over something else than samples "
+            "is written .sum() / n"
         )
     if isinstance(count, Tensor):
         if count.dim() > 0:

@@ -63,14 +63,16 @@ def split_batch(batch: Any, own: range, count: int) -> list[Microbatch]:
 
 
 def _parts(batch: Any, own: range, count: int) -> Iterator[Microbatch]:
-    parts = min(count, len(own))
-    for number in range(parts):
-        rows = share(len(own), parts, number)
-        samples = _rows(batch, rows)
-        yield Microbatch(samples, own[rows.start : rows.stop])
-    first = own[:1] or range(1)
-    for _ in range(count - parts):
-        yield Microbatch(_rows(batch, range(1)), first, is_real=False)
+    real = min(count, len(own))  # microbatches with samples that are not used elsewhere
+    for number in range(real):
+        rows = share(len(own), real, number)
+        yield Microbatch(_rows(batch, rows), own[rows.start : rows.stop])
+
+    # The rest are copies of the first sample: this rank's, or that of the global batch.
+    first_row = range(1)
+    its_position = own[:1] or range(1)
+    for _ in range(count - real):
+        yield Microbatch(_rows(batch, first_row), its_position, is_real=False)
 
 
 def _rows(batch: Any, rows: range) -> Any:

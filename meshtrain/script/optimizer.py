@@ -253,6 +253,17 @@ def read_optimizer(section: Mapping[str, Any], clip_norm: float | None) -> Optim
     return replace(OptimizerSection(**values), clip_norm=clip_norm)
 
 
+def scheduler_note(optimizer: torch.optim.Optimizer) -> str | None:
+    """What to know about an optimizer that has a scheduler of torch's; None: it has none."""
+    # as every scheduler of torch.optim.lr_scheduler writes it into the groups
+    if all("initial_lr" not in group for group in optimizer.param_groups):
+        return None
+    return (
+        f"{type(optimizer).__name__} has a scheduler, which is in no checkpoint: a script that is "
+        "started again has to bring it to its step (docs/own-loop.md#stop-and-go-on)"
+    )
+
+
 # Trying an optimizer ------------------------------------------------------------------------------
 
 
@@ -297,6 +308,7 @@ def _tried(
 ) -> tuple[Tensor, dict[str, Any]]:
     """The first rows and columns of a small matrix after two steps by themselves, and their state.
     Raises InputError: the optimizer makes no such step."""
+    # A second optimizer with the settings of the first: its constructor's arguments are unknown.
     trial = object.__new__(type(optimizer))
     vars(trial).update(vars(optimizer))
     generator = torch.Generator().manual_seed(0)

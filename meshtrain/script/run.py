@@ -42,11 +42,17 @@ from meshtrain.run.rank_table import describe_hosts
 from meshtrain.run.run_folder import RunFolder, lock_checkpoints, lock_for_job
 from meshtrain.run.status import RunStatus
 from meshtrain.script.books import StepNumbers
+from meshtrain.script.data import data_fingerprint
 from meshtrain.script.loop import Loop, ScriptContext
 from meshtrain.script.loss_call import LossOf
 from meshtrain.script.membership import Membership
 from meshtrain.script.microbatches import count_microbatches, shares_of_step, split_batch
-from meshtrain.script.optimizer import SectionOptimizer, SpreadOptimizer, carry_over
+from meshtrain.script.optimizer import (
+    SectionOptimizer,
+    SpreadOptimizer,
+    carry_over,
+    scheduler_note,
+)
 from meshtrain.script.settings import VARIABLE, script_config
 from meshtrain.script.spread import spread
 from meshtrain.script.step import ScriptStep
@@ -107,8 +113,10 @@ class Run:
             deadlines.start_s, deadlines.adapts = float("inf"), False
             with job.collective_check("reading the arguments of meshtrain.Run"):
                 self._config = script_config(
-                    os.environ.get(VARIABLE) or layout,
+                    layout,
                     job.world_size,
+                    launched=job.environment.launcher != "none",
+                    variable=os.environ.get(VARIABLE),
                     global_size=global_size,
                     micro_size=micro_size,
                     seed=seed,
@@ -278,6 +286,7 @@ class Run:
         if not isinstance(steps, int) or steps < 1:
             raise InputError(f"run.steps: steps is {steps!r}: expected at least 1")
         samples = _length_of(dataset)
+        require_equal(self.job, data_fingerprint(dataset))
         self._config = self._config.of_steps(steps)
         data = {"fingerprint": str(samples), "train": samples}
         code = checkpoint_versions(_script())
@@ -291,6 +300,10 @@ class Run:
             in_yaml=False,
         )
         self._optimizer.set_steps(steps)
+        if isinstance(self._optimizer, SpreadOptimizer):
+            note = scheduler_note(self._optimizer.optimizer)
+            if note is not None:
+                self.say(note)
         context = ScriptContext(
             job=self.job,
             mesh=self.mesh,
@@ -382,12 +395,19 @@ class Run:
 
 
 def _length_of(dataset: Any) -> int:
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__getitem__"):
+        raise InputError(
+            f"run.steps deals out the samples of a data set by their index, and {kind} has none: "
+            "give it the data set itself, such as the `dataset` of a DataLoader, with the loader's "
+            "collate_fn as `collate`"
+        )
     try:
         samples = len(dataset)
     except TypeError:
         raise InputError(
-            f"run.steps takes a data set with a length and samples by index, and "
-            f"{type(dataset).__name__} has no length: give it __len__ and __getitem__"
+            f"run.steps takes a data set with a length and samples by index, and {kind} has no "
+            "length: give it __len__ and __getitem__"
         ) from None
     if samples < 1:
         raise InputError("run.steps: the data set is empty")

@@ -2,6 +2,7 @@
 folder shows. It has no model and no data, which are the script's."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshtrain.config.schema import (
     TrainSection,
 )
 from meshtrain.config.yaml_reader import parse_yaml
-from meshtrain.errors import InputError, yaml_text
+from meshtrain.errors import InputError
 from meshtrain.layout import LayoutError
 from meshtrain.parallel.mixed_precision import PRECISIONS
 
@@ -54,6 +55,8 @@ def script_config(
     layout: str | Mapping[str, int],
     world_size: int,
     *,
+    launched: bool,
+    variable: str | None,
     global_size: int,
     micro_size: int | None,
     seed: int,
@@ -63,18 +66,21 @@ def script_config(
     every: int,
     schedule: str | None,
 ) -> ScriptConfig:
-    """Checks the arguments of `Run`. Raises InputError: one is wrong, or the layout does not fit
-    the world."""
-    sizes = read_layout(layout)
+    """Checks the arguments of `Run`, and the value of MESHTRAIN_LAYOUT, which goes before `layout`.
+    `launched`: by torchrun or srun. Raises InputError: one is wrong, or the layout does not fit the
+    world."""
+    giver = VARIABLE if variable else "meshtrain.Run"
+    sizes = read_layout(variable or layout, giver)
     try:
         resolved = resolve(sizes, world_size, 1)
     except LayoutError as error:
-        raise InputError(f"layout {yaml_text(dict(sizes))}: {error}") from error
+        how = "" if launched else ". `torchrun --nproc-per-node=N SCRIPT` starts N processes"
+        raise InputError(f"{giver}: {error}{how}") from error
     if resolved.size("cp") > 1:
         raise InputError(
-            f"layout {resolved}: with cp a rank has a part of each sequence, and meshtrain.Run "
-            "deals out whole samples: use cp: 1, split batches by meshtrain.ContextParallel in a "
-            "loop of meshtrain.start, or train by a YAML"
+            f"{giver}: layout {resolved}: with cp a rank has a part of each sequence, and "
+            "meshtrain.Run deals out whole samples: use cp: 1, split batches by "
+            "meshtrain.ContextParallel in a loop of meshtrain.start, or train by a YAML"
         )
     counts = {"global_size": global_size, "every": every}
     if micro_size is not None:
@@ -116,17 +122,17 @@ def script_config(
     )
 
 
-def read_layout(layout: str | Mapping[str, int]) -> Mapping[str, int]:
-    """Axis -> size, from a mapping or its YAML. Raises InputError: it is something else."""
+def read_layout(layout: str | Mapping[str, int], giver: str) -> Mapping[str, int]:
+    """Axis -> size, from a mapping or its YAML. Raises InputError: it is something else, and
+    `giver` is where it stands."""
     value: Any = layout
     if isinstance(layout, str):
-        try:
+        with suppress(InputError):  # braces left out are no YAML, and the remedy is the same
             value = parse_yaml(layout)
-        except InputError as error:
-            raise InputError(f"the layout {layout!r} cannot be read: {error}") from error
     is_layout = isinstance(value, Mapping) and all(type(size) is int for size in value.values())
     if not is_layout:
         raise InputError(
-            f"the layout is {layout!r}: expected axes and their sizes, such as '{{dp_shard: -1}}'"
+            f"{giver}: the layout is {layout!r}: expected axes and their sizes in braces, such as "
+            "'{dp_shard: -1}' or '{dp_replicate: 2, dp_shard: 4}'"
         )
     return value

@@ -119,6 +119,7 @@ class ScriptStep:
         # A batch without any count has no loss, and is no update.
         has_count = sums.count > 0
         loss = torch.where(has_count, sums.loss / sums.count, sums.loss)
+        # gradients so far = gradients of the sum / provisional count
         factor = torch.where(has_count, self._provisional.value() / sums.count, 1.0)
         self._correct_gradients(factor)
         return loss, sums.count
@@ -129,7 +130,8 @@ class ScriptStep:
             set_is_last_backward(self.model, number == len(now.microbatches) - 1)
             with self._microbatch(self.model, number):
                 with self._timer.phase("forward"):
-                    sums = call_loss(now.loss_of, self.model, part.samples, self._device)
+                    size = len(part.positions)
+                    sums = call_loss(now.loss_of, self.model, part.samples, size, self._device)
                     loss = self._take(part, sums)
                 with self._timer.phase("backward"):
                     loss.backward()
@@ -175,7 +177,8 @@ class ScriptStep:
         part = now.microbatches[microbatch]
         assert isinstance(self.model, Pipeline)
         stage = self.model.stages()[-1]
-        sums = loss_of_output(now.loss_of, stage, part.samples, output, self._device)
+        size = len(part.positions)
+        sums = loss_of_output(now.loss_of, stage, part.samples, size, output, self._device)
         return self._take(part, sums)
 
     @contextmanager

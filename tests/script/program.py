@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 import meshtrain
 from meshtrain.dropout import Dropout
@@ -47,6 +48,8 @@ class Options:
     loss: str = "tokens"  # the name of a function of LOSSES
     # what rank 0 does in step 3: die, raise, stop (by a file), signal (to itself); or all: leave
     third_step: str = ""
+    data_of_rank: bool = False  # whether each rank draws other data
+    scheduler: bool = False  # whether a scheduler of torch halves the learning rate in each step
 
 
 class Layer(nn.Module):
@@ -100,9 +103,9 @@ def make_model(options: Options) -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, head)
 
 
-def make_data() -> list[dict[str, Tensor]]:
+def make_data(seed: int = 2) -> list[dict[str, Tensor]]:
     """Samples with different numbers of targets, one of them without any."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(SAMPLES):
         tokens = torch.randint(0, WORDS, (LENGTH,), generator=generator)
@@ -155,6 +158,10 @@ def mean_only(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["tokens"]).mean()
 
 
+def mean_as_sum(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(model(batch["tokens"]).mT, batch["targets"]).double(), _count(batch)
+
+
 def no_sum(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return model(batch["tokens"]), 1
 
@@ -185,6 +192,7 @@ LOSSES = {
     "calls_never": calls_never,
     "penalty": penalty,
     "mean_only": mean_only,
+    "mean_as_sum": mean_as_sum,
     "no_sum": no_sum,
     "count_of_model": count_of_model,
     "nothing_counts": nothing_counts,
@@ -208,7 +216,7 @@ def main(output: str, options: Options) -> None:
     if hasattr(torch.optim, options.optimizer):
         make_optimizer = getattr(torch.optim, options.optimizer)
         optimizer = make_optimizer(model.parameters(), **options.optimizer_options)
-    data = make_data()
+    data = make_data(seed=2 + run.job.rank * options.data_of_rank)
     spreading: dict[str, Any] = {}
     if options.tp_plan:
         spreading["tp_plan"] = TP_PLAN
@@ -216,11 +224,15 @@ def main(output: str, options: Options) -> None:
         spreading["sample"] = (data[0]["tokens"][None], None)[: 1 + (options.model == "blocks")]
     model, optimizer = run.prepare(model, optimizer, **spreading)
 
+    scheduler = ExponentialLR(optimizer, 0.5) if options.scheduler else None
+
     losses = []
     steps = []
     for step, batch in run.steps(data, steps=options.steps):
         if step == 3 and run.job.rank == 0:
             act(options.third_step, Path(output))
+        while scheduler is not None and scheduler.last_epoch < step - 1:
+            scheduler.step()
         loss = run.backward(LOSSES[options.loss], batch)
         run.update(optimizer)
         if step == 3 and options.third_step == "leave":

@@ -1,16 +1,20 @@
 """The parts of `meshtrain.Run` that need no job: what a script gives it is checked where it is
 given."""
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from meshtrain.data.order import share
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
+from meshtrain.script.data import data_fingerprint
 from meshtrain.script.loss_call import call_loss, inputs_of
 from meshtrain.script.microbatches import count_microbatches, split_batch
 from meshtrain.script.optimizer import (
@@ -19,6 +23,7 @@ from meshtrain.script.optimizer import (
     read_optimizer,
     require_elementwise,
 )
+from meshtrain.script.run import _length_of
 from meshtrain.script.settings import script_config
 from tests.script.program import LOSSES, Options, make_data, make_model
 
@@ -26,6 +31,8 @@ CPU = torch.device("cpu")
 ARGUMENTS: dict[str, Any] = {
     "layout": "{dp_shard: -1}",
     "world_size": 4,
+    "launched": True,
+    "variable": None,
     "global_size": 16,
     "micro_size": None,
     "seed": 0,
@@ -76,6 +83,7 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     ("loss", "sentence"),
     [
         ("mean_only", r"returned a Tensor: expected \(sum, count\)"),
+        ("mean_as_sum", "a mean over its 2 samples as their sum"),
         ("no_sum", r"returned \(2, 6, 11\) as its sum: expected a scalar tensor"),
         ("count_of_model", "a count that depends on the model"),
         ("penalty", "loss_of uses `parameters` of the model"),
@@ -85,13 +93,74 @@ def test_a_loss_that_is_no_sum_and_count_is_refused(loss: str, sentence: str) ->
     model = make_model(Options())
     batch = torch.utils.data.default_collate(make_data()[:2])
     with pytest.raises(InputError, match=sentence):
-        call_loss(LOSSES[loss], model, batch, CPU)
+        call_loss(LOSSES[loss], model, batch, 2, CPU)
 
 
 def test_a_loss_that_does_not_depend_on_the_model_is_refused() -> None:
     model = make_model(Options())
     with pytest.raises(InputError, match="does not depend on the model's parameters"):
-        call_loss(lambda model, x: (x.sum(), 1), model, torch.ones(2), CPU)
+        call_loss(lambda model, x: (x.sum(), 1), model, torch.ones(2), 2, CPU)
+
+
+@pytest.mark.parametrize(
+    ("average", "is_refused"),
+    [
+        (lambda x: F.mse_loss(x, torch.zeros_like(x)), True),
+        (lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x)), True),
+        (lambda x: F.l1_loss(x, torch.zeros_like(x)), True),
+        (lambda x: x.sum(1).mean(), True),
+        (lambda x: x.sum(1).mean(0).double(), True),
+        (lambda x: F.mse_loss(x, torch.zeros_like(x), reduction="sum"), False),
+        (lambda x: x.mean(1).sum(), False),
+        # the mean of what two heads have added up
+        (lambda x: torch.stack([x.sum(), x.square().sum()]).mean(), False),
+        (lambda x: x[:1].mean(), False),
+    ],
+)
+def test_a_mean_over_samples_is_refused_as_their_sum(
+    average: Callable[[Tensor], Tensor], is_refused: bool
+) -> None:
+    def loss_of(model: Any, x: Tensor) -> tuple[Tensor, int]:
+        return average(model(x)), len(x)
+
+    def call(size: int) -> None:
+        call_loss(loss_of, nn.Linear(2, 2), torch.ones(size, 2), size, CPU)
+
+    call(1)  # the mean of one sample's elements depends on no layout
+    if is_refused:
+        with pytest.raises(InputError, match="a mean over its 3 samples as their sum"):
+            call(3)
+    else:
+        call(3)
+
+
+# The data set -------------------------------------------------------------------------------------
+
+
+def test_a_data_set_is_known_by_its_length_and_first_sample() -> None:
+    def digest(sample: Any, samples: int = 2) -> Any:
+        return data_fingerprint([sample] * samples).values
+
+    kinds = [
+        torch.zeros(3),
+        torch.zeros(3, dtype=torch.bfloat16),
+        (torch.ones(()), 1),
+        {"x": np.zeros(3), "name": "a"},
+    ]
+    assert [digest(sample) for sample in kinds] == [digest(sample) for sample in kinds]
+    assert len({str(digest(sample)) for sample in kinds}) == len(kinds)
+    assert digest(torch.ones(3)) != digest(torch.zeros(3))
+    assert digest({"name": "a"}) != digest({"name": "b"})
+    assert digest(1, samples=2) != digest(1, samples=3)
+
+
+def test_a_loader_is_no_data_set() -> None:
+    data = make_data()
+    with pytest.raises(InputError, match="the `dataset` of a DataLoader"):
+        _length_of(torch.utils.data.DataLoader(data))
+    with pytest.raises(InputError, match="has no length"):
+        _length_of(torch.utils.data.Dataset())
+    assert _length_of(data) == len(data)
 
 
 def test_inputs_of_a_stage_are_by_position() -> None:
@@ -215,9 +284,15 @@ def test_an_optimizer_keeps_groups_and_parameters_that_are_not_split() -> None:
     ("changes", "sentence"),
     [
         ({"layout": "{dp_shrad: 4}"}, "dp_shrad"),
-        ({"layout": "{dp_shard: 3}"}, "needs 3 processes and there are 4"),
-        ({"layout": "dp_shard"}, "expected axes and their sizes, such as"),
-        ({"layout": "{dp_shard: [}"}, "cannot be read"),
+        ({"layout": "{dp_shard: 3}"}, "^meshtrain.Run: layout {dp_shard: 3} needs 3 processes and"),
+        (
+            {"variable": "{dp_shard: 3}"},
+            "^MESHTRAIN_LAYOUT: layout {dp_shard: 3} needs 3 processes",
+        ),
+        ({"launched": False, "layout": "{tp: 2}"}, "torchrun --nproc-per-node=N SCRIPT` starts N"),
+        ({"layout": "dp_shard"}, "expected axes and their sizes in braces, such as"),
+        ({"layout": "dp_shard: 2, tp: 2"}, "expected axes and their sizes in braces, such as"),
+        ({"layout": "{dp_shard: [}"}, "expected axes and their sizes in braces, such as"),
         ({"layout": "{cp: 4}"}, "with cp a rank has a part of each sequence"),
         ({"global_size": 0}, "global_size of meshtrain.Run is 0"),
         ({"micro_size": 2.5}, "micro_size of meshtrain.Run is 2.5"),

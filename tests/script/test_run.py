@@ -136,6 +136,19 @@ def test_a_script_goes_on_on_another_layout(tmp_path: Path) -> None:
     assert '{"steps": [], "losses": []}' in again
 
 
+def test_a_scheduler_that_is_brought_to_its_step_goes_on(tmp_path: Path) -> None:
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    options = Options(steps=4, scheduler=True, **SGD)
+    done = start(1, whole, options).check()
+    assert "SGD has a scheduler, which is in no checkpoint" in done.out
+
+    start(2, moved, replace(options, steps=2)).check()
+    start(1, moved, options).check()
+    rows = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == [0.1, 0.05, 0.025, 0.0125]
+    torch.testing.assert_close(numbers(moved), numbers(whole), rtol=1e-9, atol=0)
+
+
 def test_an_optimizer_of_meshtrain_s_own_is_named_by_its_section(tmp_path: Path) -> None:
     section = {"lr": 0.02, "schedule": "constant"}
     options = Options(optimizer="muon", optimizer_options=section)
@@ -190,6 +203,8 @@ def test_a_rank_that_fails_is_named_and_ends_its_job(tmp_path: Path) -> None:
         (2, {"layout": "{pp: 2}", "loss": "calls_never"}, "does not call the model"),
         (2, {"layout": "{pp: 2}", "model": "blocks"}, "the parameter places is in none of"),
         (2, {"layout": "{dp_shard: 3}"}, "needs 3 processes and there are 2"),
+        (2, {"layout": "{pp: 2}", "loss": "mean_as_sum"}, "a mean over its 7 samples"),
+        (2, {"data_of_rank": True}, "a digest of dataset[0]: "),
         (1, {"loss": "penalty"}, "loss_of uses `parameters` of the model"),
     ],
 )

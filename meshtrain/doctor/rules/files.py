@@ -35,12 +35,13 @@ def _by_file(cluster: ClusterFacts) -> list[tuple[str, list[HostPath]]]:
     """Each file of the config: its key, and its path on each host."""
     by_file: dict[tuple[str, int], list[HostPath]] = {}
     for i, (name, host) in enumerate(cluster.labelled):
-        # A key may stand for two files, as that of a megatron corpus does.
+        # A key may stand for two files, as that of a megatron corpus does: on every host the first
+        # is the same file, and the second.
         files_of_key = Counter[str]()
         for facts in host.paths:
+            number = files_of_key[facts.key]
             files_of_key[facts.key] += 1
-            file = (facts.key, files_of_key[facts.key])
-            by_file.setdefault(file, []).append(HostPath(i, name, facts))
+            by_file.setdefault((facts.key, number), []).append(HostPath(i, name, facts))
     return [(key, paths) for (key, _), paths in by_file.items()]
 
 
@@ -80,14 +81,15 @@ def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> 
         return
     alone = []
     for path in usable:
-        checks = cluster.visits[path.host] if path.host < len(cluster.visits) else None
-        if checks is None or key in checks.blind:
+        visit = cluster.visits[path.host] if path.host < len(cluster.visits) else None
+        if visit is None or key in visit.blind:  # it has not looked, or could not
             continue
-        left = [other.facts.token for other in usable if other.host != path.host]
-        seen = [token for token in left if token in checks.tokens]
+        files_of_others = [other.facts.token for other in usable if other.host != path.host]
+        seen = [token for token in files_of_others if token in visit.tokens]
         # A host with a disk of its own makes every other one miss a file: only who misses most of
         # them is alone.
-        if not seen or len(seen) < len(left) / 2:
+        misses_most = len(seen) < len(files_of_others) / 2
+        if misses_most or not seen:
             alone.append(path.name)
     if alone:
         yield finding(

@@ -28,7 +28,12 @@ from meshtrain.parallel.collectives import (
 def _heads_of_ranks(heads: Sequence[int], count: int, axis: AxisGroup) -> list[range]:
     """Of a tensor with `count` heads those of each rank: the ones that its share of the query heads
     attends to. With fewer key/value heads than ranks several ranks have the same one."""
-    return [head_ranges(heads[0], count, axis.size, rank)[1] for rank in range(axis.size)]
+    query_heads = heads[0]
+    of_ranks = []
+    for rank in range(axis.size):
+        _, attended = head_ranges(query_heads, count, axis.size, rank)
+        of_ranks.append(attended)
+    return of_ranks
 
 
 def _to_heads(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:
@@ -41,17 +46,24 @@ def _to_heads(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Te
         of_ranks = _heads_of_ranks(heads, count, axis)
         by_head = x.transpose(0, 1)  # (heads, b, s, e): the dim that is split comes first
         parts = [by_head[own.start : own.stop] for own in of_ranks]
+        # Every neighbour sends its positions of the heads that are this rank's.
         received = [len(of_ranks[axis.index])] * axis.size
         coming.append(axis.start_all_to_all(parts, received))
     return [_join_chunks(result, x, axis) for x, result in zip(xs, coming, strict=True)]
 
 
 def _join_chunks(coming: AsyncResult, x: Tensor, axis: AxisGroup) -> Tensor:
+    """What the neighbours have sent, in the order of positions.
+
+    Of the 2u chunks, of m = s / 2 positions each, neighbour r has chunks r and 2u - 1 - r. So the
+    first halves of neighbours 0, 1, ..., u - 1 are chunks 0 to u - 1, and their second halves, read
+    from the last neighbour to the first, are chunks u to 2u - 1.
+    """
     parts = torch.stack(coming.wait())  # (u, its heads, b, s, e), by the rank that sent them
     halves = parts.unflatten(3, (2, -1))  # (u, its heads, b, 2, m, e)
-    # The first chunks of the neighbours ascend. The second ones descend: the first neighbour has
-    # the last one of the zigzag.
-    chunks = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1].flip(0)])  # (2u, heads, b, m, e)
+    first_halves = halves[:, :, :, 0]
+    second_halves = halves[:, :, :, 1]
+    chunks = torch.cat([first_halves, second_halves.flip(0)])  # (2u, its heads, b, m, e)
     b, _, s, e = x.shape
     return chunks.permute(2, 1, 0, 3, 4).reshape(b, -1, axis.size * s, e)
 
@@ -64,6 +76,7 @@ def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list
     coming = []
     for x, count in zip(xs, heads, strict=True):
         chunks = x.unflatten(2, (2 * u, -1)).transpose(0, 1)  # (its heads, b, 2u, m, e)
+        # which rank has which chunks: see `_join_chunks`
         parts = [
             torch.cat([chunks[:, :, rank], chunks[:, :, 2 * u - 1 - rank]], dim=2)
             for rank in range(u)
