@@ -99,16 +99,18 @@ class Model(nn.Module):
 
 
 def loss(outputs: dict[str, Tensor], targets: Tensor) -> Any:
-    """-> (b,): the mean of the two cross entropies of each pair. metrics.jsonl has the share of
-    images that find their caption as `found`."""
+    """-> (b,): the mean of the two cross entropies of each pair. metrics.jsonl has the probability
+    with which an image takes its own caption as `own_caption`. (How often that is the largest would
+    be decided by rounding here: several images of a step have the same caption.)"""
     image, caption = outputs["image"], outputs["caption"]
     pairs = sample_positions(image)  # (b,): which of all pairs of the step are these
     to_captions = image @ gather_samples(caption).T  # (b, B)
     to_images = caption @ gather_samples(image).T  # (b, B)
     of_images = F.cross_entropy(to_captions, pairs, reduction="none")
     of_captions = F.cross_entropy(to_images, pairs, reduction="none")
-    found = to_captions.argmax(1) == pairs
-    return (of_images + of_captions) / 2, {"found": (found, torch.ones_like(found))}
+    own_caption = of_images.neg().exp()
+    metrics = {"own_caption": (own_caption, torch.ones_like(own_caption))}
+    return (of_images + of_captions) / 2, metrics
 
 
 class Bars:
