@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.dropout import Dropout
@@ -169,17 +170,24 @@ def check(config: Config) -> list[tuple[str, str]]:
         _attention_calls(*_key(config))
     except UnsupportedError as error:
         return [("config", str(error))]
-    if _drops_by_function(*_key(config)):
-        keys = [
-            key
-            for key, value in vars(_described(config)).items()
-            if "drop" in key and isinstance(value, float) and value > 0
-        ]
+    drops, draws = _random_in_forward(*_key(config))
+    keys = [
+        key
+        for key, value in vars(_described(config)).items()
+        if "drop" in key and isinstance(value, float) and value > 0
+    ]
+    if drops or (draws and keys):
         problem = (
             "the class drops elements where no module of dropout is, by masks that would depend on "
             f"the layout: set {' and '.join(keys) or 'its dropout'} to 0"
         )
         return [("config", problem)]
+    if draws:
+        problem = (
+            f"the class draws random numbers in its forward ({draws}), which would depend on the "
+            "layout, and none of its keys turns that off: it is not trained here"
+        )
+        return [("model_type", problem)]
     return []
 
 
@@ -426,10 +434,26 @@ class _Drops(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Draws(TorchDispatchMode):
+    """Sees the operators that draw random numbers. A single one does not count: classes draw it for
+    each layer that they could leave out (LayerDrop), also where none is left out."""
+
+    found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        # Attention has the tag for its dropout, which `_Drops` sees.
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and "attention" not in func.name() and out.numel() > 1:
+            self.found = func.name().removeprefix("aten::").partition(".")[0]
+        return out
+
+
 @lru_cache(maxsize=8)
-def _drops_by_function(model_type: str, keys: str) -> bool:
-    """Whether a forward on the meta device drops elements otherwise than by modules whose masks are
-    the same on every layout (`_use_our_dropout`)."""
+def _random_in_forward(model_type: str, keys: str) -> tuple[bool, str]:
+    """What a forward on the meta device does at random, but for modules whose masks are the same on
+    every layout (`_use_our_dropout`): whether it drops elements, and the name of an operator that
+    draws numbers, or nothing."""
     with torch.device("meta"):
         model = _build(model_type, keys)
         tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -437,9 +461,9 @@ def _drops_by_function(model_type: str, keys: str) -> bool:
         # Attention that is the class's own drops by heads, which a module does not know.
         if isinstance(module, Dropout) and model.attends:
             module.p = 0.0
-    with suppress(Exception), _Drops() as drops:  # what a class raises that cannot run so
-        model.train()(tokens, torch.zeros_like(tokens))
-    return drops.found
+    with suppress(Exception), _Drops() as drops, _Draws() as draws:
+        model.train()(tokens, torch.zeros_like(tokens))  # a class may raise that it cannot run so
+    return drops.found, draws.found
 
 
 # Attention ----------------------------------------------------------------------------------------

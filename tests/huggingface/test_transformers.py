@@ -130,6 +130,10 @@ def assert_loads(export: Path, weights: Path) -> None:
             "would depend on the layout: set dropout to 0",
         ),
         (
+            {"model_type": "phimoe", "config": SIZES},
+            "the class draws random numbers in its forward (uniform_), which would depend on the",
+        ),
+        (
             {"model_type": "bert", "config": SIZES},
             "an encoder by default is a language model with is_decoder: true",
         ),
