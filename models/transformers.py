@@ -436,11 +436,15 @@ class _Drops(TorchFunctionMode):
 
 class _Draws(TorchDispatchMode):
     """Sees the operators that draw random numbers. A single one does not count: classes draw it for
-    each layer that they could leave out (LayerDrop), also where none is left out."""
+    each layer that they could leave out (LayerDrop), also where none is left out.
+
+    A forward on the meta device that asks for a value gets 0, and goes on."""
 
     found = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
         out = func(*args, **kwargs or {})
         # Attention has the tag for its dropout, which `_Drops` sees.
         is_random = torch.Tag.nondeterministic_seeded in func.tags
