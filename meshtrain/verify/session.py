@@ -270,8 +270,8 @@ class Verification:
     def _small_copy(self) -> list[str]:
         """Overrides that make a large model, its samples and its batches small."""
         subject = self.subject
-        given = [*subject.overrides, *(f"model.{override}" for override in subject.model)]
-        config = Config.load(subject.target, [*given, "layout={dp_shard: 1}"], world_size=1)
+        alone = [*self._overrides(subject.precision), "layout={dp_shard: 1}"]
+        config = Config.load(subject.target, alone, world_size=1)
         overrides: list[str] = []
         notes: list[str] = []
 
