@@ -98,7 +98,8 @@ class Recorder(Observer):
         self._now |= {"first": first, "real": real, "losses": values, "speaks": speaks}
 
     def after_backward(self, model: nn.Module) -> None:
-        if self._contributions == len(self._steps):
+        # The initial weights are recorded at the first update.
+        if self._contributions == max(len(self._steps), 1):
             held = {
                 spec.name: to_local(p.grad).clone()
                 for spec, p in parameters_of(model)

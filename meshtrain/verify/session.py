@@ -1,9 +1,11 @@
 """A verification from its first run to its last: one process, then each layout, and where one
 differs, the further runs by which its kind is judged."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from meshtrain.config import Config, ConfigErrors, spec_of
 from meshtrain.errors import InputError, yaml_text
+from meshtrain.job.watchdog.records import FAILURE_MARK
 from meshtrain.layout import Layout, LayoutError
 from meshtrain.modeling.build import parameter_count
 from meshtrain.script.settings import OUTPUT, PRECISION, STEPS, VARIABLE, read_layout
@@ -211,7 +214,7 @@ class Verification:
                 subject.target,
                 *self._overrides(precision),
                 f"train.output={output}",
-                f"layout={yaml_text(sizes)}",
+                *(IN_ONE_PROCESS if layout is None else [f"layout={yaml_text(sizes)}"]),
                 *more,
             ]
         work = Work(
@@ -270,7 +273,7 @@ class Verification:
     def _small_copy(self) -> list[str]:
         """Overrides that make a large model, its samples and its batches small."""
         subject = self.subject
-        alone = [*self._overrides(subject.precision), "layout={dp_shard: 1}"]
+        alone = [*self._overrides(subject.precision), *IN_ONE_PROCESS]
         config = Config.load(subject.target, alone, world_size=1)
         overrides: list[str] = []
         notes: list[str] = []
@@ -470,6 +473,15 @@ OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")
 OF_TOKENS = ("tokens", "megatron")
 
 NO_EPOCHS = ("train.epochs=null",)
+# The layout of one process, and what a config says of axes that it does not have.
+IN_ONE_PROCESS = (
+    "layout={dp_shard: 1}",
+    "parallel.expert_parallel=null",
+    "parallel.context_heads=1",
+    "parallel.shard_optimizer=false",
+    "pipeline.stages_per_rank=null",
+    "pipeline.split=null",
+)
 # What a run of a few steps, which is looked at from inside, does without.
 ALONE_WITH_ITS_STEPS = (
     "train.eval_every=0",
@@ -527,12 +539,17 @@ def _before_the_end(differences: Sequence[Difference], recorded: Recorded) -> bo
 
 
 def _failure(recorded: Recorded) -> str:
-    """The last line of the first rank that says why it failed."""
+    """What the first rank that has failed says of it."""
+    for text in recorded.ended.printed:
+        for line in text.splitlines():
+            if line.startswith(FAILURE_MARK):
+                with suppress(ValueError):
+                    headline = json.loads(line.removeprefix(FAILURE_MARK))["text"]
+                    return f"it fails where one process does not: {' '.join(headline.split())}"
     for status, text in zip(recorded.ended.statuses, recorded.ended.printed, strict=True):
-        lines = [line for line in text.splitlines() if line.strip() and line[0] not in " {"]
-        lines = [line for line in lines if not line.startswith("MESHTRAIN_FAILURE")]
-        if status and lines:
-            return f"it fails where one process does not: {lines[-1].strip()}"
+        if status:
+            last = text.strip().rpartition("\n")[2] or f"a rank ended with {status}"
+            return f"it fails where one process does not: {last}"
     return "it fails where one process does not"
 
 
