@@ -3,6 +3,7 @@ them step by step."""
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.errors import InputError, writing
+from meshtrain.errors import INPUT_STATUS, InputError, writing
 
 if TYPE_CHECKING:
     from meshtrain.verify.session import Outcome, Sizes, Subject, Verification
@@ -85,7 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
     # these bring torch
     from meshtrain.verify.ranks import ForkedRanks, RanksOfJob, follow, job_of_launcher
 
-    subject, layouts = _read(arguments)
+    try:
+        subject, layouts = _read(arguments)
+    except InputError:
+        if os.environ.get("RANK", "0") != "0":
+            return INPUT_STATUS  # rank 0 of the job says it for all
+        raise
     job = job_of_launcher()
     if job is None:
         return _verify(arguments, subject, layouts, ForkedRanks())

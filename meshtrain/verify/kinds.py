@@ -35,6 +35,9 @@ from meshtrain.verify.recording import Held, Tensors
 # float64, in which runs are judged.
 CLOSE = 1e-6
 
+# Of a gradient's norm, what rounding to bfloat16 moves, whose digits are 2^-8 apart.
+LEAST_OF_16_BITS, MOST_OF_16_BITS = 2**-12, 2**-6
+
 FACTOR = "factor"
 MISSING_SUM = "missing sum"
 MISSING_SAMPLE = "missing sample"
@@ -460,24 +463,24 @@ def _positions(mask: Tensor) -> set[int]:
 
 def in_16_bits(evidence: Evidence) -> Finding | None:
     """Differences as small as the last digit of bfloat16, and not all in one direction."""
+    moved = size = along = 0.0
     for parameter in evidence.names(GRADIENT):
         name = f"{GRADIENT}/{parameter}"
         for _, held in evidence.held(name):
             expected = evidence.part(name, held)
             apart = held.value.double() - expected
-            size, moved = float(expected.norm()), float(apart.norm())
-            if moved == 0 or size == 0:
-                continue
-            along = abs(float((apart * expected).sum())) / (moved * size)
-            if not 2**-14 < moved / size < 2**-6 or along > 0.5:
-                return None
-    names = evidence.names(GRADIENT)
-    if not names:
+            moved += float(apart.square().sum())
+            size += float(expected.square().sum())
+            along += float((apart * expected).sum())
+    if moved == 0 or size == 0:
         return None
+    share = math.sqrt(moved / size)
+    direction = abs(along) / math.sqrt(moved * size)
+    if not LEAST_OF_16_BITS < share < MOST_OF_16_BITS or direction > 0.5:
+        return None
+    first = evidence.names(GRADIENT)[0]
     return Finding(
-        ROUNDING,
-        f"gradients differ as if they were rounded to 16 bits, {names[0]} first",
-        names[0],
+        ROUNDING, f"gradients differ as if they were rounded to 16 bits, {first} first", first
     )
 
 
