@@ -113,7 +113,9 @@ def _read(arguments: argparse.Namespace) -> "tuple[Subject, Sequence[Sizes]]":
     words = [*arguments.words, *arguments.after]
     targets = [word for word in words if "=" not in word]
     if not targets:
-        raise InputError("meshtrain verify takes a config, or a script: meshtrain verify quickstart")
+        raise InputError(
+            "meshtrain verify takes a config, or a script: meshtrain verify quickstart"
+        )
     target = targets[0]
     words.remove(target)
     if len(targets) > 1 and not target.endswith(".py"):

@@ -47,7 +47,9 @@ class Difference:
         return f"step {self.step}: {self.what}{of} differs by {self.size:.2g} of its value"
 
 
-def compare_rows(rows: Sequence[Row], expected: Sequence[Row], tolerance: float) -> list[Difference]:
+def compare_rows(
+    rows: Sequence[Row], expected: Sequence[Row], tolerance: float
+) -> list[Difference]:
     """The differences between two runs' rows of the first step that has any: the samples, the loss,
     the norm, and whatever else was computed."""
     for n, row in enumerate(expected):

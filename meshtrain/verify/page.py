@@ -83,7 +83,9 @@ def _picture(outcome: Outcome, tolerance: float) -> str:
     def x(step: int) -> float:
         return 2 + right * step / max(count - 1, 1)
 
-    losses = " ".join(f"{x(n):.1f},{_height(loss):.1f}" for n, (loss, _) in enumerate(outcome.apart))
+    losses = " ".join(
+        f"{x(n):.1f},{_height(loss):.1f}" for n, (loss, _) in enumerate(outcome.apart)
+    )
     norms = "".join(
         f'<circle cx="{x(n):.1f}" cy="{_height(norm):.1f}" r="1.4" fill="currentColor"/>'
         for n, (_, norm) in enumerate(outcome.apart)
@@ -114,5 +116,3 @@ def _height(size: float) -> float:
 
 def _text(value: object) -> str:
     return html.escape(str(value))
-
-

@@ -8,12 +8,14 @@ the others follow.
 
 import json
 import os
+import re
 import runpy
 import signal
 import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -98,8 +100,18 @@ class Ended:
         """Why the run was refused; None: it was not."""
         for status, text in zip(self.statuses, self.printed, strict=True):
             if status == INPUT_STATUS and text.strip():
-                return text.strip()
+                return _message(text)
         return None
+
+
+def _message(text: str) -> str:
+    """What an error says, without the traceback with which a script ends, and the rank's name."""
+    if "Traceback (most recent call last)" in text:
+        lines = text.strip().splitlines()
+        raised = [n for n, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception): ", line)]
+        if raised:
+            text = "\n".join(lines[raised[-1] :]).partition(": ")[2]
+    return re.sub(r"^rank \d+ on host \S+( \([^)]*\))?: ", "", text.strip())
 
 
 class Ranks(Protocol):
@@ -265,6 +277,7 @@ def _become_rank(work: Work, rank: int, variables: Mapping[str, str], log: Path)
         for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS)]:
             del os.environ[name]
         os.environ.update(variables)
+        warnings.simplefilter("ignore")  # stderr is for what ends the run
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // work.world))
         recorder = _recorder(work, rank)
         observer.current = recorder
@@ -305,9 +318,7 @@ def _run_script(work: Work) -> int:
     try:
         runpy.run_path(script, run_name="__main__")
     except BaseException as error:
-        if not isinstance(error, SystemExit):
-            traceback.print_exc()
-        leave_all(error)
+        leave_all(error)  # it prints what is wrong input, and ends with a status
         raise
     leave_all(None)
     return 0

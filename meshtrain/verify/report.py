@@ -40,7 +40,9 @@ def where(outcome: Outcome) -> str:
 def largest(outcome: Outcome) -> str:
     """The largest difference of the loss and of the norm in any step."""
     sizes = [size for step in outcome.apart for size in step if math.isfinite(size)]
-    return f"{max(sizes):.0e}" if sizes else ""
+    if not sizes:
+        return ""
+    return f"{max(sizes):.0e}" if max(sizes) else "0"
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -33,7 +33,7 @@ from meshtrain.verify.compare import (
 from meshtrain.verify.kinds import FAILURE, ROUNDING, Evidence, Finding, judge
 from meshtrain.verify.ranks import Ended, Ranks, Work, read_rows
 from meshtrain.verify.recording import Tensors, file_of, read_steps, read_tensors
-from meshtrain.verify.small import GLOBAL_SIZE, MOST_PARAMETERS, SEQ_LEN, VOCABULARY, small_model
+from meshtrain.verify.small import GLOBAL_SIZE, MICRO_SIZE, MOST_PARAMETERS, SEQ_LEN, small_model
 
 Sizes = Mapping[str, int]  # axis -> ranks
 Say = Callable[[str], None]
@@ -123,7 +123,8 @@ class Verification:
         """Makes the small copy, and trains it in one process. Raises InputError: one process does
         not train it."""
         if not self.subject.is_script:
-            self.small = self._small_copy()
+            given = [f"model.{override}" for override in self.subject.model]
+            self.small = [*self._small_copy(), *given]
         self.alone(self.subject.precision)
 
     def verify(self, sizes: Sizes) -> Outcome:
@@ -151,7 +152,7 @@ class Verification:
         return {
             "target": subject.target,
             "overrides": list(subject.overrides),
-            "small": [*self.small, *(f"model.{override}" for override in subject.model)],
+            "small": self.small,
             "precision": subject.precision,
             "steps": len(alone.rows),
             "loss": last.get("loss"),
@@ -263,11 +264,9 @@ class Verification:
         return [
             *subject.overrides,
             *self.small,
-            *(f"model.{override}" for override in subject.model),
             f"train.precision={precision}",
             f"train.steps={subject.steps}",
-            *NO_EPOCHS,
-            *ALONE_WITH_ITS_STEPS,
+            *WITHOUT,
         ]
 
     def _small_copy(self) -> list[str]:
@@ -279,15 +278,17 @@ class Verification:
         notes: list[str] = []
 
         def change(key: str, value: Any, before: Any) -> None:
-            overrides.append(f"{key}={yaml_text(value)}")
-            notes.append(f"{key} {yaml_text(value)} (of {yaml_text(before)})")
+            overrides.append(f"{key}={json.dumps(value)}")  # JSON is YAML
+            if value != before:
+                notes.append(f"{key} {yaml_text(value)} (of {yaml_text(before)})")
 
-        sizes = config.batch.sizes
+        sizes, micro_size = config.batch.sizes, config.batch.micro_size
         if len(sizes.changes) == 1 and sizes.largest > GLOBAL_SIZE:
             change("batch.global_size", GLOBAL_SIZE, sizes.largest)
-        micro_size = min(config.batch.micro_size, 2)
-        if micro_size < config.batch.micro_size and spec_of(config).loss is None:
-            change("batch.micro_size", micro_size, config.batch.micro_size)
+            is_whole_step = micro_size == sizes.largest
+            few = GLOBAL_SIZE if is_whole_step else min(MICRO_SIZE, micro_size)
+            if few < micro_size:
+                change("batch.micro_size", few, micro_size)
         if config.optimizer.warmup_steps > subject.steps // 4:
             change("optimizer.warmup_steps", subject.steps // 4, config.optimizer.warmup_steps)
         is_large = parameter_count(spec_of(config).meta) > MOST_PARAMETERS
@@ -298,48 +299,43 @@ class Verification:
         return overrides
 
     def _make_model_small(self, config: Config, change: Callable[[str, Any, Any], None]) -> None:
-        keys = dict(config.model.keys)
+        section = config.model
+        keys = dict(section.keys)
         of_class = getattr(spec_of(config).module, "hugging_face_config", None)
         if of_class is not None:  # of transformers: its class has the sizes
             keys = of_class(keys["model_type"], keys["config"]).to_dict()
         changed = small_model(
             keys,
-            ranks=self.layouts,
+            layouts=self.layouts,
+            # Some schedules have two stages on each rank.
             stages=max((sizes.get("pp", 1) for sizes in self.layouts), default=1)
             * (config.pipeline.stages_per_rank or 2),
             experts=config.parallel.expert_parallel or 1,
         )
-        if config.data.tokenizer != "bytes":
-            if config.data.source in OF_TEXT:
-                change("data.tokenizer", "bytes", config.data.tokenizer)
-            else:
-                changed.pop("vocab_size", None)
-        elif config.data.source in OF_TOKENS:
+        # The tokens of prepared data are words of their own vocabulary.
+        if config.data.source not in OF_TEXT:
             changed.pop("vocab_size", None)
-        if config.model.weights is not None:
-            change("model.weights", None, config.model.weights)
-            if of_class is None:
-                changed = {**config.model.keys, **changed}
-        if config.model.preset is not None:
-            change("model.preset", None, config.model.preset)
-            changed = {**config.model.keys, **changed}
-        vocabulary = changed.get("vocab_size", keys.get("vocab_size"))
-        if of_class is not None:
-            inside = {name: value for name, value in changed.items() if name != "vocab_size"}
-            before = {name: keys.get(name) for name in inside}
-            change("model.config", {**config.model.keys["config"], **inside}, before)
-            change("model.model_type", config.model.keys["model_type"], None)
-            change("model.path", None, config.model.keys["path"])
-            changed = {"vocab_size": vocabulary}
-        for name, value in changed.items():
-            if name not in config.model.keys or config.model.keys[name] == value is not None:
-                if config.model.preset is None and config.model.weights is None:
-                    continue
-            change(f"model.{name}", value, keys.get(name))
-        if config.data.seq_len > SEQ_LEN and config.data.source in {*OF_TEXT, *OF_TOKENS}:
+        elif config.data.tokenizer != "bytes":
+            change("data.tokenizer", "bytes", config.data.tokenizer)
+            change("data.begin_token", None, config.data.begin_token)
+            change("data.end_token", None, config.data.end_token)
+        if config.data.source in {*OF_TEXT, *OF_TOKENS} and config.data.seq_len > SEQ_LEN:
             change("data.seq_len", SEQ_LEN, config.data.seq_len)
-            if config.data.seq_len_warmup:
-                change("data.seq_len_warmup", [], config.data.seq_len_warmup)
+            change("data.seq_len_warmup", [], list(config.data.seq_len_warmup))
+
+        # What gave the other keys would give these too.
+        if section.weights is not None or section.preset is not None:
+            change("model.weights", None, section.weights)
+            change("model.preset", None, section.preset)
+        if of_class is not None:
+            change("model.path", None, section.keys["path"])
+            vocabulary = changed.pop("vocab_size", keys["vocab_size"])
+            of_json = {**section.keys["config"], **changed}
+            changed = {"model_type": section.keys["model_type"], "config": of_json}
+            changed["vocab_size"] = vocabulary
+        for name, value in {**section.keys, **changed}.items():
+            if value != section.keys[name] or section.weights or section.preset:
+                change(f"model.{name}", value, section.keys[name])
 
     def _refusal(self, sizes: Sizes, layout: Layout) -> str | None:
         """Why a layout is refused before anything is started; None: it is not."""
@@ -378,9 +374,7 @@ class Verification:
 
     # Judging --------------------------------------------------------------------------------------
 
-    def _judged(
-        self, sizes: Sizes, layout: Layout, recorded: Recorded, precision: str
-    ) -> Outcome:
+    def _judged(self, sizes: Sizes, layout: Layout, recorded: Recorded, precision: str) -> Outcome:
         alone = self.alone(precision)
         apart = _apart(recorded.rows, alone.rows)
         differences = self._differences(recorded, precision)
@@ -421,9 +415,7 @@ class Verification:
         recorded = self._spread(layout, "float32")
         alone = self.alone("float32")
         exact = Tolerances(0.0, 0.0, 0.0)
-        in_32_bits = first_difference(
-            recorded.rows, recorded.steps, alone.rows, alone.steps, exact
-        )
+        in_32_bits = first_difference(recorded.rows, recorded.steps, alone.rows, alone.steps, exact)
         sizes = [difference.size for difference in in_32_bits if math.isfinite(difference.size)]
         return max(sizes, default=0.0) > 100 * size
 
@@ -453,9 +445,7 @@ class Verification:
         """What each sample adds to each gradient of a step."""
         if self.subject.is_script:
             return None  # its microbatches are its own
-        recorded = self._run(
-            None, precision, contributions=step, more=["batch.micro_size=1"]
-        )
+        recorded = self._run(None, precision, contributions=step, more=["batch.micro_size=1"])
         file = recorded.folder / "contributions.safetensors"
         return load_file(file) if file.exists() else None
 
@@ -472,7 +462,6 @@ class Verification:
 OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")
 OF_TOKENS = ("tokens", "megatron")
 
-NO_EPOCHS = ("train.epochs=null",)
 # The layout of one process, and what a config says of axes that it does not have.
 IN_ONE_PROCESS = (
     "layout={dp_shard: 1}",
@@ -483,7 +472,8 @@ IN_ONE_PROCESS = (
     "pipeline.split=null",
 )
 # What a run of a few steps, which is looked at from inside, does without.
-ALONE_WITH_ITS_STEPS = (
+WITHOUT = (
+    "train.epochs=null",
     "train.eval_every=0",
     "train.sample_tokens=0",
     "train.export=null",

@@ -18,7 +18,7 @@ LAYERS = 2
 EXPERTS, CHOSEN = 8, 2
 VOCABULARY = 256  # bytes
 SEQ_LEN = 32
-GLOBAL_SIZE = 12
+GLOBAL_SIZE, MICRO_SIZE = 12, 2
 # Widths that stand by themselves.
 WIDTHS = {
     "intermediate_size": 128,
@@ -37,16 +37,16 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def small_model(
-    keys: Mapping[str, Any], *, ranks: Sequence[Mapping[str, int]], stages: int, experts: int
+    keys: Mapping[str, Any], *, layouts: Sequence[Mapping[str, int]], stages: int, experts: int
 ) -> dict[str, Any]:
     """The keys of a model's config that have another value in its small copy.
 
     Args:
-        ranks: the sizes of the axes of each layout, which heads and widths have to divide into.
+        layouts: the sizes of their axes, over which heads and widths have to divide.
         stages: the most stages of a pipeline.
         experts: over how many ranks the experts of a layer are dealt out.
     """
-    tp = math.lcm(*(sizes.get("tp", 1) for sizes in ranks))
+    tp = math.lcm(*(sizes.get("tp", 1) for sizes in layouts))
     changed = _heads(keys, tp) | _layers(keys, stages) | _experts(keys, experts)
     for name, width in WIDTHS.items():
         wide = _wide(width, tp)

@@ -9,6 +9,7 @@ from meshtrain.verify.compare import compare_rows
 from tests.launching import forked, torchrun
 from tests.parity.experiments import Experiment
 
+
 def train(
     folder: Path,
     world: int,
