@@ -202,9 +202,9 @@ def _folder(given: str | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="meshtrain_verify") as folder:
             yield Path(folder)
         return
-    folder = Path(given).expanduser()
-    if folder.exists() and any(folder.iterdir()):
+    kept = Path(given).expanduser()
+    if kept.exists() and any(kept.iterdir()):
         raise InputError(f"--folder {given} is not empty: name a new one, or remove it")
     with writing(given):
-        folder.mkdir(parents=True, exist_ok=True)
-    yield folder.resolve()
+        kept.mkdir(parents=True, exist_ok=True)
+    yield kept.resolve()

@@ -201,8 +201,8 @@ def _of_ranks(
         for rank in ranks:
             held = rank.gradients if what == GRADIENT else rank.weights
             for name, size in (held or {}).items():
-                if not size <= of_names.get(name, 0.0):  # NaN is a difference too
-                    of_names[name] = size
+                before = of_names.get(name, 0.0)
+                of_names[name] = size if math.isnan(size) else max(before, size)
         for name, size in of_names.items():
             if not size <= limit:
                 yield Difference(step, what, size, name)

@@ -80,7 +80,7 @@ def _completed(
     return None
 
 
-def covering_layouts(ranks: int) -> list[dict[str, int]]:
+def covering_layouts(ranks: int) -> Sequence[Mapping[str, int]]:
     """Layouts of so many ranks: each axis alone, and every two axes together, as far as the number
     of ranks can be divided."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]

@@ -146,9 +146,10 @@ class RanksOfJob:
         self.most: int | None = job.world_size
 
     def run(self, work: Work) -> Ended:
-        message = [asdict(work), free_port()]
+        port = free_port()
+        message = [asdict(work), port]
         self.job.reduce("beginning the next run", None, lambda _: message)
-        return _run_together(self.job, work, message[1])
+        return _run_together(self.job, work, port)
 
     def end(self) -> None:
         """Tells the others that there are no more runs."""
@@ -340,7 +341,7 @@ def _dropout(*, drops: bool) -> Iterator[None]:
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(keep_all)
     before = F.dropout
-    F.dropout = keep
+    F.dropout = keep  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -43,7 +43,8 @@ Say = Callable[[str], None]
 OF_TENSORS = 10
 # How many times the rounding of one process in 16 bits counts as no difference.
 OF_16_BITS = 4
-# In float64, a larger difference is no rounding, and a smaller one may be.
+JUDGED_IN = "float64"  # in which nothing hides behind rounding
+# There, a larger difference is no rounding, and a smaller one may be.
 MOST_ROUNDING = 1e-6
 EQUAL, DIFFERENT, REFUSED = "equal", "different", "refused"
 
@@ -386,9 +387,9 @@ class Verification:
                 sizes, DIFFERENT, _failure(recorded), step=step, kind=FAILURE, apart=apart
             )
         judged, first = recorded, differences[0]
-        if precision != "float64":
-            judged = self._spread(layout, "float64")
-            exact = self._differences(judged, "float64")
+        if precision != JUDGED_IN:
+            judged = self._spread(layout, JUDGED_IN)
+            exact = self._differences(judged, JUDGED_IN)
             if not exact and judged.ended.is_done:
                 finding = Finding(ROUNDING, "in float64 the layout is equal", first.parameter)
                 return _different(sizes, finding, differences, apart)
@@ -422,7 +423,7 @@ class Verification:
     def _evidence(
         self, layout: Layout, recorded: Recorded, differences: Sequence[Difference]
     ) -> Evidence:
-        precision = "float64" if self.subject.precision != "float64" else self.subject.precision
+        precision = JUDGED_IN
         alone = self.alone(precision)
         step = differences[0].step
         own = [_tensors(recorded.folder, rank, step) for rank in range(layout.world_size)]
@@ -497,7 +498,7 @@ def _layout(sizes: Sizes) -> Layout:
     return Layout({axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1})
 
 
-def read_layouts(given: Sequence[str]) -> list[Sizes]:
+def read_layouts(given: Sequence[str]) -> Sequence[Sizes]:
     """Layouts of the command line. Raises InputError: one is none."""
     layouts: list[Sizes] = []
     for text in given:

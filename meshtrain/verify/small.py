@@ -15,15 +15,15 @@ MOST_PARAMETERS = 300_000
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 16
 LAYERS = 2
-EXPERTS, CHOSEN = 8, 2
+EXPERTS, CHOSEN, EXPERT_WIDTH = 8, 2, 24
 VOCABULARY = 256  # bytes
 SEQ_LEN = 32
 GLOBAL_SIZE, MICRO_SIZE = 12, 2
 # Widths that stand by themselves.
 WIDTHS = {
     "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
+    "moe_intermediate_size": EXPERT_WIDTH,
+    "shared_expert_intermediate_size": EXPERT_WIDTH,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
@@ -47,11 +47,12 @@ def small_model(
         experts: over how many ranks the experts of a layer are dealt out.
     """
     tp = math.lcm(*(sizes.get("tp", 1) for sizes in layouts))
-    changed = _heads(keys, tp) | _layers(keys, stages) | _experts(keys, experts)
+    changed: dict[str, Any] = {}
     for name, width in WIDTHS.items():
         wide = _wide(width, tp)
         if _above(keys, name, wide):
             changed[name] = wide
+    changed |= _heads(keys, tp) | _layers(keys, stages) | _experts(keys, experts, tp)
     if _above(keys, "vocab_size", VOCABULARY):
         changed["vocab_size"] = VOCABULARY
     # A window counts where it is shorter than the sequence.
@@ -130,14 +131,16 @@ def _layers(keys: Mapping[str, Any], stages: int) -> dict[str, Any]:
     return {**changed, "num_hidden_layers": few}
 
 
-def _experts(keys: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    few = max(EXPERTS, ranks)
-    for name in COUNTS_OF_EXPERTS:
-        if _above(keys, name, few):
-            changed[name] = few
-    if not changed:
+def _experts(keys: Mapping[str, Any], ranks: int, tp: int) -> dict[str, Any]:
+    counts = [name for name in COUNTS_OF_EXPERTS if _above(keys, name, 1)]
+    if not counts:
         return {}
+    few = max(EXPERTS, ranks)
+    changed: dict[str, Any] = {name: few for name in counts if _above(keys, name, few)}
+    wide = _wide(EXPERT_WIDTH, tp)
+    # Where experts have no width of their own, every layer has them.
+    if "moe_intermediate_size" not in keys and _above(keys, "intermediate_size", wide):
+        changed["intermediate_size"] = wide
     if _above(keys, "num_experts_per_tok", CHOSEN):
         changed["num_experts_per_tok"] = CHOSEN
     groups, chosen = keys.get("n_group"), keys.get("topk_group")
