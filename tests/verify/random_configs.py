@@ -1,6 +1,6 @@
 """Verifies random configs of the fuzzer, of which none may differ:
 
-    python -m tests.verify.random_configs [--seed 1] [--cells 60]
+    python -m tests.verify.random_configs [--seed 1] [--cells 60] [--first 0]
 
 Status 1: one does. A refused layout counts as one that the product has looked at.
 """
@@ -37,10 +37,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.verify.random_configs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cells", type=int, default=60)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     options = parser.parse_args()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
-    for number in range(options.cells):
+    for number in range(options.first, options.cells):
         cell = drawn(options.seed, number)
         with tempfile.TemporaryDirectory() as folder:
             outcome = verified(cell, Path(folder))

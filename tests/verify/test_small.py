@@ -15,7 +15,12 @@ from meshtrain.verify.covering import covering_layouts
 from meshtrain.verify.small import MOST_PARAMETERS, small_model
 
 MODELS = ("llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
-PRESETS = [(name, preset) for name in MODELS for preset in getattr(model_file(name), "presets", {})]
+# The largest of each model.
+PRESETS = [
+    (name, max(presets, key=lambda preset: presets[preset]["hidden_size"]))
+    for name in MODELS
+    if (presets := getattr(model_file(name), "presets", {}))
+]
 
 
 def keys_of(name: str, preset: str) -> dict[str, Any]:
