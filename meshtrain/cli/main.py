@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "verify": (
         "meshtrain.verify.command",
-        "compare layouts with one process, step by step: what differs, and why",
+        "train layouts and one process, and say where they differ",
         "meshtrain verify quickstart --layouts '{tp: 2}' '{pp: 2, dp_shard: 2}'",
     ),
     "doctor": (

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.errors import INPUT_STATUS, InputError, writing
+from meshtrain.errors import INPUT_STATUS, AgreedError, InputError, writing
+from meshtrain.layout import LayoutError
 
 if TYPE_CHECKING:
     from meshtrain.verify.session import Outcome, Sizes, Subject, Verification
@@ -34,9 +35,7 @@ class _Layouts(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "meshtrain verify CONFIG [key.path=value ...] [--layouts '{tp: 2}' ...] [options]"
-    )
+    parser.usage = "meshtrain verify CONFIG [KEY=VALUE ...] [--layouts LAYOUT ...] [options]"
     parser.set_defaults(after=[])
     parser.add_argument(
         "words",
@@ -84,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # these bring torch
+    from meshtrain.job.exit import job_exit
     from meshtrain.verify.ranks import ForkedRanks, RanksOfJob, follow, job_of_launcher
 
     try:
@@ -95,14 +95,19 @@ def run(arguments: argparse.Namespace) -> int:
     job = job_of_launcher()
     if job is None:
         return _verify(arguments, subject, layouts, ForkedRanks())
-    if job.rank > 0:
-        follow(job)
-        return 0
-    ranks = RanksOfJob(job)
-    try:
-        return _verify(arguments, subject, layouts, ranks)
-    finally:
+    # Whoever serves the job's store leaves last.
+    with job_exit(job):
+        if job.rank > 0:
+            follow(job)
+            return 0
+        ranks = RanksOfJob(job)
+        try:
+            status = _verify(arguments, subject, layouts, ranks)
+        except (InputError, LayoutError) as error:
+            ranks.end(str(error))
+            raise AgreedError(str(error)) from error
         ranks.end()
+        return status
 
 
 def _read(arguments: argparse.Namespace) -> "tuple[Subject, Sequence[Sizes]]":

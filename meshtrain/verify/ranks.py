@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import meshtrain.train
 from meshtrain import observer
 from meshtrain.dropout import Dropout
-from meshtrain.errors import INPUT_STATUS
+from meshtrain.errors import INPUT_STATUS, AgreedError
 from meshtrain.job.environment import read_environment
 from meshtrain.job.process import Job
 from meshtrain.job.rendezvous import meet_at_store
@@ -151,17 +151,20 @@ class RanksOfJob:
         self.job.reduce("beginning the next run", None, lambda _: message)
         return _run_together(self.job, work, port)
 
-    def end(self) -> None:
-        """Tells the others that there are no more runs."""
-        self.job.reduce("beginning the next run", None, lambda _: None)
+    def end(self, problem: str | None = None) -> None:
+        """Tells the others that there are no more runs. `problem`: what is wrong with the input."""
+        self.job.reduce("beginning the next run", None, lambda _: problem)
 
 
 def follow(job: Job) -> None:
-    """On the other ranks of the job: makes the runs that rank 0 begins, until there are no more."""
+    """On the other ranks of the job: makes the runs that rank 0 begins, until there are no more.
+    Raises AgreedError: rank 0 has found that the input is wrong."""
     while True:
         message = job.reduce("beginning the next run", None, lambda _: None)
         if message is None:
             return
+        if isinstance(message, str):
+            raise AgreedError(message)
         work, port = message
         _run_together(job, Work(**work), port)
 
