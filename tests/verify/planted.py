@@ -36,10 +36,11 @@ from meshtrain.pipeline.tied import TiedGradients
 from meshtrain.trainer import Trainer
 from meshtrain.verify.ranks import ForkedRanks
 from meshtrain.verify.session import Subject, Verification, read_layouts
+from tests.parity.runs import shortened
 
 MISTAKES = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 BASE = "tests/fuzz/base.yaml"
-STEPS = 3
+STEPS = 2
 SMALL = (
     "model.hidden_size=32",
     "model.intermediate_size=48",
@@ -366,7 +367,7 @@ def said(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 def main(result: str, *names: str) -> None:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, shortened(0):
         found = said(list(names) or list(MISTAKES), Path(folder))
     Path(result).write_text(json.dumps(found))
 

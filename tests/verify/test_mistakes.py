@@ -9,9 +9,12 @@ import pytest
 from tests.launching import forked
 from tests.verify.planted import MISTAKES, PLANTS
 
-# The others are played by `make test-all`. These need all that a judge may need: ranks that
-# disagree, a run by samples, a run without dropout.
-FEW = ("norms under sequence parallelism", "a skipped microbatch")
+# The others are played by `make test-all`. These need what judges need most: ranks that disagree,
+# and a run by samples. With the first parameter that differs.
+FEW = {
+    "norms under sequence parallelism": "model.layers.0.input_layernorm.weight",
+    "a skipped microbatch": "model.embed_tokens.weight",
+}
 LEAST_RIGHT = 16  # of 20
 
 
@@ -30,7 +33,8 @@ def test_a_few_mistakes(tmp_path: Path) -> None:
         assert outcome["status"] == "different", name
         assert outcome["kind"] == MISTAKES[name]["kind"], name
         assert outcome["step"] == 1, name
-    # the first parameter whose gradient differs, in the order of the model
+        # the first one in the order of the model
+        assert outcome["parameter"] == FEW[name], name
 
 
 @pytest.mark.slow

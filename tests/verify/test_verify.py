@@ -14,7 +14,7 @@ from meshtrain.verify.kinds import KINDS
 from meshtrain.verify.page import page
 from meshtrain.verify.report import status_of
 from meshtrain.verify.session import Outcome
-from tests.launching import ROOT, Finished, forked, torchrun
+from tests.launching import ROOT, Finished, forked
 from tests.verify.planted import BASE, SMALL
 
 EQUAL = Outcome({"tp": 2}, "equal", apart=((1e-16, 0.0), (2e-16, 1e-15)))
@@ -67,14 +67,6 @@ def test_a_script_that_depends_on_an_axis(tmp_path: Path) -> None:
     assert refused["status"] == "refused"
     assert refused["reason"].startswith("layout {cp: 2}: with cp a rank has a part")
     assert not Path("runs/by_rank").exists(), "runs have folders of their own"
-
-
-@pytest.mark.slow
-def test_on_the_ranks_of_a_job(tmp_path: Path) -> None:
-    arguments = (BASE, *SMALL, "--steps", "2", "--layouts", "{dp_shard: 2}", "{cp: 2}")
-    done = torchrun(2, "-m", "meshtrain.cli", "verify", *arguments, "--json").check()
-    report = json.loads(done.out)
-    assert [layout["status"] for layout in report["layouts"]] == ["equal", "equal"]
 
 
 @pytest.mark.slow
