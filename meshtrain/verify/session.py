@@ -381,24 +381,27 @@ class Verification:
         differences = self._differences(recorded, precision)
         if not differences and recorded.ended.is_done:
             return Outcome(sizes, EQUAL, apart=apart)
-        if not recorded.ended.is_done and not _before_the_end(differences, recorded):
+        # A run that has failed lacks steps; what differed before it failed says more.
+        if not recorded.ended.is_done and (not differences or differences[0].what == "step"):
             step = len(recorded.rows) + 1
             return Outcome(
                 sizes, DIFFERENT, _failure(recorded), step=step, kind=FAILURE, apart=apart
             )
-        judged, first = recorded, differences[0]
-        if precision != JUDGED_IN:
-            judged = self._spread(layout, JUDGED_IN)
-            exact = self._differences(judged, JUDGED_IN)
-            if not exact and judged.ended.is_done:
-                finding = Finding(ROUNDING, "in float64 the layout is equal", first.parameter)
+        judged, judged_in = recorded, precision
+        if precision == JUDGED_IN:
+            if self._is_rounding(layout, differences):
+                finding = Finding(ROUNDING, "in float32 it is as much larger as rounding is")
                 return _different(sizes, finding, differences, apart)
-            if exact:
-                differences = exact
-        elif self._is_rounding(layout, differences):
-            finding = Finding(ROUNDING, "in float32 it is as much larger as rounding is")
-            return _different(sizes, finding, differences, apart)
-        finding = judge(self._evidence(layout, judged, differences))
+        else:
+            with suppress(InputError):  # it may be a config that is not trained in it
+                exact_run = self._spread(layout, JUDGED_IN)
+                exact = self._differences(exact_run, JUDGED_IN)
+                if not exact and exact_run.ended.is_done:
+                    finding = Finding(ROUNDING, f"in {JUDGED_IN} the layout is equal")
+                    return _different(sizes, finding, differences, apart)
+                if exact:
+                    judged, judged_in, differences = exact_run, JUDGED_IN, exact
+        finding = judge(self._evidence(layout, judged, differences, judged_in))
         return _different(sizes, finding, differences, apart)
 
     def _differences(self, recorded: Recorded, precision: str, *, drops: bool = True) -> list:
@@ -421,9 +424,12 @@ class Verification:
         return max(sizes, default=0.0) > 100 * size
 
     def _evidence(
-        self, layout: Layout, recorded: Recorded, differences: Sequence[Difference]
+        self,
+        layout: Layout,
+        recorded: Recorded,
+        differences: Sequence[Difference],
+        precision: str,
     ) -> Evidence:
-        precision = JUDGED_IN
         alone = self.alone(precision)
         step = differences[0].step
         own = [_tensors(recorded.folder, rank, step) for rank in range(layout.world_size)]
@@ -522,11 +528,6 @@ def _apart(
         (relative(row["loss"], other["loss"]), relative(row["grad_norm"], other["grad_norm"]))
         for row, other in zip(rows, expected, strict=False)
     ]
-
-
-def _before_the_end(differences: Sequence[Difference], recorded: Recorded) -> bool:
-    """Whether a run that has failed differed in a step that it had done."""
-    return bool(differences) and differences[0].step < len(recorded.steps)
 
 
 def _failure(recorded: Recorded) -> str:
