@@ -33,7 +33,15 @@ from meshtrain.verify.compare import (
 from meshtrain.verify.kinds import FAILURE, ROUNDING, Evidence, Finding, judge
 from meshtrain.verify.ranks import Ended, Ranks, Work, read_rows
 from meshtrain.verify.recording import Tensors, file_of, read_steps, read_tensors
-from meshtrain.verify.small import GLOBAL_SIZE, MICRO_SIZE, MOST_PARAMETERS, SEQ_LEN, small_model
+from meshtrain.verify.small import (
+    GLOBAL_SIZE,
+    HEAD_DIM,
+    HEAD_DIM_OF_8_BITS,
+    MICRO_SIZE,
+    MOST_PARAMETERS,
+    SEQ_LEN,
+    small_model,
+)
 
 Sizes = Mapping[str, int]  # axis -> ranks
 Say = Callable[[str], None]
@@ -312,6 +320,7 @@ class Verification:
             stages=max((sizes.get("pp", 1) for sizes in self.layouts), default=1)
             * (config.pipeline.stages_per_rank or 2),
             experts=config.parallel.expert_parallel or 1,
+            head_dim=HEAD_DIM_OF_8_BITS if config.train.linear_precision else HEAD_DIM,
         )
         # The tokens of prepared data are words of their own vocabulary.
         if config.data.source not in OF_TEXT:

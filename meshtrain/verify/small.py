@@ -14,6 +14,7 @@ from typing import Any
 MOST_PARAMETERS = 300_000
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 16
+HEAD_DIM_OF_8_BITS = 32  # products of 8 bits are of layers with 128 features
 LAYERS = 2
 EXPERTS, CHOSEN, EXPERT_WIDTH = 8, 2, 24
 VOCABULARY = 256  # bytes
@@ -37,7 +38,12 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def small_model(
-    keys: Mapping[str, Any], *, layouts: Sequence[Mapping[str, int]], stages: int, experts: int
+    keys: Mapping[str, Any],
+    *,
+    layouts: Sequence[Mapping[str, int]],
+    stages: int,
+    experts: int,
+    head_dim: int = HEAD_DIM,
 ) -> dict[str, Any]:
     """The keys of a model's config that have another value in its small copy.
 
@@ -45,6 +51,7 @@ def small_model(
         layouts: the sizes of their axes, over which heads and widths have to divide.
         stages: the most stages of a pipeline.
         experts: over how many ranks the experts of a layer are dealt out.
+        head_dim: the width of a head, and with it of the model.
     """
     tp = math.lcm(*(sizes.get("tp", 1) for sizes in layouts))
     changed: dict[str, Any] = {}
@@ -52,7 +59,7 @@ def small_model(
         wide = _wide(width, tp)
         if _above(keys, name, wide):
             changed[name] = wide
-    changed |= _heads(keys, tp) | _layers(keys, stages) | _experts(keys, experts, tp)
+    changed |= _heads(keys, tp, head_dim) | _layers(keys, stages) | _experts(keys, experts, tp)
     if _above(keys, "vocab_size", VOCABULARY):
         changed["vocab_size"] = VOCABULARY
     # A window counts where it is shorter than the sequence.
@@ -70,7 +77,7 @@ def _wide(width: int, tp: int) -> int:
     return -(-width // tp) * tp
 
 
-def _heads(keys: Mapping[str, Any], tp: int) -> dict[str, Any]:
+def _heads(keys: Mapping[str, Any], tp: int, few_features: int) -> dict[str, Any]:
     """Heads, key/value heads and the width."""
     heads = keys.get("num_attention_heads")
     if not isinstance(heads, int):
@@ -90,13 +97,13 @@ def _heads(keys: Mapping[str, Any], tp: int) -> dict[str, Any]:
         changed["num_key_value_heads"] = few_groups
     if few % few_groups:
         changed["num_attention_heads"] = few = few_groups * 2
-    narrow = few * HEAD_DIM
+    narrow = few * few_features
     if width > narrow:
         changed["hidden_size"] = narrow
     if isinstance(head_dim, int):
         # A width of heads that does not follow from the model's stays one that does not.
         follows = width == heads * head_dim
-        changed["head_dim"] = min(head_dim, HEAD_DIM if follows else HEAD_DIM + 8)
+        changed["head_dim"] = min(head_dim, few_features if follows else few_features + 8)
     return changed
 
 

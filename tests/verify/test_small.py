@@ -12,7 +12,7 @@ from meshtrain.job.locate import model_file
 from meshtrain.layout import AXES
 from meshtrain.modeling.build import parameter_count
 from meshtrain.verify.covering import covering_layouts
-from meshtrain.verify.small import MOST_PARAMETERS, small_model
+from meshtrain.verify.small import HEAD_DIM_OF_8_BITS, MOST_PARAMETERS, small_model
 
 MODELS = ("llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 # The largest of each model.
@@ -85,6 +85,13 @@ def test_heads_divide_over_the_largest_tp() -> None:
     keys = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
     small = small_model(keys, layouts=[{"tp": 8}], stages=1, experts=1)
     assert small["num_attention_heads"] % 8 == 0
+
+
+def test_layers_for_products_of_8_bits_stay_wide() -> None:
+    keys = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    few = {"layouts": [{"tp": 2}], "stages": 1, "experts": 1}
+    assert small_model(keys, **few)["hidden_size"] < 128
+    assert small_model(keys, **few, head_dim=HEAD_DIM_OF_8_BITS)["hidden_size"] == 128
 
 
 def test_a_small_model_stays_as_it_is() -> None:
