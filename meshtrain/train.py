@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 from torch import nn  # only after the signal handlers are installed
 
+from meshtrain import observer
 from meshtrain.checkpoint.folder_lock import owner_changed
 from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.resume import Resume
@@ -312,8 +313,9 @@ def finish(
         exit_or_restart(job, context.status, context.stop)
         return
 
-    with monitor.phase("results"), weights_used(config, optimizer, model):
-        show(config, job, monitor.mesh, context.data, model, spec.folder)
+    if observer.current is None:  # who compares runs looks at no picture
+        with monitor.phase("results"), weights_used(config, optimizer, model):
+            show(config, job, monitor.mesh, context.data, model, spec.folder)
     if config.train.export is not None:
         with monitor.phase("export"), weights_used(config, optimizer, model):
             write_export(config, job, monitor.mesh, model, config.train.export)

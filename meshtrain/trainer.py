@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshtrain import observer
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
@@ -175,6 +176,8 @@ class Trainer:
                         loss = self.loss(i, self.model(*self.inputs(i)))
                     with self.timer.phase("backward"):
                         loss.backward()
+                if observer.current is not None:
+                    observer.current.after_backward(self.model)
         # Free before the optimizer needs memory.
         now.batches = []
         now.on_device = None
@@ -382,6 +385,13 @@ class Trainer:
             in_order = [now.losses[i].double() for i in sorted(now.losses)]
             # Beside an empty tensor, since a rank without the last stage has no losses.
             losses = torch.cat([self._zeros(0), *in_order])
+            if observer.current is not None:
+                observer.current.losses(
+                    now.samples.start,
+                    len(now.samples),
+                    losses,
+                    speaks=self.mesh.speaks_for_samples,
+                )
             own = self._own_sums(losses, stop_asked)
             # Free before the next step needs memory.
             now.losses.clear()

@@ -37,6 +37,11 @@ COMMANDS = {
         "find the fastest layouts of a config that fit given hosts",
         "meshtrain search configs/quickstart.yaml --hosts 8x8 --gpu h100",
     ),
+    "verify": (
+        "meshtrain.verify.command",
+        "train layouts and one process, and say where they differ",
+        "meshtrain verify quickstart --layouts '{tp: 2}' '{pp: 2, dp_shard: 2}'",
+    ),
     "doctor": (
         "meshtrain.doctor.command",
         "find faults of nodes and network; start it on each like torchrun",

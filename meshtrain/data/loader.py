@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import torch
 from torch.utils.data import DataLoader
 
+from meshtrain import observer
 from meshtrain.data.batch import Batch, Samples
 from meshtrain.data.order import BatchSizes, Mixture, microbatches, share
 from meshtrain.data.order_numpy import run_order
@@ -248,11 +249,32 @@ class _Reader(torch.utils.data.Dataset):
 
     def __getitems__(self, slots: Slots) -> Any:
         try:
-            return self.samples.read(*slots)
+            read = self.samples.read(*slots)
+            if observer.current is not None:
+                items, real = slots
+                observer.current.samples(items[:real], list(_tensors_in(read.batch())))
+            return read
         except InputError as error:
             return _Failure(str(error), None)
         except Exception as error:
             return _Failure(str(error), traceback.format_exc())
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, or of what a user's `collate` has put into tuples, lists and dicts:
+    each has a row for every sample."""
+    match values:
+        case torch.Tensor():
+            yield values
+        case _Collated():
+            yield from _tensors_in(values.value)
+        case Batch():
+            yield from _tensors_in([values.inputs, values.targets])
+        case Mapping():
+            yield from _tensors_in(list(values.values()))
+        case tuple() | list():
+            for value in values:
+                yield from _tensors_in(value)
 
 
 class _Loader:

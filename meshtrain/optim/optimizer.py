@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshtrain import observer
 from meshtrain.errors import group_values
 from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
@@ -218,12 +219,13 @@ class Optimizer:
         for group in self.param_groups:
             group.lr = lr * group.options.lr_scale
         skipped = skip.to(torch.float32)
-        for rule in self.rules.values():
-            rule.update(skipped, factor)
-        if self.config.ema_decay is not None:
-            self._update_averages(self.config.ema_decay, skipped)
-        self.updates += 1 - skipped
-        self._gather()
+        with observer.updating(self._parameters):
+            for rule in self.rules.values():
+                rule.update(skipped, factor)
+            if self.config.ema_decay is not None:
+                self._update_averages(self.config.ema_decay, skipped)
+            self.updates += 1 - skipped
+            self._gather()
         return lr
 
     def _update_averages(self, decay: float, skipped: Tensor) -> None:

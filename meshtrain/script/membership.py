@@ -32,6 +32,7 @@ class Membership:
         self._hook_before = sys.excepthook
         sys.excepthook = self._crashed
         atexit.register(self.leave)
+        _members.append(self)
 
     def enter(self, context: AbstractContextManager[T]) -> T:
         """Enters a context that ends, with the script's error if it has one, before the job is
@@ -61,3 +62,13 @@ class Membership:
         """In the place of `sys.excepthook`: Python obeys a SystemExit that it raises."""
         self.leave(error)
         self._hook_before(kind, error, trace)
+
+
+_members: list[Membership] = []  # that leave with their script
+
+
+def leave_all(error: BaseException | None) -> None:
+    """Leaves as at the end of a script, in a process that runs one and does not end as Python
+    does. Raises SystemExit, as `leave`."""
+    while _members:
+        _members.pop().leave(error)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain import observer
 from meshtrain.config.convert import read_section
 from meshtrain.config.errors import ConfigError
 from meshtrain.config.keys import keys_of
@@ -114,10 +115,11 @@ class SpreadOptimizer:
     def update(self, step: int, factor: Tensor | None) -> None:
         """Updates the parameters from the collected gradients times a scalar on the device (None:
         1)."""
-        scale_gradients(self._parameters, factor)
-        for updated in self._updated.values():
-            updated.take_grad()
-        self.optimizer.step()
+        with observer.updating(self._parameters):
+            scale_gradients(self._parameters, factor)
+            for updated in self._updated.values():
+                updated.take_grad()
+            self.optimizer.step()
         self.updates += 1
 
     def set_steps(self, steps: int) -> None:

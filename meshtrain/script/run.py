@@ -53,7 +53,7 @@ from meshtrain.script.optimizer import (
     carry_over,
     scheduler_note,
 )
-from meshtrain.script.settings import VARIABLE, script_config
+from meshtrain.script.settings import OUTPUT, PRECISION, VARIABLE, most_steps, script_config
 from meshtrain.script.spread import spread
 from meshtrain.script.step import ScriptStep
 
@@ -96,9 +96,11 @@ class Run:
             global_size: samples of a step, over all ranks.
             micro_size: the most samples of a forward on one rank; None: all that the rank has.
             seed: of the order of samples, of dropout, and of random numbers in a step.
-            precision: of forward and backward: float32, bfloat16 (weights stay float32), float64.
+            precision: of forward and backward: float32, bfloat16 (weights stay float32), float64;
+                the variable MESHTRAIN_PRECISION has the last word.
             clip_norm: limits the global norm of the gradient; None: it is not clipped.
-            output: the run's folder, for checkpoints and metrics.jsonl.
+            output: the run's folder, for checkpoints and metrics.jsonl; the variable
+                MESHTRAIN_OUTPUT has the last word.
             every: steps between checkpoints; 0: only at the end.
             schedule: of a pipeline (`pp`), by name; None: 1f1b.
 
@@ -120,9 +122,9 @@ class Run:
                     global_size=global_size,
                     micro_size=micro_size,
                     seed=seed,
-                    precision=precision,
+                    precision=os.environ.get(PRECISION) or precision,
                     clip_norm=clip_norm,
-                    output=os.fspath(output),
+                    output=os.environ.get(OUTPUT) or os.fspath(output),
                     every=every,
                     schedule=schedule,
                 )
@@ -270,7 +272,7 @@ class Run:
 
         Args:
             dataset: has a length, and `dataset[i]` depends on i alone.
-            steps: the last step of the run.
+            steps: the last step of the run; the variable MESHTRAIN_STEPS has the last word.
             collate: stacks a list of samples; its tensors, in tuples, lists and dicts, come to the
                 device.
             workers: processes that read samples ahead.
@@ -285,6 +287,7 @@ class Run:
             raise InputError("run.steps was called before: a run has one loop")
         if not isinstance(steps, int) or steps < 1:
             raise InputError(f"run.steps: steps is {steps!r}: expected at least 1")
+        steps = most_steps(steps, os.environ)
         samples = _length_of(dataset)
         require_equal(self.job, data_fingerprint(dataset))
         self._config = self._config.of_steps(steps)

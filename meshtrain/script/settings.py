@@ -25,6 +25,8 @@ from meshtrain.layout import LayoutError
 from meshtrain.parallel.mixed_precision import PRECISIONS
 
 VARIABLE = "MESHTRAIN_LAYOUT"
+# Each has the last word over an argument of `Run`, or of `run.steps`.
+OUTPUT, PRECISION, STEPS = "MESHTRAIN_OUTPUT", "MESHTRAIN_PRECISION", "MESHTRAIN_STEPS"
 # what a checkpoint of a script's run has of a config
 SECTIONS = ("layout", "batch", "pipeline", "optimizer", "train", "checkpoint")
 KEYS = {
@@ -120,6 +122,16 @@ def script_config(
         name=output,
         file="meshtrain.Run",
     )
+
+
+def most_steps(steps: int, variables: Mapping[str, str]) -> int:
+    """`steps`, or those of the variable MESHTRAIN_STEPS. Raises InputError: it is no number."""
+    given = variables.get(STEPS)
+    if not given:
+        return steps
+    if not given.isdecimal() or int(given) < 1:
+        raise InputError(f"the variable {STEPS} is {given!r}: expected a number of steps")
+    return int(given)
 
 
 def read_layout(layout: str | Mapping[str, int], giver: str) -> Mapping[str, int]:

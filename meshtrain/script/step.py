@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from meshtrain import observer
 from meshtrain.dropout import set_dropout
 from meshtrain.loss import (
     GlobalCount,
@@ -135,6 +136,8 @@ class ScriptStep:
                     loss = self._take(part, sums)
                 with self._timer.phase("backward"):
                     loss.backward()
+            if observer.current is not None:
+                observer.current.after_backward(self.model)
 
     def _take(self, part: Microbatch, sums: Sums) -> Tensor:
         """Notes the sums of a microbatch; returns the scalar to run backward from."""

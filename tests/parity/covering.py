@@ -3,19 +3,15 @@ least one cell.
 
 A cell gives each factor a value: the size of each axis, a schedule, a precision, and so on. All
 combinations would be hundreds of thousands; most errors need one value or the meeting of two.
-`covering` chooses few cells that have every pair, but for the pairs that no run can have, of which
-`why_not` gives the reason.
+`meshtrain.verify.covering` chooses few cells that have every pair, but for the pairs that no run
+can have, of which `why_not` gives the reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from meshtrain.pipeline.schedule import NAMES, build
-
-Cell = dict[str, str]
-Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors with their values
+from meshtrain.verify.covering import Cell
 
 RANKS = 4  # at most
 
@@ -92,66 +88,4 @@ def why_not(cell: Mapping[str, str]) -> str | None:
         return "8 bits round what adapters are beside"
     if cell.get("optimizer") == "adamw, sharded" and size(cell, "dp_shard") * size(cell, "cp") > 1:
         return "FSDP has sharded the optimizer already"
-    return None
-
-
-def pairs(cell: Mapping[str, str]) -> Iterator[Pair]:
-    yield from combinations(sorted(cell.items()), 2)
-
-
-def all_pairs(factors: Mapping[str, Sequence[str]]) -> list[Pair]:
-    """Every two values of different factors."""
-    every = sorted((name, value) for name, values in factors.items() for value in values)
-    return [(one, other) for one, other in combinations(every, 2) if one[0] != other[0]]
-
-
-def covering(
-    factors: Mapping[str, Sequence[str]], why_not: Callable[[Mapping[str, str]], str | None]
-) -> tuple[list[Cell], list[Pair]]:
-    """Cells that together have every pair of values, and the pairs that no cell can have."""
-    # The pairs of the two factors with most values need most cells: the others find room in these.
-    largest = sorted(
-        all_pairs(factors), key=lambda pair: -len(factors[pair[0][0]]) * len(factors[pair[1][0]])
-    )
-    missing = dict.fromkeys(largest)
-    impossible: list[Pair] = []
-    cells: list[Cell] = []
-    while missing:
-        first = next(iter(missing))
-        cell = completed(dict(first), factors, missing, why_not)
-        if cell is None:
-            del missing[first]
-            impossible.append(first)
-            continue
-        for pair in pairs(cell):
-            missing.pop(pair, None)
-        cells.append(cell)
-    return cells, impossible
-
-
-def completed(
-    begun: Cell, factors: Mapping[str, Sequence[str]], missing: Mapping[Pair, Any], why_not: Any
-) -> Cell | None:
-    """Gives each factor a value, the one with which most pairs are there that are still missing;
-    None: nothing fits."""
-    if why_not(begun) is not None:
-        return None
-    open_factors = [name for name in factors if name not in begun]
-    if not open_factors:
-        return begun
-    name = max(open_factors, key=lambda name: len(factors[name]))
-
-    def gain(value: str) -> tuple[float, int]:
-        new = sum(pair in missing for pair in pairs(begun | {name: value}))
-        cost = (
-            1.0 * (ranks_of(begun | {name: value}) / max(1, ranks_of(begun)) - 1)
-            if name in AXES
-            else 0.0
-        )
-        return new - cost, -factors[name].index(value)
-
-    for value in sorted(factors[name], key=gain, reverse=True):
-        cell = completed(begun | {name: value}, factors, missing, why_not)
-        if cell is not None:
-            return cell
     return None

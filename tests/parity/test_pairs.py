@@ -9,21 +9,13 @@ import pytest
 from meshtrain.config import Config
 from meshtrain.config.errors import ConfigErrors
 from meshtrain.job.process import Job
+from meshtrain.verify.covering import Cell, all_pairs, covering, pairs
 from tests import ranks
-from tests.parity.covering import (
-    FACTORS,
-    PLAIN,
-    Cell,
-    all_pairs,
-    covering,
-    pairs,
-    ranks_of,
-    why_not,
-)
+from tests.parity.covering import FACTORS, PLAIN, ranks_of, why_not
 from tests.parity.experiments import experiment_of, layout_of
 from tests.parity.runs import assert_parity
 
-CELLS, IMPOSSIBLE = covering(FACTORS, why_not)
+CELLS, IMPOSSIBLE = covering(FACTORS, why_not, cost=ranks_of)
 # Reasons that are the tests' own: the product trains these.
 NOT_REFUSED = (
     "a cell has at most 4 ranks",

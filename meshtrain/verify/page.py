@@ -1,0 +1,118 @@
+"""The report as a page: one file, without scripts, to be read anywhere and kept beside a run."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshtrain.verify.kinds import KINDS
+from meshtrain.verify.report import largest, name_of, summary, where
+from meshtrain.verify.session import Outcome
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --good: #2e8540; --bad: #c0392b; --no: #b7791f; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+code, td.layout { font-family: ui-monospace, monospace; font-size: .92em; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .8rem .35rem 0; }
+tr + tr, tbody tr { border-top: 1px solid var(--line); }
+.equal { color: var(--good); } .different { color: var(--bad); font-weight: 600; }
+.refused { color: var(--no); }
+.reason { max-width: 30rem; }
+svg { width: 11rem; height: 2.6rem; } svg text { font-size: 9px; fill: currentColor; }
+"""
+# Of a picture of the differences by step: its size, and the powers of ten at its bottom and top.
+WIDTH, HEIGHT, LOW, HIGH = 176, 42, -18, 1
+
+
+def page(reference: Mapping[str, Any], outcomes: Sequence[Outcome], command: str) -> str:
+    """The report in HTML."""
+    rows = "\n".join(_row(outcome, reference["tolerance"]) for outcome in outcomes)
+    kinds = sorted({outcome.kind for outcome in outcomes if outcome.kind})
+    meanings = "".join(
+        f"<dt>{_text(kind)}</dt><dd>{_text(KINDS[kind])}</dd>" for kind in kinds if kind in KINDS
+    )
+    legend = f"<h2>Kinds</h2><dl>{meanings}</dl>" if meanings else ""
+    small = reference["small"]
+    copy = f"<p>A small copy: <code>{_text(' '.join(small))}</code></p>" if small else ""
+    loss = reference["loss"]
+    ends = "" if loss is None else f", whose last loss is {loss:.6g}"
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_text(reference["target"])}: {_text(summary(outcomes))}</title>
+<style>{STYLE}</style>
+<h1>{_text(reference["target"])}</h1>
+<p><strong>{_text(summary(outcomes))}</strong>, beside one process that trains
+{reference["steps"]} steps in {_text(reference["precision"])}{ends}. Losses and norms count as equal
+up to a relative difference of {reference["tolerance"]:.1g}.</p>
+{copy}
+<table>
+<thead><tr><th>layout</th><th></th><th>loss and norm, by step</th><th>first difference</th>
+<th>what it is</th></tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+{legend}
+<p>By <code>{_text(command)}</code></p>
+</html>
+"""
+
+
+def _row(outcome: Outcome, tolerance: float) -> str:
+    kind = f"<strong>{_text(outcome.kind)}</strong>: " if outcome.kind else ""
+    picture = _picture(outcome, tolerance)
+    return (
+        f'<tr><td class="layout">{_text(name_of(outcome.layout))}</td>'
+        f'<td class="{outcome.status}">{outcome.status}</td>'
+        f"<td>{picture}</td><td>{_text(where(outcome))}</td>"
+        f'<td class="reason">{kind}{_text(outcome.reason or "")}</td></tr>'
+    )
+
+
+def _picture(outcome: Outcome, tolerance: float) -> str:
+    """The relative difference of the loss (line) and of the norm (dots) in each step, on a log
+    scale, and the tolerance."""
+    if not outcome.apart:
+        return ""
+    count = len(outcome.apart)
+    right = WIDTH - 40
+
+    def x(step: int) -> float:
+        return 2 + right * step / max(count - 1, 1)
+
+    losses = " ".join(
+        f"{x(n):.1f},{_height(loss):.1f}" for n, (loss, _) in enumerate(outcome.apart)
+    )
+    norms = "".join(
+        f'<circle cx="{x(n):.1f}" cy="{_height(norm):.1f}" r="1.4" fill="currentColor"/>'
+        for n, (_, norm) in enumerate(outcome.apart)
+    )
+    limit = _height(tolerance)
+    name = f"the largest is {largest(outcome)}"
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" class="{outcome.status}" role="img" '
+        f'aria-label="{name}"><title>{name}</title>'
+        f'<line x1="0" x2="{right + 4}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="currentColor" '
+        f'stroke-dasharray="3 3" opacity=".5"/>'
+        f'<polyline points="{losses}" fill="none" stroke="currentColor" stroke-width="1.2"/>'
+        f'{norms}<text x="{right + 8}" y="{_height(_last(outcome)) + 3:.1f}">{largest(outcome)}'
+        "</text></svg>"
+    )
+
+
+def _last(outcome: Outcome) -> float:
+    return max(outcome.apart[-1])
+
+
+def _height(size: float) -> float:
+    """Where a relative difference is drawn; 0 is at the bottom."""
+    power = LOW if size <= 0 else HIGH if not math.isfinite(size) else math.log10(size)
+    share = (min(max(power, LOW), HIGH) - LOW) / (HIGH - LOW)
+    return HEIGHT - 3 - share * (HEIGHT - 8)
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))

@@ -1,0 +1,120 @@
+"""Judges, by what is made up: planted mistakes are in test_mistakes.py."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshtrain.layout import Layout
+from meshtrain.verify.compare import Difference, RankStep
+from meshtrain.verify.kinds import KINDS, Evidence, judge
+from meshtrain.verify.recording import Held
+
+SAMPLES = 4
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+PARTS = drawn(SAMPLES, 6, 3)  # what each sample adds to a gradient
+BEFORE = drawn(6, 3, seed=1)
+UPDATE = 1e-3 * drawn(6, 3, seed=2)
+WHOLE = {"gradient/w": PARTS.sum(0), "before/w": BEFORE, "weight/w": BEFORE + UPDATE}
+NUMBERS = {"loss": 2.0, "grad_norm": float(PARTS.sum(0).norm()), "tokens": 40}
+
+
+def evidence(
+    what: str,
+    *own: Mapping[str, Tensor],
+    layout: Mapping[str, int] | None = None,
+    step: int = 1,
+    **more: Any,
+) -> Evidence:
+    """Of a step in which each rank has held whole tensors."""
+    layout = layout or {"dp_replicate": 2}
+    place = (slice(0, 6), slice(0, 3))
+    tensors = [
+        {name: Held(place, value) for name, value in (WHOLE | dict(rank)).items()} for rank in own
+    ]
+    shares = [RankStep(step, first=2 * rank, real=2, scales={"w": 1.0}) for rank in range(len(own))]
+    values: dict[str, Any] = {
+        "layout": Layout(layout),
+        "step": step,
+        "differences": [
+            Difference(step, what, 0.5, "w" if what in ("gradient", "weight") else None)
+        ],
+        "expected": [RankStep(step, real=SAMPLES, scales={"w": 1.0})],
+        "ranks": shares,
+        "numbers": NUMBERS,
+        "expected_numbers": NUMBERS,
+        "whole": WHOLE,
+        "own": tensors,
+        "contributions": lambda: {"w": PARTS},
+    }
+    return Evidence(**(values | more))
+
+
+def gradient(value: Tensor) -> dict[str, Tensor]:
+    return {"gradient/w": value}
+
+
+def weight(value: Tensor) -> dict[str, Tensor]:
+    return {"weight/w": value}
+
+
+G = PARTS.sum(0)
+CASES = {
+    "factor": evidence("gradient", gradient(G * 2), gradient(G * 2)),
+    "missing sum": evidence("gradient", gradient(PARTS[:2].sum(0)), gradient(PARTS[2:].sum(0))),
+    "missing sample": evidence("gradient", gradient(PARTS[1:].sum(0)), gradient(PARTS[1:].sum(0))),
+    "repeated sample": evidence("gradient", gradient(G + PARTS[0]), gradient(G + PARTS[0])),
+    "weighting": evidence(
+        "gradient",
+        *[gradient((PARTS * torch.tensor([1.2, 1.2, 0.7, 0.7])[:, None, None]).sum(0))] * 2,
+    ),
+    "misplaced": evidence("gradient", gradient(G.flip(0)), gradient(G.flip(0))),
+    "rounding": evidence("gradient", *[gradient(G.bfloat16().double())] * 2),
+    "gradient": evidence("gradient", *[gradient(G + drawn(6, 3, seed=5))] * 2),
+    "initial values": evidence("weight", weight(BEFORE), weight(BEFORE), step=0),
+    "stale copies": evidence("weight", weight(BEFORE), weight(BEFORE + UPDATE)),
+    "weight decay": evidence("weight", *[weight(BEFORE + UPDATE - 1e-4 * BEFORE)] * 2),
+    "learning rate": evidence("weight", *[weight(BEFORE + 1.5 * UPDATE)] * 2),
+    "update": evidence("weight", *[weight(BEFORE + drawn(6, 3, seed=6))] * 2),
+    "norm": evidence("grad_norm", {}, {}, numbers=NUMBERS | {"grad_norm": 9.0}),
+    "forward": evidence("loss", {}, {}, numbers=NUMBERS | {"loss": 3.0}),
+    "random numbers": evidence(
+        "loss", {}, {}, numbers=NUMBERS | {"loss": 3.0}, equal_without_dropout=lambda: True
+    ),
+    "metric": evidence("loss/router", {}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_is_made_up_is_called_by_its_name(kind: str) -> None:
+    finding = judge(CASES[kind])
+    assert finding.kind == kind
+    assert finding.kind in KINDS
+    assert finding.reason
+
+
+def test_a_factor_names_the_axis_of_its_size() -> None:
+    assert "the size of dp_replicate" in judge(CASES["factor"]).reason
+    half = evidence("gradient", *[gradient(G / 2)] * 2)
+    assert "1 / the size of dp_replicate" in judge(half).reason
+
+
+def test_samples_are_named_by_their_places() -> None:
+    assert "position 0 of the global batch" in judge(CASES["missing sample"]).reason
+
+
+def test_a_loss_that_is_no_sum_over_samples_is_not_explained_by_them() -> None:
+    """What each sample adds does not add up to the gradient."""
+    finding = judge(
+        evidence(
+            "gradient", *[gradient(PARTS[1:].sum(0))] * 2, contributions=lambda: {"w": 2 * PARTS}
+        )
+    )
+    assert finding.kind == "gradient"
