@@ -65,7 +65,9 @@ def test_a_script_that_depends_on_an_axis(tmp_path: Path) -> None:
     assert (different["status"], different["step"]) == ("different", 1)
     assert different["kind"] == "forward"
     assert refused["status"] == "refused"
-    assert refused["reason"].startswith("layout {cp: 2}: with cp a rank has a part")
+    assert refused["reason"].startswith(
+        "MESHTRAIN_LAYOUT: layout {cp: 2}: with cp a rank has a part"
+    )
     assert not Path("runs/by_rank").exists(), "runs have folders of their own"
 
 
