@@ -35,8 +35,10 @@ from meshtrain.verify.recording import Held, Tensors
 # float64, in which runs are judged.
 CLOSE = 1e-6
 
-# Of a gradient's norm, what rounding to bfloat16 moves, whose digits are 2^-8 apart.
-LEAST_OF_16_BITS, MOST_OF_16_BITS = 2**-12, 2**-6
+# The most of a gradient's norm that rounding to bfloat16 moves, whose digits are 2^-8 apart.
+MOST_OF_16_BITS = 2**-6
+# More than a sum of a few numbers of bfloat16 has, and fewer than those of float32.
+DIGITS_OF_16_BITS = 20
 
 FACTOR = "factor"
 MISSING_SUM = "missing sum"
@@ -63,7 +65,7 @@ METRIC = "metric"
 KINDS = {
     FACTOR: "every element is multiplied by one number, often the size of an axis",
     MISSING_SUM: "ranks hold parts of a sum that nobody has added up",
-    MISSING_SAMPLE: "samples have no part in the loss or in the gradient",
+    MISSING_SAMPLE: "samples, or targets of theirs, have no part in the loss or in the gradient",
     REPEATED_SAMPLE: "samples, or padding, count more than once",
     OTHER_SAMPLE: "a rank has read other samples",
     WEIGHTING: "samples count in other proportions, as in a mean of means",
@@ -242,14 +244,15 @@ def _at(positions: set[int]) -> str:
 
 
 def counts(evidence: Evidence) -> Finding | None:
-    """Of a script, which tells what its samples count, and not the loss of each."""
+    """What samples count: of a script, which does not tell the loss of each, or the targets."""
     if not evidence.differs("count") and not evidence.differs("tokens"):
         return None
     name = "count" if evidence.differs("count") else "tokens"
     own, expected = evidence.numbers[name], evidence.expected_numbers[name]
-    if own < expected:
-        return Finding(MISSING_SAMPLE, f"samples count {own:g} in the place of {expected:g}")
-    return Finding(REPEATED_SAMPLE, f"samples count {own:g} in the place of {expected:g}")
+    reason = f"samples count {own:g} in the place of {expected:g}"
+    if name == "tokens":
+        reason = f"{own:g} targets have a loss in the place of {expected:g}"
+    return Finding(MISSING_SAMPLE if own < expected else REPEATED_SAMPLE, reason)
 
 
 def random_numbers(evidence: Evidence) -> Finding | None:
@@ -370,16 +373,14 @@ def of_samples(evidence: Evidence) -> Finding | None:
         numbers = _numbers_of_samples(evidence, rank)
         if numbers is not None:
             by_rank[rank] = numbers
-    written = [rank for rank, tensors in enumerate(evidence.own) if _has_gradient(tensors)]
-    if not by_rank or any(rank not in by_rank for rank in written):
+    # A stage whose gradients are right says nothing about those of another one.
+    names = evidence.names(GRADIENT)
+    concerned = {rank for name in names for rank, _ in evidence.held(f"{GRADIENT}/{name}")}
+    if not by_rank or concerned - by_rank.keys():
         return None
-    first = evidence.names(GRADIENT)[0]
+    first = names[0]
     finding = _of_shares(evidence, by_rank) or _of_numbers(evidence, by_rank)
     return finding._replace(parameter=first)
-
-
-def _has_gradient(tensors: Tensors) -> bool:
-    return any(name.startswith(GRADIENT) and held.value.numel() for name, held in tensors.items())
 
 
 def _numbers_of_samples(evidence: Evidence, rank: int) -> Tensor | None:
@@ -462,26 +463,31 @@ def _positions(mask: Tensor) -> set[int]:
 
 
 def in_16_bits(evidence: Evidence) -> Finding | None:
-    """Differences as small as the last digit of bfloat16, and not all in one direction."""
-    moved = size = along = 0.0
+    """Differences as small as the last digit of bfloat16, in numbers that have no further digits.
+
+    A small difference alone may be that of a wrong formula, too.
+    """
+    if not 0 < _share_of_norm(evidence) < MOST_OF_16_BITS:
+        return None
+    names = evidence.names(GRADIENT)
+    values = [held.value for name in names for _, held in evidence.held(f"{GRADIENT}/{name}")]
+    mantissas = torch.cat([value.double().flatten() for value in values]).frexp().mantissa
+    digits = mantissas[mantissas != 0] * 2.0**DIGITS_OF_16_BITS
+    if not float((digits == digits.round()).double().mean()) > 0.5:
+        return None
+    return Finding(ROUNDING, f"gradients were rounded to 16 bits, {names[0]} first", names[0])
+
+
+def _share_of_norm(evidence: Evidence) -> float:
+    """The norm of what is wrong with gradients, beside that of the right ones; 0: none is held."""
+    moved = size = 0.0
     for parameter in evidence.names(GRADIENT):
         name = f"{GRADIENT}/{parameter}"
         for _, held in evidence.held(name):
             expected = evidence.part(name, held)
-            apart = held.value.double() - expected
-            moved += float(apart.square().sum())
+            moved += float((held.value.double() - expected).square().sum())
             size += float(expected.square().sum())
-            along += float((apart * expected).sum())
-    if moved == 0 or size == 0:
-        return None
-    share = math.sqrt(moved / size)
-    direction = abs(along) / math.sqrt(moved * size)
-    if not LEAST_OF_16_BITS < share < MOST_OF_16_BITS or direction > 0.5:
-        return None
-    first = evidence.names(GRADIENT)[0]
-    return Finding(
-        ROUNDING, f"gradients differ as if they were rounded to 16 bits, {first} first", first
-    )
+    return math.sqrt(moved / size) if size else 0.0
 
 
 def misplaced(evidence: Evidence) -> Finding | None:
@@ -522,12 +528,14 @@ def backward(evidence: Evidence) -> Finding | None:
     names = evidence.names(GRADIENT)
     if not names:
         return None
-    return Finding(
-        BACKWARD,
+    reason = (
         f"the losses are right, and the gradients of {plural(len(names), 'parameter')} are not: "
-        f"{join_some(names, 3)}",
-        names[0],
+        f"{join_some(names, 3)}"
     )
+    share = _share_of_norm(evidence)
+    if 0 < share < MOST_OF_16_BITS:
+        reason += f" (by {share:.1g} of their norm, as messages of 16 bits in a backward may do)"
+    return Finding(BACKWARD, reason, names[0])
 
 
 # The update ---------------------------------------------------------------------------------------

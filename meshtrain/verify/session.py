@@ -40,7 +40,9 @@ from meshtrain.verify.small import (
     MICRO_SIZE,
     MOST_PARAMETERS,
     SEQ_LEN,
+    small_batch,
     small_model,
+    small_sequence,
 )
 
 Sizes = Mapping[str, int]  # axis -> ranks
@@ -293,9 +295,10 @@ class Verification:
 
         sizes, micro_size = config.batch.sizes, config.batch.micro_size
         if len(sizes.changes) == 1 and sizes.largest > GLOBAL_SIZE:
-            change("batch.global_size", GLOBAL_SIZE, sizes.largest)
+            few_samples = small_batch(sizes.largest, self.layouts)
+            change("batch.global_size", few_samples, sizes.largest)
             is_whole_step = micro_size == sizes.largest
-            few = GLOBAL_SIZE if is_whole_step else min(MICRO_SIZE, micro_size)
+            few = few_samples if is_whole_step else min(MICRO_SIZE, micro_size)
             if few < micro_size:
                 change("batch.micro_size", few, micro_size)
         if config.optimizer.warmup_steps > subject.steps // 4:
@@ -330,7 +333,8 @@ class Verification:
             change("data.begin_token", None, config.data.begin_token)
             change("data.end_token", None, config.data.end_token)
         if config.data.source in {*OF_TEXT, *OF_TOKENS} and config.data.seq_len > SEQ_LEN:
-            change("data.seq_len", SEQ_LEN, config.data.seq_len)
+            length = small_sequence(config.data.seq_len, self.layouts)
+            change("data.seq_len", length, config.data.seq_len)
             change("data.seq_len_warmup", [], list(config.data.seq_len_warmup))
 
         # What gave the other keys would give these too.

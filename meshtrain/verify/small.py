@@ -3,12 +3,15 @@ a layout may get wrong. By the names that the configs of decoders share. Pure.
 
 What stays: several query heads for a key/value head, and several of these; a head of its own width;
 groups of experts of which some are chosen; layers of every kind; a window that is shorter than a
-sequence; latents; ties, biases, dropout, and every key that is no size.
+sequence; latents; ties, biases, dropout, and every key that is no size; and what does not divide
+over the ranks of a layout.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from meshtrain.data.sequence import padded_length
 
 # A model of at most so many parameters is trained as it is.
 MOST_PARAMETERS = 300_000
@@ -53,19 +56,44 @@ def small_model(
         experts: over how many ranks the experts of a layer are dealt out.
         head_dim: the width of a head, and with it of the model.
     """
-    tp = math.lcm(*(sizes.get("tp", 1) for sizes in layouts))
+    sizes_of_tp = [sizes.get("tp", 1) for sizes in layouts]
     changed: dict[str, Any] = {}
     for name, width in WIDTHS.items():
-        wide = _wide(width, tp)
-        if _above(keys, name, wide):
-            changed[name] = wide
-    changed |= _heads(keys, tp, head_dim) | _layers(keys, stages) | _experts(keys, experts, tp)
+        if _above(keys, name, width):
+            changed[name] = divides_alike(keys[name], width, sizes_of_tp)
+    changed |= _heads(keys, sizes_of_tp, head_dim)
+    changed |= _layers(keys, stages) | _experts(keys, experts, sizes_of_tp)
     if _above(keys, "vocab_size", VOCABULARY):
-        changed["vocab_size"] = VOCABULARY
+        changed["vocab_size"] = divides_alike(keys["vocab_size"], VOCABULARY, sizes_of_tp)
     # A window counts where it is shorter than the sequence.
     if _above(keys, "sliding_window", SEQ_LEN // 3):
         changed["sliding_window"] = SEQ_LEN // 3
     return {name: value for name, value in changed.items() if keys.get(name) != value}
+
+
+def divides_alike(value: int, least: int, sizes: Sequence[int]) -> int:
+    """The smallest number from `least` to `value` that divides by those of the sizes by which
+    `value` divides, and by no other: what lies unevenly on the ranks of a layout stays uneven."""
+    return next(
+        n
+        for n in range(least, value + 1)
+        if all((n % size == 0) == (value % size == 0) for size in sizes)
+    )
+
+
+def small_batch(global_size: int, layouts: Sequence[Mapping[str, int]]) -> int:
+    """The samples of a step of a small copy, of more than `GLOBAL_SIZE`."""
+    data_ranks = [sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) for sizes in layouts]
+    return divides_alike(global_size, GLOBAL_SIZE, data_ranks)
+
+
+def small_sequence(length: int, layouts: Sequence[Mapping[str, int]]) -> int:
+    """The tokens of a sequence of a small copy, of more than `SEQ_LEN`."""
+    parts = []
+    for sizes in layouts:
+        tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
+        parts += [tp, padded_length(1, cp, tp) if cp > 1 else 1]
+    return divides_alike(length, SEQ_LEN, parts)
 
 
 def _above(keys: Mapping[str, Any], name: str, most: int) -> bool:
@@ -73,12 +101,11 @@ def _above(keys: Mapping[str, Any], name: str, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > most
 
 
-def _wide(width: int, tp: int) -> int:
-    return -(-width // tp) * tp
-
-
-def _heads(keys: Mapping[str, Any], tp: int, few_features: int) -> dict[str, Any]:
+def _heads(
+    keys: Mapping[str, Any], sizes_of_tp: Sequence[int], few_features: int
+) -> dict[str, Any]:
     """Heads, key/value heads and the width."""
+    tp = math.lcm(*sizes_of_tp)
     heads = keys.get("num_attention_heads")
     if not isinstance(heads, int):
         return {}
@@ -88,15 +115,15 @@ def _heads(keys: Mapping[str, Any], tp: int, few_features: int) -> dict[str, Any
     few = min(heads, max(HEADS, tp))
     if heads % few:
         few = heads  # as they are: an uneven number may be what is tried
-    if groups == heads:
-        few_groups = few
-    else:
-        few_groups = min(groups, KEY_VALUE_HEADS if few > KEY_VALUE_HEADS else 1)
+    few_groups = few
+    if groups != heads:
+        # Ranks that share a head have a part of its gradient each.
+        few_groups = divides_alike(groups, min(groups, KEY_VALUE_HEADS), sizes_of_tp)
+        if few % few_groups or few == few_groups:
+            few = math.lcm(2 * few_groups, tp)
     changed: dict[str, Any] = {"num_attention_heads": few}
     if keys.get("num_key_value_heads") is not None:
         changed["num_key_value_heads"] = few_groups
-    if few % few_groups:
-        changed["num_attention_heads"] = few = few_groups * 2
     narrow = few * few_features
     if width > narrow:
         changed["hidden_size"] = narrow
@@ -138,15 +165,18 @@ def _layers(keys: Mapping[str, Any], stages: int) -> dict[str, Any]:
     return {**changed, "num_hidden_layers": few}
 
 
-def _experts(keys: Mapping[str, Any], ranks: int, tp: int) -> dict[str, Any]:
+def _experts(keys: Mapping[str, Any], ranks: int, sizes_of_tp: Sequence[int]) -> dict[str, Any]:
     counts = [name for name in COUNTS_OF_EXPERTS if _above(keys, name, 1)]
     if not counts:
         return {}
-    few = max(EXPERTS, ranks)
-    changed: dict[str, Any] = {name: few for name in counts if _above(keys, name, few)}
-    wide = _wide(EXPERT_WIDTH, tp)
+    least = max(EXPERTS, ranks)
+    changed: dict[str, Any] = {}
+    for name in counts:
+        if _above(keys, name, least):
+            changed[name] = divides_alike(keys[name], least, [ranks])
     # Where experts have no width of their own, every layer has them.
-    if "moe_intermediate_size" not in keys and _above(keys, "intermediate_size", wide):
+    if "moe_intermediate_size" not in keys and _above(keys, "intermediate_size", EXPERT_WIDTH):
+        wide = divides_alike(keys["intermediate_size"], EXPERT_WIDTH, sizes_of_tp)
         changed["intermediate_size"] = wide
     if _above(keys, "num_experts_per_tok", CHOSEN):
         changed["num_experts_per_tok"] = CHOSEN

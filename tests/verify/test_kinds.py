@@ -118,3 +118,28 @@ def test_a_loss_that_is_no_sum_over_samples_is_not_explained_by_them() -> None:
         )
     )
     assert finding.kind == "gradient"
+
+
+def test_a_small_difference_is_rounding_only_where_digits_are_missing() -> None:
+    """A softmax over a split vocabulary whose parts were scaled a little wrong is no rounding."""
+    finding = judge(evidence("gradient", *[gradient(G + 3e-3 * drawn(6, 3, seed=5))] * 2))
+    assert finding.kind == "gradient"
+    assert "16 bits" in finding.reason  # said aloud, and not believed
+    rounded = sum(part.bfloat16().double() for part in PARTS)  # by each rank, before their sum
+    assert judge(evidence("gradient", *[gradient(rounded)] * 2)).kind == "rounding"
+
+
+def test_a_stage_with_right_gradients_does_not_hide_what_another_one_lacks() -> None:
+    place = (slice(0, 6), slice(0, 3))
+    first = {"gradient/v": Held(place, G)}
+    last = {"gradient/w": Held(place, PARTS[:3].sum(0))}
+    lacking = evidence("gradient", {}, {}, layout={"pp": 2}, own=[first, last])
+    finding = judge(lacking)
+    assert finding.kind == "missing sample"
+    assert "position 3 of the global batch" in finding.reason
+
+
+def test_targets_without_a_loss_are_counted() -> None:
+    finding = judge(evidence("tokens", {}, {}, numbers=NUMBERS | {"tokens": 36}))
+    assert finding.kind == "missing sample"
+    assert finding.reason == "36 targets have a loss in the place of 40"

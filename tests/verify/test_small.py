@@ -12,7 +12,13 @@ from meshtrain.job.locate import model_file
 from meshtrain.layout import AXES
 from meshtrain.modeling.build import parameter_count
 from meshtrain.verify.covering import covering_layouts
-from meshtrain.verify.small import HEAD_DIM_OF_8_BITS, MOST_PARAMETERS, small_model
+from meshtrain.verify.small import (
+    HEAD_DIM_OF_8_BITS,
+    MOST_PARAMETERS,
+    small_batch,
+    small_model,
+    small_sequence,
+)
 
 MODELS = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 # The largest of each model.
@@ -85,6 +91,33 @@ def test_heads_divide_over_the_largest_tp() -> None:
     keys = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
     small = small_model(keys, layouts=[{"tp": 8}], stages=1, experts=1)
     assert small["num_attention_heads"] % 8 == 0
+
+
+def test_what_is_uneven_on_the_ranks_stays_uneven() -> None:
+    keys = {
+        "hidden_size": 192,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "intermediate_size": 513,
+        "vocab_size": 50257,
+        "num_experts": 66,
+        "moe_intermediate_size": 144,
+    }
+    small = small_model(keys, layouts=[{"tp": 2}], stages=1, experts=4)
+    assert small["vocab_size"] == 257
+    assert small["num_experts"] % 4 != 0
+    assert (small["intermediate_size"], small["moe_intermediate_size"]) == (129, 24)
+    few = {**keys, **small}
+    assert (few["num_attention_heads"], few["num_key_value_heads"]) == (6, 3)
+    # and what is even stays even, as that takes another way
+    keys = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    small = small_model(keys, layouts=[{"tp": 4}], stages=1, experts=1)
+    assert (small["num_attention_heads"], small["num_key_value_heads"]) == (8, 4)
+
+    assert small_sequence(256, [{"cp": 2}, {"tp": 2}]) == 32
+    assert small_sequence(250, [{"cp": 2}, {"tp": 2}]) % 4 == 2, "padded by cp, divided by tp"
+    assert small_batch(16, [{"dp_shard": 2}, {"tp": 2}]) == 12
+    assert small_batch(15, [{"dp_shard": 2}]) % 2 == 1
 
 
 def test_layers_for_products_of_8_bits_stay_wide() -> None:
