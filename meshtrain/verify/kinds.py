@@ -442,8 +442,8 @@ def of_samples(evidence: Evidence) -> Finding | None:
     return finding._replace(parameter=names[0])
 
 
-def _are_near(numbers: Tensor, number: float) -> Tensor:
-    return (numbers - number).abs() < NEAR_A_NUMBER
+def _are_near(numbers: Tensor, others: Tensor | float) -> Tensor:
+    return (numbers - others).abs() < NEAR_A_NUMBER
 
 
 def _numbers_of_samples(evidence: Evidence, own: Mapping[str, Held]) -> Tensor | None:

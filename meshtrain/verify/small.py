@@ -74,6 +74,7 @@ def _above(keys: Mapping[str, Any], name: str, most: int) -> bool:
 
 
 def _wide(width: int, tp: int) -> int:
+    """The width, or the next one that divides over tp."""
     return -(-width // tp) * tp
 
 
@@ -82,21 +83,22 @@ def _heads(keys: Mapping[str, Any], tp: int, few_features: int) -> dict[str, Any
     heads = keys.get("num_attention_heads")
     if not isinstance(heads, int):
         return {}
-    groups = keys.get("num_key_value_heads") or heads
-    head_dim = keys.get("head_dim")
-    width = keys.get("hidden_size", 0)
+    key_value_heads = keys.get("num_key_value_heads") or heads
     few = min(heads, max(HEADS, tp))
     if heads % few:
         few = heads  # as they are: an uneven number may be what is tried
-    if groups == heads:
-        few_groups = few
+    if key_value_heads == heads:
+        few_key_value = few
     else:
-        few_groups = min(groups, KEY_VALUE_HEADS if few > KEY_VALUE_HEADS else 1)
+        few_key_value = min(key_value_heads, KEY_VALUE_HEADS if few > KEY_VALUE_HEADS else 1)
+    if few % few_key_value:
+        few = few_key_value * 2
     changed: dict[str, Any] = {"num_attention_heads": few}
     if keys.get("num_key_value_heads") is not None:
-        changed["num_key_value_heads"] = few_groups
-    if few % few_groups:
-        changed["num_attention_heads"] = few = few_groups * 2
+        changed["num_key_value_heads"] = few_key_value
+
+    head_dim = keys.get("head_dim")
+    width = keys.get("hidden_size", 0)
     narrow = few * few_features
     if width > narrow:
         changed["hidden_size"] = narrow
@@ -121,18 +123,20 @@ def _layers(keys: Mapping[str, Any], stages: int) -> dict[str, Any]:
     step = keys.get("decoder_sparse_step")
     if isinstance(step, int):
         few = max(few, step)
+    per_layer: dict[str, list[Any]] = {}
     for name in PER_LAYER:
         kinds = keys.get(name)
         if isinstance(kinds, Sequence) and not isinstance(kinds, str):
-            few = max(few, 1 + max((list(kinds).index(kind) for kind in set(kinds)), default=0))
+            per_layer[name] = list(kinds)
+    for kinds in per_layer.values():
+        for kind in set(kinds):
+            few = max(few, kinds.index(kind) + 1)
     without = keys.get("mlp_only_layers")
     if without:
         few = max(few, min(min(without) + 2, layers))
     few = min(few, layers)
-    for name in PER_LAYER:
-        kinds = keys.get(name)
-        if isinstance(kinds, Sequence) and not isinstance(kinds, str):
-            changed[name] = list(kinds)[:few]
+    for name, kinds in per_layer.items():
+        changed[name] = kinds[:few]
     if without:
         changed["mlp_only_layers"] = [layer for layer in without if layer < few]
     return {**changed, "num_hidden_layers": few}

@@ -1,0 +1,163 @@
+"""Forked ranks: how they end, and that none is left, however the command ends."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import pytest
+
+from meshtrain.errors import InputError
+from meshtrain.verify import ranks, recording, session
+from meshtrain.verify.ranks import CANNOT_RECORD, Ended, ForkedRanks, RankEnd, Work
+from meshtrain.verify.session import Subject, Verification
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(
+        f"import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n{text}\n"
+    )
+    return str(path)
+
+
+def run(folder: Path, text: str, world: int = 1) -> Ended:
+    arguments = [script(folder, text)]
+    work = Work(arguments, is_script=True, variables={}, world=world, folder=str(folder))
+    # A rank's log is what is written to the descriptor; pytest's `sys.stderr` writes elsewhere.
+    with open(2, "w", closefd=False) as plain, patch.object(sys, "stderr", plain):
+        return ForkedRanks().run(work)
+
+
+def test_what_a_script_says_at_its_end_is_kept(tmp_path: Path) -> None:
+    ended = run(tmp_path, "sys.exit('there is no data')")
+    assert ended.ranks[0].status == 1
+    assert ended.failed[0].last_line == "there is no data"
+
+
+def test_the_rank_that_failed_first_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one, which waits for it, is killed and says nothing."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
+    ended = run(tmp_path, "time.sleep(600) if rank == 0 else sys.exit('the cause')", world=2)
+    assert [rank.status for rank in ended.ranks] == [-signal.SIGKILL, 1]
+    assert session._failure(ended) == "it fails where one process does not: the cause"
+
+
+def test_a_rank_that_says_nothing_is_told_by_its_end() -> None:
+    assert RankEnd(-9).last_line == "a rank was ended by signal 9"
+    assert RankEnd(3).last_line == "a rank ended with status 3"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+def test_no_rank_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Nor one that still writes into the folder, which is removed next."""
+    forked: list[int] = []
+    plain: Callable[..., Any] = ranks.fork
+
+    def fork(*arguments: Any) -> Any:
+        rank = plain(*arguments)
+        forked.append(rank.pid)
+        return rank
+
+    def interrupted(running: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(ranks, "fork", fork)
+    monkeypatch.setattr(ranks, "_wait_for", interrupted)
+    with pytest.raises(type(error)):
+        run(tmp_path, "time.sleep(600)", world=2)
+    assert len(forked) == 2
+    for pid in forked:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_rank_that_cannot_print_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk. It must not come back to what its parent does."""
+    test = os.getpid()
+
+    def flush() -> None:
+        if os.getpid() != test:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys.stdout, "flush", flush)
+    try:
+        ended = run(tmp_path, "pass")
+    finally:
+        if os.getpid() != test:
+            os._exit(99)
+    assert ended.ranks[0].status != 99
+
+
+def test_a_recording_that_cannot_be_written_is_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    plain = Path.write_text
+    monkeypatch.setattr(Path, "write_text", full)
+    recorder = recording.Recorder(tmp_path, 0)
+    recorder.close()
+    assert recorder.problem is not None
+    assert "No space left on device" in recorder.problem
+    monkeypatch.setattr(Path, "write_text", plain)
+
+    class Full:
+        most = None
+
+        def run(self, work: Work) -> Ended:
+            return Ended([RankEnd(CANNOT_RECORD, "x.json: No space left on device\n")])
+
+    subject = Subject("mine.py", [], [], 1, "float64")
+    verification = Verification(subject, Full(), tmp_path, [{"tp": 2}])
+    with pytest.raises(InputError, match=r"No space left.*make room there, or let --folder"):
+        verification.begin()
+
+
+def test_a_killed_writer_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    def write_half() -> None:
+        with recording.Recorder(tmp_path, 0)._writing(tmp_path / "x.json") as unfinished:
+            unfinished.write_text("[{")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_script_that_trains_nothing_is_not_equal(tmp_path: Path) -> None:
+    subject = Subject(script(tmp_path, "pass"), [], [], 1, "float64")
+    verification = Verification(subject, ForkedRanks(), tmp_path / "runs", [{"tp": 2}])
+    with pytest.raises(InputError, match=r"one process makes no step of .* by meshtrain.Run"):
+        verification.begin()
+
+
+def test_runs_are_removed_but_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        most = None
+
+        def run(self, work: Work) -> Ended:
+            Path(work.folder, "run").mkdir()
+            if work.world > 1:
+                return Ended([RankEnd(2, "no such layout", time.time())] * work.world)
+            Path(work.folder, "run", "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+            return Ended([RankEnd()])
+
+    subject = Subject("mine.py", [], [], 1, "float64")
+    verification = Verification(subject, Refusing(), tmp_path, [{"tp": 2}])
+    verification.begin()
+    assert verification.verify({"tp": 2}).reason == "no such layout"
+    assert [folder.name for folder in tmp_path.iterdir()] == ["001"]
