@@ -1,7 +1,9 @@
 """tools/bench/gpu_check.sh on a machine without a GPU: its limits with made-up stages, and what each
 stage makes of what it gets."""
 
+import _thread
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -132,6 +134,24 @@ def test_a_stage_that_is_killed_leaves_what_it_had(
     assert "- layouts: later: its stage's time was over" in page
     with suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(child.read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ctrl_c_ends_what_runs_and_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen] = []
+
+    def wait(process: subprocess.Popen, limit_s: float) -> int:
+        started.append(process)
+        _thread.interrupt_main()  # this is a thread of the stage
+        return process.wait(limit_s)
+
+    monkeypatch.setattr(gpu_check, "wait", wait)
+    (tmp_path / gpu_check.RESULTS).touch()
+    hangs, waits = (fake(name, then="import time; time.sleep(600)") for name in ("one", "two"))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.run_stage(Stage("layouts", 600, (hangs, waits)), tmp_path)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 def test_a_stage_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from meshtrain.checkpoint.directory import complete_steps, name_of
 from meshtrain.job.storage import write_whole
 from meshtrain.layout import Layout
 from meshtrain.metrics.logger import read
+from tools.witness.picture import Step, draw
 from tools.witness.plan import ONE, Leg, faults, first_change, legs, save_every
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,7 @@ OVERRIDES = (
 # The contract for 20 steps after a change of layout, by precision.
 NEAR = 20
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+COMPARED = ("loss", "grad_norm")
 LEGS = "legs.jsonl"  # a row for each job of the disturbed run that has ended as planned
 RESULT = "witness.json"
 
@@ -83,7 +85,10 @@ def launch(ranks: int, arguments: Sequence[str], log: Path) -> int:
             return job.wait()
         except KeyboardInterrupt:
             job.terminate()  # it saves
-            job.wait()
+            try:
+                job.wait()
+            finally:
+                job.kill()  # after a second Ctrl-C, which does not wait for the save
             raise
 
 
@@ -214,39 +219,38 @@ def compare(
 
     Returns:
         `problems`: sentences, none if all is well; `bit_equal_until`: the last step before which
-        nothing differs; `largest`: the largest relative difference of the loss; `rows`: step, both
-        losses, and the relative differences of loss and gradient norm.
+        nothing differs; `largest`: the largest relative difference of the loss; `rows`: a `Step`
+        each.
     """
     problems = []
     if [row["step"] for row in whole] != [row["step"] for row in disturbed]:
         problems.append("the runs have not the same steps")
-    rows = []
+    rows: list[Step] = []
     for one, other in zip(whole, disturbed, strict=False):
         if one["samples_digest"] != other["samples_digest"]:
             problems.append(f"step {one['step']} has other samples")
-        differences = [
-            abs(other[name] - one[name]) / abs(one[name]) for name in ("loss", "grad_norm")
-        ]
-        rows.append([one["step"], one["loss"], other["loss"], *differences])
+        apart = {name: abs(other[name] - one[name]) / abs(one[name]) for name in COMPARED}
+        step = Step(one["step"], one["loss"], other["loss"], apart["loss"], apart["grad_norm"])
+        rows.append(step)
 
-    differing = [row[0] for row in rows if row[3] or row[4]]
+    differing = [row.step for row in rows if row.largest > 0]
     bit_equal_until = differing[0] - 1 if differing else len(rows)
     if bit_equal_until < changed_after:
         problems.append(
             f"step {bit_equal_until + 1} has other bits, and the layout first changes after "
             f"step {changed_after}"
         )
-    near = [row for row in rows if changed_after < row[0] <= changed_after + NEAR]
-    apart = max((max(row[3:]) for row in near), default=0.0)
-    if apart > tolerance:
+    near = [row for row in rows if changed_after < row.step <= changed_after + NEAR]
+    largest = max((row.largest for row in near), default=0.0)
+    if largest > tolerance:
         problems.append(
-            f"{NEAR} steps after the first change of the layout the runs differ by {apart:.1e}: "
+            f"{NEAR} steps after the first change of the layout the runs differ by {largest:.1e}: "
             f"more than rounding, {tolerance:g}"
         )
     return {
         "problems": problems,
         "bit_equal_until": bit_equal_until,
-        "largest": max((row[3] for row in rows), default=0.0),
+        "largest": max((row.loss_apart for row in rows), default=0.0),
         "rows": rows,
     }
 
@@ -292,8 +296,6 @@ def main(arguments: Sequence[str] | None = None, start: Launch = launch) -> int:
     witness.train_disturbed()
     result = result_of(witness)
     write_whole(witness.folder / RESULT, json.dumps(result).encode())
-
-    from tools.witness.picture import draw
 
     picture = options.picture or witness.folder / "witness.png"
     draw(result).savefig(picture)
