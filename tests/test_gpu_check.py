@@ -1,11 +1,11 @@
 """tools/bench/gpu_check.sh on a machine without a GPU: its limits with made-up stages, and what each
 stage makes of what it gets."""
 
-import _thread
 import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -143,15 +143,21 @@ def test_ctrl_c_ends_what_runs_and_what_waits(
 
     def wait(process: subprocess.Popen, limit_s: float) -> int:
         started.append(process)
-        _thread.interrupt_main()  # this is a thread of the stage
+        main = threading.main_thread().ident  # this is a thread of the stage
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
         return process.wait(limit_s)
 
     monkeypatch.setattr(gpu_check, "wait", wait)
     (tmp_path / gpu_check.RESULTS).touch()
-    hangs, waits = (fake(name, then="import time; time.sleep(600)") for name in ("one", "two"))
+    hangs, waits = (
+        fake(name, then="import time; time.sleep(600)", limit_s=9) for name in ("one", "two")
+    )
     with pytest.raises(KeyboardInterrupt):
         gpu_check.run_stage(Stage("layouts", 600, (hangs, waits)), tmp_path)
     assert [process.poll() for process in started] == [-signal.SIGKILL]
+    rows = gpu_check.read_rows(tmp_path / gpu_check.RESULTS)
+    assert [(row["part"], row["ended"]) for row in rows] == [("one", "failed")], "not at its limit"
 
 
 def test_a_stage_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:
