@@ -55,7 +55,7 @@ OF_LAUNCHERS = (
 GRACE_S = 20.0  # for ranks to end by themselves once one of them has failed
 POLL_S = 0.01
 LAST_CHARACTERS = 4000  # of what a rank has printed
-ENDING = (signal.SIGTERM, signal.SIGHUP)  # what ends a process, beside Ctrl-C
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what ends the command
 CANNOT_RECORD = 74  # the status of a rank that cannot write what it records: EX_IOERR of sysexits.h
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from meshtrain.errors import InputError
 from meshtrain.verify import ranks, recording, session
 from meshtrain.verify.ranks import CANNOT_RECORD, Ended, ForkedRanks, RankEnd, Work
 from meshtrain.verify.session import Subject, Verification
+from tests.launching import ROOT
 
 
 def script(folder: Path, text: str) -> str:
@@ -78,6 +80,22 @@ def test_no_rank_is_left_behind(
     for pid in forked:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_command_that_is_ended_removes_what_was_recorded(tmp_path: Path) -> None:
+    begun, temporary = tmp_path / "begun", tmp_path / "temporary"
+    os.mkfifo(begun)
+    temporary.mkdir()
+    mine = script(tmp_path, f"open({str(begun)!r}, 'w').close()\ntime.sleep(600)")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "meshtrain.cli", "verify", mine, "--layouts", "{tp: 2}"],
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)},
+    )
+    begun.read_text()  # returns when the script has opened it
+    assert list(temporary.glob("meshtrain_verify*"))
+    command.terminate()
+    assert command.wait(60) == 128 + signal.SIGTERM
+    assert not list(temporary.glob("meshtrain_verify*"))
 
 
 def test_a_rank_that_cannot_print_ends_all_the_same(
