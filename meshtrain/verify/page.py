@@ -94,8 +94,8 @@ def _picture(outcome: Outcome, tolerance: float) -> str:
         f'<line x1="0" x2="{right + 4}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="currentColor" '
         f'stroke-dasharray="3 3" opacity=".5"/>'
         f'<polyline points="{" ".join(line)}" fill="none" stroke="currentColor" '
-        f'stroke-width="1.2"/>{"".join(dots)}<text x="{right + 8}" y="{_height(last) + 3:.1f}">{largest(outcome)}'
-        "</text></svg>"
+        f'stroke-width="1.2"/>{"".join(dots)}'
+        f'<text x="{right + 8}" y="{_height(last) + 3:.1f}">{largest(outcome)}</text></svg>'
     )
 
 

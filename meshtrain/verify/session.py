@@ -51,8 +51,10 @@ OF_TENSORS = 10
 # How many times the rounding of one process in 16 bits counts as no difference.
 OF_16_BITS = 4
 JUDGED_IN = "float64"  # in which nothing hides behind rounding
-# There, a larger difference is no rounding, and a smaller one may be.
+# There, a larger difference is no rounding. A smaller one is, if it grows with the rounding, which
+# in float32 is 5e8 times as large; no difference is much larger than 1.
 MOST_ROUNDING = 1e-6
+GROWS_IN_FLOAT32 = 1e4
 EQUAL, DIFFERENT, REFUSED = "equal", "different", "refused"
 
 
@@ -432,10 +434,12 @@ class Verification:
             return Outcome(sizes, EQUAL, apart=apart)
         # A run that has failed lacks steps; what differed before it failed says more.
         if not differences or differences[0].what == "step":
-            step = len(recorded.rows) + 1
-            kind, reason = FAILURE, _failure(recorded.ended)
+            step = min(len(recorded.rows), len(alone.rows)) + 1
             if recorded.ended.is_done:
-                kind, reason = METRIC, _other_steps(recorded, alone)
+                own, expected = len(recorded.rows), len(alone.rows)
+                kind, reason = METRIC, f"it makes {own} steps in the place of {expected}"
+            else:
+                kind, reason = FAILURE, _failure(recorded.ended)
             return Outcome(sizes, DIFFERENT, reason, step=step, kind=kind, apart=apart)
         finding = self._finding(layout, recorded, differences, precision)
         return _different(sizes, finding, differences, apart)
@@ -494,7 +498,7 @@ class Verification:
             recorded.rows, recorded.steps, alone.rows, alone.steps, exact, since=step
         )
         larger = [difference.size for difference in in_32_bits if math.isfinite(difference.size)]
-        return max(larger, default=0.0) > 100 * max(sizes)
+        return max(larger, default=0.0) > GROWS_IN_FLOAT32 * max(sizes)
 
     def _evidence(
         self,
@@ -627,10 +631,6 @@ def _headline(printed: str) -> str | None:
                 text = json.loads(line.removeprefix(FAILURE_MARK))["text"]
                 return " ".join(text.split())
     return None
-
-
-def _other_steps(recorded: Recorded, alone: Recorded) -> str:
-    return f"it makes {len(recorded.rows)} steps in the place of {len(alone.rows)}"
 
 
 def _different(

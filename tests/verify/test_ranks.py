@@ -1,11 +1,14 @@
-"""Forked ranks: how they end, and that none is left, however the command ends."""
+"""Forked ranks: how they end, and that none is left, however the command ends. And what becomes of
+runs that are made up."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -13,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from meshtrain.errors import InputError
+from meshtrain.script.settings import OUTPUT, PRECISION
 from meshtrain.verify import ranks, recording, session
 from meshtrain.verify.ranks import CANNOT_RECORD, Ended, ForkedRanks, RankEnd, Work
 from meshtrain.verify.session import Subject, Verification
@@ -179,3 +183,49 @@ def test_runs_are_removed_but_those_of_one_process(
     verification.begin()
     assert verification.verify({"tp": 2}).reason == "no such layout"
     assert [folder.name for folder in tmp_path.iterdir()] == ["001"]
+
+
+@dataclass
+class MadeUp:
+    """Runs that have only a loss in each step: 1 on one process, and on a layout what is given for
+    the precision."""
+
+    losses: dict[str, list[float]]
+    most: int | None = None
+
+    def run(self, work: Work) -> Ended:
+        losses = [1.0, 1.0]
+        if work.world > 1:
+            losses = self.losses[work.variables[PRECISION]]
+        lines = [
+            json.dumps({"step": step, "loss": loss, "grad_norm": 1.0}) + "\n"
+            for step, loss in enumerate(losses, 1)
+        ]
+        output = Path(work.variables[OUTPUT])
+        output.mkdir()
+        (output / "metrics.jsonl").write_text("".join(lines))
+        return Ended([RankEnd()] * work.world)
+
+
+@pytest.mark.parametrize(
+    ("in_32_bits", "kind"),
+    [
+        (1 + 0.1, "rounding"),
+        (1 + 5e-6, "forward"),  # rounding, as large as everywhere
+    ],
+)
+def test_a_small_difference_is_rounding_if_it_grows_with_it(
+    tmp_path: Path, in_32_bits: float, kind: str
+) -> None:
+    runs = MadeUp({"float64": [1.0, 1 + 1e-8], "float32": [1.0, in_32_bits]})
+    subject = Subject("mine.py", [], [], 2, "float64")
+    outcome = Verification(subject, runs, tmp_path, [{"tp": 2}]).verify({"tp": 2})
+    assert (outcome.status, outcome.step, outcome.kind) == ("different", 2, kind)
+
+
+def test_a_layout_that_makes_other_steps_says_so(tmp_path: Path) -> None:
+    subject = Subject("mine.py", [], [], 2, "float64")
+    runs = MadeUp({"float64": [1.0, 1.0, 1.0]})
+    outcome = Verification(subject, runs, tmp_path, [{"tp": 2}]).verify({"tp": 2})
+    assert (outcome.status, outcome.kind) == ("different", "metric")
+    assert outcome.reason == "it makes 3 steps in the place of 2"
