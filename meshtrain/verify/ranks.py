@@ -55,6 +55,8 @@ OF_LAUNCHERS = (
 GRACE_S = 20.0  # for ranks to end by themselves once one of them has failed
 POLL_S = 0.01
 LAST_CHARACTERS = 4000  # of what a rank has printed
+RAISED = re.compile(r"[\w.]+(Error|Exception): ")  # begins the end of a traceback
+NAME_OF_RANK = re.compile(r"^rank \d+ on host \S+( \([^)]*\))?: ")  # before what it says
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what ends the command
 CANNOT_RECORD = 74  # the status of a rank that cannot write what it records: EX_IOERR of sysexits.h
 
@@ -139,10 +141,10 @@ def _message(text: str) -> str:
     """What an error says, without the traceback with which a script ends, and the rank's name."""
     if "Traceback (most recent call last)" in text:
         lines = text.strip().splitlines()
-        raised = [n for n, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception): ", line)]
+        raised = [n for n, line in enumerate(lines) if RAISED.match(line)]
         if raised:
-            text = "\n".join(lines[raised[-1] :]).partition(": ")[2]
-    return re.sub(r"^rank \d+ on host \S+( \([^)]*\))?: ", "", text.strip())
+            _, _, text = "\n".join(lines[raised[-1] :]).partition(": ")
+    return NAME_OF_RANK.sub("", text.strip())
 
 
 class Ranks(Protocol):

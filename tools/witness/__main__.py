@@ -31,7 +31,7 @@ from meshtrain.job.storage import write_whole
 from meshtrain.layout import Layout
 from meshtrain.metrics.logger import read
 from tools.witness.picture import Step, draw
-from tools.witness.plan import ONE, Leg, faults, first_change, legs, save_every
+from tools.witness.plan import ONE, Disturbance, Leg, faults, first_change, legs, save_every
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -157,14 +157,7 @@ class Witness:
         how, more = faults(leg.end, self.every)
         status = self.train(self.disturbed, leg.layout, how, more)
         ended = exit_of(self.disturbed)
-        stopped, finished = ended == "stopped", ended == "done"
-        if leg.end is None:
-            as_planned = status == 0 and finished
-        elif leg.end.kind == "stop":
-            as_planned = status in (0, 75) and stopped
-        else:
-            as_planned = status != 0 and not stopped and not finished
-        if not as_planned:
+        if not is_as_planned(leg.end, status, ended):
             said = f"leg {leg.number} ended with status {status}, {ended or 'no exit.json'}"
             raise SystemExit(self.failed(self.disturbed, said))
         reached = read(self.disturbed / "metrics.jsonl")[-1]["step"]
@@ -178,6 +171,15 @@ class Witness:
         log = self.folder / f"{output.name}.log"
         last = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         return f"{output.name}: {why}, which was not planned; {log} ends with:\n{last}"
+
+
+def is_as_planned(end: Disturbance | None, status: int, ended: str | None) -> bool:
+    """Whether a job ended as its disturbance has it. `ended`: what `exit_of` says."""
+    if end is None:
+        return status == 0 and ended == "done"
+    if end.kind == "stop":
+        return status in (0, 75) and ended == "stopped"
+    return status != 0 and ended not in ("stopped", "done")
 
 
 def exit_of(run: Path) -> str | None:
