@@ -2,8 +2,10 @@
 stage makes of what it gets."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -132,6 +134,30 @@ def test_a_stage_that_is_killed_leaves_what_it_had(
     assert "- layouts: later: its stage's time was over" in page
     with suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(child.read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ctrl_c_ends_what_runs_and_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen] = []
+
+    def wait(process: subprocess.Popen, limit_s: float) -> int:
+        started.append(process)
+        main = threading.main_thread().ident  # this is a thread of the stage
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        return process.wait(limit_s)
+
+    monkeypatch.setattr(gpu_check, "wait", wait)
+    (tmp_path / gpu_check.RESULTS).touch()
+    hangs, waits = (
+        fake(name, then="import time; time.sleep(600)", limit_s=9) for name in ("one", "two")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.run_stage(Stage("layouts", 600, (hangs, waits)), tmp_path)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
+    rows = gpu_check.read_rows(tmp_path / gpu_check.RESULTS)
+    assert [(row["part"], row["ended"]) for row in rows] == [("one", "failed")], "not at its limit"
 
 
 def test_a_stage_that_crashes_does_not_end_the_others(tmp_path: Path) -> None:

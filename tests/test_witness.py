@@ -90,7 +90,7 @@ def test_bits_are_equal_until_the_layout_changes() -> None:
     assert result["problems"] == []
     assert result["bit_equal_until"] == 2
     assert result["largest"] == pytest.approx(1e-12, rel=1e-3)
-    assert result["rows"][0] == [1, 4, 4, 0, 0]
+    assert result["rows"][0] == (1, 4, 4, 0, 0)
 
 
 def test_what_is_no_rounding_is_a_problem() -> None:

@@ -14,8 +14,11 @@ FORMER_MODELS: dict[str, str] = {
         "and checkpoints are read by model: {name: transformers, weights: FOLDER}"
     ),
 }
-# Keys that the class does not have: they said how the model was trained, not what its weights are.
-_TRAINING_KEYS = frozenset({"hidden_dropout", "router_balance", "router_z_loss_coef"})
+# Keys that the class does not have. The last three said how the model was trained, not what its
+# weights are.
+_NOT_OF_THE_CLASS = frozenset(
+    {"name", "preset", "weights", "hidden_dropout", "router_balance", "router_z_loss_coef"}
+)
 
 
 def what_replaces(model: Mapping[str, Any]) -> str | None:
@@ -30,12 +33,13 @@ def of_today(model: Mapping[str, Any]) -> dict[str, Any]:
     if what_replaces(model) is None:
         return dict(model)
     section: dict[str, Any] = {"name": "transformers", "model_type": model["name"]}
-    keys: dict[str, Any] = {}
-    for name, value in model.items():
-        if name == "weights":
-            section[name] = value
-        elif name not in {"name", "preset"} | _TRAINING_KEYS and value is not None:
-            keys[name] = value
+    if "weights" in model:
+        section["weights"] = model["weights"]
+    keys: dict[str, Any] = {
+        name: value
+        for name, value in model.items()
+        if name not in _NOT_OF_THE_CLASS and value is not None
+    }
     # null meant as many as query heads; the class would take 8.
     if model.get("num_key_value_heads") is None and "num_attention_heads" in keys:
         keys["num_key_value_heads"] = keys["num_attention_heads"]

@@ -5,6 +5,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,8 +31,9 @@ class _Layouts(argparse.Action):
         given = [value for value in values if value.startswith("{")]
         if not given:
             parser.error("--layouts takes layouts, such as '{tp: 2}' '{pp: 2, dp_shard: 2}'")
+        others = [value for value in values if not value.startswith("{")]
         namespace.layouts = [*(namespace.layouts or []), *given]
-        namespace.after = [*(namespace.after or []), *[x for x in values if x not in given]]
+        namespace.after = [*namespace.after, *others]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # these bring torch
     from meshtrain.job.exit import job_exit
-    from meshtrain.verify.ranks import ForkedRanks, RanksOfJob, follow, job_of_launcher
+    from meshtrain.verify.ranks import ENDING, ForkedRanks, RanksOfJob, follow, job_of_launcher
 
     try:
         subject, layouts = _read(arguments)
@@ -92,6 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") != "0":
             return INPUT_STATUS  # rank 0 of the job says it for all
         raise
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            # so that it ends its ranks, and removes what they have recorded
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     job = job_of_launcher()
     if job is None:
         return _verify(arguments, subject, layouts, ForkedRanks())
@@ -136,6 +142,8 @@ def _read(arguments: argparse.Namespace) -> "tuple[Subject, Sequence[Sizes]]":
         raise InputError("--model is for the model of a config: that of a script is in the script")
     if target.endswith(".py") and not Path(target).is_file():
         raise InputError(f"there is no script {target}")
+    if arguments.html is not None and not _can_be_written(Path(arguments.html)):
+        raise InputError(f"--html {arguments.html}: expected a file in a folder that is there")
     layouts = read_layouts(arguments.layouts or [])
     if not layouts:
         ranks = RANKS if arguments.ranks is None else arguments.ranks
@@ -146,11 +154,17 @@ def _read(arguments: argparse.Namespace) -> "tuple[Subject, Sequence[Sizes]]":
     return subject, layouts
 
 
+def _can_be_written(file: Path) -> bool:
+    """Whether a file can be written, as far as its folder tells before all runs."""
+    return file.parent.is_dir() and not file.is_dir() and os.access(file.parent, os.W_OK)
+
+
 def _verify(
     arguments: argparse.Namespace, subject: "Subject", layouts: "Sequence[Sizes]", ranks: Any
 ) -> int:
     import torch
 
+    from meshtrain.verify.report import name_of, where
     from meshtrain.verify.session import Verification
 
     # Threads of torch would be missing in the processes that are forked from this one.
@@ -165,18 +179,14 @@ def _verify(
             keeps=arguments.folder is not None,
         )
         verification.begin()
-        outcomes = [_verified(verification, sizes) for sizes in layouts]
+        outcomes = []
+        for sizes in layouts:
+            outcome = verification.verify(sizes)
+            outcomes.append(outcome)
+            about = where(outcome)
+            line = f"{name_of(sizes)}: {outcome.status}{': ' + about if about else ''}"
+            print(line, file=sys.stderr, flush=True)
     return _report(arguments, verification, outcomes)
-
-
-def _verified(verification: "Verification", sizes: "Sizes") -> "Outcome":
-    from meshtrain.verify.report import name_of, where
-
-    outcome = verification.verify(sizes)
-    about = where(outcome)
-    line = f"{name_of(sizes)}: {outcome.status}{': ' + about if about else ''}"
-    print(line, file=sys.stderr, flush=True)
-    return outcome
 
 
 def _report(
@@ -208,8 +218,9 @@ def _folder(given: str | None) -> Iterator[Path]:
             yield Path(folder)
         return
     kept = Path(given).expanduser()
-    if kept.exists() and any(kept.iterdir()):
-        raise InputError(f"--folder {given} is not empty: name a new one, or remove it")
     with writing(given):
         kept.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(kept.iterdir())
+    if not is_empty:
+        raise InputError(f"--folder {given} is not empty: name a new one, or remove it")
     yield kept.resolve()

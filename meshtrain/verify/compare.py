@@ -4,7 +4,7 @@ their ranks have recorded. Without torch: it reads numbers."""
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ PASSED_OVER = re.compile(
 # What is compared of a parameter, in the order in which a step computes it.
 GRADIENT, WEIGHT = "gradient", "weight"
 SAMPLES, SAMPLE_LOSS = "samples", "sample_loss"
-FAILURE = "failure"
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,9 @@ def relative(value: Any, expected: Any) -> float:
     """The difference of two numbers beside the second; infinite where one of them is none."""
     if value == expected:
         return 0.0
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in (value, expected)):
-        return math.inf
+    for number in (value, expected):
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            return math.inf
     return abs(value - expected) / abs(expected) if expected else math.inf
 
 
@@ -143,35 +143,6 @@ def padding_losses(ranks: Sequence[RankStep]) -> float:
     return sum(sum(rank.losses[rank.real :]) for rank in ranks if rank.speaks)
 
 
-def first_difference(
-    rows: Sequence[Row],
-    steps: Sequence[Sequence[RankStep]],
-    expected_rows: Sequence[Row],
-    expected: Sequence[Sequence[RankStep]],
-    tolerance: "Tolerances",
-) -> list[Difference]:
-    """All differences of the first step that has any, in the order in which a step computes:
-    samples, losses, gradients, norm, weights.
-
-    Args:
-        steps: for each step from 0 (before the first), what each rank has recorded.
-    """
-    of_rows = compare_rows(rows, expected_rows, tolerance.number)
-    first_row = of_rows[0].step if of_rows else math.inf
-    for step, ranks in enumerate(steps):
-        own = list(_of_ranks(step, ranks, expected[step], tolerance))
-        if own or first_row <= step:
-            own += of_rows if first_row == step else []
-            return sorted(own, key=_order)
-    return of_rows
-
-
-def _order(difference: Difference) -> int:
-    """In which order a step computes what is compared."""
-    order = (SAMPLES, *SAME, SAMPLE_LOSS, "loss", GRADIENT, "grad_norm", WEIGHT)
-    return order.index(difference.what) if difference.what in order else len(order)
-
-
 @dataclass(frozen=True)
 class Tolerances:
     """The largest relative differences that count as none: of numbers of a row, of gradients, and
@@ -182,27 +153,88 @@ class Tolerances:
     weight: float
 
 
+def first_difference(
+    rows: Sequence[Row],
+    steps: Sequence[Sequence[RankStep]],
+    expected_rows: Sequence[Row],
+    expected: Sequence[Sequence[RankStep]],
+    tolerances: Tolerances,
+    *,
+    since: int = 0,
+) -> list[Difference]:
+    """All differences of the first step that has any, in the order in which a step computes:
+    samples, losses, gradients, norm, weights.
+
+    Args:
+        steps: for each step from 0 (before the first), what each rank has recorded.
+        since: steps before this one are passed over.
+    """
+    of_rows = compare_rows(
+        [row for row in rows if row["step"] >= since],
+        [row for row in expected_rows if row["step"] >= since],
+        tolerances.number,
+    )
+    first_of_rows = of_rows[0].step if of_rows else None
+    both = min(len(steps), len(expected))
+    for step in range(since, both):
+        differences = list(_of_ranks(step, steps[step], expected[step], tolerances))
+        if step == first_of_rows:
+            differences += of_rows
+        if differences:
+            return sorted(differences, key=_order)
+    # What only one of the runs has recorded was not compared.
+    if not of_rows and len(steps) != len(expected):
+        return [Difference(both, "step", math.inf)]
+    return of_rows
+
+
+def _order(difference: Difference) -> int:
+    """In which order a step computes what is compared."""
+    order = (SAMPLES, *SAME, SAMPLE_LOSS, "loss", GRADIENT, "grad_norm", WEIGHT)
+    return order.index(difference.what) if difference.what in order else len(order)
+
+
 def _of_ranks(
-    step: int, ranks: Sequence[RankStep], expected: Sequence[RankStep], tolerance: Tolerances
+    step: int, ranks: Sequence[RankStep], expected: Sequence[RankStep], tolerances: Tolerances
 ) -> Iterator[Difference]:
     if samples_read(ranks) != samples_read(expected):
         yield Difference(step, SAMPLES, math.inf)
-    losses, own = sample_losses(expected), sample_losses(ranks)
-    # Beside the largest: a sample may have no target with a loss, and a script tells of none.
-    largest = max(map(abs, losses.values()), default=0.0)
-    if own.keys() != losses.keys():
-        yield Difference(step, SAMPLE_LOSS, math.inf)
-    elif largest > 0:
-        apart = max(abs(own[n] - losses[n]) for n in losses) / largest
-        if not apart <= 10 * tolerance.number:
-            yield Difference(step, SAMPLE_LOSS, apart)
-    for what, limit in ((GRADIENT, tolerance.gradient), (WEIGHT, tolerance.weight)):
-        of_names: dict[str, float] = {}
-        for rank in ranks:
-            held = rank.gradients if what == GRADIENT else rank.weights
-            for name, size in (held or {}).items():
-                before = of_names.get(name, 0.0)
-                of_names[name] = size if math.isnan(size) else max(before, size)
-        for name, size in of_names.items():
-            if not size <= limit:
-                yield Difference(step, what, size, name)
+
+    loss_apart = _losses_apart(sample_losses(ranks), sample_losses(expected))
+    # One sample's loss has fewer terms than the mean, in which roundings cancel.
+    if not loss_apart <= 10 * tolerances.number:
+        yield Difference(step, SAMPLE_LOSS, loss_apart)
+
+    gradients = _largest_by_name(rank.gradients for rank in ranks)
+    weights = _largest_by_name(rank.weights for rank in ranks)
+    for name, size in gradients.items():
+        if not size <= tolerances.gradient:
+            yield Difference(step, GRADIENT, size, name)
+    for name, size in weights.items():
+        if not size <= tolerances.weight:
+            yield Difference(step, WEIGHT, size, name)
+
+
+def _losses_apart(losses: Mapping[int, float], expected: Mapping[int, float]) -> float:
+    """The largest difference of a sample's loss, beside the largest loss: a sample may have no
+    target, and so a loss of 0."""
+    if losses.keys() != expected.keys():
+        return math.inf
+    largest = max(map(abs, expected.values()), default=0.0)
+    if largest == 0:
+        return 0.0  # a script tells of no sample's loss
+    sizes = [abs(losses[n] - expected[n]) / largest for n in expected]
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+
+
+def _largest_by_name(of_ranks: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
+    """Each parameter's largest difference on any rank; NaN where one has NaN."""
+    largest: dict[str, float] = {}
+    for of_rank in of_ranks:
+        for name, size in (of_rank or {}).items():
+            before = largest.get(name, 0.0)
+            if math.isnan(size) or size > before:
+                largest[name] = size
+            else:
+                largest[name] = before
+    return largest

@@ -10,7 +10,8 @@ samples are missing, or count otherwise.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,11 @@ CLOSE = 1e-6
 MOST_OF_16_BITS = 2**-6
 # More than a sum of a few numbers of bfloat16 has, and fewer than those of float32.
 DIGITS_OF_16_BITS = 20
+
+# By how much the number of a sample in a gradient may differ from a whole one: it is solved for.
+NEAR_A_NUMBER = 1e-3
+# Of a gradient's norm, at most so much is called a part of it.
+LARGEST_PART = 0.95
 
 FACTOR = "factor"
 MISSING_SUM = "missing sum"
@@ -100,6 +106,7 @@ class Evidence:
 
     Attributes:
         expected, ranks: what one process, and what each rank has recorded of it.
+        numbers, expected_numbers: of the step's rows; null, where a number is none.
         whole: `gradient/NAME`, `weight/NAME` (after the update) and `before/NAME` of one process.
         own: for each rank, the parts that it has written; empty: they are those of one process.
         contributions: name -> (samples, ...), what each sample adds to the gradient; None: it is
@@ -113,23 +120,29 @@ class Evidence:
     differences: Sequence[Difference]
     expected: Sequence[RankStep]
     ranks: Sequence[RankStep]
-    numbers: Mapping[str, float]
-    expected_numbers: Mapping[str, float]
+    numbers: Mapping[str, float | None]
+    expected_numbers: Mapping[str, float | None]
     whole: dict[str, Tensor]
     own: Sequence[Tensors]
     contributions: Callable[[], dict[str, Tensor] | None] = lambda: None
     equal_without_dropout: Callable[[], bool | None] = lambda: None
-    _samples: list[dict[str, Tensor] | None] = field(default_factory=list)
 
     def differs(self, what: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.what == what]
+
+    @property
+    def loss_differs(self) -> bool:
+        return bool(self.differs(SAMPLE_LOSS) or self.differs("loss"))
 
     def names(self, what: str) -> list[str]:
         """The parameters whose gradient or weight differs, in the order of the model."""
         return [str(difference.parameter) for difference in self.differs(what)]
 
     def held(self, name: str) -> Iterator[tuple[int, Held]]:
-        """The parts that ranks have written of a tensor, by rank."""
+        """The parts that ranks have written of a tensor, by rank; none of one that one process does
+        not have."""
+        if name not in self.whole:
+            return
         for rank, tensors in enumerate(self.own):
             if name in tensors and tensors[name].value.numel():
                 yield rank, tensors[name]
@@ -140,18 +153,31 @@ class Evidence:
         value = whole[held.part] if whole.dim() else whole
         return value.double().reshape(held.value.shape)
 
+    def side_by_side(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """All elements of a tensor that ranks have written, and those of one process in the same
+        places: two long vectors. None: nobody has written any."""
+        own, expected = [], []
+        for _, held in self.held(name):
+            own.append(held.value.double().flatten())
+            expected.append(self.part(name, held).flatten())
+        return (torch.cat(own), torch.cat(expected)) if own else None
+
+    @cached_property
     def of_samples(self) -> dict[str, Tensor] | None:
-        if not self._samples:
-            self._samples.append(self.contributions())
-        return self._samples[0]
+        """The contributions, for which one process runs only where a judge asks."""
+        return self.contributions()
 
     def axes(self, size: float) -> list[str]:
-        """The axes of this size, and those that are so together."""
+        """The axes of this size; where there are none, all axes, if they have it together."""
         layout = self.layout
-        single = [axis for axis in layout.axes if math.isclose(layout.size(axis), size)]
-        if not single and math.isclose(layout.world_size, size):
+        alike = [axis for axis in layout.axes if _is_equal(layout.size(axis), size)]
+        if not alike and _is_equal(layout.world_size, size):
             return list(layout.axes)
-        return single
+        return alike
+
+
+def _is_equal(number: float, other: float) -> bool:
+    return math.isclose(number, other, rel_tol=CLOSE)
 
 
 def judge(evidence: Evidence) -> Finding:
@@ -183,59 +209,88 @@ def other_samples(evidence: Evidence) -> Finding | None:
         return None
     own, expected = samples_read(evidence.ranks), samples_read(evidence.expected)
     missing, more = expected - own, own - expected
-    if missing and not more:
+    if not missing and not more:
+        return Finding(OTHER_SAMPLE, "the same samples are read in another order")
+    if not more:
         return Finding(MISSING_SAMPLE, f"nobody reads {_listed(missing)}")
-    if more and all(sample in expected for sample in more):
+    if all(sample in expected for sample in more):
         return Finding(REPEATED_SAMPLE, f"{_listed(more)} read more than once")
+    if _indices(more) == _indices(missing):
+        return Finding(OTHER_SAMPLE, f"{_listed(more)} read with other contents")
     return Finding(OTHER_SAMPLE, f"{_listed(more)} read in the place of {_listed(missing)}")
 
 
+def _indices(samples: Mapping[tuple, int]) -> list[int]:
+    return sorted({int(index) for _, index, _ in samples})
+
+
 def _listed(samples: Mapping[tuple, int]) -> str:
-    indices = sorted({int(index) for _, index, _ in samples})
+    indices = _indices(samples)
     return f"{'sample' if len(indices) == 1 else 'samples'} {join_some(ranges(indices))}"
 
 
 # The forward --------------------------------------------------------------------------------------
 
 
+class _Losses:
+    """The loss of each sample, by position in the global batch."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.own = sample_losses(evidence.ranks)
+        self.expected = sample_losses(evidence.expected)
+        self.largest = max(map(abs, self.expected.values()), default=0.0)
+        # Position -> difference. A sample may have no target, so it is beside the largest loss.
+        self.apart: dict[int, float] = {}
+        if self.largest > 0:
+            for position in sorted(self.own.keys() | self.expected.keys()):
+                size = abs(self.own.get(position, 0.0) - self.expected.get(position, 0.0))
+                self.apart[position] = size / self.largest
+        self.wrong = {n for n, size in self.apart.items() if not size <= CLOSE}
+
+    @property
+    def all_are_wrong(self) -> bool:
+        return len(self.wrong) == len(self.expected)
+
+    def is_nothing(self, loss: float) -> bool:
+        return abs(loss) <= CLOSE * self.largest
+
+
 def losses(evidence: Evidence) -> Finding | None:
     """Which losses of samples are others."""
-    own, expected = sample_losses(evidence.ranks), sample_losses(evidence.expected)
-    padding = padding_losses(evidence.ranks)
-    largest = max(map(abs, expected.values()), default=0.0)
-    if evidence.differs("loss") and abs(padding) > CLOSE * largest and _same(own, expected):
-        return Finding(REPEATED_SAMPLE, "padding has a loss, which is added to that of the samples")
-    if not evidence.differs(SAMPLE_LOSS) and not evidence.differs("loss"):
+    if not evidence.loss_differs:
         return None
-    apart = {n for n, loss in expected.items() if not _close(own.get(n, 0.0), loss, largest)}
-    if apart and all(abs(own.get(n, 0.0)) <= CLOSE * largest for n in apart):
-        if len(apart) == len(expected):
+    found = _Losses(evidence)
+    padding = padding_losses(evidence.ranks)
+    if not found.wrong and not found.is_nothing(padding):
+        return Finding(REPEATED_SAMPLE, "padding has a loss, which is added to that of the samples")
+
+    if found.wrong and all(found.is_nothing(found.own.get(n, 0.0)) for n in found.wrong):
+        if found.all_are_wrong:
             return None  # the loss is not where it is looked for
-        return Finding(
-            MISSING_SAMPLE, f"{_at(apart)} {'has' if len(apart) == 1 else 'have'} no loss"
-        )
-    if not apart and expected:
+        have = "has" if len(found.wrong) == 1 else "have"
+        return Finding(MISSING_SAMPLE, f"{_at(found.wrong)} {have} no loss")
+
+    if _is_the_mean_alone(evidence, found):
+        own, expected = evidence.numbers.get("loss"), evidence.expected_numbers.get("loss")
         return Finding(
             WEIGHTING,
             "the loss of each sample is right, and their mean is not: "
-            f"{evidence.numbers['loss']:.6g} in the place of "
-            f"{evidence.expected_numbers['loss']:.6g}",
+            f"{_text(own)} in the place of {_text(expected)}",
         )
-    factor = _factor(list(own.values()), [expected.get(n, 0.0) for n in own])
-    if factor is not None and len(apart) > 1:
+
+    in_place = [found.expected.get(n, 0.0) for n in found.own]
+    factor = _factor(list(found.own.values()), in_place)
+    if factor is not None and len(found.wrong) > 1:
         return Finding(FACTOR, f"each loss is {_times(evidence, factor)}")
     return None
 
 
-def _same(own: Mapping[int, float], expected: Mapping[int, float]) -> bool:
-    largest = max(map(abs, expected.values()), default=0.0)
-    return own.keys() == expected.keys() and all(
-        _close(own[n], expected[n], largest) for n in expected
-    )
-
-
-def _close(value: float, expected: float, size: float) -> bool:
-    return abs(value - expected) <= CLOSE * size
+def _is_the_mean_alone(evidence: Evidence, losses: _Losses) -> bool:
+    """Whether the mean is further from one process's than any sample's loss."""
+    of_mean = evidence.differs("loss")
+    if not of_mean or not losses.apart or losses.wrong:
+        return False
+    return of_mean[0].size > 10 * max(losses.apart.values())
 
 
 def _at(positions: set[int]) -> str:
@@ -243,39 +298,47 @@ def _at(positions: set[int]) -> str:
     return f"{'position' if len(positions) == 1 else 'positions'} {named} of the global batch"
 
 
+def _text(number: float | None) -> str:
+    """A number of a row, which has null for NaN and infinity."""
+    return "no number" if number is None else f"{number:.6g}"
+
+
 def counts(evidence: Evidence) -> Finding | None:
     """What samples count: of a script, which does not tell the loss of each, or the targets."""
-    if not evidence.differs("count") and not evidence.differs("tokens"):
-        return None
-    name = "count" if evidence.differs("count") else "tokens"
-    own, expected = evidence.numbers[name], evidence.expected_numbers[name]
-    reason = f"samples count {own:g} in the place of {expected:g}"
-    if name == "tokens":
-        reason = f"{own:g} targets have a loss in the place of {expected:g}"
-    return Finding(MISSING_SAMPLE if own < expected else REPEATED_SAMPLE, reason)
+    for name in ("count", "tokens"):
+        own, expected = evidence.numbers.get(name), evidence.expected_numbers.get(name)
+        if not evidence.differs(name) or own is None or expected is None:
+            continue
+        kind = MISSING_SAMPLE if own < expected else REPEATED_SAMPLE
+        reason = f"samples count {own:g} in the place of {expected:g}"
+        if name == "tokens":
+            reason = f"{own:g} targets have a loss in the place of {expected:g}"
+        return Finding(kind, reason)
+    return None
 
 
 def random_numbers(evidence: Evidence) -> Finding | None:
-    forward = evidence.differs(SAMPLE_LOSS) or evidence.differs("loss")
-    backward = evidence.differs(GRADIENT)
-    if not (forward or backward) or not evidence.equal_without_dropout():
+    if not evidence.loss_differs and not evidence.differs(GRADIENT):
+        return None
+    if not evidence.equal_without_dropout():
         return None
     return Finding(RANDOM, "with every probability of dropout at 0 the runs are equal")
 
 
 def forward(evidence: Evidence) -> Finding | None:
-    if not evidence.differs(SAMPLE_LOSS) and not evidence.differs("loss"):
+    if not evidence.loss_differs:
         return None
-    own, expected = sample_losses(evidence.ranks), sample_losses(evidence.expected)
-    largest = max(map(abs, expected.values()), default=0.0)
-    apart = {n for n, loss in expected.items() if not _close(own.get(n, 0.0), loss, largest)}
-    which = "all samples" if len(apart) == len(expected) else _at(apart)
-    first = evidence.names(GRADIENT)
+    found = _Losses(evidence)
+    if found.all_are_wrong:  # of a script, too, which tells of none
+        which = "all samples"
+    else:
+        which = _at(found.wrong) if found.wrong else "some samples"
+    of_gradients = evidence.names(GRADIENT)
     return Finding(
         FORWARD,
         f"with the same weights and samples the loss of {which} is another: what the forward "
         "computes depends on the layout",
-        first[0] if first else None,
+        of_gradients[0] if of_gradients else None,
     )
 
 
@@ -319,17 +382,11 @@ def _adds_up(evidence: Evidence, name: str, held: Mapping[int, Held], axis: str)
 
 
 def factor_of_gradients(evidence: Evidence) -> Finding | None:
-    for parameter in evidence.names(GRADIENT):
-        name = f"{GRADIENT}/{parameter}"
-        own = [(held.value.double(), evidence.part(name, held)) for _, held in evidence.held(name)]
-        if not own:
-            continue
-        factor = _factor(
-            torch.cat([value.flatten() for value, _ in own]),
-            torch.cat([expected.flatten() for _, expected in own]),
-        )
+    names = evidence.names(GRADIENT)
+    for parameter in names:
+        values = evidence.side_by_side(f"{GRADIENT}/{parameter}")
+        factor = None if values is None else _factor(*values)
         if factor is not None:
-            names = evidence.names(GRADIENT)
             others = "" if len(names) == 1 else f", and {len(names) - 1} more differ"
             return Finding(
                 FACTOR,
@@ -347,8 +404,9 @@ def _factor(own: Sequence[float] | Tensor, expected: Sequence[float] | Tensor) -
     if x.numel() < 2 or square == 0:
         return None
     factor = float(x @ y) / square
-    is_one = abs(factor - 1) <= CLOSE
-    return factor if _is_near(x, factor * y) and factor != 0 and not is_one else None
+    if factor == 0 or _is_equal(factor, 1):
+        return None
+    return factor if _is_near(x, factor * y) else None
 
 
 def _times(evidence: Evidence, factor: float) -> str:
@@ -366,46 +424,59 @@ def _is_near(value: Tensor, expected: Tensor, limit: float = CLOSE) -> bool:
 
 def of_samples(evidence: Evidence) -> Finding | None:
     """A gradient is a sum of what samples add, each times a number."""
-    if not evidence.differs(GRADIENT):
-        return None
-    by_rank = {}
-    for rank in range(len(evidence.own)):
-        numbers = _numbers_of_samples(evidence, rank)
-        if numbers is not None:
-            by_rank[rank] = numbers
-    # A stage whose gradients are right says nothing about those of another one.
     names = evidence.names(GRADIENT)
-    concerned = {rank for name in names for rank, _ in evidence.held(f"{GRADIENT}/{name}")}
-    if not by_rank or concerned - by_rank.keys():
+    by_rank: dict[int, Tensor] = {}
+    for rank in range(len(evidence.own)):
+        own: dict[str, Held] = {}
+        for name in names:
+            part = evidence.own[rank].get(f"{GRADIENT}/{name}")
+            if part is not None and part.value.numel():
+                own[name] = part
+        if not own:
+            continue  # it has written none, or is another stage of a pipeline
+        numbers = _numbers_of_samples(evidence, own)
+        if numbers is None:
+            return None
+        by_rank[rank] = numbers
+    if not by_rank:
         return None
-    first = names[0]
-    finding = _of_shares(evidence, by_rank) or _of_numbers(evidence, by_rank)
-    return finding._replace(parameter=first)
+    # Where each sample counts once, the samples do not explain what differs.
+    if all(bool(_are_near(numbers, 1).all()) for numbers in by_rank.values()):
+        return None
+    finding = _of_shares(evidence, by_rank) or _of_numbers(by_rank)
+    return finding._replace(parameter=names[0])
 
 
-def _numbers_of_samples(evidence: Evidence, rank: int) -> Tensor | None:
-    """By which number each sample is multiplied in the gradients of a rank; None: they are no such
-    sum, or one of them is not known."""
-    parts = evidence.of_samples()
-    if parts is None:
+def _are_near(numbers: Tensor, others: Tensor | float) -> Tensor:
+    return (numbers - others).abs() < NEAR_A_NUMBER
+
+
+def _numbers_of_samples(evidence: Evidence, own: Mapping[str, Held]) -> Tensor | None:
+    """By which number each sample is multiplied in a rank's gradients; None: they are no such sum,
+    or one of them is not known. `own`: its parts of them, by parameter."""
+    added_by_samples = evidence.of_samples
+    if added_by_samples is None:
         return None
-    columns, values = [], []
-    for parameter in evidence.names(GRADIENT):
-        held = evidence.own[rank].get(f"{GRADIENT}/{parameter}")
-        if held is None or held.value.numel() == 0 or parameter not in parts:
+    # One row for each element, with what every sample adds to it, and its value on the rank.
+    rows, values = [], []
+    for parameter, held in own.items():
+        if parameter not in added_by_samples:
             continue
-        added = parts[parameter]
-        if not _is_near(added.double().sum(0), evidence.whole[f"{GRADIENT}/{parameter}"].double()):
+        added = added_by_samples[parameter].double()  # (samples, ...)
+        if not _is_near(added.sum(0), evidence.whole[f"{GRADIENT}/{parameter}"].double()):
             return None  # the step's loss is no sum over samples
-        own = added[(slice(None), *held.part)] if added.dim() > 1 else added
-        columns.append(own.double().reshape(len(added), -1))
+        in_part = added[(slice(None), *held.part)] if added.dim() > 1 else added
+        rows.append(in_part.reshape(len(added), -1).T)
         values.append(held.value.double().flatten())
-    if not columns:
+    if not rows:
         return None
-    matrix, value = torch.cat(columns, 1).T, torch.cat(values)
-    if len(matrix) < matrix.shape[1]:
-        return None  # any numbers would do
-    # By the normal equations of normalized columns: there are few samples, and many elements.
+    matrix, value = torch.cat(rows), torch.cat(values)
+    if not bool(matrix.isfinite().all() and value.isfinite().all()):
+        return None  # LAPACK takes numbers only
+    elements, samples = int(matrix.any(dim=1).sum()), matrix.shape[1]
+    if elements <= samples:
+        return None  # some numbers would give any gradient
+    # Of columns of the same norm: a sample may add much less than another.
     norms = matrix.norm(dim=0).clamp(min=1e-30)
     numbers = torch.linalg.lstsq(matrix / norms, value[:, None], driver="gelsd").solution[:, 0]
     numbers = numbers / norms
@@ -419,11 +490,12 @@ def _of_shares(evidence: Evidence, by_rank: Mapping[int, Tensor]) -> Finding | N
     if len(set(shares.values())) < 2:
         return None
     for rank, numbers in by_rank.items():
-        inside = torch.zeros(len(numbers), dtype=torch.bool)
-        inside[list(shares[rank])] = True
-        if bool((numbers[~inside].abs() > 1e-3).any()) or not bool(numbers[inside].numel()):
+        is_own = torch.zeros(len(numbers), dtype=torch.bool)
+        is_own[list(shares[rank])] = True
+        own, others = numbers[is_own], numbers[~is_own]
+        if own.numel() == 0 or not bool(_are_near(others, 0).all()):
             return None
-        if not torch.allclose(numbers[inside], numbers[inside][0], rtol=1e-3):
+        if not torch.allclose(own, own[0], rtol=NEAR_A_NUMBER):
             return None
     return Finding(
         MISSING_SUM,
@@ -437,19 +509,16 @@ def _share(evidence: Evidence, rank: int) -> range:
     return range(recorded.first, recorded.first + recorded.real)
 
 
-def _of_numbers(evidence: Evidence, by_rank: Mapping[int, Tensor]) -> Finding:
+def _of_numbers(by_rank: Mapping[int, Tensor]) -> Finding:
     """What the numbers of the samples say."""
-    numbers = torch.stack(list(by_rank.values()))
-    zero = _positions((numbers.abs() < 1e-3).any(0))
-    whole = numbers.round()
-    if bool(((numbers - whole).abs() < 1e-3).all()):
-        more = _positions((whole > 1).any(0))
-        if zero:
-            return Finding(MISSING_SAMPLE, f"the gradient has nothing of {_at(zero)}")
-        if more and len(more) < numbers.shape[1]:
-            return Finding(REPEATED_SAMPLE, f"the gradient has {_at(more)} more than once")
-    if zero and bool((((numbers - 1).abs() < 1e-3) | (numbers.abs() < 1e-3)).all()):
-        return Finding(MISSING_SAMPLE, f"the gradient has nothing of {_at(zero)}")
+    numbers = torch.stack(list(by_rank.values()))  # (ranks, samples)
+    missing = _positions(_are_near(numbers, 0).any(0))
+    more = _positions((numbers > 1 + NEAR_A_NUMBER).any(0))
+    are_whole = bool(_are_near(numbers, numbers.round()).all())
+    if are_whole and missing:
+        return Finding(MISSING_SAMPLE, f"the gradient has nothing of {_at(missing)}")
+    if are_whole and more and len(more) < numbers.shape[1]:
+        return Finding(REPEATED_SAMPLE, f"the gradient has {_at(more)} more than once")
     low, high = float(numbers.min()), float(numbers.max())
     return Finding(
         WEIGHTING,
@@ -482,22 +551,22 @@ def _share_of_norm(evidence: Evidence) -> float:
     """The norm of what is wrong with gradients, beside that of the right ones; 0: none is held."""
     moved = size = 0.0
     for parameter in evidence.names(GRADIENT):
-        name = f"{GRADIENT}/{parameter}"
-        for _, held in evidence.held(name):
-            expected = evidence.part(name, held)
-            moved += float((held.value.double() - expected).square().sum())
-            size += float(expected.square().sum())
+        values = evidence.side_by_side(f"{GRADIENT}/{parameter}")
+        if values is None:
+            continue
+        own, expected = values
+        moved += float((own - expected).square().sum())
+        size += float(expected.square().sum())
     return math.sqrt(moved / size) if size else 0.0
 
 
 def misplaced(evidence: Evidence) -> Finding | None:
     for parameter in evidence.names(GRADIENT):
-        name = f"{GRADIENT}/{parameter}"
-        own, expected = [], []
-        for _, held in evidence.held(name):
-            own.append(held.value.double().flatten())
-            expected.append(evidence.part(name, held).flatten())
-        if own and _is_near(torch.cat(own).sort()[0], torch.cat(expected).sort()[0]):
+        values = evidence.side_by_side(f"{GRADIENT}/{parameter}")
+        if values is None:
+            continue
+        own, expected = values
+        if not _is_near(own, expected) and _is_near(own.sort()[0], expected.sort()[0]):
             return Finding(
                 MISPLACED, f"the gradient of {parameter} has the right numbers elsewhere", parameter
             )
@@ -513,8 +582,9 @@ def part_of_a_sequence(evidence: Evidence) -> Finding | None:
         name = f"{GRADIENT}/{parameter}"
         for _, held in evidence.held(name):
             own, expected = held.value.double().flatten(), evidence.part(name, held).flatten()
-            sizes = float(own.norm() * expected.norm())
-            if sizes and float(own @ expected) > 0.2 * sizes and own.norm() < expected.norm():
+            size, whole_size = float(own.norm()), float(expected.norm())
+            is_smaller = size < LARGEST_PART * whole_size
+            if is_smaller and float(own @ expected) > 0.2 * size * whole_size:
                 return Finding(
                     MISSING_SUM,
                     f"the gradient of {parameter} is a part of that of one process, and no sum of "
@@ -544,23 +614,25 @@ def backward(evidence: Evidence) -> Finding | None:
 def norm(evidence: Evidence) -> Finding | None:
     if not evidence.differs("grad_norm"):
         return None
-    own, expected = evidence.numbers["grad_norm"], evidence.expected_numbers["grad_norm"]
-    reason = f"it is {own:.6g}, and that of these gradients is {expected:.6g}"
+    own, expected = evidence.numbers.get("grad_norm"), evidence.expected_numbers.get("grad_norm")
+    reason = f"it is {_text(own)}, and that of these gradients is {_text(expected)}"
+    if own is None or expected is None:
+        return Finding(NORM, reason)
     squares = {
         name.partition("/")[2]: float(gradient.double().square().sum())
         for name, gradient in evidence.whole.items()
         if name.startswith(GRADIENT)
     }
     more = own**2 - expected**2
-    experts = [name for name in squares if ".experts." in name]
-    for which, names in (("experts", experts), ("all parameters", list(squares))):
-        of_names = sum(squares[name] for name in names)
-        if not of_names:
+    experts = sum(square for name, square in squares.items() if ".experts." in name)
+    for which, square in (("experts", experts), ("all parameters", sum(squares.values()))):
+        times = 1 + more / square if square else 0.0
+        if times <= 0:
             continue
-        times = 1 + more / of_names
-        for size, how in ((times, f"{times:.4g} times"), (1 / times, f"1 / {1 / times:.4g} times")):
-            if times > 0 and math.isclose(size, round(size), rel_tol=1e-4) and round(size) > 1:
-                return Finding(NORM, f"{reason}: it counts the gradients of {which} {how}")
+        for number, how in ((times, ""), (1 / times, "1 / ")):
+            if round(number) > 1 and math.isclose(number, round(number), rel_tol=1e-4):
+                counted = f"it counts the gradients of {which} {how}{number:.4g} times"
+                return Finding(NORM, f"{reason}: {counted}")
     return Finding(NORM, reason)
 
 
@@ -569,36 +641,33 @@ def clipping(evidence: Evidence) -> Finding | None:
     if not evidence.differs(WEIGHT):
         return None
     expected = evidence.expected[0].scales or {}
-    ratios: list[tuple[int, float]] = []
     for rank, recorded in enumerate(evidence.ranks):
         for name, scale in (recorded.scales or {}).items():
             right = expected.get(name)
-            if scale is not None and right:
-                ratios.append((rank, scale / right))
-    wrong = [(rank, ratio) for rank, ratio in ratios if abs(ratio - 1) > CLOSE]
-    if not wrong:
-        return None
-    names = evidence.names(WEIGHT)
-    rank, ratio = wrong[0]
-    return Finding(
-        CLIPPING,
-        f"rank {rank} multiplies its gradients by {ratio:.4g} times the number of one process",
-        names[0],
-    )
+            if scale is None or not right or _is_equal(scale, right):
+                continue
+            return Finding(
+                CLIPPING,
+                f"rank {rank} multiplies its gradients by {scale / right:.4g} times the number of "
+                "one process",
+                evidence.names(WEIGHT)[0],
+            )
+    return None
 
 
 def stale_copies(evidence: Evidence) -> Finding | None:
     for parameter in evidence.names(WEIGHT):
         name = f"{WEIGHT}/{parameter}"
-        held = [(rank, part) for rank, part in evidence.held(name)]
-        ranks = {rank for rank, _ in held}
-        # A rank that has written nothing has what one process has.
-        others = [rank for rank in range(len(evidence.own)) if rank not in ranks]
-        for rank, part in held:
-            same_place = [other for _, other in held if other.part == part.part]
-            differs = any(not _is_near(other.value, part.value) for other in same_place)
-            alone = others and len(same_place) < len(evidence.own) and _covers(part, evidence, name)
-            if differs or alone:
+        held = dict(evidence.held(name))
+        # A rank that has written nothing has what one process has. It is known to have the same
+        # part only where every rank has all of the parameter.
+        all_have_all = evidence.layout.size("pp") == 1 and all(
+            part.value.numel() == evidence.whole[name].numel() for part in held.values()
+        )
+        some_are_right = all_have_all and len(held) < len(evidence.own)
+        for rank, own in held.items():
+            copies = [other for other in held.values() if other.part == own.part]
+            if some_are_right or not all(_is_copy(own, other) for other in copies):
                 return Finding(
                     STALE,
                     f"rank {rank} has other values of {parameter} after the update than ranks with "
@@ -608,9 +677,9 @@ def stale_copies(evidence: Evidence) -> Finding | None:
     return None
 
 
-def _covers(part: Held, evidence: Evidence, name: str) -> bool:
-    """Whether a part is the whole tensor, so that every rank with the parameter has it."""
-    return part.value.numel() == evidence.whole[name].numel() and evidence.layout.size("pp") == 1
+def _is_copy(own: Held, other: Held) -> bool:
+    # NaN, which is not equal to itself, is the same value on both.
+    return _is_near(own.value.nan_to_num(), other.value.nan_to_num())
 
 
 def decay_or_rate(evidence: Evidence) -> Finding | None:
@@ -625,9 +694,11 @@ def decay_or_rate(evidence: Evidence) -> Finding | None:
             apart = (held.value.double() - after).flatten()
             of_weights = _multiple(apart, old.flatten())
             if of_weights is not None:
+                than = "more" if of_weights < 0 else "less"
                 return Finding(
                     DECAY,
-                    f"{parameter} has lost {-of_weights:.3g} of its value more than it should",
+                    f"{parameter} has lost {abs(of_weights):.3g} of its value {than} than it "
+                    "should",
                     parameter,
                 )
             of_update = _multiple(apart, (after - old).flatten())
@@ -641,9 +712,10 @@ def decay_or_rate(evidence: Evidence) -> Finding | None:
 
 
 def _multiple(value: Tensor, of: Tensor) -> float | None:
-    """The number by which `of` has to be multiplied; None: there is none."""
+    """The number by which `of` has to be multiplied; None: there is none, or it is 0, as of a part
+    that is right."""
     square = float(of @ of)
-    if square == 0 or value.numel() < 2:
+    if square == 0 or value.numel() < 2 or not bool(value.any()):
         return None
     number = float(value @ of) / square
     # An update is a small difference of weights, and has fewer digits than these.

@@ -77,40 +77,37 @@ def _picture(outcome: Outcome, tolerance: float) -> str:
     scale, and the tolerance."""
     if not outcome.apart:
         return ""
-    count = len(outcome.apart)
-    right = WIDTH - 40
-
-    def x(step: int) -> float:
-        return 2 + right * step / max(count - 1, 1)
-
-    losses = " ".join(
-        f"{x(n):.1f},{_height(loss):.1f}" for n, (loss, _) in enumerate(outcome.apart)
-    )
-    norms = "".join(
-        f'<circle cx="{x(n):.1f}" cy="{_height(norm):.1f}" r="1.4" fill="currentColor"/>'
-        for n, (_, norm) in enumerate(outcome.apart)
-    )
+    right = WIDTH - 40  # behind it the largest difference is written
+    between_steps = right / max(len(outcome.apart) - 1, 1)
+    line: list[str] = []
+    dots: list[str] = []
+    for n, (loss, norm) in enumerate(outcome.apart):
+        x = f"{2 + n * between_steps:.1f}"
+        line.append(f"{x},{_height(loss):.1f}")
+        dots.append(f'<circle cx="{x}" cy="{_height(norm):.1f}" r="1.4" fill="currentColor"/>')
     limit = _height(tolerance)
+    last = max(outcome.apart[-1])
     name = f"the largest is {largest(outcome)}"
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" class="{outcome.status}" role="img" '
         f'aria-label="{name}"><title>{name}</title>'
         f'<line x1="0" x2="{right + 4}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="currentColor" '
         f'stroke-dasharray="3 3" opacity=".5"/>'
-        f'<polyline points="{losses}" fill="none" stroke="currentColor" stroke-width="1.2"/>'
-        f'{norms}<text x="{right + 8}" y="{_height(_last(outcome)) + 3:.1f}">{largest(outcome)}'
-        "</text></svg>"
+        f'<polyline points="{" ".join(line)}" fill="none" stroke="currentColor" '
+        f'stroke-width="1.2"/>{"".join(dots)}'
+        f'<text x="{right + 8}" y="{_height(last) + 3:.1f}">{largest(outcome)}</text></svg>'
     )
-
-
-def _last(outcome: Outcome) -> float:
-    return max(outcome.apart[-1])
 
 
 def _height(size: float) -> float:
     """Where a relative difference is drawn; 0 is at the bottom."""
-    power = LOW if size <= 0 else HIGH if not math.isfinite(size) else math.log10(size)
-    share = (min(max(power, LOW), HIGH) - LOW) / (HIGH - LOW)
+    if size == 0:
+        power: float = LOW
+    elif not math.isfinite(size):
+        power = HIGH
+    else:
+        power = min(max(math.log10(size), LOW), HIGH)
+    share = (power - LOW) / (HIGH - LOW)
     return HEIGHT - 3 - share * (HEIGHT - 8)
 
 

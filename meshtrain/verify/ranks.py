@@ -6,7 +6,7 @@ of the job forks one rank of each run, with its GPU. Rank 0 of the job says whic
 the others follow.
 """
 
-import json
+import math
 import os
 import re
 import runpy
@@ -33,6 +33,7 @@ from meshtrain.job.environment import read_environment
 from meshtrain.job.process import Job
 from meshtrain.job.rendezvous import meet_at_store
 from meshtrain.job.signals import end_with_parent
+from meshtrain.metrics.logger import read
 from meshtrain.parallel.torch_private import AnyDropout
 from meshtrain.script.membership import leave_all
 from meshtrain.verify.compare import Tolerances
@@ -54,6 +55,10 @@ OF_LAUNCHERS = (
 GRACE_S = 20.0  # for ranks to end by themselves once one of them has failed
 POLL_S = 0.01
 LAST_CHARACTERS = 4000  # of what a rank has printed
+RAISED = re.compile(r"[\w.]+(Error|Exception): ")  # begins the end of a traceback
+NAME_OF_RANK = re.compile(r"^rank \d+ on host \S+( \([^)]*\))?: ")  # before what it says
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what ends the command
+CANNOT_RECORD = 74  # the status of a rank that cannot write what it records: EX_IOERR of sysexits.h
 
 
 @dataclass(frozen=True)
@@ -84,23 +89,51 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a run ended: of each rank its status (below 0: a signal), and the end of what it has
-    written to stderr."""
+class RankEnd:
+    """How a rank of a run ended.
 
-    statuses: Sequence[int]
-    printed: Sequence[str]
+    Attributes:
+        status: below 0: by which signal.
+        printed: the end of what it has written to stderr.
+        time: of its end, in seconds since 1970, by its host's clock.
+    """
+
+    status: int = 0
+    printed: str = ""
+    time: float = 0.0
+
+    @property
+    def last_line(self) -> str:
+        """The last thing that it has said, or how it ended where it has said nothing."""
+        if self.printed.strip():
+            return self.printed.strip().rpartition("\n")[2]
+        if self.status < 0:
+            return f"a rank was ended by signal {-self.status}"
+        return f"a rank ended with status {self.status}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended, by rank."""
+
+    ranks: Sequence[RankEnd]
+
+    @property
+    def failed(self) -> list[RankEnd]:
+        """The ranks that have failed, first the one that failed first: others fail for want of it,
+        or are killed."""
+        return sorted((rank for rank in self.ranks if rank.status), key=lambda rank: rank.time)
 
     @property
     def is_done(self) -> bool:
-        return not any(self.statuses)
+        return not self.failed
 
     @property
     def refusal(self) -> str | None:
         """Why the run was refused; None: it was not."""
-        for status, text in zip(self.statuses, self.printed, strict=True):
-            if status == INPUT_STATUS and text.strip():
-                return _message(text)
+        for rank in self.failed:
+            if rank.status == INPUT_STATUS and rank.printed.strip():
+                return _message(rank.printed)
         return None
 
 
@@ -108,10 +141,10 @@ def _message(text: str) -> str:
     """What an error says, without the traceback with which a script ends, and the rank's name."""
     if "Traceback (most recent call last)" in text:
         lines = text.strip().splitlines()
-        raised = [n for n, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception): ", line)]
+        raised = [n for n, line in enumerate(lines) if RAISED.match(line)]
         if raised:
-            text = "\n".join(lines[raised[-1] :]).partition(": ")[2]
-    return re.sub(r"^rank \d+ on host \S+( \([^)]*\))?: ", "", text.strip())
+            _, _, text = "\n".join(lines[raised[-1] :]).partition(": ")
+    return NAME_OF_RANK.sub("", text.strip())
 
 
 class Ranks(Protocol):
@@ -129,13 +162,13 @@ class ForkedRanks:
 
     def run(self, work: Work) -> Ended:
         port = free_port()
-        ranks = []
+        of_ranks: dict[int, dict[str, str]] = {}
         for rank in range(work.world):
             variables = {"CUDA_VISIBLE_DEVICES": "", **work.variables}
             if work.world > 1:
                 variables |= _place(rank, rank, work.world, "127.0.0.1", port)
-            ranks.append(fork(work, rank, variables))
-        return wait_for(ranks)
+            of_ranks[rank] = variables
+        return Ended(run_here(work, of_ranks))
 
 
 class RanksOfJob:
@@ -182,17 +215,16 @@ def job_of_launcher() -> Job | None:
 def _run_together(job: Job, work: Work, port: int) -> Ended:
     """Forks this process's rank of a run, and gathers how all of them have ended."""
     environment = job.environment
-    own: list[Any] = [0, ""]
+    own = RankEnd()
     if job.rank < work.world:
         assert environment.master is not None
         variables = dict(work.variables)
         if work.world > 1:
             address, _ = environment.master
             variables |= _place(job.rank, environment.local_rank, work.world, address, port)
-        ended = wait_for([fork(work, job.rank, variables)])
-        own = [ended.statuses[0], ended.printed[0]]
-    rows = job.gather("ending a run", own)[: work.world]
-    return Ended([row[0] for row in rows], [row[1] for row in rows])
+        [own] = run_here(work, {job.rank: variables})
+    of_all = job.gather("ending a run", asdict(own))
+    return Ended([RankEnd(**of_rank) for of_rank in of_all[: work.world]])
 
 
 def _place(rank: int, local_rank: int, world: int, address: str, port: int) -> dict[str, str]:
@@ -216,10 +248,51 @@ def free_port() -> int:
 # Processes ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Forked:
     pid: int
     log: Path
+    end: RankEnd | None = None  # None: it is running
+
+    def look(self, options: int = os.WNOHANG) -> None:
+        """Notes its end, if it has ended."""
+        if self.end is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.end = RankEnd(os.waitstatus_to_exitcode(status), _tail(self.log), time.time())
+
+    def kill(self) -> None:
+        if self.end is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def run_here(work: Work, of_ranks: Mapping[int, Mapping[str, str]]) -> list[RankEnd]:
+    """Forks these ranks of a run, each with its variables, and waits until all have ended; if one
+    fails, others that wait for it are killed. However this function ends, it leaves none: they
+    write into a folder that is removed next."""
+    running: list[_Forked] = []
+    try:
+        for rank, variables in of_ranks.items():
+            running.append(fork(work, rank, variables))
+        _wait_for(running)
+    finally:
+        for each in running:
+            each.kill()
+        for each in running:
+            each.look(options=0)
+    return [each.end for each in running if each.end is not None]
+
+
+def _wait_for(running: Sequence[_Forked]) -> None:
+    """Returns when all have ended, or some time after one has failed."""
+    deadline = math.inf
+    while any(each.end is None for each in running) and time.monotonic() < deadline:
+        for each in running:
+            each.look()
+        some_failed = any(each.end is not None and each.end.status for each in running)
+        if some_failed and deadline == math.inf:
+            deadline = time.monotonic() + GRACE_S
+        time.sleep(POLL_S)
 
 
 def fork(work: Work, rank: int, variables: Mapping[str, str]) -> _Forked:
@@ -228,40 +301,11 @@ def fork(work: Work, rank: int, variables: Mapping[str, str]) -> _Forked:
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become_rank(work, rank, variables, log)
+        _become_rank(work, rank, variables, log, parent)
     return _Forked(pid, log)
-
-
-def wait_for(ranks: Sequence[_Forked]) -> Ended:
-    """Waits until all have ended; if one fails, others that wait for it are ended."""
-    statuses: dict[int, int] = {}
-    deadline = None
-    try:
-        while len(statuses) < len(ranks):
-            for rank in ranks:
-                if rank.pid not in statuses:
-                    pid, status = os.waitpid(rank.pid, os.WNOHANG)
-                    if pid:
-                        statuses[pid] = os.waitstatus_to_exitcode(status)
-            if deadline is None and any(statuses.values()):
-                deadline = time.monotonic() + GRACE_S
-            if deadline is not None and time.monotonic() > deadline:
-                _end(ranks, statuses)
-                deadline = time.monotonic() + GRACE_S
-            time.sleep(POLL_S)
-    finally:
-        _end(ranks, statuses)
-    printed = [_tail(rank.log) for rank in ranks]
-    return Ended([statuses[rank.pid] for rank in ranks], printed)
-
-
-def _end(ranks: Sequence[_Forked], ended: Mapping[int, int]) -> None:
-    for rank in ranks:
-        if rank.pid not in ended:
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
 
 
 def _tail(log: Path) -> str:
@@ -270,34 +314,61 @@ def _tail(log: Path) -> str:
     return ""
 
 
-def _become_rank(work: Work, rank: int, variables: Mapping[str, str], log: Path) -> NoReturn:
+def _become_rank(
+    work: Work, rank: int, variables: Mapping[str, str], log: Path, parent: int
+) -> NoReturn:
     """In the forked process: runs, and ends it without returning to what this process was."""
     status = 1
     try:
-        end_with_parent()
+        end_with_parent(parent)
+        # The command cleans up before it ends; a rank has nothing to clean.
+        for number in ENDING:
+            if callable(signal.getsignal(number)):  # nohup's SIG_IGN stays
+                signal.signal(number, signal.SIG_DFL)
         for standard, file in ((1, log.with_suffix(".out")), (2, log)):
             with file.open("w") as opened:
                 os.dup2(opened.fileno(), standard)
-        for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS)]:
-            del os.environ[name]
-        os.environ.update(variables)
-        warnings.simplefilter("ignore")  # stderr is for what ends the run
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // work.world))
-        recorder = _recorder(work, rank)
-        observer.current = recorder
-        try:
-            with _dropout(drops=work.drops):
-                status = _run_script(work) if work.is_script else _train(work)
-        finally:
-            recorder.close()
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
+        status = _status_of_rank(work, rank, variables)
         sys.stdout.flush()
         sys.stderr.flush()
+    finally:
+        # Whatever has happened, even if nothing can be printed on a full disk: an exception would
+        # go on in what this process was, and remove the folder of the others.
         os._exit(status)
+
+
+def _status_of_rank(work: Work, rank: int, variables: Mapping[str, str]) -> int:
+    """Runs, and prints why it failed if it did; returns the exit status."""
+    for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS)]:
+        del os.environ[name]
+    os.environ.update(variables)
+    warnings.simplefilter("ignore")  # stderr is for what ends the run
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // work.world))
+    recorder = _recorder(work, rank)
+    observer.current = recorder
+    try:
+        with _dropout(drops=work.drops):
+            status = _run_script(work) if work.is_script else _train(work)
+    except SystemExit as error:
+        status = _status_of_exit(error)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    recorder.close()
+    if recorder.problem is not None:
+        print(recorder.problem, file=sys.stderr)
+        return CANNOT_RECORD
+    return status
+
+
+def _status_of_exit(error: SystemExit) -> int:
+    """As Python ends with it: `sys.exit("why")` prints why."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 def _recorder(work: Work, rank: int) -> Recorder:
@@ -355,6 +426,4 @@ def _dropout(*, drops: bool) -> Iterator[None]:
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
     file = folder / "run" / "metrics.jsonl"
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    return read(file) if file.exists() else []

@@ -8,19 +8,20 @@ parts are those of one process.
     rank_00000.json                 a list of steps, compare.RankStep each
     rank_00000_step_0003.safetensors   gradient/NAME, weight/NAME (after the update); of a rank its
                                     parts, with their places in the metadata
+    contributions.safetensors       NAME -> (microbatches, ...), what each adds to the gradient
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ from meshtrain.verify.compare import GRADIENT, WEIGHT, RankStep, Tolerances
 # A tensor that is zero but for rounding has no digits to compare: differences count beside a norm
 # of at least this share of what all parameters together have.
 LEAST = 1e-2
+CONTRIBUTIONS = "contributions.safetensors"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Recorder(Observer):
         reference: the folder of one process's recording; None: this is that one, which writes all.
         contributions: a step, of which the gradient of each microbatch is written too, in one
             process.
+
+    Attributes:
+        problem: why something could not be written, as on a full disk: which says nothing about the
+            run. None: all was.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Recorder(Observer):
         tolerances: Tolerances | None = None,
         contributions: int | None = None,
     ) -> None:
+        self.problem: str | None = None
         self._folder = folder
         self._rank = rank
         self._reference = reference
@@ -80,7 +87,20 @@ class Recorder(Observer):
     def close(self) -> None:
         """Writes what was recorded."""
         file = self._folder / f"rank_{self._rank:05}.json"
-        file.write_text(json.dumps([asdict(step) for step in self._steps]))
+        with suppress(OSError), self._writing(file) as unfinished:
+            unfinished.write_text(json.dumps([asdict(step) for step in self._steps]))
+
+    @contextmanager
+    def _writing(self, file: Path) -> Iterator[Path]:
+        """Where a file is written before it gets its name: a rank may be killed while it writes.
+        Raises OSError: it cannot be written, which is the `problem`."""
+        unfinished = file.with_name(f".{file.name}.tmp")
+        try:
+            yield unfinished
+            unfinished.replace(file)
+        except (OSError, SafetensorError) as error:
+            self.problem = self.problem or f"{file}: {error}"
+            raise OSError(self.problem) from error
 
     # Called by the run ----------------------------------------------------------------------------
 
@@ -110,9 +130,9 @@ class Recorder(Observer):
     @contextmanager
     def updating(self, parameters: Sequence[LocalParameter]) -> Iterator[None]:
         if not self._steps:  # before the first step, the initial weights
-            of_step, self._now = self._now, {}
+            samples_and_losses, self._now = self._now, {}
             self._record(0, [], self._weights_of(parameters))
-            self._now = of_step
+            self._now = samples_and_losses
         step = len(self._steps)
         gradients = [(p, self._gradient_of(p)) for p in parameters]
         if self._contributions == step:
@@ -141,7 +161,6 @@ class Recorder(Observer):
     def _record(
         self, step: int, gradients: list[tuple[str, Held]], weights: list[tuple[str, Held]]
     ) -> None:
-        # A parameter that two stages of a rank share is there twice.
         tensors = [*gradients, *weights]
         if self._reference is None:
             self._write(step, tensors)
@@ -154,10 +173,12 @@ class Recorder(Observer):
         values: dict[str, Tensor] = {}
         places: dict[str, str] = {}
         for n, (name, held) in enumerate(tensors):
+            # A parameter that two stages of a rank share is there twice.
             key = name if name not in values else f"{name}#{n}"
             values[key] = held.value.detach().cpu().contiguous().clone()
             places[key] = json.dumps([[cut.start, cut.stop] for cut in held.part])
-        save_file(values, file_of(self._folder, self._rank, step), places)
+        with self._writing(file_of(self._folder, self._rank, step)) as unfinished:
+            save_file(values, unfinished, places)
 
     def _compare(self, step: int, tensors: list[tuple[str, Held]]) -> None:
         """Compares this rank's parts with those of one process."""
@@ -174,14 +195,11 @@ class Recorder(Observer):
                 if not difference <= apart[kind].get(parameter, 0.0):
                     apart[kind][parameter] = difference
         self._now |= {"gradients": apart[GRADIENT], "weights": apart[WEIGHT]}
-        differs = any(
-            not difference <= limit
-            for kind, limit in (
-                (GRADIENT, self._tolerances.gradient),
-                (WEIGHT, self._tolerances.weight),
-            )
-            for difference in apart[kind].values()
-        )
+        limits = {GRADIENT: self._tolerances.gradient, WEIGHT: self._tolerances.weight}
+        differs = False
+        for kind, limit in limits.items():
+            # not `>`: NaN differs
+            differs = differs or any(not size <= limit for size in apart[kind].values())
         if differs and not self._has_written:
             self._has_written = True
             self._write(step, tensors)
@@ -192,12 +210,13 @@ class Recorder(Observer):
         parts: dict[str, list[Tensor]] = {}
         for n, sums in enumerate(self._added):
             for name, total in sums.items():
-                added = total - before[name] if name in before else total
-                zeros = [torch.zeros_like(total)] * n
-                parts.setdefault(name, zeros).append(added)
+                if name not in parts:  # microbatches before this one have not used it
+                    parts[name] = [torch.zeros_like(total)] * n
+                parts[name].append(total - before[name] if name in before else total)
             before = sums
-        stacked = {name: torch.stack(of_name).contiguous() for name, of_name in parts.items()}
-        save_file(stacked, self._folder / "contributions.safetensors")
+        stacked = {name: torch.stack(of_name) for name, of_name in parts.items()}
+        with self._writing(self._folder / CONTRIBUTIONS) as unfinished:
+            save_file(stacked, unfinished)
 
 
 def _scale(before: Tensor, after: Tensor | None) -> float | None:
@@ -217,41 +236,38 @@ class Whole:
     """The tensors that one process has written of a step."""
 
     file: Any
-    names: set[str]
-    norms: dict[str, float] = field(default_factory=dict)
-    least: dict[str, float] = field(default_factory=dict)  # kind -> norm per sqrt(element)
+    norms: dict[str, float]
+    least: dict[str, float]  # kind -> the smallest norm beside which differences count
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator["Whole"]:
-        with ExitStack() as stack:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            whole = cls(file, set(file.keys()))
-            whole._measure()
-            yield whole
-
-    def _measure(self) -> None:
-        for kind in (GRADIENT, WEIGHT):
-            squares, largest = 0.0, 0.0
-            for name in self.names:
-                if name.startswith(f"{kind}/"):
-                    norm = float(self.file.get_tensor(name).double().norm())
-                    self.norms[name] = norm
-                    squares += norm**2
-                    largest = max(largest, norm)
-            self.least[kind] = LEAST * (math.sqrt(squares) if kind == GRADIENT else largest)
+        with safe_open(path, framework="pt") as file:
+            norms: dict[str, float] = {}
+            for name in file.keys():  # noqa: SIM118  no mapping
+                norms[name] = float(file.get_tensor(name).double().norm())
+            gradients = [norm for name, norm in norms.items() if name.startswith(f"{GRADIENT}/")]
+            weights = [norm for name, norm in norms.items() if name.startswith(f"{WEIGHT}/")]
+            least = {
+                GRADIENT: LEAST * math.hypot(*gradients),
+                WEIGHT: LEAST * max(weights, default=0.0),
+            }
+            yield cls(file, norms, least)
 
     def difference(self, name: str, held: Held) -> float:
         """The norm of the difference of a part from that of the whole tensor, beside the latter's
         norm; infinite where there is no such tensor."""
-        if name not in self.names:
+        if name not in self.norms:
             return math.inf
         if held.value.numel() == 0:
             return 0.0
         own = to_local(held.value.detach()).cpu().double()
         apart = float((own - self.part(name, held.part).double().reshape(own.shape)).norm())
-        size = max(self.norms[name], self.least[name.partition("/")[0]])
-        return apart / size if size else (math.inf if apart else 0.0)
+        kind, _, _ = name.partition("/")
+        size = max(self.norms[name], self.least[kind])
+        if size == 0:
+            return math.inf if apart else 0.0
+        return apart / size
 
     def part(self, name: str, part: Part) -> Tensor:
         if not self.file.get_slice(name).get_shape():

@@ -38,16 +38,19 @@ def where(outcome: Outcome) -> str:
 
 
 def largest(outcome: Outcome) -> str:
-    """The largest difference of the loss and of the norm in any step."""
-    sizes = [size for step in outcome.apart for size in step if math.isfinite(size)]
+    """The largest difference of the loss and of the norm in any step; `inf` where one of them is no
+    number."""
+    sizes: list[float] = []
+    for of_loss, of_norm in outcome.apart:
+        sizes += [of_loss, of_norm]
     if not sizes:
         return ""
-    return f"{max(sizes):.0e}" if max(sizes) else "0"
+    return f"{max(sizes):.0e}" if max(sizes) > 0 else "0"
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    counts = [sum(x.status == status for x in outcomes) for status in (EQUAL, DIFFERENT, REFUSED)]
-    return f"{counts[0]} equal, {counts[1]} different, {counts[2]} refused"
+    statuses = [outcome.status for outcome in outcomes]
+    return ", ".join(f"{statuses.count(name)} {name}" for name in (EQUAL, DIFFERENT, REFUSED))
 
 
 def print_table(console: "Console", outcomes: Sequence[Outcome]) -> None:

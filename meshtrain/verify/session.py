@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from meshtrain.layout import Layout, LayoutError
 from meshtrain.modeling.build import parameter_count
 from meshtrain.script.settings import OUTPUT, PRECISION, STEPS, VARIABLE, read_layout
 from meshtrain.verify.compare import (
-    GRADIENT,
     TOLERANCE,
     WEIGHT,
     Difference,
@@ -30,9 +29,9 @@ from meshtrain.verify.compare import (
     first_difference,
     relative,
 )
-from meshtrain.verify.kinds import FAILURE, ROUNDING, Evidence, Finding, judge
-from meshtrain.verify.ranks import Ended, Ranks, Work, read_rows
-from meshtrain.verify.recording import Tensors, file_of, read_steps, read_tensors
+from meshtrain.verify.kinds import FAILURE, METRIC, ROUNDING, Evidence, Finding, judge
+from meshtrain.verify.ranks import CANNOT_RECORD, Ended, Ranks, Work, read_rows
+from meshtrain.verify.recording import CONTRIBUTIONS, Tensors, file_of, read_steps, read_tensors
 from meshtrain.verify.small import (
     GLOBAL_SIZE,
     HEAD_DIM,
@@ -54,8 +53,10 @@ OF_TENSORS = 10
 # How many times the rounding of one process in 16 bits counts as no difference.
 OF_16_BITS = 4
 JUDGED_IN = "float64"  # in which nothing hides behind rounding
-# There, a larger difference is no rounding, and a smaller one may be.
+# There, a larger difference is no rounding. A smaller one is, if it grows with the rounding, which
+# in float32 is 5e8 times as large; no difference is much larger than 1.
 MOST_ROUNDING = 1e-6
+GROWS_IN_FLOAT32 = 1e4
 EQUAL, DIFFERENT, REFUSED = "equal", "different", "refused"
 
 
@@ -112,6 +113,13 @@ class Recorded:
 
     @classmethod
     def of(cls, folder: Path, world: int, ended: Ended) -> "Recorded":
+        """Raises InputError: something could not be written, so the recording says nothing."""
+        for rank in ended.failed:
+            if rank.status == CANNOT_RECORD:
+                raise InputError(
+                    f"what the runs record cannot be written ({rank.last_line}): make room there, "
+                    "or let --folder name another place"
+                )
         return cls(folder, read_rows(folder), read_steps(folder, world), ended)
 
 
@@ -144,15 +152,22 @@ class Verification:
         refusal = self._refusal(sizes, layout)
         if refusal is not None:
             return Outcome(sizes, REFUSED, refusal)
-        precision = self.subject.precision
-        recorded = self._spread(layout, precision)
-        refusal = recorded.ended.refusal
-        if refusal is not None:
-            return Outcome(sizes, REFUSED, refusal)
-        outcome = self._judged(sizes, layout, recorded, precision)
-        if not self.keeps:
-            shutil.rmtree(recorded.folder, ignore_errors=True)
-        return outcome
+        try:
+            recorded = self._spread(layout, self.subject.precision)
+            refusal = recorded.ended.refusal
+            if refusal is not None:
+                return Outcome(sizes, REFUSED, refusal)
+            return self._judged(sizes, layout, recorded, self.subject.precision)
+        finally:
+            if not self.keeps:
+                self._remove_runs()
+
+    def _remove_runs(self) -> None:
+        """Removes all that was recorded, but of one process: layouts are compared with it."""
+        kept = {recorded.folder for recorded in self._alone.values()}
+        for folder in self.folder.iterdir():
+            if folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def reference(self) -> dict[str, Any]:
         """What the layouts are compared with, for a report."""
@@ -179,8 +194,14 @@ class Verification:
         if key not in self._alone:
             recorded = self._run(None, precision, drops=drops)
             if not recorded.ended.is_done:
-                text = recorded.ended.refusal or recorded.ended.printed[0]
-                raise InputError(f"one process does not train it, {precision}:\n{text.strip()}")
+                [rank] = recorded.ended.ranks
+                text = recorded.ended.refusal or rank.printed.strip() or rank.last_line
+                raise InputError(f"one process does not train it, {precision}:\n{text}")
+            if not recorded.rows:
+                raise InputError(
+                    f"one process makes no step of {self.subject.target}, so there is nothing to "
+                    "compare: a script has to train by meshtrain.Run (docs/own-loop.md)"
+                )
             self._alone[key] = recorded
         return self._alone[key]
 
@@ -205,10 +226,17 @@ class Verification:
         contributions: int | None = None,
         more: Sequence[str] = (),
     ) -> Recorded:
+        """Makes a run in a folder of its own.
+
+        Args:
+            layout: None: one process.
+            reference, tolerances, contributions, drops: those of `ranks.Work`.
+            more: overrides of this run alone.
+        """
         self._runs += 1
         folder = self.folder / f"{self._runs:03}"
         folder.mkdir(parents=True)
-        output = folder / "run"
+        output = str(folder / "run")
         world = 1 if layout is None else layout.world_size
         sizes = {"dp_shard": 1} if layout is None else layout.sizes
         subject = self.subject
@@ -217,18 +245,14 @@ class Verification:
             arguments = [subject.target, *subject.overrides]
             variables = {
                 VARIABLE: yaml_text(sizes),
-                OUTPUT: str(output),
+                OUTPUT: output,
                 PRECISION: precision,
                 STEPS: str(subject.steps),
             }
         else:
-            arguments = [
-                subject.target,
-                *self._overrides(precision),
-                f"train.output={output}",
-                *(IN_ONE_PROCESS if layout is None else [f"layout={yaml_text(sizes)}"]),
-                *more,
-            ]
+            place = IN_ONE_PROCESS if layout is None else [f"layout={yaml_text(sizes)}"]
+            own = [*self._overrides(precision), f"train.output={output}", *place, *more]
+            arguments = [subject.target, *own]
         work = Work(
             arguments=arguments,
             is_script=subject.is_script,
@@ -236,9 +260,8 @@ class Verification:
             world=world,
             folder=str(folder),
             reference=None if reference is None else str(reference),
-            tolerances=None
-            if tolerances is None
-            else [tolerances.number, tolerances.gradient, tolerances.weight],
+            # as JSON has them, by which a job's ranks learn of the run
+            tolerances=None if tolerances is None else astuple(tolerances),
             contributions=contributions,
             drops=drops,
         )
@@ -257,15 +280,19 @@ class Verification:
             self._alone[key] = self._run(
                 None, precision, reference=exact.folder, tolerances=endless
             )
-        numbers = [
-            relative(row[name], expected[name])
-            for row, expected in zip(rounded.rows, exact.rows, strict=True)
-            for name in ("loss", "grad_norm")
-        ]
-        recorded = self._alone[key].steps
-        gradients = [x for (rank,) in recorded for x in (rank.gradients or {}).values()]
-        weights = [x for (rank,) in recorded for x in (rank.weights or {}).values()]
-        return Tolerances(*(OF_16_BITS * max(sizes) for sizes in (numbers, gradients, weights)))
+        numbers: list[float] = []
+        for of_loss, of_norm in _apart(rounded.rows, exact.rows):
+            numbers += [of_loss, of_norm]
+        gradients: list[float] = []
+        weights: list[float] = []
+        for (rank,) in self._alone[key].steps:
+            gradients += (rank.gradients or {}).values()
+            weights += (rank.weights or {}).values()
+        return Tolerances(
+            number=OF_16_BITS * max(numbers),
+            gradient=OF_16_BITS * max(gradients, default=0.0),
+            weight=OF_16_BITS * max(weights, default=0.0),
+        )
 
     # Configs --------------------------------------------------------------------------------------
 
@@ -316,13 +343,12 @@ class Verification:
         of_class = getattr(spec_of(config).module, "hugging_face_config", None)
         if of_class is not None:  # of transformers: its class has the sizes
             keys = of_class(keys["model_type"], keys["config"]).to_dict()
+        stages, expert_ranks = self._most_stages_and_expert_ranks()
         changed = small_model(
             keys,
             layouts=self.layouts,
-            # Some schedules have two stages on each rank.
-            stages=max((sizes.get("pp", 1) for sizes in self.layouts), default=1)
-            * (config.pipeline.stages_per_rank or 2),
-            experts=config.parallel.expert_parallel or 1,
+            stages=stages,
+            experts=expert_ranks,
             head_dim=HEAD_DIM_OF_8_BITS if config.train.linear_precision else HEAD_DIM,
         )
         # The tokens of prepared data are words of their own vocabulary.
@@ -350,6 +376,22 @@ class Verification:
         for name, value in {**section.keys, **changed}.items():
             if value != section.keys[name] or section.weights or section.preset:
                 change(f"model.{name}", value, section.keys[name])
+
+    def _most_stages_and_expert_ranks(self) -> tuple[int, int]:
+        """Of any of the layouts: the stages of its pipeline, and the ranks over which experts are
+        dealt out. Their settings are those of the command, which one process goes without."""
+        most_stages, most_expert_ranks = 1, 1
+        for sizes in self.layouts:
+            own = [*self._overrides(self.subject.precision), f"layout={yaml_text(dict(sizes))}"]
+            stages_per_rank, expert_ranks = None, None
+            with suppress(InputError, LayoutError):  # it will be refused
+                config = Config.load(self.subject.target, own)
+                stages_per_rank = config.pipeline.stages_per_rank
+                expert_ranks = config.parallel.expert_parallel
+            # Some schedules have two stages on each rank.
+            most_stages = max(most_stages, sizes.get("pp", 1) * (stages_per_rank or 2))
+            most_expert_ranks = max(most_expert_ranks, expert_ranks or sizes.get("tp", 1))
+        return most_stages, most_expert_ranks
 
     def _refusal(self, sizes: Sizes, layout: Layout) -> str | None:
         """Why a layout is refused before anything is started; None: it is not."""
@@ -395,29 +437,51 @@ class Verification:
         if not differences and recorded.ended.is_done:
             return Outcome(sizes, EQUAL, apart=apart)
         # A run that has failed lacks steps; what differed before it failed says more.
-        if not recorded.ended.is_done and (not differences or differences[0].what == "step"):
-            step = len(recorded.rows) + 1
-            return Outcome(
-                sizes, DIFFERENT, _failure(recorded), step=step, kind=FAILURE, apart=apart
-            )
-        judged, judged_in = recorded, precision
-        if precision == JUDGED_IN:
-            if self._is_rounding(layout, differences):
-                finding = Finding(ROUNDING, "in float32 it is as much larger as rounding is")
-                return _different(sizes, finding, differences, apart)
-        else:
-            with suppress(InputError):  # it may be a config that is not trained in it
-                exact_run = self._spread(layout, JUDGED_IN)
-                exact = self._differences(exact_run, JUDGED_IN)
-                if not exact and exact_run.ended.is_done:
-                    finding = Finding(ROUNDING, f"in {JUDGED_IN} the layout is equal")
-                    return _different(sizes, finding, differences, apart)
-                if exact:
-                    judged, judged_in, differences = exact_run, JUDGED_IN, exact
-        finding = judge(self._evidence(layout, judged, differences, judged_in))
+        if not differences or differences[0].what == "step":
+            step = min(len(recorded.rows), len(alone.rows)) + 1
+            if recorded.ended.is_done:
+                own, expected = len(recorded.rows), len(alone.rows)
+                kind, reason = METRIC, f"it makes {own} steps in the place of {expected}"
+            else:
+                kind, reason = FAILURE, _failure(recorded.ended)
+            return Outcome(sizes, DIFFERENT, reason, step=step, kind=kind, apart=apart)
+        finding = self._finding(layout, recorded, differences, precision)
         return _different(sizes, finding, differences, apart)
 
-    def _differences(self, recorded: Recorded, precision: str, *, drops: bool = True) -> list:
+    def _finding(
+        self,
+        layout: Layout,
+        recorded: Recorded,
+        differences: Sequence[Difference],
+        precision: str,
+    ) -> Finding:
+        """Of what kind differences are: by the same run in another precision whether they are
+        rounding, else by what is recorded in float64."""
+        if precision == JUDGED_IN:
+            if self._is_rounding(layout, differences):
+                return Finding(ROUNDING, "in float32 it is as much larger as rounding is")
+            return judge(self._evidence(layout, recorded, differences, precision))
+
+        if self._trains_alone(JUDGED_IN):
+            exact_run = self._spread(layout, JUDGED_IN)
+            exact = self._differences(exact_run, JUDGED_IN)
+            if not exact and exact_run.ended.is_done:
+                return Finding(ROUNDING, f"in {JUDGED_IN} the layout is equal")
+            if exact and exact[0].what != "step":
+                return judge(self._evidence(layout, exact_run, exact, JUDGED_IN))
+        return judge(self._evidence(layout, recorded, differences, precision))
+
+    def _trains_alone(self, precision: str) -> bool:
+        """Whether one process trains it in another precision than that of the command."""
+        try:
+            self.alone(precision)
+        except InputError:
+            return False
+        return True
+
+    def _differences(
+        self, recorded: Recorded, precision: str, *, drops: bool = True
+    ) -> list[Difference]:
         alone = self.alone(precision, drops=drops)
         return first_difference(
             recorded.rows, recorded.steps, alone.rows, alone.steps, self.tolerances(precision)
@@ -426,15 +490,19 @@ class Verification:
     def _is_rounding(self, layout: Layout, differences: Sequence[Difference]) -> bool:
         """Whether differences in float64 are the rounding of sums in another order: small, and in
         float32 by orders larger."""
-        size = max(difference.size for difference in differences)
-        if not size < MOST_ROUNDING:
+        sizes = [difference.size for difference in differences]
+        if not all(size < MOST_ROUNDING for size in sizes) or not self._trains_alone("float32"):
             return False
         recorded = self._spread(layout, "float32")
         alone = self.alone("float32")
         exact = Tolerances(0.0, 0.0, 0.0)
-        in_32_bits = first_difference(recorded.rows, recorded.steps, alone.rows, alone.steps, exact)
-        sizes = [difference.size for difference in in_32_bits if math.isfinite(difference.size)]
-        return max(sizes, default=0.0) > 100 * size
+        # In the same step: rounding grows from one to the next.
+        step = differences[0].step
+        in_32_bits = first_difference(
+            recorded.rows, recorded.steps, alone.rows, alone.steps, exact, since=step
+        )
+        larger = [difference.size for difference in in_32_bits if math.isfinite(difference.size)]
+        return max(larger, default=0.0) > GROWS_IN_FLOAT32 * max(sizes)
 
     def _evidence(
         self,
@@ -446,13 +514,12 @@ class Verification:
         alone = self.alone(precision)
         step = differences[0].step
         own = [_tensors(recorded.folder, rank, step) for rank in range(layout.world_size)]
-        of_step = recorded.steps[step] if step < len(recorded.steps) else []
         return Evidence(
             layout=layout,
             step=step,
             differences=differences,
-            expected=alone.steps[step],
-            ranks=of_step,
+            expected=_of_step(alone.steps, step),
+            ranks=_of_step(recorded.steps, step),
             numbers=_row(recorded.rows, step),
             expected_numbers=_row(alone.rows, step),
             whole=_whole(alone.folder, step),
@@ -466,14 +533,14 @@ class Verification:
         if self.subject.is_script:
             return None  # its microbatches are its own
         recorded = self._run(None, precision, contributions=step, more=["batch.micro_size=1"])
-        file = recorded.folder / "contributions.safetensors"
+        file = recorded.folder / CONTRIBUTIONS
         return load_file(file) if file.exists() else None
 
-    def _equal_without_dropout(self, layout: Layout, precision: str) -> bool:
+    def _equal_without_dropout(self, layout: Layout, precision: str) -> bool | None:
         with_dropout = self.alone(precision)
-        alone = self.alone(precision, drops=False)
-        if alone.rows[0]["loss"] == with_dropout.rows[0]["loss"]:
-            return False  # nothing is dropped
+        without = self.alone(precision, drops=False)
+        if without.rows[0]["loss"] == with_dropout.rows[0]["loss"]:
+            return None  # nothing is dropped
         recorded = self._spread(layout, precision, drops=False)
         return recorded.ended.is_done and not self._differences(recorded, precision, drops=False)
 
@@ -534,28 +601,40 @@ def _row(rows: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
+def _of_step(steps: Sequence[Sequence[RankStep]], step: int) -> Sequence[RankStep]:
+    """What ranks have recorded of a step; nothing, if they have not come so far."""
+    return steps[step] if step < len(steps) else []
+
+
 def _apart(
     rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
 ) -> list[tuple[float, float]]:
-    return [
-        (relative(row["loss"], other["loss"]), relative(row["grad_norm"], other["grad_norm"]))
-        for row, other in zip(rows, expected, strict=False)
-    ]
+    """For each step, the relative difference of the loss, and of the norm."""
+    apart = []
+    for row, other in zip(rows, expected, strict=False):
+        of_loss = relative(row["loss"], other["loss"])
+        of_norm = relative(row["grad_norm"], other["grad_norm"])
+        apart.append((of_loss, of_norm))
+    return apart
 
 
-def _failure(recorded: Recorded) -> str:
-    """What the first rank that has failed says of it."""
-    for text in recorded.ended.printed:
-        for line in text.splitlines():
-            if line.startswith(FAILURE_MARK):
-                with suppress(ValueError):
-                    headline = json.loads(line.removeprefix(FAILURE_MARK))["text"]
-                    return f"it fails where one process does not: {' '.join(headline.split())}"
-    for status, text in zip(recorded.ended.statuses, recorded.ended.printed, strict=True):
-        if status:
-            last = text.strip().rpartition("\n")[2] or f"a rank ended with {status}"
-            return f"it fails where one process does not: {last}"
-    return "it fails where one process does not"
+def _failure(ended: Ended) -> str:
+    """What the first rank that has failed says of it; before others, what meshtrain has found out
+    itself."""
+    said = [headline for rank in ended.failed if (headline := _headline(rank.printed))]
+    said += [rank.last_line for rank in ended.failed]
+    return f"it fails where one process does not: {said[0]}"
+
+
+def _headline(printed: str) -> str | None:
+    """The sentence in the line for machines of a rank that has failed; None: there is no such
+    line."""
+    for line in printed.splitlines():
+        if line.startswith(FAILURE_MARK):
+            with suppress(ValueError):
+                text = json.loads(line.removeprefix(FAILURE_MARK))["text"]
+                return " ".join(text.split())
+    return None
 
 
 def _different(
@@ -564,17 +643,18 @@ def _different(
     differences: Sequence[Difference],
     apart: Sequence[tuple[float, float]],
 ) -> Outcome:
-    first = differences[0]
-    parameters = [d.parameter for d in differences if d.parameter is not None]
-    finite = [d.size for d in differences if math.isfinite(d.size)]
-    same = [d.size for d in differences if d.parameter == finding.parameter is not None]
-    size = same[0] if same else finite[0] if finite else math.inf
+    parameters = [x.parameter for x in differences if x.parameter is not None]
+    parameter = finding.parameter or (parameters[0] if parameters else None)
+    # How far that parameter is apart; else, what else differs by a number.
+    of_parameter = [x.size for x in differences if parameter and x.parameter == parameter]
+    of_numbers = [x.size for x in differences if math.isfinite(x.size)]
+    size, *_ = [*of_parameter, *of_numbers, math.inf]
     return Outcome(
         sizes,
         DIFFERENT,
         finding.reason,
-        step=first.step,
-        parameter=finding.parameter or (parameters[0] if parameters else None),
+        step=differences[0].step,
+        parameter=parameter,
         difference=size,
         kind=finding.kind,
         apart=apart,
@@ -593,5 +673,4 @@ def _whole(folder: Path, step: int) -> dict[str, Tensor]:
             kind, _, parameter = name.partition("/")
             if kind == WEIGHT:
                 whole[f"before/{parameter}"] = held.value
-    assert all(name.partition("/")[0] in (GRADIENT, WEIGHT, "before") for name in whole)
     return whole

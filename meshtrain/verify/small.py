@@ -109,21 +109,24 @@ def _heads(
     heads = keys.get("num_attention_heads")
     if not isinstance(heads, int):
         return {}
-    groups = keys.get("num_key_value_heads") or heads
-    head_dim = keys.get("head_dim")
-    width = keys.get("hidden_size", 0)
+    key_value_heads = keys.get("num_key_value_heads") or heads
     few = min(heads, max(HEADS, tp))
     if heads % few:
         few = heads  # as they are: an uneven number may be what is tried
-    few_groups = few
-    if groups != heads:
+    few_key_value = few
+    if key_value_heads != heads:
         # Ranks that share a head have a part of its gradient each.
-        few_groups = divides_alike(groups, min(groups, KEY_VALUE_HEADS), sizes_of_tp)
-        if few % few_groups or few == few_groups:
-            few = math.lcm(2 * few_groups, tp)
+        few_key_value = divides_alike(
+            key_value_heads, min(key_value_heads, KEY_VALUE_HEADS), sizes_of_tp
+        )
+        if few % few_key_value or few == few_key_value:
+            few = math.lcm(2 * few_key_value, tp)
     changed: dict[str, Any] = {"num_attention_heads": few}
     if keys.get("num_key_value_heads") is not None:
-        changed["num_key_value_heads"] = few_groups
+        changed["num_key_value_heads"] = few_key_value
+
+    head_dim = keys.get("head_dim")
+    width = keys.get("hidden_size", 0)
     narrow = few * few_features
     if width > narrow:
         changed["hidden_size"] = narrow
@@ -148,18 +151,20 @@ def _layers(keys: Mapping[str, Any], stages: int) -> dict[str, Any]:
     step = keys.get("decoder_sparse_step")
     if isinstance(step, int):
         few = max(few, step)
+    per_layer: dict[str, list[Any]] = {}
     for name in PER_LAYER:
         kinds = keys.get(name)
         if isinstance(kinds, Sequence) and not isinstance(kinds, str):
-            few = max(few, 1 + max((list(kinds).index(kind) for kind in set(kinds)), default=0))
+            per_layer[name] = list(kinds)
+    for kinds in per_layer.values():
+        for kind in set(kinds):
+            few = max(few, kinds.index(kind) + 1)
     without = keys.get("mlp_only_layers")
     if without:
         few = max(few, min(min(without) + 2, layers))
     few = min(few, layers)
-    for name in PER_LAYER:
-        kinds = keys.get(name)
-        if isinstance(kinds, Sequence) and not isinstance(kinds, str):
-            changed[name] = list(kinds)[:few]
+    for name, kinds in per_layer.items():
+        changed[name] = kinds[:few]
     if without:
         changed["mlp_only_layers"] = [layer for layer in without if layer < few]
     return {**changed, "num_hidden_layers": few}

@@ -41,7 +41,9 @@ def _result(error: Error) -> str:
 
 
 def main() -> None:
-    before, _, behind = PAGE.read_text().partition(FIRST)
+    before, first, behind = PAGE.read_text().partition(FIRST)
+    if not first:
+        raise SystemExit(f"{PAGE} has no table that begins with\n{FIRST}")
     rows = behind.splitlines(keepends=True)
     while rows and rows[0].startswith("|"):
         rows.pop(0)

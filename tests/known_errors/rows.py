@@ -31,7 +31,8 @@ class Play:
     """A composition that is compared with one process.
 
     Attributes:
-        more: overrides that one process does not have. test: the test that compares.
+        more: overrides that one process does not have.
+        test: the test that compares.
         cell: of the tests of parity: its file and its experiment; None: it is played here.
         resumed_from: the layout of the first two steps; None: the run is not interrupted.
         refused: a part of the sentence with which it is refused; None: it is equal.
@@ -82,10 +83,11 @@ def parity_cells(file: str) -> dict[str, Any]:
 def _of_cell(name: str, file: str, cell: str) -> Play:
     """Raises KeyError: there is no such cell."""
     ranks, layout, *values = parity_cells(file)[cell].values
-    texts = [value for value in values if isinstance(value, str)]
+    # In each file the experiment is the first text, and the overrides are all that is no text.
+    experiment, *_ = [value for value in values if isinstance(value, str)]
     [more] = [value for value in values if not isinstance(value, str)]
     test = f"tests/parity/{file}.py::test_same_curve_as_one_process[{cell}]"
-    return Play(name, ranks, layout, texts[0], more, test, cell=file)
+    return Play(name, ranks, layout, experiment, more, test, cell=file)
 
 
 PLAYS = {name: play_of(name) for name in ROWS["plays"]}

@@ -109,3 +109,28 @@ def test_a_gradient_that_is_no_number_differs() -> None:
     ]
     (difference,) = first_difference([row(1)], other, [row(1)], alone, LIMITS)
     assert difference.what == "gradient"
+
+
+def test_a_loss_that_is_no_number_differs_wherever_it_stands() -> None:
+    alone = [[RankStep(0)], [RankStep(1, real=2, losses=[2.0, 1.0], speaks=True)]]
+    other = [[RankStep(0)], [RankStep(1, real=2, losses=[2.0, math.nan], speaks=True)]]
+    (difference,) = first_difference([row(1)], other, [row(1)], alone, LIMITS)
+    assert difference.what == "sample_loss"
+
+
+def test_a_run_that_records_more_or_fewer_steps_differs_in_them() -> None:
+    steps = [[RankStep(0)], [RankStep(1)], [RankStep(2)]]
+    rows = [row(1), row(2)]
+    for few, many in (((rows[:1], steps[:2]), (rows, steps)), ((rows, steps[:2]), (rows, steps))):
+        for one, other in ((few, many), (many, few)):
+            (difference,) = first_difference(*one, *other, LIMITS)
+            assert (difference.step, difference.what) == (2, "step")
+
+
+def test_steps_before_the_one_asked_for_are_passed_over() -> None:
+    steps = [[RankStep(0)], [RankStep(1)], [RankStep(2)]]
+    other = [[RankStep(0)], [RankStep(1, weights={"w": 0.5})], [RankStep(2, weights={"w": 0.7})]]
+    rows = [row(1), row(2)]
+    changed = [row(1, loss=9.0), row(2)]
+    (difference,) = first_difference(changed, other, rows, steps, LIMITS, since=2)
+    assert (difference.step, difference.size) == (2, 0.7)

@@ -1,6 +1,8 @@
 """Judges, by what is made up: planted mistakes are in test_mistakes.py."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,3 +145,115 @@ def test_targets_without_a_loss_are_counted() -> None:
     finding = judge(evidence("tokens", {}, {}, numbers=NUMBERS | {"tokens": 36}))
     assert finding.kind == "missing sample"
     assert finding.reason == "36 targets have a loss in the place of 40"
+
+
+# What looks like another kind ----------------------------------------------------------------------
+
+
+def with_losses(of_ranks: list[list[float]], of_one: list[float], **more: Any) -> Evidence:
+    """Of a step in which two ranks have halves of the samples."""
+    ranks = [
+        RankStep(1, first=2 * rank, real=2, losses=losses, speaks=True)
+        for rank, losses in enumerate(of_ranks)
+    ]
+    expected = [RankStep(1, real=SAMPLES, losses=of_one, speaks=True)]
+    return evidence("sample_loss", {}, {}, ranks=ranks, expected=expected, **more)
+
+
+def test_losses_that_differ_by_little_are_no_mean_of_means() -> None:
+    """By more than rounding, and by less than a judge of values looks at."""
+    little = 1 + 1e-7
+    finding = judge(with_losses([[2.0 * little, 1.0], [3.0, 2.0]], [2.0, 1.0, 3.0, 2.0]))
+    assert finding.kind == "forward"
+    assert "the loss of some samples" in finding.reason
+
+
+def test_a_mean_that_differs_alone_is_a_weighting() -> None:
+    found = with_losses(
+        [[2.0, 1.0], [3.0, 2.0]],
+        [2.0, 1.0, 3.0, 2.0],
+        differences=[Difference(1, "loss", 0.25)],
+        numbers=NUMBERS | {"loss": None},
+    )
+    finding = judge(found)
+    assert finding.kind == "weighting"
+    assert "no number in the place of 2" in finding.reason
+
+
+def test_noise_is_no_weighting_and_nothing_misplaced() -> None:
+    """Its size is that of float32, and every sample counts once."""
+    noise = 1e-7 * drawn(6, 3, seed=8)
+    found = evidence("gradient", *[gradient(G + noise)] * 2, layout={"cp": 2})
+    assert judge(found).kind == "gradient"
+
+
+def test_a_gradient_with_as_many_elements_as_samples_is_no_sum_of_them() -> None:
+    parts = drawn(SAMPLES, 2, 2, seed=9)
+    place = (slice(0, 2), slice(0, 2))
+    own = {"gradient/w": Held(place, drawn(2, 2, seed=10))}
+    found = evidence(
+        "gradient",
+        whole={"gradient/w": parts.sum(0)},
+        own=[own, own],
+        contributions=lambda: {"w": parts},
+    )
+    assert judge(found).kind == "gradient"
+
+
+def test_a_stage_whose_gradients_are_right_does_not_hide_what_another_lacks() -> None:
+    """It has written its own, since the norm, and so its update, is another."""
+    right = {"gradient/v": Held((slice(0, 3),), torch.ones(3, dtype=torch.float64))}
+    wrong = {"gradient/w": Held((slice(0, 6), slice(0, 3)), PARTS[1:].sum(0))}
+    ranks = [RankStep(1, real=SAMPLES)] * 2
+    found = evidence("gradient", layout={"pp": 2}, own=[right, wrong], ranks=ranks)
+    finding = judge(found)
+    assert (finding.kind, finding.parameter) == ("missing sample", "w")
+
+
+def test_gradients_that_are_no_numbers() -> None:
+    nothing = torch.full_like(G, math.nan)
+    assert judge(evidence("gradient", gradient(nothing), gradient(nothing))).kind == "gradient"
+
+
+def test_a_norm_that_is_no_number() -> None:
+    finding = judge(evidence("grad_norm", {}, {}, numbers=NUMBERS | {"grad_norm": None}))
+    assert finding.kind == "norm"
+    assert finding.reason.startswith("it is no number")
+
+
+def test_weights_that_are_no_numbers_on_every_rank_are_not_stale() -> None:
+    nothing = torch.full_like(BEFORE, math.nan)
+    assert judge(evidence("weight", weight(nothing), weight(nothing))).kind == "update"
+
+
+def test_a_part_that_is_right_has_lost_nothing() -> None:
+    """The rank has written it because another of its parameters differs."""
+    upper, lower = (slice(0, 3), slice(0, 3)), (slice(3, 6), slice(0, 3))
+    right = {"weight/w": Held(upper, (BEFORE + UPDATE)[:3])}
+    wrong = {"weight/w": Held(lower, (BEFORE + drawn(6, 3, seed=6))[3:])}
+    found = evidence("weight", layout={"dp_shard": 2}, own=[right, wrong])
+    assert judge(found).kind == "update"
+
+
+def test_too_little_decay_says_so() -> None:
+    finding = judge(evidence("weight", *[weight(BEFORE + UPDATE + 1e-4 * BEFORE)] * 2))
+    assert finding.kind == "weight decay"
+    assert finding.reason == "w has lost 0.0001 of its value less than it should"
+
+
+def test_a_parameter_that_one_process_does_not_have() -> None:
+    own = {"gradient/v": Held((slice(0, 3),), torch.ones(3, dtype=torch.float64))}
+    missing = [Difference(1, "gradient", math.inf, "v")]
+    found = evidence("gradient", own=[own, own], differences=missing)
+    assert judge(found).kind == "gradient"
+
+
+def test_samples_in_another_order_and_with_other_contents() -> None:
+    def reading(*samples: tuple[int, int, str]) -> list[RankStep]:
+        return [RankStep(1, samples=samples, real=len(samples))]
+
+    one, two, other = (0, 1, "one"), (0, 2, "two"), (0, 2, "other")
+    found = evidence("samples_digest", {}, expected=reading(one, two), ranks=reading(two, one))
+    assert judge(found).reason == "the same samples are read in another order"
+    found = replace(found, ranks=reading(one, other))
+    assert judge(found).reason == "sample 2 read with other contents"

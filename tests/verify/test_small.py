@@ -3,6 +3,7 @@
 import json
 from itertools import combinations
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from meshtrain.job.locate import model_file
 from meshtrain.layout import AXES
 from meshtrain.modeling.build import parameter_count
 from meshtrain.verify.covering import covering_layouts
+from meshtrain.verify.ranks import ForkedRanks
+from meshtrain.verify.session import Subject, Verification
 from meshtrain.verify.small import (
     HEAD_DIM_OF_8_BITS,
     MOST_PARAMETERS,
@@ -142,3 +145,15 @@ def test_every_axis_and_every_two_axes_that_fit(ranks: int) -> None:
     for pair in combinations(AXES, 2):
         together = any(set(pair) <= set(layout) for layout in layouts)
         assert together == has_divisor
+
+
+def test_settings_of_layouts_decide_how_small(tmp_path: Path) -> None:
+    """One process goes without them, and the copy must not."""
+    stages = ["pipeline.schedule=interleaved-1f1b", "pipeline.stages_per_rank=4"]
+    pipeline = Subject("quickstart", ["model.num_hidden_layers=16", *stages], [], 5, "float64")
+    small = Verification(pipeline, ForkedRanks(), tmp_path, [{"pp": 2}])._small_copy()
+    assert "model.num_hidden_layers=8" in small
+    dealt_out = ["model.num_experts=32", "parallel.expert_parallel=16"]
+    experts = Subject("moe", dealt_out, [], 5, "float64")
+    small = Verification(experts, ForkedRanks(), tmp_path, [{"dp_shard": 16}])._small_copy()
+    assert "model.num_experts=16" in small

@@ -3,7 +3,9 @@
 import argparse
 import html.parser
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from meshtrain.errors import InputError
 from meshtrain.verify import command
 from meshtrain.verify.kinds import KINDS
 from meshtrain.verify.page import page
-from meshtrain.verify.report import status_of
+from meshtrain.verify.report import largest, status_of
 from meshtrain.verify.session import Outcome
 from tests.launching import ROOT, Finished, forked
 from tests.verify.planted import BASE, SMALL
@@ -117,12 +119,20 @@ def test_without_layouts_a_covering_set() -> None:
         (("quickstart", "--steps", "0"), "expected at least 1"),
         (("quickstart", "--layouts", "{xp: 2}"), "--layouts {xp: 2}"),
         (("missing.py", "--layouts", "{tp: 2}"), "there is no script missing.py"),
+        (("quickstart", "--html", "missing/x.html"), "expected a file in a folder that is there"),
     ],
 )
 def test_wrong_words(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(InputError) as raised:
         read(*words)
     assert says in str(raised.value)
+
+
+def test_a_folder_that_is_a_file_or_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for given, says in ((tmp_path / "file", "cannot write"), (tmp_path, "is not empty")):
+        with pytest.raises(InputError, match=says), command._folder(str(given)):
+            raise AssertionError
 
 
 def test_the_page_of_the_documentation_lists_every_kind() -> None:
@@ -138,6 +148,14 @@ def test_the_status_of_a_report() -> None:
     assert status_of([EQUAL]) == 0
     assert status_of([EQUAL, REFUSED]) == 2
     assert status_of([REFUSED, DIFFERENT, EQUAL]) == 1
+
+
+def test_a_number_that_is_none_is_the_largest_difference() -> None:
+    apart = ((1e-16, 0.0), (math.inf, 1e-15))
+    assert largest(replace(EQUAL, apart=apart)) == "inf"
+    assert largest(EQUAL) == "1e-15"
+    assert largest(replace(EQUAL, apart=((0.0, 0.0),))) == "0"
+    assert largest(REFUSED) == ""
 
 
 class Tags(html.parser.HTMLParser):

@@ -11,6 +11,7 @@ the documentation from the results of several cards.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ MACHINE_S = 40.0  # the first import of torch from a cold disk
 SHARES_A_GPU = (2, 30)  # the NCCL whose ranks may share one
 LAST_LINES = 15
 _one_at_a_time = threading.Lock()
+_running: set[subprocess.Popen] = set()  # processes of parts
 
 Row = dict[str, Any]
 
@@ -170,12 +172,14 @@ def run(arguments: Sequence[str], out: Path, printed: int, limit_s: float) -> in
         stdout=printed,
         stderr=printed,
     )
+    _running.add(process)
     try:
         return wait(process, limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
         kill_tree(process)
+        _running.discard(process)
 
 
 def wait(process: subprocess.Popen, limit_s: float) -> int:
@@ -199,7 +203,13 @@ def kill_tree(process: subprocess.Popen) -> None:
 def run_stage(stage: Stage, out: Path) -> None:
     deadline = time.monotonic() + stage.limit_s
     with ThreadPoolExecutor(stage.at_once) as pool:
-        list(pool.map(lambda part: run_part(stage.name, part, out, deadline), stage.parts))
+        try:
+            list(pool.map(lambda part: run_part(stage.name, part, out, deadline), stage.parts))
+        except BaseException:
+            # Ctrl-C, or SIGTERM: the threads would wait for their processes until the limit.
+            for process in list(_running):
+                kill_tree(process)
+            raise
 
 
 def check(out: Path, machine: Part, stages: Sequence[Stage] | None = None) -> int:
@@ -231,6 +241,8 @@ def main() -> int:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: python tools/bench/gpu_check.py OUT", file=sys.stderr)
         return 2
+    # so that it ends what it has started: a rank that stays on the GPU is in the way of the next
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     machine = Part(when, (str(HERE / "gpu_stages.py"), "machine", when), MACHINE_S)
     return check(Path(sys.argv[1]), machine)

@@ -236,15 +236,21 @@ def memory(name: str) -> int:
         stdout=subprocess.PIPE,
         text=True,
     )
-    with tempfile.TemporaryDirectory(prefix="meshtrain-gpu-memory-") as folder:
-        output = Path(folder) / "run"
-        keys = [*memory_overrides(name), f"train.output={output}"]
-        status = side.run_meshtrain([CONFIG, *keys], lambda step: None)
-        if status != 0:
-            return status
-        measured = max(row["memory_gib"] for row in read(output / "metrics.jsonl"))
-    planned = int(planning.communicate()[0].split()[-1]) / 2**30
-    write_row({"stage": "memory", "name": name} | compare_memory(planned, measured))
+    try:
+        with tempfile.TemporaryDirectory(prefix="meshtrain-gpu-memory-") as folder:
+            output = Path(folder) / "run"
+            keys = [*memory_overrides(name), f"train.output={output}"]
+            status = side.run_meshtrain([CONFIG, *keys], lambda step: None)
+            if status != 0:
+                return status
+            measured = max(row["memory_gib"] for row in read(output / "metrics.jsonl"))
+        printed, _ = planning.communicate()
+    finally:
+        planning.kill()  # where the run has failed
+    if planning.returncode != 0:
+        return planning.returncode  # it has printed why
+    foreseen = int(printed.split()[-1]) / 2**30
+    write_row({"stage": "memory", "name": name} | compare_memory(foreseen, measured))
     return 0
 
 
@@ -293,17 +299,17 @@ def pair(_: str) -> int:
 
 def follow(command: Sequence[str], against: str) -> int:
     """Runs gpu_pair.py, and writes a row for each pair of turns when it has ended."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        print(line, end="", file=sys.stderr)
-        turn = TURN.match(line)
-        if turn is not None:
-            seconds = [float(turn[2]), float(turn[3])]
-            name = f"turn {turn[1]} against {against}"
-            row = {"stage": "pair", "name": name, "result": "good", "seconds_of_turns": seconds}
-            write_row(row)
-    return process.wait()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr)
+            turn = TURN.match(line)
+            if turn is not None:
+                seconds = [float(turn[2]), float(turn[3])]
+                name = f"turn {turn[1]} against {against}"
+                row = {"stage": "pair", "name": name, "result": "good"}
+                write_row(row | {"seconds_of_turns": seconds})
+    return process.returncode
 
 
 def row_of_pair(result: dict[str, Any], against: str) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from meshtrain.checkpoint.directory import complete_steps, name_of
 from meshtrain.job.storage import write_whole
 from meshtrain.layout import Layout
 from meshtrain.metrics.logger import read
-from tools.witness.plan import ONE, Leg, faults, first_change, legs, save_every
+from tools.witness.picture import Step, draw
+from tools.witness.plan import ONE, Disturbance, Leg, faults, first_change, legs, save_every
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -49,6 +50,7 @@ OVERRIDES = (
 # The contract for 20 steps after a change of layout, by precision.
 NEAR = 20
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+COMPARED = ("loss", "grad_norm")
 LEGS = "legs.jsonl"  # a row for each job of the disturbed run that has ended as planned
 RESULT = "witness.json"
 
@@ -83,7 +85,10 @@ def launch(ranks: int, arguments: Sequence[str], log: Path) -> int:
             return job.wait()
         except KeyboardInterrupt:
             job.terminate()  # it saves
-            job.wait()
+            try:
+                job.wait()
+            finally:
+                job.kill()  # after a second Ctrl-C, which does not wait for the save
             raise
 
 
@@ -152,14 +157,7 @@ class Witness:
         how, more = faults(leg.end, self.every)
         status = self.train(self.disturbed, leg.layout, how, more)
         ended = exit_of(self.disturbed)
-        stopped, finished = ended == "stopped", ended == "done"
-        if leg.end is None:
-            as_planned = status == 0 and finished
-        elif leg.end.kind == "stop":
-            as_planned = status in (0, 75) and stopped
-        else:
-            as_planned = status != 0 and not stopped and not finished
-        if not as_planned:
+        if not is_as_planned(leg.end, status, ended):
             said = f"leg {leg.number} ended with status {status}, {ended or 'no exit.json'}"
             raise SystemExit(self.failed(self.disturbed, said))
         reached = read(self.disturbed / "metrics.jsonl")[-1]["step"]
@@ -173,6 +171,15 @@ class Witness:
         log = self.folder / f"{output.name}.log"
         last = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         return f"{output.name}: {why}, which was not planned; {log} ends with:\n{last}"
+
+
+def is_as_planned(end: Disturbance | None, status: int, ended: str | None) -> bool:
+    """Whether a job ended as its disturbance has it. `ended`: what `exit_of` says."""
+    if end is None:
+        return status == 0 and ended == "done"
+    if end.kind == "stop":
+        return status in (0, 75) and ended == "stopped"
+    return status != 0 and ended not in ("stopped", "done")
 
 
 def exit_of(run: Path) -> str | None:
@@ -214,39 +221,38 @@ def compare(
 
     Returns:
         `problems`: sentences, none if all is well; `bit_equal_until`: the last step before which
-        nothing differs; `largest`: the largest relative difference of the loss; `rows`: step, both
-        losses, and the relative differences of loss and gradient norm.
+        nothing differs; `largest`: the largest relative difference of the loss; `rows`: a `Step`
+        each.
     """
     problems = []
     if [row["step"] for row in whole] != [row["step"] for row in disturbed]:
         problems.append("the runs have not the same steps")
-    rows = []
+    rows: list[Step] = []
     for one, other in zip(whole, disturbed, strict=False):
         if one["samples_digest"] != other["samples_digest"]:
             problems.append(f"step {one['step']} has other samples")
-        differences = [
-            abs(other[name] - one[name]) / abs(one[name]) for name in ("loss", "grad_norm")
-        ]
-        rows.append([one["step"], one["loss"], other["loss"], *differences])
+        apart = {name: abs(other[name] - one[name]) / abs(one[name]) for name in COMPARED}
+        step = Step(one["step"], one["loss"], other["loss"], apart["loss"], apart["grad_norm"])
+        rows.append(step)
 
-    differing = [row[0] for row in rows if row[3] or row[4]]
+    differing = [row.step for row in rows if row.largest > 0]
     bit_equal_until = differing[0] - 1 if differing else len(rows)
     if bit_equal_until < changed_after:
         problems.append(
             f"step {bit_equal_until + 1} has other bits, and the layout first changes after "
             f"step {changed_after}"
         )
-    near = [row for row in rows if changed_after < row[0] <= changed_after + NEAR]
-    apart = max((max(row[3:]) for row in near), default=0.0)
-    if apart > tolerance:
+    near = [row for row in rows if changed_after < row.step <= changed_after + NEAR]
+    largest = max((row.largest for row in near), default=0.0)
+    if largest > tolerance:
         problems.append(
-            f"{NEAR} steps after the first change of the layout the runs differ by {apart:.1e}: "
+            f"{NEAR} steps after the first change of the layout the runs differ by {largest:.1e}: "
             f"more than rounding, {tolerance:g}"
         )
     return {
         "problems": problems,
         "bit_equal_until": bit_equal_until,
-        "largest": max((row[3] for row in rows), default=0.0),
+        "largest": max((row.loss_apart for row in rows), default=0.0),
         "rows": rows,
     }
 
@@ -292,8 +298,6 @@ def main(arguments: Sequence[str] | None = None, start: Launch = launch) -> int:
     witness.train_disturbed()
     result = result_of(witness)
     write_whole(witness.folder / RESULT, json.dumps(result).encode())
-
-    from tools.witness.picture import draw
 
     picture = options.picture or witness.folder / "witness.png"
     draw(result).savefig(picture)

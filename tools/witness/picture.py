@@ -1,7 +1,8 @@
 """Draws the witness: both losses, and by how much they differ."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -12,6 +13,20 @@ UNDISTURBED, KEEPS, CHANGES = "#bcc2cf", "#3b6fe0", "#e2603b"
 DECADES_BELOW = 1.5  # of the smallest difference, where equal bits are drawn
 
 
+class Step(NamedTuple):
+    """What both runs have in a step, and their relative differences; a list in JSON."""
+
+    step: int
+    undisturbed: float  # its loss
+    disturbed: float
+    loss_apart: float
+    norm_apart: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss_apart, self.norm_apart)
+
+
 def draw(result: Mapping[str, Any]) -> "Figure":
     """`result`: that of `tools.witness`."""
     from matplotlib.figure import Figure
@@ -19,14 +34,14 @@ def draw(result: Mapping[str, Any]) -> "Figure":
     figure = Figure(figsize=(11, 7.6), dpi=150, facecolor="white", layout="constrained")
     top, bottom, words = figure.subplots(3, 1, height_ratios=(3, 2, 1.5))
     bottom.sharex(top)
-    rows = result["rows"]
-    steps = [row[0] for row in rows]
+    rows = [Step(*row) for row in result["rows"]]
+    steps = [row.step for row in rows]
 
-    top.plot(steps, [row[1] for row in rows], color=UNDISTURBED, lw=4, label="undisturbed")
-    colours = colour_of_step(result)
+    undisturbed = [row.undisturbed for row in rows]
+    top.plot(steps, undisturbed, color=UNDISTURBED, lw=4, label="undisturbed")
     for colour, label in ((KEEPS, "disturbed, one process"), (CHANGES, "disturbed, other layouts")):
-        mine = [row[2] if colours[row[0]] == colour else float("nan") for row in rows]
-        top.plot(steps, mine, color=colour, lw=1, label=label)
+        losses = [row.disturbed if colour_of(row, result) == colour else math.nan for row in rows]
+        top.plot(steps, losses, color=colour, lw=1, label=label)
     top.set(ylabel="loss")
     top.legend(frameon=False, labelcolor=INK)
     tokens = f"{result['tokens_per_step']:,}"
@@ -38,7 +53,7 @@ def draw(result: Mapping[str, Any]) -> "Figure":
         fontweight="bold",
     )
 
-    losses, norms = [row[3] for row in rows], [row[4] for row in rows]
+    losses, norms = [row.loss_apart for row in rows], [row.norm_apart for row in rows]
     floor = floor_of([*losses, *norms])
     until = result["bit_equal_until"]
     for values, colour, label in ((norms, QUIET, "gradient norm"), (losses, CHANGES, "loss")):
@@ -69,11 +84,9 @@ def draw(result: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def colour_of_step(result: Mapping[str, Any]) -> dict[int, str]:
-    """The colour of each step: whether it was computed before the first change of the layout."""
-    return {
-        row[0]: KEEPS if row[0] <= result["changed_after"] else CHANGES for row in result["rows"]
-    }
+def colour_of(row: Step, result: Mapping[str, Any]) -> str:
+    """By whether a step was computed before the first change of the layout."""
+    return KEEPS if row.step <= result["changed_after"] else CHANGES
 
 
 def floor_of(differences: Sequence[float]) -> float:
