@@ -153,8 +153,13 @@ def test_ctrl_c_ends_what_runs_and_what_waits(
     hangs, waits = (
         fake(name, then="import time; time.sleep(600)", limit_s=9) for name in ("one", "two")
     )
-    with pytest.raises(KeyboardInterrupt):
-        gpu_check.run_stage(Stage("layouts", 600, (hangs, waits)), tmp_path)
+    # Tests that a shell has put into the background ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu_check.run_stage(Stage("layouts", 600, (hangs, waits)), tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [process.poll() for process in started] == [-signal.SIGKILL]
     rows = gpu_check.read_rows(tmp_path / gpu_check.RESULTS)
     assert [(row["part"], row["ended"]) for row in rows] == [("one", "failed")], "not at its limit"

@@ -90,7 +90,7 @@ def test_the_command_evaluates_as_the_run_does(
         named = ("--model", own, "--data", own, "--layout", layout)
         done = forked(processes, *evaluate, *named).check()
         numbers = json.loads(done.out)["validation"]
-        metrics = {"dpo": {"eval_margin", "eval_preferred"}, "clip": {"eval_found"}}[name]
+        metrics = {"dpo": {"eval_margin", "eval_preferred"}, "clip": {"eval_own_caption"}}[name]
         assert numbers.keys() >= {"eval_loss"} | metrics
         for metric, value in numbers.items():
             assert value == pytest.approx(rows[-1][metric], rel=1e-9)
