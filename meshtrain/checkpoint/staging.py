@@ -19,7 +19,7 @@ from meshtrain.checkpoint.shard_file import BLOCK
 from meshtrain.checkpoint.state import LocalShard, State
 from meshtrain.errors import bytes_text, group_values
 from meshtrain.huggingface.safetensors import Entry
-from meshtrain.job.host_memory import memory_gib
+from meshtrain.job.host_limits import memory_gib
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 from meshtrain.parallel.sharding import Part, shape_of, within

@@ -97,6 +97,11 @@ COMMANDS = {
         "generate text with a checkpoint's model, on any layout",
         "meshtrain generate runs/quickstart --prompt 'import '",
     ),
+    "docs": (
+        "meshtrain.cli.docs",
+        "open the documentation of this version in a browser, offline",
+        "meshtrain docs layouts",
+    ),
     "info": (
         "meshtrain.cli.info",
         "print versions, GPUs, NCCL and limits for a bug report",

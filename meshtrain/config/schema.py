@@ -140,7 +140,8 @@ class DataSection:
     """Height and width, in pixels, to which images are resized. null: as they are; required for
     `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
-    """Worker processes per rank that read data ahead. 0 reads in the training process."""
+    """Worker processes per rank that read data ahead. 0 reads in the training process, as macOS
+    always does."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
 

@@ -1,6 +1,7 @@
-"""Host memory: how much this process may use, and how much of that is free, on the host and in its
-cgroups."""
+"""Host limits: how much of the host's memory this process may use, and how much of that is free, on
+the host and in its cgroups; and on how many of its cores it may run."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,13 @@ def memory_gib(
         most = min(most, limit)
         free = min(free, available)
     return most / 2**30, free / 2**30
+
+
+def usable_cores() -> int:
+    """The cores on which this process may run: all, where the system cannot tell (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _cgroups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
