@@ -1,7 +1,7 @@
 """Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.14."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -415,13 +415,16 @@ class KeepsBeforeWrites(_CachingTorchDispatchMode):
     ) -> Any:
         written = written_tensors(func, args, kwargs or {})
         if written and not _is_compiling(func, args, kwargs):
-            memory = {memory_of(x) for x in written}
-            for entry in tree_leaves(list(self.storage.values())):
-                is_tensor = isinstance(entry, _VersionWrapper) and isinstance(entry.val, Tensor)
-                if is_tensor and memory_of(entry.val) in memory:
-                    entry.val = entry.val.clone()
-                    entry.version = entry.val._version
+            self._copy_what_shares_memory_with(written)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _copy_what_shares_memory_with(self, written: Sequence[Tensor]) -> None:
+        memory = {memory_of(x) for x in written}
+        for kept in tree_leaves(list(self.storage.values())):
+            is_tensor = isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor)
+            if is_tensor and memory_of(kept.val) in memory:
+                kept.val = kept.val.clone()
+                kept.version = kept.val._version
 
 
 # FSDP ---------------------------------------------------------------------------------------------
