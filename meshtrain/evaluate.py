@@ -232,17 +232,24 @@ def evaluate(
 def _means(metrics: dict[Field, Tensor], mesh: Mesh) -> dict[str, float]:
     """The means of the metrics of a loss of the user's own, of which only ranks with the last stage
     have sums."""
-    of_ranks: list[dict[Field, list[float]]] = [{}]
+    own: dict[Field, list[float]] = {}
     if mesh.speaks_for_samples:
-        of_ranks = [{name: values.tolist() for name, values in metrics.items()}]
+        own = {name: values.tolist() for name, values in metrics.items()}
+    of_ranks = [own]
     if mesh.world is not None:
-        own = of_ranks[0]
         of_ranks = [{}] * mesh.layout.world_size
         dist.all_gather_object(of_ranks, own, group=mesh.world)
+
+    # Name -> sum and count, over the ranks that have them.
+    totals: dict[Field, list[float]] = {}
+    for sums in of_ranks:
+        for name, (value, count) in sums.items():
+            total, total_count = totals.get(name, (0, 0))
+            totals[name] = [total + value, total_count + count]
+
     means = {}
-    for name in sorted({name for sums in of_ranks for name in sums}):
-        pairs = [sums[name] for sums in of_ranks if name in sums]
-        mean = name.metric([sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)], 0)
+    for name in sorted(totals):
+        mean = name.metric(totals[name], 0)
         if mean is not None:
             means[str(name)] = mean
     return means

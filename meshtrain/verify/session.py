@@ -438,12 +438,15 @@ class Verification:
             return Outcome(sizes, EQUAL, apart=apart)
         # A run that has failed lacks steps; what differed before it failed says more.
         if not differences or differences[0].what == "step":
-            step = min(len(recorded.rows), len(alone.rows)) + 1
+            steps = len(recorded.rows)
+            expected = len(alone.rows)
             if recorded.ended.is_done:
-                own, expected = len(recorded.rows), len(alone.rows)
-                kind, reason = METRIC, f"it makes {own} steps in the place of {expected}"
+                kind = METRIC
+                reason = f"it makes {steps} steps in the place of {expected}"
             else:
-                kind, reason = FAILURE, _failure(recorded.ended)
+                kind = FAILURE
+                reason = _failure(recorded.ended)
+            step = min(steps, expected) + 1
             return Outcome(sizes, DIFFERENT, reason, step=step, kind=kind, apart=apart)
         finding = self._finding(layout, recorded, differences, precision)
         return _different(sizes, finding, differences, apart)

@@ -533,13 +533,14 @@ def _gradient_shapes(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
+    out, lse = output
     settings = Settings(*arguments)
     ctx.has = settings.sinks is not None, settings.bias is not None
-    # The tensors among the settings are saved, and the others kept.
+    # Autograd has to save the tensors among the settings; the others are attributes.
     tensors = [x if isinstance(x, Tensor) else None for x in arguments]
     ctx.settings = [None if isinstance(x, Tensor) else x for x in arguments]
-    ctx.save_for_backward(q, k, v, *output, *tensors)
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, out, lse, *tensors)
+    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
