@@ -115,7 +115,8 @@ def export(
                 if tokenizer is not None:
                     own_tokenizer = tokenizer_files(Path(tokenizer).expanduser())
                 source = source_files(weights, job.say)
-                place.finish(files, small_files(config, dtype, own_tokenizer, data or {}, source))
+                texts = small_files(config, dtype, own_tokenizer, data or {}, source)
+                place.finish(files, texts)
     finally:
         if job.rank == 0:
             place.drop()
