@@ -204,7 +204,8 @@ def _blocks(
     for first in range(rows.start, rows.stop, step):
         block = slice(first, min(first + step, rows.stop))
         values = source.read(name, (*lead, block, *columns))
-        yield values.to(DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8).numpy().data
+        flat = values.to(DTYPES[entry.dtype]).contiguous().view(-1)
+        yield flat.view(torch.uint8).numpy().data
 
 
 def _precision(manifest: Manifest) -> str:

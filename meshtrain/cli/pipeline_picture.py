@@ -59,7 +59,6 @@ def picture(records: Sequence[Record]) -> "Figure":
     label_size = min(max(fitting, SMALLEST_LABEL), LARGEST_LABEL)
     drawing = _Drawing(axes, records, scale, label_size)
 
-    ticks = drawing.ticks()
     y = TOP
     for record in records:
         middle = y + TITLE / 2
@@ -67,16 +66,8 @@ def picture(records: Sequence[Record]) -> "Figure":
         drawing.write(width - RIGHT, middle, _summary(record, records), ha="right")
         y += TITLE
         drawing.lanes(record, y)
-        bottom = y + record.timeline.ranks * LANE
-        for x in ticks:
-            axes.plot([x, x], [y, bottom], color="white", linewidth=0.9, zorder=2)
-        y = bottom + GAP
-
-    axis_y = y - GAP / 2 + AXIS / 2
-    for x, text in ticks.items():
-        drawing.write(x, axis_y, text, ha="center")
-    _, unit = terminal.unit_of(records)
-    drawing.write(LEFT - 0.1, axis_y, unit or "time", ha="right")
+        y += record.timeline.ranks * LANE + GAP
+    drawing.axis(y - GAP / 2 + AXIS / 2)
     drawing.legend(height - LEGEND / 2 - 0.05)
     return figure
 
@@ -123,7 +114,7 @@ class _Drawing:
     label_size: float  # points
 
     def lanes(self, record: Record, top: float) -> None:
-        """A lane for each rank, with a box for each action."""
+        """A lane for each rank, with a box for each action, and lines through the ticks."""
         start = record.timeline.start
         for rank, row in enumerate(record.timeline.events):
             y = top + rank * LANE
@@ -151,6 +142,16 @@ class _Drawing:
                 self.axes.broken_barh(
                     spans, lane, facecolor=colour, edgecolor="white", linewidth=0.8, zorder=3
                 )
+        bottom = top + record.timeline.ranks * LANE
+        for x in self.ticks():
+            self.axes.plot([x, x], [top, bottom], color="white", linewidth=0.9, zorder=2)
+
+    def axis(self, y: float) -> None:
+        """The time at each tick."""
+        for x, text in self.ticks().items():
+            self.write(x, y, text, ha="center")
+        _, unit = terminal.unit_of(self.records)
+        self.write(LEFT - 0.1, y, unit or "time", ha="right")
 
     def ticks(self) -> dict[float, str]:
         """x -> the time there, at round numbers."""

@@ -164,19 +164,20 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.foreign: list[tuple[int, str]] = []
         self._blocks = blocks_of(model)
         self._names = {module: name for name, module in model.named_modules()}
         self._outside = list(outside_modules(model))
         self._state = named_state(model)
         self._name_of = {tensor: name for name, tensor in self._state.items()}
         self._own = [set(named_state(block).values()) for block in self._blocks]
-        # By tensor, because a tied one has several names.
+        self._of_blocks = {tensor for own in self._own for tensor in own}
+
+        # What forwards have shown. By tensor, because a tied one has several names.
+        self.foreign: list[tuple[int, str]] = []
         self._places: dict[Tensor, set[int]] = {tensor: set() for tensor in self._name_of}
         for number, own in enumerate(self._own):
             for tensor in own:
                 self._places[tensor].add(number)
-        self._of_blocks = {tensor for own in self._own for tensor in own}
         self._used_outside: set[Tensor] = set()
         self._called: dict[str, set[int]] = {}
 
@@ -517,11 +518,12 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def parameters(self) -> list[str]:
-        return [
-            name
-            for name, parameter, memory in self._memory
-            if memory in self._written or memory_of(parameter) != memory
-        ]
+        names = []
+        for name, parameter, memory in self._memory:
+            is_replaced = memory_of(parameter) != memory
+            if memory in self._written or is_replaced:
+                names.append(name)
+        return names
 
 
 class _ParametersUsed(TorchFunctionMode):
@@ -534,15 +536,19 @@ class _ParametersUsed(TorchFunctionMode):
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
         self.foreign: list[tuple[str, str]] = []
+        self._running: list[nn.Module] = []  # the innermost block last
         self._names = {module: name for name, module in model.named_modules()}
+
         self._own: dict[nn.Module, set[nn.Parameter]] = {}  # block -> parameters of its group
+        of_any: set[nn.Parameter] = set()
         for group in groups:
             of_group = {parameter for block in group for parameter in block.parameters()}
-            self._own |= dict.fromkeys(group, of_group)
-        of_any = {parameter for of_group in self._own.values() for parameter in of_group}
+            of_any |= of_group
+            for block in group:
+                self._own[block] = of_group
+
         # Parameter of a block -> its name.
         self._of_blocks = {p: name for name, p in model.named_parameters() if p in of_any}
-        self._running: list[nn.Module] = []
 
     def __enter__(self) -> "_ParametersUsed":
         self._hooks = []
@@ -563,9 +569,12 @@ class _ParametersUsed(TorchFunctionMode):
         self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        block, own = "", set[nn.Parameter]()
+        block = ""
+        own: set[nn.Parameter] = set()
         if self._running:
-            block, own = self._names[self._running[-1]], self._own[self._running[-1]]
+            innermost = self._running[-1]
+            block = self._names[innermost]
+            own = self._own[innermost]
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter) and leaf in self._of_blocks and leaf not in own:
                 self.foreign.append((block, self._of_blocks[leaf]))

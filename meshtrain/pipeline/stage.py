@@ -289,19 +289,22 @@ def keep_stage(
         vars(placeholder)["forward"] = partial(stage.other_block, number, name)
         for path, tensor in block.named_parameters(remove_duplicate=False):
             full = f"{name}.{path}"
+            _, _, own_name = path.rpartition(".")
             if full in held:
-                _holder(placeholder, path).register_parameter(path.rpartition(".")[2], tensor)
+                _holder(placeholder, path).register_parameter(own_name, tensor)
             elif full in outline.outside:
                 stand_in = StandIn.like(tensor, device, f"the parameter {full}", dtype)
-                setattr(_holder(placeholder, path), path.rpartition(".")[2], stand_in)
+                setattr(_holder(placeholder, path), own_name, stand_in)
         _replace(model, name, placeholder)
 
     for name, module in outside:
+        is_called_here = bool(own & outline.called.get(name, frozenset()))
         if isinstance(module, Dropout):
             vars(module)["forward"] = partial(_unless_stand_in, module.forward)
-        elif state_of(module) and not own & outline.called.get(name, frozenset()):
+        elif state_of(module) and not is_called_here:
             as_it_was = module if plain is None else plain[name]
             vars(module)["forward"] = stand_in_forward(as_it_was, name, device, dtype)
+
     inside = {inner for number in own for inner in blocks[number].modules()}
     for name, module in list(model.named_modules()):
         if module not in inside and not isinstance(module, OtherStageBlock):

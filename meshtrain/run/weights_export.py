@@ -115,7 +115,8 @@ def export(
                 if tokenizer is not None:
                     own_tokenizer = tokenizer_files(Path(tokenizer).expanduser())
                 source = source_files(weights, job.say)
-                place.finish(files, small_files(config, dtype, own_tokenizer, data or {}, source))
+                texts = small_files(config, dtype, own_tokenizer, data or {}, source)
+                place.finish(files, texts)
     finally:
         if job.rank == 0:
             place.drop()
@@ -175,12 +176,13 @@ def _first_source(weights: Any) -> Path | None:
 def turns(files: Mapping[str, Sequence[Entry]], writers: Sequence[int]) -> Iterator[list[Turn]]:
     """Which tensors are written at the same time, one by each writer; writers take the files in
     turn (round-robin)."""
-    queues: list[list[Turn]] = [[] for _ in writers]
+    queues: list[list[Turn]] = [[] for _ in writers]  # what each writes, one after the other
     for number, (file, entries) in enumerate(files.items()):
         index = number % len(writers)
-        queues[index] += [(writers[index], file, entry) for entry in entries]
-    for turn in zip_longest(*queues):
-        yield [item for item in turn if item is not None]
+        writer = writers[index]
+        queues[index] += [(writer, file, entry) for entry in entries]
+    for at_once in zip_longest(*queues):
+        yield [turn for turn in at_once if turn is not None]
 
 
 def _begin(place: ExportFolder, job: Job) -> list[int]:
@@ -229,8 +231,9 @@ class _Received:
         whole = torch.empty(shape_of(self.stored.part), dtype=DTYPES[self.entry.dtype])
         for piece, values in self.pieces:
             whole[within(piece, self.stored.part)] = values.to("cpu", whole.dtype)
+        as_bytes = whole.view(-1).view(torch.uint8).numpy()
         try:
-            out.write(self.file, self.entry, [whole.view(-1).view(torch.uint8).numpy().data])
+            out.write(self.file, self.entry, [as_bytes.data])
         except OSError as error:
             return error
         return None

@@ -222,11 +222,14 @@ class Recording:
         blocks = {name: self.model.get_submodule(name) for name in self.kinds}
         inside = {module for block in blocks.values() for module in block.modules()}
         outside = [module for module in self.model.modules() if module not in inside]
+
         forwards = {name: block.forward for name, block in blocks.items()}
         for name, block in blocks.items():
             block.forward = self._isolate(name, block)
-        size = next((len(x) for x in inputs if x is not None), 0)
-        terms = nullcontext() if self.terms is None else self.terms(self._term, size)
+        terms: AbstractContextManager[object] = nullcontext()
+        if self.terms is not None:
+            samples = next((len(x) for x in inputs if x is not None), 0)
+            terms = self.terms(self._term, samples)
         try:
             with self._fill(outside) as parameters, terms:
                 output = self.model(*inputs)
@@ -492,14 +495,15 @@ class _Borrowed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(self._is_empty, tree_leaves((args, kwargs)))):
-            if getattr(func, "__name__", "") == "__get__":  # an attribute, such as `shape`
+        if any(self._is_empty(leaf) for leaf in tree_leaves((args, kwargs))):
+            is_attribute = getattr(func, "__name__", "") == "__get__"  # such as `shape`
+            if is_attribute:
                 value = func(*args, **kwargs)
+                if isinstance(value, torch.device):
+                    return self.device
                 if not isinstance(value, Tensor):
-                    return self.device if isinstance(value, torch.device) else value
-            args, kwargs = tree_map_only(
-                nn.Parameter, lambda x: self.values(x) if self._is_empty(x) else x, (args, kwargs)
-            )
+                    return value
+            args, kwargs = tree_map_only(nn.Parameter, self._with_values, (args, kwargs))
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and result.dtype.itemsize < 4:
             self.recording.narrow = True
@@ -508,6 +512,9 @@ class _Borrowed(TorchFunctionMode):
     def _is_empty(self, x: Any) -> bool:
         """Whether x is a parameter of the model, which has no values."""
         return isinstance(x, nn.Parameter) and x in self.recording._names
+
+    def _with_values(self, x: nn.Parameter) -> Tensor:
+        return self.values(x) if self._is_empty(x) else x
 
 
 def _generator_states() -> list[Any]:
@@ -527,12 +534,14 @@ def _difference(x: Tensor, expected: Tensor, least: float = 0.0) -> float:
     if x.numel() == 0:
         return 0.0
     if not (x.is_floating_point() or x.is_complex()):
-        x, expected = x.double(), expected.double()
+        x = x.double()
+        expected = expected.double()
     # Infinities, and NaN in the same places, are equal, and say nothing of the size of values.
     is_same = (x == expected) | (x.isnan() & expected.isnan())
-    difference = torch.where(is_same, 0, (x - expected).abs())
-    size = torch.where(expected.isfinite(), expected.abs(), 0).max()
-    return float((difference / size.clamp(min=max(least, 1e-30))).max())
+    differences = torch.where(is_same, 0, (x - expected).abs())
+    largest = torch.where(expected.isfinite(), expected.abs(), 0).max()
+    size = largest.clamp(min=max(least, 1e-30))
+    return float((differences / size).max())
 
 
 def _sizes(values: Sequence[Any]) -> list[Any]:
