@@ -156,25 +156,30 @@ def compare_split(plain: Plain, tp: TensorParallel, *, may_fall_back: bool) -> V
 def _split_comparison(plain: Plain, tp: TensorParallel, inputs: Sample) -> Comparison:
     """Of the plain model with the one whose layers are split like this."""
     mesh = tp.mesh
-    size, index = mesh.size(AXIS), mesh.index(AXIS)
+    size = mesh.size(AXIS)
+    index = mesh.index(AXIS)
 
     def rows(n: int) -> list[int]:
+        """Those of n that this rank has."""
         return list(range(n))[chunk_range(n, size, index)]
 
     def compare(training: bool, seed: int) -> Result:
-        whole, split = plain.skeleton(training), plain.skeleton(training)
+        whole = plain.skeleton(training)
+        split = plain.skeleton(training)
         replace_layers(split, tp)
-        kinds = {
-            name: signature(whole.get_submodule(name)) + signature(split.get_submodule(name))
-            for name in plain.blocks
-        }
-        places = {
-            name: local_part(p)[1] for name, p in split.named_parameters() if isinstance(p, DTensor)
-        }
-        summed = {
-            own_parameters(module)[name]
-            for module, name in partial_parameters(split, tp.sequence_parallel)
-        }
+        kinds = {}
+        for name in plain.blocks:
+            # Blocks are of one kind if they are alike before and after the split.
+            before = signature(whole.get_submodule(name))
+            after = signature(split.get_submodule(name))
+            kinds[name] = before + after
+        places = {}
+        for name, p in split.named_parameters():
+            if isinstance(p, DTensor):
+                _, places[name] = local_part(p)
+        summed = set()
+        for module, name in partial_parameters(split, tp.sequence_parallel):
+            summed.add(own_parameters(module)[name])
         reference = Recording(whole, mesh, kinds, places=places, seed=seed)
         compared = Recording(
             split,
