@@ -429,12 +429,16 @@ class _Drops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        probability = 0.0
         if func is nn.functional.dropout:
             given = _by_name(("input", "p", "training"), args, kwargs)
-            self.found |= given.get("training", True) and given.get("p", 0.5) > 0
+            if given.get("training", True):
+                probability = given.get("p", 0.5)
         if func is nn.functional.scaled_dot_product_attention:
             given = _by_name(("query", "key", "value", "attn_mask", "dropout_p"), args, kwargs)
-            self.found |= given.get("dropout_p", 0.0) > 0
+            probability = given.get("dropout_p", 0.0)
+        if probability > 0:
+            self.found = True
         return func(*args, **kwargs)
 
 
