@@ -2,7 +2,8 @@
 torch.distributed.checkpoint loads, into any processes.
 
 Weights, AdamW's moments and the number of updates have the bits of the checkpoint. The learning
-rate and the other options of AdamW are those of the run's last update.
+rate and the other options of AdamW are those of the next update, as in a loop of torch's after
+`scheduler.step()`.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,15 +103,15 @@ def _names(manifest: Manifest) -> dict[str, Sequence[str]]:
 
 
 def _optimizer(manifest: Manifest) -> tuple[OptimizerSection, float]:
-    """The optimizer of the run, and the learning rate of its last update, as a share of the highest
+    """The optimizer of the run, and the learning rate of the next update, as a share of the highest
     one. Raises InputError: its section in the checkpoint is none."""
     section = manifest.section("optimizer")
     known = {key: section[key] for key in OptimizerSection.__dataclass_fields__ if key in section}
     try:
         known["groups"] = tuple(ParamGroupSection(**group) for group in known.get("groups", ()))
         optimizer = OptimizerSection(**known)
-        steps = max(manifest.step, manifest.counters.get("steps", 0))
-        lr = learning_rate(optimizer, max(1, manifest.step), steps)
+        step = manifest.step + 1
+        lr = learning_rate(optimizer, step, max(step, manifest.counters.get("steps", 0)))
         return optimizer, lr / optimizer.lr
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(

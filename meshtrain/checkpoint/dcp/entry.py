@@ -43,7 +43,6 @@ class Entry:
         self._read, self._length = read, length
         self._file, self._name = file, name
         with self._damage(), zipfile.ZipFile(_Window(read, length)) as archive:
-            self._archive = archive
             # All lie in one folder of the archive, whose name says nothing.
             self._records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             self._pickle = self._small_record("data.pkl")
@@ -75,30 +74,34 @@ class Entry:
                 last += (size - 1) * stride
             if math.prod(shape) > 0 and last >= storage.elements:
                 raise _WrongError("has elements outside of its bytes")
-            begin = self._begin_of(storage)
+            begin, nbytes = self._record(storage.record)
+            if nbytes != storage.elements * SIZES[dtype]:
+                raise _WrongError(f"has {nbytes:,} bytes for {storage.elements:,} {dtype}")
             return Elements(begin, storage.elements, tensor.first, tensor.strides)
 
     def _small_record(self, name: str) -> bytes:
-        info = self._records.get(name)
-        if info is None or info.file_size > MAX_PICKLE or info.compress_type != zipfile.ZIP_STORED:
-            raise _WrongError(f"has no small record {name}")
-        return self._archive.read(info)
+        begin, nbytes = self._record(name)
+        if nbytes > MAX_PICKLE:
+            raise _WrongError(f"has {nbytes:,} bytes in its record {name}")
+        # Not by the zip library, which compares checksums: torch may be told to write none.
+        data = bytearray(nbytes)
+        self._read(begin, memoryview(data))
+        return bytes(data)
 
-    def _begin_of(self, storage: "_Storage") -> int:
-        """Where the bytes of a storage begin in the entry."""
-        info = self._records.get(storage.record)
-        nbytes = storage.elements * SIZES[storage.dtype]
-        if info is None or info.compress_type != zipfile.ZIP_STORED or info.file_size != nbytes:
-            raise _WrongError(f"has no record {storage.record!a:.80} of {nbytes:,} bytes")
+    def _record(self, name: str) -> tuple[int, int]:
+        """Where a record begins in the entry, and how many bytes it has."""
+        info = self._records.get(name)
+        if info is None or info.compress_type != zipfile.ZIP_STORED:
+            raise _WrongError(f"has no record {name!a:.80} that is not compressed")
         header = memoryview(bytearray(_LOCAL_HEADER.size))
-        if info.header_offset + len(header) > self._length:
+        if not 0 <= info.header_offset <= self._length - len(header):
             raise _WrongError("has a record outside of it")
         self._read(info.header_offset, header)
         signature, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         begin = info.header_offset + len(header) + name_length + extra_length
-        if signature != b"PK\x03\x04" or begin + nbytes > self._length:
+        if signature != b"PK\x03\x04" or begin + info.file_size > self._length:
             raise _WrongError("has a record outside of it")
-        return begin
+        return begin, info.file_size
 
     @contextmanager
     def _damage(self) -> Iterator[None]:

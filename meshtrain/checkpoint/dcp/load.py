@@ -16,11 +16,18 @@ import torch
 from torch import Tensor
 
 from meshtrain.checkpoint.dcp.folder import DcpFolder
-from meshtrain.checkpoint.dcp.names import NAMINGS, Heads, Naming, Place, find_prefix
+from meshtrain.checkpoint.dcp.names import (
+    NAMINGS,
+    TITAN_EMBEDDING,
+    Heads,
+    Naming,
+    Place,
+    find_prefix,
+)
 from meshtrain.checkpoint.dcp.options import WITHOUT, Options, StoredOptions
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import MODEL, OPTIMIZER, UPDATES
-from meshtrain.errors import DamagedError, InputError, fold_names, join_some, plural
+from meshtrain.errors import DamagedError, InputError, any_of, fold_names, join_some, plural
 from meshtrain.huggingface.load import DTYPES, HARMLESS
 from meshtrain.huggingface.safetensors import by_numbers
 from meshtrain.optim.groups import EMA
@@ -150,14 +157,19 @@ class _Index:
         self.values = {_unwrapped(name): name for name in folder.values}
         self.notes: list[str] = []
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors or name in self.values
+
+    def require(self, name: str) -> Any:
+        """A number, a text or a container. Raises DamagedError: it is not plain."""
+        return self.folder.value(self.tensors.get(name) or self.values[name])
+
     def value(self, name: str) -> Any:
-        """A number, a text or a container; None: there is none, or it is not plain, which a note
-        says."""
-        stored = self.tensors.get(name) or self.values.get(name)
-        if stored is None:
+        """The same; None: there is none, or it is not plain, which a note says."""
+        if name not in self:
             return None
         try:
-            return self.folder.value(stored)
+            return self.require(name)
         except DamagedError as error:
             self.notes.append(f"left out: {error}")
             return None
@@ -197,6 +209,7 @@ class _Fit:
 
     def find_weights(self) -> None:
         """Raises InputError: there are none."""
+        self._require_own_names()
         names = [[place.name for place in self._places(tensor)] for tensor in self._wanted]
         prefix = find_prefix(self._index.tensors, names)
         if prefix is None:
@@ -264,9 +277,9 @@ class _Fit:
         for tensor in self._trained:
             for place in self._places(tensor, of_state=True):
                 name = f"{self._states}{place.name}.step"
-                if name in self._index.tensors or name in self._index.values:
+                if name in self._index:
                     self._claimed.add(name)
-                    count = self._index.value(name)
+                    count = self._index.require(name)
                     is_number = isinstance(count, int | float)
                     names_of.setdefault(count if is_number else None, []).append(name)
                     break
@@ -330,19 +343,20 @@ class _Fit:
     # What does not fit --------------------------------------------------------------------------
 
     def _nothing_found(self, expected: str) -> str:
-        names = self._index.tensors
-        for word, naming in NAMINGS.items():
-            theirs = {_pattern(name) for names in naming.names.values() for name in names}
-            found = [name for name in names if _pattern(name) in theirs]
-            if self._naming is None and found:
-                return (
-                    f"{self._path} has no {expected}, with any prefix, but {found[0]}: if that is "
-                    f"a name of torchtitan's, give --as {word}, or the word for another model"
+        listed = join_some(list(self._index.tensors)) or "none"
+        return f"{self._path} has no {expected}, with any prefix: its tensors are {listed}"
+
+    def _require_own_names(self) -> None:
+        """Raises InputError: the names are torchtitan's, and nobody has said so."""
+        if self._naming is not None:
+            return
+        own = {name for tensor in self._wanted for name in tensor.names}
+        for name in self._index.tensors:
+            if name.endswith(TITAN_EMBEDDING) and TITAN_EMBEDDING not in own:
+                raise InputError(
+                    f"{self._path} has {name}, as torchtitan names it: give --as "
+                    f"{any_of(list(NAMINGS))}"
                 )
-        return (
-            f"{self._path} has no {expected}, with any prefix: its tensors are "
-            f"{join_some(list(names)) or 'none'}"
-        )
 
     def _require_no_states(self) -> None:
         """A folder without moments has weights alone. Raises InputError: it has some of another
@@ -427,10 +441,6 @@ class _Fit:
 
 def _unwrapped(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if word.isdecimal() else word for word in name.split("."))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

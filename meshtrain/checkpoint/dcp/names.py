@@ -136,9 +136,10 @@ def _in_layer(place: Place, layer: str) -> Place:
     return replace(place, name=place.name.replace("*", layer))
 
 
+TITAN_EMBEDDING = "tok_embeddings.weight"
 FUSED = "layers.*.attention.qkv_linear.wqkv.weight"
 _LLAMA = {
-    "model.embed_tokens.weight": ("tok_embeddings.weight",),
+    "model.embed_tokens.weight": (TITAN_EMBEDDING,),
     "model.layers.*.self_attn.q_proj.weight": (
         "layers.*.attention.qkv_linear.wq.weight",
         "layers.*.attention.wq.weight",
@@ -195,7 +196,9 @@ def find_prefix(stored: Iterable[str], wanted: Sequence[Sequence[str]]) -> str |
     best = [prefix for prefix, count in counts.items() if count == most]
     if len(best) > 1:
         # Of a model and a copy of it, such as averages, it is the model.
-        best = [prefix for prefix in best if prefix == "" or prefix.endswith(_USUAL)] or best
+        best = [
+            prefix for prefix in best if prefix == "" or _USUAL & set(prefix.split("."))
+        ] or best
     if len(best) > 1:
         raise InputError(
             f"the tensors are there several times, under {any_of(sorted(best), 'and')}: leave all "
@@ -204,4 +207,4 @@ def find_prefix(stored: Iterable[str], wanted: Sequence[Sequence[str]]) -> str |
     return best[0] if best else None
 
 
-_USUAL = ("model.", "state.")
+_USUAL = {"model", "state"}

@@ -111,7 +111,7 @@ def state_of(
     Args:
         names: first name of a tied tensor in the model -> all of them.
         options: of AdamW, for a parameter by its name and shape.
-        lr_share: the learning rate of the last update, as a share of the highest one.
+        lr_share: the learning rate of the next update, as a share of the highest one.
         updates: the number of updates.
         naming, heads: another framework's names, and the model's heads; None: the model's own, with
             the prefix `model.`.
