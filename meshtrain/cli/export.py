@@ -1,5 +1,6 @@
 """`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint as a Hugging Face directory,
-without a job.
+without a job; with `--format dcp` its whole state, for torch.distributed.checkpoint
+(export_dcp.py).
 
 The files have the same bytes as those that `train.export` writes for these weights. A block of rows
 is read at a time, so memory does not grow with the model. A checkpoint may come from a stranger, so
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from meshtrain.checkpoint.dcp.names import NAMINGS
 from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
@@ -50,6 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("folder", metavar="DIR", help="a new folder, or one with an earlier export")
     parser.add_argument(
+        "--format",
+        choices=("huggingface", "dcp"),
+        default="huggingface",
+        help="dcp: weights and AdamW's state for torch.distributed.checkpoint",
+    )
+    parser.add_argument(
+        "--as",
+        dest="names",
+        choices=list(NAMINGS),
+        help="with --format dcp: torchtitan's names of this model (default: the model's own)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=list(PRECISIONS),
         help="dtype of the weights (default: the run's precision)",
@@ -71,6 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.format == "dcp":
+        for_weights = ("dtype", "ema", "adapter", "model")
+        given = [f"--{name}" for name in for_weights if getattr(options, name)]
+        if given:
+            raise InputError(f"{given[0]} is for --format huggingface: dcp has the state as it is")
+        from meshtrain.cli.export_dcp import export_dcp  # brings torch.distributed.checkpoint
+
+        naming = None if options.names is None else NAMINGS[options.names]
+        export_dcp(options.checkpoint, options.folder, naming=naming, say=print)
+        return
+    if options.names is not None:
+        raise InputError("--as is for --format dcp: Hugging Face's names follow from the model")
     export(
         options.checkpoint,
         options.folder,

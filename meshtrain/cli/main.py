@@ -69,7 +69,7 @@ COMMANDS = {
     ),
     "checkpoint": (
         "meshtrain.cli.checkpoint",
-        "list, show, verify, compare and prune checkpoints",
+        "list, show, verify, prune and import checkpoints",
         "meshtrain checkpoint ls runs/quickstart",
     ),
     "watch": (

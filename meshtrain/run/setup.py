@@ -4,6 +4,7 @@ banner."""
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -33,7 +34,14 @@ from meshtrain.evaluate import (
     require_targets,
     require_training_targets,
 )
-from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
+from meshtrain.job.consistency import (
+    Fingerprint,
+    checkpoint_versions,
+    flat,
+    require_equal,
+    untested_torch,
+)
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES, Layout
@@ -152,6 +160,16 @@ def total_steps(config: Config, train: Samples) -> int:
         return config.train.steps
     assert config.train.epochs is not None  # the config has exactly one of them
     return config.batch.sizes.steps(config.train.epochs * len(train))
+
+
+def specify(config: Config, job: Job, data: OpenData, folder: Path, checkpoints: Path) -> RunSpec:
+    """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
+    samples for the run."""
+    versions = checkpoint_versions(model_file(config.model.name)) | reference_version(config, job)
+    steps = total_steps(config, data.train)
+    with job.collective_check("counting the samples of each source"):
+        sample_order(config, data.train, steps)
+    return RunSpec(config, folder, checkpoints, data.identity, versions, steps)
 
 
 def model_of_run(
