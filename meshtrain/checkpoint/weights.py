@@ -24,6 +24,7 @@ from meshtrain.huggingface import load
 from meshtrain.huggingface.former_models import is_left_out, of_today
 from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
 from meshtrain.huggingface.safetensors import Entry, by_numbers, stored
+from meshtrain.job.hub import local_path
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
 
@@ -80,8 +81,8 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
 
 
 def open_weights(path: str | Path) -> AbstractContextManager[WeightSource]:
-    """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face
-    directory."""
+    """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face directory,
+    which may be that of a model of the hub."""
     return open_folder(path) if find_checkpoint(path) is None else open_checkpoint(path)
 
 
@@ -93,7 +94,7 @@ def weights_digest(path: str | Path) -> str:
     if checkpoint is not None:
         _, digest = read_manifest(checkpoint)
         return digest[:16]
-    folder = Path(path).expanduser()
+    folder = local_path(path)
     names = sorted(file.name for file in stored(folder))
     sizes = [(folder / name).stat().st_size for name in names]
     return sampled_digest(Files(folder, names, sizes))

@@ -23,6 +23,7 @@ from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.config.schema import OWN_MODEL_KEYS
+from meshtrain.data.tokenizer import local_tokenizer
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
 from meshtrain.huggingface.export import (
@@ -289,7 +290,7 @@ def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]
         return {}
     problem = "it is none"
     try:
-        path = Path(str(name)).expanduser()
+        path = local_tokenizer(str(name))
         if path.suffix == ".json":
             tokenizer = parse_json(read_limited(path, MAX_TOKENIZER))
             if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):

@@ -19,6 +19,7 @@ from meshtrain.checkpoint.directory import MANIFEST, find_checkpoint, open_manif
 from meshtrain.config.convert import INVALID, convert, describe_unknown_key, meant_key
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import Place, nearest
+from meshtrain.config.hub_names import with_commit
 from meshtrain.config.keys import Key, describe_type, keys_of
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.config.yaml_reader import Node, describe, read_text
@@ -33,6 +34,7 @@ from meshtrain.huggingface.rope_keys import (
     split_rope,
 )
 from meshtrain.job import locate
+from meshtrain.job.hub import local_path
 
 # Advice for keys of `only` for which using the supported value is no way out.
 _WAYS_OUT = {
@@ -137,6 +139,10 @@ class _ModelReader:
         draft = self.draft
         count_before = len(draft.errors)
         given = self._read_given(self.node, self.own)
+        if "path" in self.keys:  # a folder with a config.json
+            path = with_commit(draft, "model.path", given.get("path"))
+            if path is not given.get("path"):
+                given["path"] = path if path is INVALID else str(local_path(path))
         has_both_ropes = self.keys.keys() >= BOTH_FORMS
         if has_both_ropes and INVALID not in given.values():
             for names, problem in rope_contradictions(given):
@@ -220,7 +226,7 @@ class _ModelReader:
 
     def _beside_weights(self) -> dict[str, Any]:
         """The keys stored beside `model.weights`. Replaces a run's folder by its newest checkpoint
-        in the resolved config."""
+        in the resolved config, and a name on the hub by that of a commit."""
         draft = self.draft
         name = draft.values["model.weights"]
         if name is None or name is INVALID:
@@ -232,9 +238,14 @@ class _ModelReader:
                 place, "model.preset and model.weights both give the sizes: take one of them away"
             )
 
-        folder = Path(name).expanduser()
+        name = with_commit(draft, "model.weights", name)
+        draft.values["model.weights"] = name
+        if name is INVALID:
+            return {}
+
         values: dict[str, Any] = {}
         try:
+            folder = local_path(name)
             checkpoint = find_checkpoint(folder)
             if checkpoint is not None:
                 values = self._of_checkpoint(place, checkpoint)

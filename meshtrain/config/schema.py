@@ -45,8 +45,8 @@ class ModelSection:
         path=True,
         also="pretrained pretrained_model_name_or_path model_name_or_path checkpoint init_from",
     )
-    """A Hugging Face directory or a checkpoint to start from. Keys not given here come from its
-    config."""
+    """What to start from: a Hugging Face directory, a checkpoint, or a model of the hub
+    (`org/name`, `org/name@revision`). Keys not given here come from its config."""
     # the model's Config: given, from preset or weights, or default
     keys: dict[str, Any] = field(default_factory=dict)
 
@@ -105,8 +105,9 @@ class DataSection:
     )
     """The validation set: a share of the documents or samples to hold out, the path of another data
     set, or 0: none."""
-    tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
-    """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True, hub=True)
+    """`bytes`, the path of a Hugging Face `tokenizer.json`, or a model of the hub that has one
+    (`org/name`)."""
     begin_token: str | None = key(None, also="bos_token add_bos bos prepend_bos begin_of_text")
     """The token that begins each document and prompt: `auto` (the `bos_token` of the
     `tokenizer_config.json` beside `tokenizer`) or a token of the vocabulary, such as `<s>`. It is
@@ -365,8 +366,8 @@ class ReferenceSection:
     """A frozen second model, whose outputs the model file's `loss` gets. See docs/losses.md."""
 
     weights: str = key(path=True, also="model_name_or_path pretrained path checkpoint")
-    """A Hugging Face directory or a checkpoint, read as `model.weights` is: of the same model, with
-    the same sizes."""
+    """A Hugging Face directory, a checkpoint or a model of the hub, read as `model.weights` is: of
+    the same model, with the same sizes."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from meshtrain.errors import InputError, fold_names, join_some, plural
-from meshtrain.huggingface.safetensors import CONFIG, FLOATS, Entry, read_config, stored
+from meshtrain.huggingface.safetensors import (
+    CONFIG,
+    FLOATS,
+    Entry,
+    files_of_weights,
+    read_config,
+    stored,
+)
 from meshtrain.huggingface.stored_names import StoredTensor, stored_tensors, table_of
+from meshtrain.job.hub import fetch, hub_name, local_path
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.pending import advance
+from meshtrain.job.storage import with_retries
 from meshtrain.parallel.sharding import Part, is_empty, local_part, overlap, shape_of, within
 from meshtrain.parallel.tp_plan import plan_of
 
@@ -55,11 +64,20 @@ class WeightSource:
     lora: Any = None  # `train.lora` of the run that wrote the weights
 
 
+def fetch_weights(path: str, say: Callable[[str], None]) -> None:
+    """Brings the tensors of a model of the hub, `org/name@COMMIT`, into the cache; its small files
+    are there. Does nothing with the path of a folder. Raises what `hub.fetch` raises."""
+    name = hub_name(path)
+    if name is not None:
+        files = files_of_weights(local_path(path))
+        with_retries(lambda: fetch(name, files, say))
+
+
 @contextmanager
 def open_folder(folder: str | Path) -> Iterator[WeightSource]:
-    """The weights of a Hugging Face directory. Raises InputError: it is not one, or its files are
-    damaged."""
-    folder = Path(folder).expanduser()
+    """The weights of a Hugging Face directory, or of a model of the hub that is in the cache.
+    Raises InputError: it is not one, or its files are damaged."""
+    folder = local_path(folder)
     entries: dict[str, Entry] = {}
     files: dict[str, Path] = {}  # name of a tensor -> its file
     for path, entries_of_file in stored(folder).items():

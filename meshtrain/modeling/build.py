@@ -522,13 +522,9 @@ def _give_values(plain: PlainModel, config: "Config", device: torch.device) -> N
 
 
 def check_start(
-    config: "Config",
-    layout: Layout | None = None,
-    data: Samples | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    config: "Config", layout: Layout | None = None, data: Samples | None = None
 ) -> None:
-    """Judges the model, reads headers or a manifest, and the first sample; reports weights that are
-    not read. Raises InputError: the initial weights do not fit the model, its export could not be
+    """Judges the model, and reads the first sample. Raises InputError: its export could not be
     written, `pp` cannot split the model, or an adapter would have no effect."""
     split: StageSplit | None = None
     if layout is not None and layout.size("pp") > 1:
@@ -541,6 +537,11 @@ def check_start(
     spec = spec_of(config)
     if config.train.export is not None and hasattr(spec.module, "to_hugging_face"):
         spec.module.to_hugging_face(spec.config)  # raises for what could not be written in the end
+
+
+def check_first_values(config: "Config", say: Callable[[str], None] = lambda line: None) -> None:
+    """Reads headers or a manifest of the weights that a run starts from; reports weights that are
+    not read. Raises InputError: they do not fit the model."""
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:

@@ -34,6 +34,7 @@ from meshtrain.evaluate import (
     require_targets,
     require_training_targets,
 )
+from meshtrain.huggingface.load import fetch_weights
 from meshtrain.job.consistency import (
     Fingerprint,
     checkpoint_versions,
@@ -89,8 +90,10 @@ def load_data(config: Config, job: Job) -> OpenData:
         )
         # One process of each host reads a part of the files' bytes.
         samples = with_retries(data.sampled) if first_of_host else None
-    with job.collective_check("comparing the weights and the layout with the model"):
-        build.check_start(config, job.layout, data.train, job.say)
+    if config.train.reference is not None:
+        bring_weights(config.train.reference.weights, job)
+    with job.collective_check("comparing the layout with the model"):
+        build.check_start(config, job.layout, data.train)
         check_reference(config, job.say)
         check_parts(config, job.layout, data)
         objective = build.objective_of(config, data.task)
@@ -109,6 +112,25 @@ def load_data(config: Config, job: Job) -> OpenData:
     damaged = "copy or prepare them anew where they are damaged"
     require_equal(job, Fingerprint("what the data files hold", samples, damaged))
     return data
+
+
+def bring_weights(weights: str, job: Job) -> None:
+    """Fetches weights that are a model of the hub, in one process of each host, while the others
+    wait at the store. Raises on every rank: InputError: they may not be read; TrainingError: the
+    network or a disk failed."""
+    with job.collective_check("fetching weights from the hub"):
+        if job.environment.local_rank == 0:
+            fetch_weights(weights, job.say)
+
+
+def check_first_values(config: Config, job: Job) -> None:
+    """Raises InputError, on every rank: the weights that the run starts from are not to be had, or
+    do not fit the model."""
+    if config.model.weights is None:
+        return
+    bring_weights(config.model.weights, job)
+    with job.collective_check("comparing the weights with the model"):
+        build.check_first_values(config, job.say)
 
 
 def require_whole_steps(config: Config, job: Job, data: OpenData) -> None:

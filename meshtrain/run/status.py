@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
+from meshtrain.config.hub_names import HUB, kept_text
 from meshtrain.errors import AgreedError, DiskError, InputError, TrainingError, ranges
 from meshtrain.job.exit import signal_of
 from meshtrain.job.process import Job
@@ -124,6 +125,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             if self.job.rank == 0:
                 self.folder.forget_exit()
                 files = {"config.yaml": config.to_yaml(), "layout.txt": layout_table}
+                if config.hub:
+                    files[HUB] = kept_text(config.hub)
                 for name, text in files.items():
                     with optional(f"{name} could not be written"):
                         self.folder.write(name, text)

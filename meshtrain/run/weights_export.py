@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshtrain.checkpoint.directory import find_checkpoint, read_manifest
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import gather_placements
+from meshtrain.data.tokenizer import local_tokenizer
 from meshtrain.errors import InputError, printable
 from meshtrain.huggingface.export import (
     ExportFolder,
@@ -39,6 +40,7 @@ from meshtrain.huggingface.safetensors import (
     Entry,
 )
 from meshtrain.huggingface.stored_names import StoredTensor, table_of
+from meshtrain.job.hub import local_path
 from meshtrain.job.parsing import read_limited
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
@@ -113,7 +115,7 @@ def export(
             if job.rank == 0:
                 own_tokenizer: Mapping[str, str] = {}
                 if tokenizer is not None:
-                    own_tokenizer = tokenizer_files(Path(tokenizer).expanduser())
+                    own_tokenizer = tokenizer_files(local_tokenizer(str(tokenizer)))
                 source = source_files(weights, job.say)
                 texts = small_files(config, dtype, own_tokenizer, data or {}, source)
                 place.finish(files, texts)
@@ -162,7 +164,7 @@ def _first_source(weights: Any) -> Path | None:
         for _ in range(_MOST_STARTS):
             if not isinstance(weights, str):
                 return None
-            folder = Path(weights).expanduser()
+            folder = local_path(weights)
             checkpoint = find_checkpoint(folder)
             if checkpoint is None:
                 break

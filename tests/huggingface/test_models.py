@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshtrain.errors import InputError
 from meshtrain.huggingface.safetensors import INDEX, SINGLE
 from meshtrain.job.locate import model_file
-from meshtrain.modeling.build import check_start, parameter_count
+from meshtrain.modeling.build import check_first_values, parameter_count
 from tests.huggingface.models import (
     MODELS,
     TOKENS,
@@ -139,14 +139,14 @@ def test_the_layer_for_one_token_more_is_not_read(name: str, layer: int, tmp_pat
     theirs = transformers_model(name)
     theirs.save_pretrained(tmp_path / "in")
     config, messages = run_config(tmp_path / "in"), list[str]()
-    check_start(config, say=messages.append)
+    check_first_values(config, say=messages.append)
     assert messages == []
     file = tmp_path / "in" / SINGLE
     tensors = load_file(file)
     save_file(
         tensors | {f"model.layers.{layer}.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"}
     )
-    check_start(config, say=messages.append)
+    check_first_values(config, say=messages.append)
     assert messages == [
         f"{tmp_path / 'in'}: 1 tensor of model.layers.{layer}.* not read: the model has none of it"
     ]
