@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.dcp.names import NAMINGS
 from meshtrain.checkpoint.directory import CHECKPOINTS, require_checkpoint
 from meshtrain.checkpoint.folder_lock import LOCK, lock_folder
 from meshtrain.checkpoint.json_text import dumps, parse_json
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from_dcp.add_argument(
         "--as",
         dest="names",
-        choices=("llama", "qwen3"),
+        choices=list(NAMINGS),
         help="torchtitan's names of this model (default: the model's own names)",
     )
     from_dcp.add_argument(

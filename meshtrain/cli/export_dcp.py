@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshtrain.checkpoint.dcp.names import Heads, Naming
 from meshtrain.checkpoint.dcp.options import Options
-from meshtrain.checkpoint.dcp.save import left_out, state_of, write_folder
+from meshtrain.checkpoint.dcp.save import FILE_BYTES, left_out, state_of, write_folder
 from meshtrain.checkpoint.directory import open_manifest, require_checkpoint
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.shard_file import ShardReader
@@ -20,7 +20,6 @@ from meshtrain.checkpoint.weights import read_part
 from meshtrain.config.schema import OptimizerSection, ParamGroupSection
 from meshtrain.errors import InputError, bytes_text, join_some
 from meshtrain.huggingface.export import ExportFolder, as_input_errors
-from meshtrain.huggingface.safetensors import FILE_BYTES
 from meshtrain.optim.groups import group_options
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.parallel.sharding import ParameterSpec
@@ -41,7 +40,8 @@ def export_dcp(
         folder: a new or an empty one.
         naming: whose names the tensors get; None: the model's own.
         say: prints what was written, and what was not.
-        file_bytes: the maximum size of one file, unless a row of a tensor is larger.
+        file_bytes: the maximum size of one file, unless a row of a tensor is larger; as much is
+            in memory.
 
     Raises:
         DamagedError: the checkpoint is not as it was written; names file and tensor. InputError:

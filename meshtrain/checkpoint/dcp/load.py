@@ -365,8 +365,8 @@ class _Fit:
         states = [name for name in self._index.tensors if name.endswith(endings)]
         if not states:
             self.notes.append(
-                "it has no optimizer: AdamW's moments begin with zero, and its updates are counted "
-                "from 0, as in a new run"
+                "warning: it has no optimizer: AdamW's moments begin with zero, and its updates "
+                "with 0, as in a new run"
             )
             return
         problem = f"{self._path}: the optimizer's state ({states[0]})"

@@ -6,7 +6,7 @@ asks for one tensor, or part of one, after the other, which is read only then.
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from meshtrain.errors import InputError, join_some
 from meshtrain.huggingface.load import DTYPES
 from meshtrain.parallel.sharding import Part, shape_of
 
+# Of one file. torch's writer keeps what it has written to a file in memory until the next one.
+FILE_BYTES = 2**30
 # Options of torch's AdamW that follow from no config.
 _FIXED = {
     "amsgrad": False,
@@ -153,6 +155,7 @@ def state_of(
                         f"{name} has another {key} than what {place.name} also consists of: give "
                         "optimizer.groups that have all of it"
                     )
+    _require_whole(targets.values(), manifest)
     values |= {
         STEPS: manifest.step,
         "train_state.ntokens_seen": manifest.tokens,
@@ -189,6 +192,22 @@ def _require_adamw(manifest: Manifest) -> None:
             f"the checkpoint has {others[0]}, and --format dcp writes AdamW's state alone: without "
             "it the weights are exported"
         )
+
+
+def _require_whole(targets: Iterable[Target], manifest: Manifest) -> None:
+    """Raises InputError: heads of a tensor are missing, or are others than the model's keys say."""
+    for target in targets:
+        for name, place in target.sources:
+            own = manifest.tensors[name].shape
+            rows = own[0] if own else 1
+            if place.heads and rows != len(place.heads) * place.width:
+                raise InputError(
+                    f"{name} has {rows} rows, and by the model's keys {len(place.heads)} heads of "
+                    f"{place.width}"
+                )
+        found = sum(len(place.heads) for _, place in target.sources)
+        if found != target.sources[0][1].all_heads:
+            raise InputError(f"the checkpoint has not all of which {target.name} consists")
 
 
 def _add(
