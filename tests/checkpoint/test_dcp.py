@@ -289,6 +289,29 @@ def test_a_loop_of_fsdp2_goes_on_here_and_comes_back(
         assert torch.equal(_whole(there[name]), _whole(tensor)), name
 
 
+@pytest.mark.ranks(2)
+def test_parts_of_any_sharding_are_read(job: Job, shared_path: Path) -> None:
+    """Rows, columns, uneven shares, one that is empty, views and copies."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {f"{rows}x3": torch.randn(rows, 3) for rows in (1, 5, 8)}
+    whole |= {"scalar": torch.tensor(2.5), "turned": torch.randn(4, 6).t(), "long": torch.arange(9)}
+    for tensor in whole.values():
+        dist.broadcast(tensor, 0)
+    saved: dict[str, Any] = {"plain": whole, "rows": {}, "columns": {}}
+    for name, tensor in whole.items():
+        if tensor.dim() > 0:
+            saved["rows"][name] = distribute_tensor(tensor, mesh, [Shard(0)])
+            saved["columns"][name] = distribute_tensor(tensor, mesh, [Shard(tensor.dim() - 1)])
+    dcp.save(saved, checkpoint_id=shared_path / "dcp")
+    with DcpFolder(shared_path / "dcp") as folder:
+        assert folder.value("plain.scalar") == 2.5
+        for name, tensor in flat_of(saved).items():
+            expected = whole[name.partition(".")[2]]
+            for first in range(len(expected) if expected.dim() else 0):
+                part = (slice(first, len(expected)), slice(1, 3))[: expected.dim()]
+                assert torch.equal(folder.read(name, part), expected[part]), (name, tensor)
+
+
 def flat_of(saved: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Its tensors, by their names in the folder."""
     found: dict[str, Tensor] = {}

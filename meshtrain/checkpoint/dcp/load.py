@@ -145,6 +145,8 @@ def load(
     if step is None:
         counted = index.value(STEPS)
         step = counted if type(counted) is int and counted >= 0 else updates
+    if step != updates:
+        fit.notes.append(f"{plural(step, 'step')} are done, with {plural(updates, 'update')}")
     return Loaded(folder, fit.sources, step, [*fit.notes, *index.notes])
 
 
