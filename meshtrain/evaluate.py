@@ -21,6 +21,7 @@ from meshtrain.objective import CrossEntropy, Objective, OwnLoss
 from meshtrain.parallel.gather_samples import SampleShares
 from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
+from meshtrain.parallel.predictions import Predictions
 from meshtrain.parallel.step_context import StepContext, use_context
 from meshtrain.pipeline.engine import Pipeline, has_last_stage, shapes_of
 from meshtrain.pipeline.forms import Activation
@@ -171,6 +172,12 @@ def evaluate(
     metrics: dict[Field, Tensor] = {}
     has_last = has_last_stage(model)
 
+    def add_metric(name: Field, values: Tensor) -> None:
+        metrics[name] = metrics[name] + values if name in metrics else values
+
+    def take_prediction(depth: int, total: Tensor, count: Tensor) -> None:
+        add_metric(Field("metric", f"mtp_{depth}", size=2), torch.stack([total, count]))
+
     def score(stage: nn.Module, scored: _Scored, received: Activation | None, last: bool) -> Any:
         """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than
         training."""
@@ -180,7 +187,11 @@ def evaluate(
         if minimized is None:
             minimized = CrossEntropy(counts_correct=batch.targets.ndim == 1)
         request = LossRequest(lambda: here.targets) if minimized.asks_head else None
-        with use_context(StepContext(loss_request=request)):
+        ahead = here.ahead
+        predictions = None
+        if ahead is not None:
+            predictions = Predictions(lambda: ahead, take=take_prediction)
+        with use_context(StepContext(loss_request=request, predictions=predictions)):
             output = call_stage(stage, here.inputs, received)
         if not last:
             return output
@@ -194,7 +205,7 @@ def evaluate(
             if found.correct is not None:
                 sums.correct.add_(found.correct)
             for name, values in found.metrics.items():
-                metrics[name] = metrics[name] + values if name in metrics else values
+                add_metric(name, values)
         sums.loss.add_(losses.double().sum())
         counts = minimized.counts(batch)
         sums.weight.add_(math.fsum(counts.weights))
