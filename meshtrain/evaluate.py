@@ -21,6 +21,7 @@ from meshtrain.objective import CrossEntropy, Objective, OwnLoss
 from meshtrain.parallel.gather_samples import SampleShares
 from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
+from meshtrain.parallel.predictions import Predictions
 from meshtrain.parallel.step_context import StepContext, use_context
 from meshtrain.pipeline.engine import Pipeline, has_last_stage, shapes_of
 from meshtrain.pipeline.forms import Activation
@@ -233,7 +234,11 @@ class _Totals:
         request = None
         if objective.asks_head:
             request = LossRequest(lambda: here.targets)
-        with use_context(StepContext(loss_request=request)):
+        predictions = None
+        ahead = here.ahead
+        if ahead is not None:
+            predictions = Predictions(lambda: ahead, take=self._take_prediction)
+        with use_context(StepContext(loss_request=request, predictions=predictions)):
             output = call_stage(stage, here.inputs, received)
         if not last:
             return output
@@ -255,9 +260,16 @@ class _Totals:
         if found.correct is not None:
             self.sums.correct.add_(found.correct)
         for name, values in found.metrics.items():
-            earlier = self.metrics.get(name)
-            self.metrics[name] = values if earlier is None else earlier + values
+            self._add_metric(name, values)
         return found.samples
+
+    def _take_prediction(self, depth: int, total: Tensor, count: Tensor) -> None:
+        """Adds up the loss of a prediction layer."""
+        self._add_metric(Field("metric", f"mtp_{depth}", size=2), torch.stack([total, count]))
+
+    def _add_metric(self, name: Field, values: Tensor) -> None:
+        earlier = self.metrics.get(name)
+        self.metrics[name] = values if earlier is None else earlier + values
 
 
 def _means(metrics: dict[Field, Tensor], mesh: Mesh) -> dict[str, float]:

@@ -65,7 +65,8 @@ class Sums:
     def digests(self) -> dict[str, str]:
         """Number of a kind -> one digest of all this rank's tensors of that kind."""
         lines_of_kind: dict[int, list[str]] = {}
-        for kind, name, value in self._read():
+        # Once for equal copies on two stages: other ranks may have one.
+        for kind, name, value in sorted(set(self._read())):
             lines_of_kind.setdefault(kind, []).append(f"{name} {value}")
         digests = {}
         for kind, lines in lines_of_kind.items():
@@ -82,9 +83,10 @@ class Sums:
         return sorted(differing)
 
     def of_kind(self, number: int) -> dict[str, list[int]]:
-        """The sums of the tensors of a kind; a tied weight on two stages has two."""
+        """The sums of the tensors of a kind; a tied weight with other values on two stages of this
+        rank has two."""
         sums: dict[str, list[int]] = {}
-        for kind, name, value in self._read():
+        for kind, name, value in sorted(set(self._read())):
             if kind == number:
                 sums.setdefault(name, []).append(value)
         return sums

@@ -194,12 +194,16 @@ def _weights(
     merged = merged_source(source, manifest.section("train").get("lora"))
     spec = _spec(manifest, model, say)
     config = _config(spec, say)
-    table: Table = {} if spec is None else whole_table(spec.plan("stored_as"))
+    table: Table = {}
+    copies: Table = {}
+    if spec is not None:
+        table = whole_table(spec.plan("stored_as"))
+        copies = spec.plan("stored_again") or {}
     tokenizer = _tokenizer(manifest, say)
     beside: Mapping[str, str] = {}
     if config is not None:
         beside = source_files(manifest.section("model").get("weights"), say)
-    files, parts = plan_export(merged.entries.values(), dtype, file_bytes, table)
+    files, parts = plan_export(merged.entries.values(), dtype, file_bytes, table, copies)
     texts = small_files(config, dtype, tokenizer, manifest.section("data"), beside)
     return _Content(merged, files, parts, texts)
 

@@ -421,6 +421,12 @@ class TrainSection:
     )
     """The factor of `logsumexp(logits)`² in the loss of each target, such as 1e-4, which keeps the
     logits of the output from growing. Evaluations leave it out."""
+    mtp_loss_scaling_factor: float | tuple[tuple[int, float], ...] = key(
+        0.1, minimum=0, also="mtp_loss_weight mtp_loss_coef mtp_loss_lambda mtp_lambda"
+    )
+    """Of a model that predicts further tokens: what the mean of these losses counts beside the
+    loss. A list of changes, such as `[[0, 0.3], [50000, 0.1]]`, is the weight from these steps
+    on."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )

@@ -49,6 +49,7 @@ from meshtrain.parallel.options import (
     context_parallel_of,
     tensor_parallel_of,
 )
+from meshtrain.parallel.predictions import prediction_heads
 from meshtrain.parallel.sync_batch_norm import apply_sync_batch_norm
 from meshtrain.parallel.tensor_parallel import replace_layers, sum_partial_gradients
 from meshtrain.parallel.torch_private import (
@@ -276,11 +277,16 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _fuse_loss(model: nn.Module, options: ParallelOptions) -> None:
-    last = blocks_of(model)[-1]  # of a stage: its own, or a placeholder
-    if options.fuse_loss and can_fuse(last):
-        # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one by
-        # one, and torch does not compile inside of a trace.
-        fuse_loss(last, options.compile and not options.trace)
+    heads = []
+    if options.fuse_loss:
+        heads.append(blocks_of(model)[-1])  # of a stage: its own, or a placeholder
+    # Those of predictions give nothing but a loss.
+    heads += prediction_heads(model)
+    for head in heads:
+        if can_fuse(head):
+            # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one
+            # by one, and torch does not compile inside of a trace.
+            fuse_loss(head, options.compile and not options.trace)
 
 
 def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
@@ -413,11 +419,13 @@ def _wrapping_of(block: nn.Module, options: ParallelOptions, *, is_trained: bool
     if next(block.children(), None) is None:
         # A single layer has nothing to fuse or recompute.
         return Wrapping(compiled=False, recomputed=False)
-    recomputed = is_trained and options.recompute != "none"
-    obstacle = _compile_obstacle(block, recomputed=recomputed) if options.compile else None
+    left_out = getattr(block, "left_out", ())  # wrappers that its class does without
+    recomputed = is_trained and options.recompute != "none" and "checkpoint" not in left_out
+    compiled = options.compile and "compile" not in left_out
+    obstacle = _compile_obstacle(block, recomputed=recomputed) if compiled else None
     if obstacle is not None:
         warnings.warn(f"{type(block).__name__} is not compiled: {obstacle}", stacklevel=5)
-    return Wrapping(compiled=options.compile and obstacle is None, recomputed=recomputed)
+    return Wrapping(compiled=compiled and obstacle is None, recomputed=recomputed)
 
 
 def _compile_obstacle(block: nn.Module, *, recomputed: bool) -> str | None:

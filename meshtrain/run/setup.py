@@ -1,7 +1,7 @@
 """Setup of a run before its first step: its data, its model, the readers of its batches, and the
 banner."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +58,7 @@ from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
 from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     has_sequence_parts,
@@ -242,11 +243,10 @@ def readers(
     steps: int,
 ) -> tuple[Iterator[list[Batch]], EvalBatches | None]:
     """This rank's microbatches of each step, and those of an evaluation."""
-    reading: Reading = {"workers": config.data.workers}
-    # A model without a cp_plan takes the plain tensor of documents.
-    if spec_of(config).plan("cp_plan") is not None:
-        split = mesh.size("cp") > 1
-        reading["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
+    reading: Reading = {
+        "workers": config.data.workers,
+        "prepare": preparation(config, mesh),
+    }
     rank = mesh.index(*DATA_AXES)
     ranks = mesh.size(*DATA_AXES)
     micro_size = config.batch.micro_size
@@ -275,6 +275,18 @@ def readers(
         held_out, micro_size=micro_size, rank=rank, ranks=ranks, together=together, **reading
     )
     return batches, evaluation
+
+
+def preparation(config: Config, mesh: Mesh) -> Callable[[Batch], Batch]:
+    """Turns a batch of whole sequences into what this rank's model takes."""
+    depths = depths_of(spec_of(config).meta)
+    # A model without a cp_plan takes the plain tensor of documents.
+    of_model: Callable[[Batch], Batch] = Batch.batch
+    if spec_of(config).plan("cp_plan") is not None:
+        split = mesh.size("cp") > 1
+        of_model = context_parallel(config, mesh).shard if split else Batch.with_context
+    # Tokens ahead are those of whole sequences.
+    return lambda batch: of_model(batch.looking_ahead(depths))
 
 
 def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:

@@ -39,7 +39,7 @@ from meshtrain.huggingface.safetensors import (
     TOKENIZER_FILES,
     Entry,
 )
-from meshtrain.huggingface.stored_names import StoredTensor, table_of
+from meshtrain.huggingface.stored_names import StoredTensor, copies_of, table_of
 from meshtrain.job.hub import local_path
 from meshtrain.job.parsing import read_limited
 from meshtrain.job.process import Job
@@ -98,7 +98,9 @@ def export(
     placements = gather_placements(specs, job, mesh.layout)
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
     first_stage = model.stages()[0] if isinstance(model, Pipeline) else model
-    files, parts = plan_export(entries, dtype, file_bytes, table_of(first_stage))
+    files, parts = plan_export(
+        entries, dtype, file_bytes, table_of(first_stage), copies_of(first_stage)
+    )
     writers = _begin(place, job)
     try:
         # raised after the last turn: other ranks wait for this rank's parts

@@ -22,6 +22,7 @@ from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.mixed_precision import master_dtype, random_state
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.sharding import chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import (
     AXIS,
@@ -235,8 +236,9 @@ def _context_comparison(
     """Of the model on whole sequences with itself on this rank's parts of them."""
     mesh = plain.mesh
     device, dtype = torch.device(mesh.device_type), master_dtype(plain.precision)
-    whole = _batch_of(inputs).with_context()
+    whole = _batch_of(inputs).looking_ahead(depths_of(plain.model)).with_context()
     part = context.shard(whole).to(device, dtype)
+    whole = whole.to(device, dtype)
     length = whole.targets.shape[1]
 
     def rows(n: int) -> list[int]:
@@ -249,7 +251,7 @@ def _context_comparison(
             # Blocks of one kind call attention in the same places.
             inside = [m.removeprefix(name) for m in modules if f"{m}.".startswith(f"{name}.")]
             kinds[name] = f"{signature(model.get_submodule(name))} {inside}"
-        reference = Recording(model, mesh, kinds, seed=seed)
+        reference = Recording(model, mesh, kinds, seed=seed, ahead=whole.ahead)
         compared = Recording(
             other,
             mesh,
@@ -260,9 +262,10 @@ def _context_comparison(
             sums_shared=True,
             partial=set(other.parameters()),
             seed=seed,
+            ahead=part.ahead,
         )
         with misplaced_calls(other, modules, part.inputs[2]) as misplaced:
-            problem = compared.compare(whole.to(device, dtype).inputs, part.inputs, misplaced)
+            problem = compared.compare(whole.inputs, part.inputs, misplaced)
         return Result(problem, reference.draws)
 
     return compare

@@ -28,6 +28,7 @@ from meshtrain.dropout import Dropout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.grad_sync import tensors_of
 from meshtrain.parallel.mixed_precision import cast, reseed
+from meshtrain.parallel.predictions import predicting
 from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
 from meshtrain.parallel.tensor_parallel import AXIS, shard_parameter
@@ -143,6 +144,7 @@ class Recording:
     # it counts in what the block computes with it.
     constants_differ: bool = False
     seed: int = 0  # of the weights
+    ahead: Tensor | None = None  # of parts of sequences: see `predicting`
 
     # Findings ---------------------------------------------------------------------------------
 
@@ -231,7 +233,11 @@ class Recording:
             samples = next((len(x) for x in inputs if x is not None), 0)
             terms = self.terms(self._term, samples)
         try:
-            with self._fill(outside) as parameters, terms:
+            with (
+                self._fill(outside) as parameters,
+                terms,
+                predicting(self.model, inputs, self.ahead),
+            ):
                 output = self.model(*inputs)
                 ends = self._record("the model's output", tensors_of(output))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
