@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshtrain.config import Config, ConfigErrors, spec_of
+from meshtrain.config.checks import OF_TOKENS
+from meshtrain.config.schema import OF_TEXT
 from meshtrain.errors import InputError, yaml_text
 from meshtrain.job.watchdog.records import FAILURE_MARK
 from meshtrain.layout import Layout, LayoutError
@@ -358,7 +360,7 @@ class Verification:
             change("data.tokenizer", "bytes", config.data.tokenizer)
             change("data.begin_token", None, config.data.begin_token)
             change("data.end_token", None, config.data.end_token)
-        if config.data.source in {*OF_TEXT, *OF_TOKENS} and config.data.seq_len > SEQ_LEN:
+        if config.data.source in OF_TOKENS and config.data.seq_len > SEQ_LEN:
             length = small_sequence(config.data.seq_len, self.layouts)
             change("data.seq_len", length, config.data.seq_len)
             change("data.seq_len_warmup", [], list(config.data.seq_len_warmup))
@@ -544,10 +546,6 @@ class Verification:
         recorded = self._spread(layout, precision, drops=False)
         return recorded.ended.is_done and not self._differences(recorded, precision, drops=False)
 
-
-# Sources that make tokens of text, and those that have them.
-OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")
-OF_TOKENS = ("tokens", "megatron")
 
 # The layout of one process, and what a config says of axes that it does not have.
 IN_ONE_PROCESS = (
