@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -192,7 +193,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
 def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets huggingface_hub of this process, and of those that it starts, ask this hub, with a cache
     of its own."""
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     from meshtrain.job.hub import ask
 
     ask.cache_clear()
@@ -209,10 +210,14 @@ def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    datasets = sys.modules.get("datasets.config")  # it has read the variables, if it is there
+    if datasets is not None:
+        monkeypatch.setattr(datasets, "HF_ENDPOINT", hub.url)
+        monkeypatch.setattr(datasets, "HF_DATASETS_CACHE", home / "datasets")
 
 
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     from meshtrain.job.hub import ask
 
     ask.cache_clear()

@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
     """Makes a token file, or this host's share of its shards."""
     preparation.take_earlier(_say)
+    preparation.fetch(_say)
     share = len([shard for shard in preparation.missing() if shard % hosts == host])
     processes = min(workers, share)
     if processes > 1:

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.schema import ReferenceSection
+from meshtrain.config.schema import ReferenceSection, SourceSection
 from meshtrain.config.yaml_reader import Node
 from meshtrain.errors import InputError
 from meshtrain.huggingface.safetensors import TEXTS, TOKENIZER_FILES
@@ -60,6 +60,23 @@ def _names(root: Node, for_training: bool) -> Iterator[tuple[HubName, tuple[str,
         is_own_file = key == "model.path" and _text(root, "model.name").endswith(".py")
         if name is not None and not is_own_file:
             yield name, texts
+    if for_training:
+        for path in _paths_of_data(root):
+            name = hub_name(path, "dataset")
+            if name is not None:
+                yield name, ()
+
+
+def _paths_of_data(root: Node) -> Iterator[str]:
+    """The paths of sources that are data sets on the hub."""
+    kind = _text(root, "data.source")
+    if kind == "hub":
+        yield _text(root, "data.path")
+    sources = root.get("data", "sources")
+    if sources is not None and isinstance(sources.value, list):
+        for source in sources.value:
+            if isinstance(source.value, dict) and (_text(source, "source") or kind) == "hub":
+                yield _text(source, "path")
 
 
 def _text(root: Node, key: str) -> str:
@@ -102,7 +119,8 @@ def with_commit(draft: ConfigDraft, key: str, text: Any, kind: Kind = "model") -
         return text
     answer = draft.hub[str(name)]
     if answer.problem:
-        draft.refuse(key, f"there is no {text} on this disk, and {answer.problem}")
+        where = "" if kind == "dataset" else f"there is no {text} on this disk, and "
+        draft.refuse(key, f"{where}{answer.problem}")
         return INVALID
     return f"{name.repo}@{answer.commit}"
 
@@ -111,11 +129,31 @@ def set_commits(draft: ConfigDraft) -> None:
     """Gives names among the keys for training their commits; those of models have them already."""
     tokenizer = draft.values["data.tokenizer"]
     draft.values["data.tokenizer"] = with_commit(draft, "data.tokenizer", tokenizer)
+    kind = draft.values["data.source"]
+    if kind == "hub":
+        path = with_commit(draft, "data.path", draft.values["data.path"], "dataset")
+        draft.values["data.path"] = path
+    sources = draft.values["data.sources"]
+    if sources is not INVALID:
+        draft.values["data.sources"] = _sources_with_commits(draft, sources, kind)
     reference = draft.values["train.reference"]
     if isinstance(reference, ReferenceSection):
         weights = with_commit(draft, "train.reference.weights", reference.weights)
         known = replace(reference, weights=weights)
         draft.values["train.reference"] = INVALID if weights is INVALID else known
+
+
+def _sources_with_commits(draft: ConfigDraft, sources: tuple[SourceSection, ...], kind: Any) -> Any:
+    """The sources of a mixture, of which `kind` is `data.source`; INVALID as of `with_commit`."""
+    known = []
+    for source in sources:
+        path: Any = source.path
+        if (source.source or kind) == "hub":
+            path = with_commit(draft, "data.sources", path, "dataset")
+        if path is INVALID:
+            return INVALID
+        known.append(replace(source, path=path))
+    return tuple(known)
 
 
 def files_of(draft: ConfigDraft, text: str) -> tuple[str, ...] | None:

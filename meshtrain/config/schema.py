@@ -23,12 +23,14 @@ SOURCES: dict[str, str | None] = {
     "text": "a text file, or a folder of .txt and .md files",
     "jsonl": "a .jsonl file, plain or packed (.gz, .zst), or a folder of them",
     "parquet": "a .parquet file, or a folder of them",
+    "hub": "a data set of the Hugging Face hub, as org/name or org/name@revision",
     "tokens": "the folder of a token file",
     "megatron": "the prefix of a .bin and an .idx file",
     "digits": None,
     "mnist": "the folder of MNIST's idx files",
     "images": "a folder with one folder of images per class",
 }
+OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet", "hub")  # sources that are tokenized
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class SourceSection:
     at its start."""
     source: str | None = key(None, names=tuple(SOURCES), also="type kind")
     """The kind of this source, one of text or tokens. null: the value of `data.source`."""
+    subset: str | None = None
+    """Same as `data.subset`, for this source. null: the value of `data.subset`."""
+    split: str | None = None
+    """Same as `data.split`, for this source. null: the value of `data.split`."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +104,17 @@ class DataSection:
         path=True,
         also="data_path file dataset_path dir root",
     )
+    subset: str | None = key(None, also="dataset_config dataset_config_name config_name")
+    """For `hub`: the configuration of the data set, where it has several."""
+    split: str = key("train", also="train_split dataset_split")
+    """For `hub`: the split that is trained on."""
     sources: tuple[SourceSection, ...] = key((), also="mixture blend data_mixture datasets")
     """Several sources to mix, instead of `path`; the keys of each are below."""
     validation: float | str = key(
-        0.02, path=True, minimum=0, below=1, also="val valid split validation_split"
+        0.02, path=True, minimum=0, below=1, also="val valid validation_split"
     )
     """The validation set: a share of the documents or samples to hold out, the path of another data
-    set, or 0: none."""
+    set (for `hub` the name of another split), or 0: none."""
     tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True, hub=True)
     """`bytes`, the path of a Hugging Face `tokenizer.json`, or a model of the hub that has one
     (`org/name`)."""
@@ -121,7 +131,7 @@ class DataSection:
     """Which of a conversation's answers carry a loss: `all`, or only the `last`; none with `train:
     false` does."""
     text_field: str = key("text", also="text_key text_column content_field")
-    """For `jsonl` and `parquet`: the field that holds the text of a document."""
+    """For `jsonl`, `parquet` and `hub`: the field or column that holds the text of a document."""
     seq_len: int = key(
         256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len"
     )
@@ -158,6 +168,8 @@ class DataSection:
                     sources=(),
                     source=own.source or self.source,
                     path=own.path,
+                    subset=own.subset or self.subset,
+                    split=own.split or self.split,
                     validation=validation,
                 )
             )

@@ -7,11 +7,12 @@ here are fetched, and none is run.
 """
 
 import errno
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -121,13 +122,10 @@ def _ask(name: HubName) -> HubAnswer:
     if package.constants.HF_HUB_OFFLINE:
         cached = _cached(name)
         if cached is None:
-            raise InputError(
-                f"{name} is not in the cache of the hub ({_cache(name)}), and HF_HUB_OFFLINE says "
-                f"that nothing is fetched: fetch it where there is a network ({_command(name)})"
-            )
+            raise InputError(_not_whole(name))
         return cached
     try:
-        with _explained(name):
+        with explained(name):
             info = package.HfApi().repo_info(
                 name.repo, repo_type=name.kind, revision=name.revision, timeout=_ANSWER_S
             )
@@ -186,16 +184,14 @@ def fetch(name: HubName, files: Sequence[str], say: Say | None = None) -> Path:
         return folder
     package = _package()
     if package.constants.HF_HUB_OFFLINE:
-        raise InputError(
-            f"{name} is not whole in the cache of the hub, which lacks {missing[0]}, and "
-            f"HF_HUB_OFFLINE says that nothing is fetched: {_command(name)}"
-        )
+        raise InputError(f"{_not_whole(name)} ({missing[0]} is missing)")
 
     def bring(file: str) -> None:
-        with _explained(name):
+        with explained(name):
             package.hf_hub_download(name.repo, file, repo_type=name.kind, revision=name.revision)
 
-    with _watched(name, say), _without_bars(package), ThreadPoolExecutor(_AT_ONCE) as pool:
+    blobs = _cache(name) / "blobs"
+    with watched(name, [blobs], say), _without_bars(package), ThreadPoolExecutor(_AT_ONCE) as pool:
         for _ in pool.map(bring, missing):
             pass
     return folder
@@ -237,13 +233,21 @@ def _snapshot(name: HubName) -> Path:
 
 def _command(name: HubName) -> str:
     """The command that fetches a repository."""
-    kind = " --repo-type dataset" if name.kind == "dataset" else ""
+    if name.kind == "dataset":  # from files that `hf download` gets `datasets` makes others
+        return "meshtrain prepare CONFIG"
     revision = "" if name.revision is None else f" --revision {name.revision}"
-    return f"hf download {name.repo}{kind}{revision}"
+    return f"hf download {name.repo}{revision}"
+
+
+def _not_whole(name: HubName) -> str:
+    return (
+        f"{name} is not whole in the cache ({_cache(name)}), and HF_HUB_OFFLINE says that nothing "
+        f"is fetched: fetch it where there is a network ({_command(name)})"
+    )
 
 
 @contextmanager
-def _explained(name: HubName) -> Iterator[None]:
+def explained(name: HubName) -> Iterator[None]:
     """Turns what huggingface_hub raises into an InputError with what to do, or an UnreadableError,
     which another try may mend."""
     package = _package()
@@ -282,6 +286,8 @@ def _explained(name: HubName) -> Iterator[None]:
         elif isinstance(error, OSError) and error.errno in _OWN_DISK:
             error.filename = error.filename or str(_cache(name))
             raise
+        elif package.constants.HF_HUB_OFFLINE:
+            problem = _not_whole(name)
         else:
             what = f"answers with status {status}" if status else "does not answer"
             reason = f"{endpoint} {what} ({type(error).__name__}: {shorten(str(error))})"
@@ -305,15 +311,15 @@ def _without_bars(package: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(name: HubName, say: Say | None) -> Iterator[None]:
-    """Looks every 10 s how much has come: who waits for this process sees that it gets on."""
+def watched(name: HubName, folders: Sequence[str | Path], say: Say | None) -> Iterator[None]:
+    """Looks every 10 s how much has come into folders: who waits for this process sees that it gets
+    on."""
     done = threading.Event()
-    blobs = _cache(name) / "blobs"
 
     def watch() -> None:
-        before = size = _bytes_in(blobs)
+        before = size = sum(map(_bytes_in, folders))
         while not done.wait(_SAY_EVERY_S):
-            now = _bytes_in(blobs)
+            now = sum(map(_bytes_in, folders))
             if now != size:
                 size = now
                 advance()
@@ -329,9 +335,11 @@ def _watched(name: HubName, say: Say | None) -> Iterator[None]:
         thread.join()
 
 
-def _bytes_in(folder: Path) -> int:
-    """The size of the files in a folder, as far as they are there."""
-    try:
-        return sum(path.stat().st_size for path in folder.iterdir())
-    except OSError:  # not there yet, or one has just got its final name
-        return 0
+def _bytes_in(folder: str | Path) -> int:
+    """The size of the files in a folder, at any depth, as far as they are there."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # it has just got its final name
+                size += os.stat(os.path.join(place, name)).st_size
+    return size

@@ -50,7 +50,9 @@ def config_path(name: str) -> Path:
 
 def data_files(source: str, path: str) -> list[str]:
     """The files that a path of a `data.source` names: for `megatron` the pair of its prefix, or of
-    either file."""
+    either file, and for `hub` none."""
+    if source == "hub":
+        return []
     if source != "megatron":
         return [path]
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshtrain.config import Config, ConfigErrors, spec_of
-from meshtrain.config.schema import DataSection
+from meshtrain.config.checks import OF_TOKENS
+from meshtrain.config.schema import OF_TEXT, DataSection
 from meshtrain.errors import InputError, yaml_text
 from meshtrain.job.watchdog.records import FAILURE_MARK
 from meshtrain.layout import Layout, LayoutError
@@ -343,7 +344,7 @@ class Verification:
             change("data.tokenizer", "bytes", data.tokenizer)
             change("data.begin_token", None, data.begin_token)
             change("data.end_token", None, data.end_token)
-        if data.source in {*OF_TEXT, *OF_TOKENS} and data.seq_len > SEQ_LEN:
+        if data.source in OF_TOKENS and data.seq_len > SEQ_LEN:
             length = small_sequence(data.seq_len, self.layouts)
             change("data.seq_len", length, data.seq_len)
             change("data.seq_len_warmup", [], list(data.seq_len_warmup))
@@ -551,10 +552,6 @@ class Verification:
         recorded = self._spread(layout, precision, drops=False)
         return recorded.ended.is_done and not self._differences(recorded, precision, drops=False)
 
-
-# Sources that make tokens of text, and those that have them.
-OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")
-OF_TOKENS = ("tokens", "megatron")
 
 # The layout of one process, and what a config says of axes that it does not have.
 IN_ONE_PROCESS = (
