@@ -78,6 +78,7 @@ from meshtrain.run.setup import (
     model_of_run,
     readers,
     reference_of_run,
+    require_host_memory,
     require_whole_steps,
     specify,
 )
@@ -186,6 +187,7 @@ def train(context: RunContext) -> None:
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
     forecast.follow(model)
     reference = reference_of_run(config, mesh, job, data, lambda: timer.phase("communication"))
+    require_host_memory(config, model, mesh, job)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     mixture = sample_order(config, data.train).mixture
     objective = objective_of(config, data.task, mesh)

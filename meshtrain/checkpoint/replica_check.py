@@ -46,7 +46,10 @@ class Sums:
             if _is_weight(shard):
                 self._weights.append(shard.name)
                 largest_values.append(largest(shard.local))
-        # One tensor each, so that one copy from the device reads all of them.
+        # One tensor each, so that one copy from the device reads all of them. Optimizer states may
+        # lie on the host.
+        device = state.mesh.device_type
+        sums = [value.to(device, non_blocking=True) for value in sums]
         self._sums = torch.stack(sums) if sums else None
         self._largest = torch.stack(largest_values) if largest_values else None
         self._values: list[int] | None = None  # the sums, once they were read

@@ -237,6 +237,14 @@ class ParallelSection:
     under an even load, so that the host waits for the device only at the end of a step. No row is
     dropped: a step that overflows is computed again. null: the exact sizes, for which the host
     waits once per layer and forward."""
+    offload: Literal["none", "optimizer", "activations", "both"] = key(
+        "none",
+        also="cpu_offload offload_optimizer optimizer_cpu_offload activation_offloading "
+        "cpu_offloading activations_cpu_offload",
+    )
+    """What waits in the host's memory instead of the device's: `optimizer`: the optimizer's states
+    and averages, which an update brings to the device some at a time; `activations`: what blocks
+    save for their backward. Results are the same to the bit. See docs/performance.md."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )

@@ -79,7 +79,9 @@ class Muon(UpdateRule):
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         scale_gradients([p for _, p in self._parameters], factor)
         skipped = skip.bool()
-        directions = [self._direction(p, skipped) for _, p in self._parameters]
+        directions: list[Tensor] = []
+        for parameters in self.home.visit():
+            directions += [self._direction(p, skipped) for p in parameters]
         orthogonal = self._exchange.apply(orthogonalize, directions)
 
         shapes = self._exchange.shapes

@@ -27,7 +27,7 @@ from meshtrain.data import (
 from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp, microbatches
-from meshtrain.errors import InputError
+from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.evaluate import (
     evaluation_set,
     require_sum_over_tokens,
@@ -42,6 +42,7 @@ from meshtrain.job.consistency import (
     require_equal,
     untested_torch,
 )
+from meshtrain.job.host_limits import find_short_hosts
 from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
@@ -54,6 +55,7 @@ from meshtrain.modeling.experts import expert_costs
 from meshtrain.modeling.loss_trial import check_microbatches
 from meshtrain.modeling.reference import Reference, build_reference, check_reference
 from meshtrain.optim.lr_schedule import warmup_note
+from meshtrain.optim.optimizer import state_bytes
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
@@ -68,6 +70,12 @@ from meshtrain.parallel.tp_plan import (
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.checkpointing import describe_saving
 from meshtrain.run.rank_table import describe_hosts
+
+OFFLOADED = {  # what `parallel.offload` does, for people
+    "optimizer": "optimizer states lie in the host's memory",
+    "activations": "activations that blocks save lie in the host's memory",
+    "both": "optimizer states, and activations that blocks save, lie in the host's memory",
+}
 
 
 def load_data(config: Config, job: Job) -> OpenData:
@@ -205,6 +213,21 @@ def model_of_run(
         config = replace(config, model=replace(config.model, weights=None))
     sample = _compared_sample(config, mesh, job, data)
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+
+
+def require_host_memory(config: Config, model: nn.Module, mesh: Mesh, job: Job) -> None:
+    """Raises AgreedError: a host has no room for the optimizer states of its ranks, which
+    `parallel.offload` puts there."""
+    if config.parallel.offload not in ("optimizer", "both"):
+        return
+    nbytes = state_bytes(model, config.optimizer, mesh)
+    short = find_short_hosts(job, nbytes, "looking at the memory for optimizer states")
+    if short:
+        raise AgreedError(
+            f"parallel.offload {config.parallel.offload} keeps optimizer states in the memory of "
+            f"hosts, and {join_some(short)}: use more hosts, shard the states further (dp_shard, "
+            "parallel.shard_optimizer), or use offload: activations"
+        )
 
 
 def reference_of_run(
@@ -358,6 +381,8 @@ def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> 
         trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
         size += f", {trained:,} trained"
     yield size
+    if config.parallel.offload != "none":
+        yield OFFLOADED[config.parallel.offload]
     if experts is not None:
         yield experts.line
 
