@@ -6,14 +6,19 @@ or more slices of it. Runs are few where a split takes neighbouring documents, a
 are documents where it picks single ones: so numpy looks up the runs of many samples at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from meshtrain.data.batch import IGNORE, LANGUAGE, Batch, Item, LossTargets, Samples
 from meshtrain.data.tokens import Corpus, MappedArray, outside_vocabulary
+
+if TYPE_CHECKING:
+    from meshtrain.data.remote import RemoteArray
 
 
 class Stream:
@@ -78,18 +83,24 @@ class Stream:
         overlap, number = _in_ranges(first_number, last_number)
         return self.corpus.begins(number) - shifts[overlap], window[overlap]
 
-    def read(self, source: MappedArray, position: int, out: np.ndarray) -> None:
+    def read(self, source: "MappedArray | RemoteArray", position: int, out: np.ndarray) -> None:
         """Fills `out` from `position` of this stream on, with values of a file that has one value
         per token."""
         array = source.array
-        run = int(np.searchsorted(self.begins, position, "right")) - 1
         filled = 0
-        while filled < len(out):
+        for begin, end in self.spans(position, len(out)):
+            out[filled : filled + end - begin] = array[begin:end]
+            filled += end - begin
+
+    def spans(self, position: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where `count` positions of this stream lie in the file, as parts [begin, end)."""
+        run = int(np.searchsorted(self.begins, position, "right")) - 1
+        while count > 0:
             left_in_run = int(self.begins[run + 1]) - position
-            take = min(left_in_run, len(out) - filled)
-            offset = position + int(self.shifts[run])
-            out[filled : filled + take] = array[offset : offset + take]
-            filled += take
+            take = min(left_in_run, count)
+            begin = position + int(self.shifts[run])
+            yield begin, begin + take
+            count -= take
             position += take
             run += 1
 
@@ -238,10 +249,14 @@ class TokenSamples(Samples):
         width = self.seq_len
         rows = np.empty((len(items), width + 1), tokens.dtype)
         loss = None if losses is None else np.empty((len(items), width), np.uint8)
-        for row, (_, index) in enumerate(items):
+        for _, index in items:
             if not 0 <= index < len(self):
                 raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
-            position = index * width
+        positions = [index * width for _, index in items]
+        # Those of all samples at once, where the tokens lie elsewhere.
+        spans = (stream.spans(position, width + 1) for position in positions)
+        tokens.bring(chain.from_iterable(spans))
+        for row, position in enumerate(positions):
             stream.read(tokens, position, rows[row])
             if loss is not None and losses is not None:
                 stream.read(losses, position + 1, loss[row])  # of the targets, one token later
