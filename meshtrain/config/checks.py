@@ -260,6 +260,20 @@ def sources_mix(sources: tuple[SourceSection, ...], source: str) -> Problems:
             yield f"data.sources, from step {step} on: {error}"
 
 
+@rule("data.path", "data.validation", "data.source", "data.sources")
+def tokens_in_storage(
+    path: str | None, validation: float | str, source: str, sources: tuple[SourceSection, ...]
+) -> Problems:
+    named = [(own.source or source, own.path) for own in sources] or [(source, path)]
+    named.append((named[0][0], validation if isinstance(validation, str) else None))
+    for kind, each in named:
+        if each is not None and "://" in each and kind in SOURCES and kind != "tokens":
+            yield (
+                f"{each} is in object storage, from which data.source tokens is read, and this is "
+                f"{kind}: copy it to a folder, or upload what `meshtrain prepare` makes of it"
+            )
+
+
 @rule("data.text_field", "data.source", "data.sources")
 def field_of_source(field: str, source: str, sources: tuple[SourceSection, ...]) -> Problems:
     kinds = {source, *(own.source for own in sources)}

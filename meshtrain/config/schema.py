@@ -24,7 +24,7 @@ SOURCES: dict[str, str | None] = {
     "jsonl": "a .jsonl file, plain or packed (.gz, .zst), or a folder of them",
     "parquet": "a .parquet file, or a folder of them",
     "hub": "a data set of the Hugging Face hub, as org/name or org/name@revision",
-    "tokens": "the folder of a token file",
+    "tokens": "the folder of a token file, or its URL in object storage, such as s3://bucket/folder",
     "megatron": "the prefix of a .bin and an .idx file",
     "digits": None,
     "mnist": "the folder of MNIST's idx files",
@@ -155,6 +155,9 @@ class DataSection:
     always does."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
+    cache_gib: float = key(100.0, above=0, also="cache_size cache_limit")
+    """For `tokens` in object storage: how many GiB of a source's tokens each host keeps in
+    `cache`."""
 
     def each_source(self) -> "list[DataSection]":
         """One section per source, as if it were alone; a validation set given by a path goes to the

@@ -6,14 +6,19 @@ or more slices of it. Runs are few where a split takes neighbouring documents, a
 are documents where it picks single ones: so numpy looks up the runs of many samples at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from meshtrain.data.batch import IGNORE, LANGUAGE, Batch, Item, LossTargets, Samples
 from meshtrain.data.tokens import Corpus, MappedArray, outside_vocabulary
+
+if TYPE_CHECKING:
+    from meshtrain.data.remote import RemoteArray
 
 
 class Stream:
@@ -87,18 +92,24 @@ class Stream:
         begins = self.corpus.begins(number) - shift[overlap]
         return begins, window[overlap]
 
-    def read(self, source: MappedArray, position: int, out: np.ndarray) -> None:
+    def read(self, source: "MappedArray | RemoteArray", position: int, out: np.ndarray) -> None:
         """Fills `out` from `position` of this stream on, with values of a file that has one value
         per token."""
         array = source.array
-        run = int(np.searchsorted(self.begins, position, "right")) - 1
         filled = 0
-        while filled < len(out):
+        for begin, end in self.spans(position, len(out)):
+            out[filled : filled + end - begin] = array[begin:end]
+            filled += end - begin
+
+    def spans(self, position: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where `count` positions of this stream lie in the file, as parts [begin, end)."""
+        run = int(np.searchsorted(self.begins, position, "right")) - 1
+        while count > 0:
             left_in_run = int(self.begins[run + 1]) - position
-            take = min(left_in_run, len(out) - filled)
-            in_file = position + int(self.shifts[run])
-            out[filled : filled + take] = array[in_file : in_file + take]
-            filled += take
+            take = min(left_in_run, count)
+            begin = position + int(self.shifts[run])
+            yield begin, begin + take
+            count -= take
             position += take
             run += 1
 
@@ -269,8 +280,13 @@ class TokenSamples(Samples):
             begins[:, 0] = True  # a document that the beginning of the sample cuts
         return PackedTokens(rows, loss, begins, samples=tuple(indices[:valid]))
 
-    def _read_rows(self, source: MappedArray, starts: np.ndarray, width: int) -> np.ndarray:
+    def _read_rows(
+        self, source: "MappedArray | RemoteArray", starts: np.ndarray, width: int
+    ) -> np.ndarray:
         """(rows, width) values of the stream, a row from each of the positions `starts` on."""
+        # Those of all rows at once, where the values lie elsewhere.
+        spans = (self.stream.spans(int(start), width) for start in starts)
+        source.bring(chain.from_iterable(spans))
         rows = np.empty((len(starts), width), source.dtype)
         for row, start in zip(rows, starts, strict=True):
             self.stream.read(source, int(start), row)

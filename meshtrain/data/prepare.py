@@ -226,6 +226,7 @@ def _is_of_today(folder: Path, tokenizer: Tokenizer) -> bool:
     if corpus.loss is not None and tokenizer.chat is not None:  # it may hold conversations
         return False
     tokens = corpus.tokens.array
+    assert isinstance(tokens, np.ndarray)  # in a folder of this host
     if (tokens[corpus.offsets.array[1:] - 1] != tokenizer.end).any():
         return False
     controls = 0

@@ -50,8 +50,8 @@ def config_path(name: str) -> Path:
 
 def data_files(source: str, path: str) -> list[str]:
     """The files that a path of a `data.source` names: for `megatron` the pair of its prefix, or of
-    either file, and for `hub` none."""
-    if source == "hub":
+    either file, and none for what lies elsewhere: on the hub, or in object storage."""
+    if source == "hub" or "://" in path:
         return []
     if source != "megatron":
         return [path]
