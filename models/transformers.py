@@ -88,6 +88,8 @@ class Config:
             )
         _class_of(type(described))
         longest = getattr(described, "max_position_embeddings", None)
+        if longest is not None and longest < 1:  # how a class says that it has no limit
+            longest = None
         resolved = {
             "path": None,
             "model_type": model_type,

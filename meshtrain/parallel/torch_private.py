@@ -119,6 +119,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that a module has, by their names in it."""
+    return module._modules
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers that are part of its state."""
     return {
@@ -264,6 +269,12 @@ def wrapper_without_memory(kind: type, like: Tensor, device: torch.device) -> An
         device=device,
         storage_size=0,
     )
+
+
+def in_autograd_function() -> bool:
+    """Whether the forward of a torch.autograd.Function runs, or inference mode: these two turn
+    forward derivatives off, too. Read in torch 2.13."""
+    return not torch._C._is_fwd_grad_enabled()
 
 
 def has_hooks(tensor: Tensor) -> bool:

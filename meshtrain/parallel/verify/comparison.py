@@ -7,7 +7,7 @@ one of them, rounding may have changed a choice, such as that of a router.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -284,7 +284,9 @@ def _batch_of(inputs: Sample) -> Batch:
     return batch.apply(lambda x: x.cpu())
 
 
-def compare_samples(plain: Plain, terms: Terms = no_terms) -> None:
+def compare_samples(
+    plain: Plain, terms: Terms = no_terms, recomputed: Collection[str] = ()
+) -> None:
     """Compares a plain model's results for two samples with those of its second forward of them,
     and on several data ranks with those for the same samples in another batch. All ranks call it
     together. A model that cannot be compared is left alone.
@@ -292,6 +294,7 @@ def compare_samples(plain: Plain, terms: Terms = no_terms) -> None:
     Args:
         plain: its sample has the samples along the first dim.
         terms: `meshtrain.loss.seen_terms`.
+        recomputed: the blocks whose forward runs again for their backward.
 
     Raises AgreedError: they differ, so that the layout would change the loss.
     """
@@ -308,8 +311,14 @@ def compare_samples(plain: Plain, terms: Terms = no_terms) -> None:
                     f"{problem}. Compute each sample from itself, use one data rank, or leave this "
                     "check out by parallel.verify: false"
                 )
-        problem = _in_training(_again_comparison(plain, two, terms))
+        problem = _in_training(_again_comparison(plain, two, terms, recomputed))
         if problem is not None:
+            if recomputed and _in_training(_again_comparison(plain, two, terms)) is None:
+                raise AgreedError(
+                    "a block that is recomputed would compute something else than before: "
+                    f"{problem}. It changes what it is given, such as a cache of keys and values: "
+                    "use recompute: none, or leave this check out by parallel.verify: false"
+                )
             raise AgreedError(
                 "the model computes something else in a second forward of the same samples: "
                 f"{problem}. Each rank has its own of what it keeps between forwards, and a block "
@@ -356,7 +365,9 @@ def _beside_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
     return compare
 
 
-def _again_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
+def _again_comparison(
+    plain: Plain, two: Sample, terms: Terms, recomputed: Collection[str] = ()
+) -> Comparison:
     """Of two forwards of the same samples."""
 
     def compare(training: bool, seed: int) -> Result:
@@ -364,7 +375,15 @@ def _again_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
         kinds = _kinds(plain, model)
         reference = Recording(model, plain.mesh, kinds, terms=terms, seed=seed)
         # The same copy, with all that the first forward has kept.
-        again = Recording(model, plain.mesh, kinds, reference, terms=terms, seed=seed)
+        again = Recording(
+            model,
+            plain.mesh,
+            kinds,
+            reference,
+            terms=terms,
+            seed=seed,
+            recomputed=recomputed,
+        )
         return _without_draws(again.compare(two, two), reference, training)
 
     return compare

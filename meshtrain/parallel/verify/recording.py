@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,9 @@ class Recording:
     constants_differ: bool = False
     seed: int = 0  # of the weights
     ahead: Tensor | None = None  # of parts of sequences: see `predicting`
+    # The blocks whose forward runs a second time with what it was given, as the recomputation of a
+    # block does: the second one counts.
+    recomputed: Collection[str] = ()
 
     # Findings ---------------------------------------------------------------------------------
 
@@ -167,6 +171,7 @@ class Recording:
         for module in self.model.modules():
             if hasattr(module, "dispatch"):
                 self._of_experts.update(module.parameters())
+        self._sees_terms = True
         self._calls: dict[str, int] = {}
         self._outputs: dict[str, tuple[list[Any], Any]] = {}  # outputs of each first call
         self._starts: Named = []  # leaf tensors at which the code between blocks begins
@@ -266,7 +271,10 @@ class Recording:
                 self.first[piece] = self._alike.setdefault(call, piece)
             first = self.first.get(piece, piece)
             if first not in self._outputs:
-                self._outputs[first] = self._run_block(piece, block, forward, inputs, structure)
+                compute = partial(self._call, forward, structure)
+                if name in self.recomputed:
+                    compute = partial(self._call_again, compute)
+                self._outputs[first] = self._run_block(piece, block, compute, inputs)
             outputs, form = self._outputs[first]
             leaves = [_leaf(y) for y in outputs]
             self._starts += _with_names(f"{piece}: output", leaves)
@@ -289,20 +297,40 @@ class Recording:
         return name if count == 1 else f"{name} (call {count})"
 
     def _run_block(
-        self, piece: str, block: nn.Module, forward: Callable, inputs: list[Any], structure: Any
+        self,
+        piece: str,
+        block: nn.Module,
+        compute: Callable[[list[Any]], Any],
+        inputs: list[Any],
     ) -> tuple[list[Any], Any]:
         """A block's forward and backward with weights of its own; its outputs, detached, and their
         structure."""
         leaves = [_leaf(x) for x in inputs]
         with self._fill(block.modules()) as parameters:
-            # Clones, because the block may change them in place.
-            clones = tree_map_only(Tensor, torch.clone, leaves)
-            args, kwargs = tree_unflatten(clones, structure)
-            outputs, form = tree_flatten(forward(*args, **kwargs))
+            outputs, form = tree_flatten(compute(leaves))
             ends = self._record(f"{piece}: output", outputs)
             starts = _with_names(f"{piece}: input", leaves)
             self._backward(piece, starts, ends, [], parameters)
         return [_leaf(y) for y in outputs], form
+
+    def _call(self, forward: Callable, structure: Any, leaves: list[Any]) -> Any:
+        # Clones, because the block may change them in place.
+        clones = tree_map_only(Tensor, torch.clone, leaves)
+        args, kwargs = tree_unflatten(clones, structure)
+        return forward(*args, **kwargs)
+
+    def _call_again(self, compute: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        self._sees_terms = False
+        first = compute(leaves)
+        self._sees_terms = True
+        try:
+            return compute(leaves)
+        except Exception as error:  # any error of the model's code
+            self.differ(
+                f"{self.piece} fails where its first forward does not: {type(error).__name__}: "
+                f"{error}"
+            )
+            return first
 
     @contextmanager
     def _fill(self, modules: Iterable[nn.Module]) -> Iterator[Values]:
@@ -407,7 +435,8 @@ class Recording:
 
     def _term(self, name: str, values: Tensor) -> None:
         """Compares a term of the loss, or what a module tallies."""
-        self._compare(f"{self.piece}: {self._next_call(name)}", values)
+        if self._sees_terms:
+            self._compare(f"{self.piece}: {self._next_call(name)}", values)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.reference is not None:
