@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -88,6 +88,8 @@ class Config:
             )
         _class_of(type(described))
         longest = getattr(described, "max_position_embeddings", None)
+        if longest is not None and longest < 1:  # how a class says that it has no limit
+            longest = None
         resolved = {
             "path": None,
             "model_type": model_type,
@@ -325,9 +327,10 @@ def tp_plan(config: Config) -> dict[str, str] | None:
     names = {name for name, _ in model.named_modules()}
     names |= {name for name, _ in model.named_parameters()}
     own = plan_without_experts(model, model.experts, model.tp_plan or {})
-    used = {key: word for key, word in own.items() if fnmatch.filter(names, key)}
-    activations = _patterns(model, _split_activations(model, used))
-    return used | dict.fromkeys(activations, "replicated_with_grad_allreduce") or None
+    plan = {key: word for key, word in own.items() if fnmatch.filter(names, key)}
+    for activation in _patterns(model, _split_activations(model, plan)):
+        plan[activation] = "replicated_with_grad_allreduce"
+    return plan or None
 
 
 def _split_activations(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
@@ -337,9 +340,11 @@ def _split_activations(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
     found = []
     for name, module in model.named_modules():
         parent, _, child = name.rpartition(".")
-        if child != "act_fn" or not any(True for _ in module.parameters()):
+        has_parameters = any(True for _ in module.parameters())
+        if child != "act_fn" or not has_parameters:
             continue
-        beside = [f"{parent}.{other}" for other, _ in model.get_submodule(parent).named_children()]
+        siblings = model.get_submodule(parent).named_children()
+        beside = [f"{parent}.{sibling}" for sibling, _ in siblings]
         if any(fnmatch.filter(beside, key) for key in columns):
             found.append(name)
     return found
@@ -426,12 +431,24 @@ class _Drops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+        probability = 0.0
         if func is nn.functional.dropout:
-            self.found |= given.get("training", True) and given.get("p", 0.5) > 0
+            given = _by_name(("input", "p", "training"), args, kwargs)
+            if given.get("training", True):
+                probability = given.get("p", 0.5)
         if func is nn.functional.scaled_dot_product_attention:
-            self.found |= given.get("dropout_p", 0.0) > 0
+            given = _by_name(("query", "key", "value", "attn_mask", "dropout_p"), args, kwargs)
+            probability = given.get("dropout_p", 0.0)
+        if probability > 0:
+            self.found = True
         return func(*args, **kwargs)
+
+
+def _by_name(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call. `names`: of those that may be given by position."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class _Draws(TorchDispatchMode):
@@ -443,13 +460,19 @@ class _Draws(TorchDispatchMode):
     found = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.zeros((), dtype=args[0].dtype).item()
+        asks_for_value = func is torch.ops.aten._local_scalar_dense.default
+        if asks_for_value and args[0].is_meta:
+            zero = torch.zeros((), dtype=args[0].dtype)
+            return zero.item()
+
         out = func(*args, **kwargs or {})
-        # Attention has the tag for its dropout, which `_Drops` sees.
+        name = func.name()  # such as aten::bernoulli.p
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random and "attention" not in func.name() and out.numel() > 1:
-            self.found = func.name().removeprefix("aten::").partition(".")[0]
+        # Attention has the tag for its dropout, which `_Drops` sees.
+        is_attention = "attention" in name
+        if is_random and not is_attention and out.numel() > 1:
+            operator, _, _ = name.removeprefix("aten::").partition(".")
+            self.found = operator
         return out
 
 

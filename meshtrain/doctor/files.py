@@ -16,6 +16,7 @@ from meshtrain.config import Config
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.doctor.records import PathFacts
 from meshtrain.job import locate
+from meshtrain.job.hub import hub_name
 from meshtrain.job.sockets import call_with_timeout
 
 PROBE_S = 8.0  # for all checks of one path
@@ -52,7 +53,7 @@ def named_paths(config: Config) -> list[PathFacts]:
     ]
     facts = []
     for key, path, writes in paths:
-        if path:
+        if path and hub_name(path) is None:
             facts.append(PathFacts(key, str(Path(path).expanduser().absolute()), writes))
     return facts
 

@@ -17,7 +17,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import bytes_text
+from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -42,6 +42,7 @@ from meshtrain.parallel.parallelize import (
     has_sequence_part,
     prepare,
 )
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.torch_private import apply_to_tensors, has_gradient_hooks, tree_leaves
 from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
@@ -522,13 +523,9 @@ def _give_values(plain: PlainModel, config: "Config", device: torch.device) -> N
 
 
 def check_start(
-    config: "Config",
-    layout: Layout | None = None,
-    data: Samples | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    config: "Config", layout: Layout | None = None, data: Samples | None = None
 ) -> None:
-    """Judges the model, reads headers or a manifest, and the first sample; reports weights that are
-    not read. Raises InputError: the initial weights do not fit the model, its export could not be
+    """Judges the model, and reads the first sample. Raises InputError: its export could not be
     written, `pp` cannot split the model, or an adapter would have no effect."""
     split: StageSplit | None = None
     if layout is not None and layout.size("pp") > 1:
@@ -539,8 +536,19 @@ def check_start(
         inputs = data.read([(0, 0)] * size, size).batch().inputs
     check_model(Moment.START, _before_start(config, layout, split, inputs))
     spec = spec_of(config)
+    if spec.loss is not None and depths_of(spec.meta) > 0:
+        raise InputError(
+            f"the model {config.model.name} predicts further tokens, which it learns by the cross "
+            "entropy, and its file has a loss of its own: leave those layers out "
+            "(model.num_nextn_predict_layers: 0)"
+        )
     if config.train.export is not None and hasattr(spec.module, "to_hugging_face"):
         spec.module.to_hugging_face(spec.config)  # raises for what could not be written in the end
+
+
+def check_first_values(config: "Config", say: Callable[[str], None] = lambda line: None) -> None:
+    """Reads headers or a manifest of the weights that a run starts from; reports weights that are
+    not read. Raises InputError: they do not fit the model."""
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:
