@@ -16,7 +16,7 @@ from meshtrain.data.batch import Batch
 from meshtrain.errors import InputError
 from meshtrain.huggingface.load import named_tensors
 from meshtrain.huggingface.safetensors import SINGLE
-from meshtrain.modeling.build import build_model, check_start
+from meshtrain.modeling.build import build_model, check_first_values
 from meshtrain.parallel.predictions import Predictions
 from meshtrain.parallel.step_context import StepContext, use_context
 from meshtrain.run.results import write_export
@@ -153,9 +153,9 @@ def test_what_the_files_have_of_them_is_built(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     assert run_config(folder).model.keys["num_nextn_predict_layers"] == DEPTHS
     with pytest.raises(InputError, match=r"num_nextn_predict_layers \(there 2, here 0\)"):
-        check_start(run_config(folder, "model.num_nextn_predict_layers=0"))
+        check_first_values(run_config(folder, "model.num_nextn_predict_layers=0"))
     with pytest.raises(InputError, match=r"missing model\.layers\.5\.enorm\.weight"):
-        check_start(run_config(folder, "model.num_nextn_predict_layers=3"))
+        check_first_values(run_config(folder, "model.num_nextn_predict_layers=3"))
     changed(folder, num_nextn_predict_layers=1)
     assert run_config(folder).model.keys["num_nextn_predict_layers"] == 1
 
