@@ -338,8 +338,13 @@ def test_a_weight_in_two_stages_of_a_rank_and_one_of_another_is_equal() -> None:
             SimpleNamespace(name="w", placement=placement, compared=True, local=value)
             for value in values
         ]
-        layout = Layout({"pp": 2})
-        return Sums(SimpleNamespace(placements={"w": placement}, layout=layout, shards=shards))
+        state = SimpleNamespace(
+            placements={"w": placement},
+            layout=Layout({"pp": 2}),
+            shards=shards,
+            mesh=SimpleNamespace(device_type="cpu"),
+        )
+        return Sums(state)
 
     twice, once = of_rank(weight, weight.clone()), of_rank(weight)
     assert twice.digests() == once.digests() != of_rank(weight, weight + 1).digests()
