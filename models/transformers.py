@@ -236,7 +236,7 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
 def _class_of(kind: type[PreTrainedConfig]) -> Any:
     """The class of a causal language model, from that of its config. Raises ValueError: the family
     has none."""
-    classes = AutoModelForCausalLM._model_mapping
+    classes: Any = AutoModelForCausalLM._model_mapping
     if kind in classes:
         return classes[kind]
     # The text model of several that are one family (Emu3, Llama 3.2 Vision): transformers has its
