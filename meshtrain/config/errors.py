@@ -3,7 +3,6 @@
 Errors are collected in a list that is passed along; only `Config.load` raises them.
 """
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

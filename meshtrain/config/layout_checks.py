@@ -5,7 +5,6 @@ Each check is skipped where a value that it looks at is wrong, which was reporte
 without a world size, a size may be -1.
 """
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
