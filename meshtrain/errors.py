@@ -252,7 +252,7 @@ def names_near(pattern: str, names: Iterable[str]) -> str:
     """The names of layers or parameters with a word spelt like the longest word of the pattern,
     phrased as the end of a sentence. Layers that differ in a number only count as one:
     `layers.*.q_proj`."""
-    words_of = {without_numbers(name): re.split(r"[._]", name) for name in names}
+    words_of = {without_numbers(name): re.split(r"[._]", name) for name in names if name}
     if not words_of:
         return "it has none"
     longest = max(re.split(r"[^A-Za-z0-9]+", pattern), key=len)

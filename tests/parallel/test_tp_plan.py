@@ -113,9 +113,9 @@ REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
     (attention_model(), PLAN | {"mlp.*": "rowwise"}, 2, ["'mlp.*' matches no layer"]),
     (
         attention_model(),
-        PLAN | {f"layers.{n}.qq": "colwise" for n in range(3)},
+        PLAN | {f"layers.{n}.attention_q": "colwise" for n in range(3)},
         2,
-        ["'layers.0.qq' (and 2 more like it) matches no layer: near it are"],
+        ["'layers.0.attention_q' (and 2 more like it) matches no layer: near it are attention"],
     ),
     (attention_model(), PLAN | {"attentoin.oo": "rowwise"}, 2, ["near it are attention"]),
     (attention_model(), PLAN | {"norm.scale": REPLICATED}, 2, ["'norm.scale' matches no layer"]),
