@@ -24,6 +24,8 @@ READ_S = 0.5  # of reading, to measure its speed
 CHUNK = 4 * 2**20
 MOST_NAMES = 1000  # of files in a folder, for its digest
 TOKEN = ".meshtrain-doctor-"
+# keys that also take names of the hub, which are no paths
+ON_HUB = ("data.tokenizer", "model.weights", "train.reference.weights")
 
 
 def named_paths(config: Config) -> list[PathFacts]:
@@ -53,7 +55,7 @@ def named_paths(config: Config) -> list[PathFacts]:
     ]
     facts = []
     for key, path, writes in paths:
-        if path and hub_name(path) is None:
+        if path and not (key in ON_HUB and hub_name(path) is not None):
             facts.append(PathFacts(key, str(Path(path).expanduser().absolute()), writes))
     return facts
 

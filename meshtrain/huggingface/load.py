@@ -68,7 +68,7 @@ def fetch_weights(path: str, say: Callable[[str], None]) -> None:
     """Brings the tensors of a model of the hub, `org/name@COMMIT`, into the cache; its small files
     are there. Does nothing with the path of a folder. Raises what `hub.fetch` raises."""
     name = hub_name(path)
-    if name is not None:
+    if name is not None and name.is_commit:
         files = files_of_weights(local_path(path))
         with_retries(lambda: fetch(name, files, say))
 
