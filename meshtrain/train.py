@@ -43,16 +43,10 @@ from meshtrain.data.mixture import sample_order
 from meshtrain.errors import InputError, StartError
 from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.foresight.start import MemoryForecast
-from meshtrain.job.consistency import (
-    Fingerprint,
-    checkpoint_versions,
-    require_equal,
-    run_fingerprints,
-)
+from meshtrain.job.consistency import Fingerprint, require_equal, run_fingerprints
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit, refuse_start
 from meshtrain.job.hub import HubAnswer
-from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job, join
 from meshtrain.job.storage import show_any_text
 from meshtrain.job.watchdog.deadlines import process_group_timeout
@@ -84,9 +78,9 @@ from meshtrain.run.setup import (
     model_of_run,
     readers,
     reference_of_run,
-    reference_version,
+    require_host_memory,
     require_whole_steps,
-    total_steps,
+    specify,
 )
 from meshtrain.run.status import EXIT_RESTART, RunStatus
 from meshtrain.run.step_logger import StepLogger
@@ -156,7 +150,7 @@ def run(
     with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
         data = load_data(config, job)
         require_whole_steps(config, job, data)
-        spec = specify(config, job, data, folder, checkpoints)
+        spec = specify(config, job, data, folder.path, checkpoints)
         resume = Resume(
             job,
             spec,
@@ -193,6 +187,7 @@ def train(context: RunContext) -> None:
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
     forecast.follow(model)
     reference = reference_of_run(config, mesh, job, data, lambda: timer.phase("communication"))
+    require_host_memory(config, model, mesh, job)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     mixture = sample_order(config, data.train).mixture
     objective = objective_of(config, data.task, mesh)
@@ -356,18 +351,6 @@ def choose_compiler(job: Job, config: Config) -> bool:
     if choice.compiles:
         keep_compiled_code(cache_folder(config.data.cache))
     return choice.compiles
-
-
-def specify(
-    config: Config, job: Job, data: OpenData, folder: RunFolder, checkpoints: Path
-) -> RunSpec:
-    """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
-    samples for the run."""
-    versions = checkpoint_versions(model_file(config.model.name)) | reference_version(config, job)
-    steps = total_steps(config, data.train)
-    with job.collective_check("counting the samples of each source"):
-        sample_order(config, data.train, steps)
-    return RunSpec(config, folder.path, checkpoints, data.identity, versions, steps)
 
 
 def open_local_disk(config: Config, job: Job, checkpoints: Path) -> LocalDisk | None:

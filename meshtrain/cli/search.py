@@ -14,12 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshtrain.cli.plan import processes, read_hosts
+from meshtrain.cli.plan import network_lines, processes, read_hardware, read_hosts
 from meshtrain.config import Config
+from meshtrain.config.errors import nearest
 from meshtrain.errors import InputError, any_of, bytes_text, writing
 from meshtrain.run.rank_table import columns, describe_hosts
 
 if TYPE_CHECKING:
+    from meshtrain.foresight.hardware import Hardware
     from meshtrain.foresight.search import Search
     from meshtrain.foresight.space import Candidate
 
@@ -38,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         required=True,
         help="a built-in GPU (h100, ...), or a hardware file",
+    )
+    parser.add_argument(
+        "--fabric",
+        metavar="NAME",
+        help="in another network: efa, infiniband, ethernet, a file, or doctor's --json",
     )
     parser.add_argument(
         "--vary", metavar="KEYS", help="vary only these keys: layout,micro_size,recompute"
@@ -67,13 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     # these bring torch, as the model does
-    from meshtrain.foresight.hardware import load as load_hardware
-    from meshtrain.foresight.search import NEAR, Search, forecast
+    from meshtrain.foresight.search import Search, forecast
     from meshtrain.foresight.space import KEYS, USUAL, Space
 
     begin = time.monotonic()
     hosts = read_hosts(arguments.hosts)
-    hardware = load_hardware(arguments.gpu)
+    hardware, *other = read_hardware(arguments.gpu, arguments.fabric)
     keys = read_keys(arguments.vary, arguments.keep, KEYS, USUAL)
 
     def load(changes: Sequence[str]) -> Config:
@@ -83,12 +89,11 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(["layout={dp_shard: -1}"] if "layout" in keys.varied else [])
     assert config.resolved is not None  # it was loaded for its hosts
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
-    error = NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
     with processes() as pool:
         space = Space(config, keys.varied, keys.sizes)
         judge = forecast(hardware, arguments.max_memory, pool)
         search = Search(space, judge, arguments.goal)
-        results = search.run(load, arguments.show, error)
+        results = search.run(load, arguments.show, hardware.error)
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
     if arguments.write:
@@ -97,9 +102,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(search_json(search, results)))
         return
     took = time.monotonic() - begin
-    count = f"{space.count:,} candidates for {describe_hosts(space.placed)}"
+    not_shown = sum(count for count, _ in space.rejected.values())
+    count = f"{len(results) + not_shown:,} candidates for {describe_hosts(space.placed)}"
     print(f"{count}, {search.predicted:,} predicted in full ({took:.1f} s)")
-    print(*columns(_rows(search, results)), *_rejected(search), sep="\n")
+    print(f"seconds{hardware.band}; = as fast as the fastest, within that")
+    print(*columns(_rows(search, results, other)), *_rejected(search), sep="\n")
     best = [*keys.overrides, *results[0].overrides(config)]
     print(f"run 1: {' '.join(map(shlex.quote, best))}")
 
@@ -118,7 +125,11 @@ def read_keys(vary: str | None, keep: str, keys: Sequence[str], usual: Sequence[
 
     def known(name: str, option: str) -> str:
         if name not in names:
-            raise InputError(f"{option} {name}: search does not vary it; use {any_of(list(keys))}")
+            near = nearest(name, names)
+            hint = f"did you mean {near}? " if near else ""
+            raise InputError(
+                f"{option} {name}: search does not vary it; {hint}use {any_of(list(keys))}"
+            )
         return names[name]
 
     varied = list(usual)
@@ -137,8 +148,10 @@ def read_keys(vary: str | None, keep: str, keys: Sequence[str], usual: Sequence[
     return Keys(varied, sizes, overrides)
 
 
-def _rows(search: "Search", results: Sequence["Candidate"]) -> list[list[str]]:
-    """A row for each result, and lines below it."""
+def _rows(
+    search: "Search", results: Sequence["Candidate"], networks: "Sequence[Hardware]" = ()
+) -> list[list[str]]:
+    """A row for each result, and lines below it. `networks`: in which its seconds are told, too."""
     rows = [["", "layout", "micro", "recompute", "schedule", "step", "MFU", "memory"]]
     for place, candidate in enumerate(results, 1):
         step = candidate.prediction.step
@@ -159,7 +172,12 @@ def _rows(search: "Search", results: Sequence["Candidate"]) -> list[list[str]]:
         )
         _, *changes = candidate.overrides(search.config)  # the layout stands above
         others = [change for change in changes if not change.startswith(TITLES)]
-        below = (" ".join(others), candidate.reason, f"limit: {step.limit}")
+        below = (
+            " ".join(others),
+            candidate.reason,
+            f"limit: {step.limit}",
+            *network_lines(candidate.prediction, networks),
+        )
         rows += [[f"     {line}"] for line in below if line]
     return rows
 

@@ -137,6 +137,8 @@ class Config:
         check_chaos(draft, None if again else world_size)
         if for_training:
             check_files(draft)
+        # The model tells it, which may refuse its keys.
+        share_experts = 1 if layout is None or errors else expert_ranks(draft, layout.sizes)
         if errors or sizes is None:
             raise ConfigErrors(file, errors)
 
@@ -144,7 +146,7 @@ class Config:
         if layout is not None:
             if layout.size("cp") > 1:
                 layout = layout.with_context_heads(draft.values["parallel.context_heads"])
-            layout = layout.with_experts(expert_ranks(draft, layout.sizes))
+            layout = layout.with_experts(share_experts)
 
         keys = draft.section("model")
         own = {key: keys.pop(key) for key in OWN_MODEL_KEYS}

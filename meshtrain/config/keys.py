@@ -128,7 +128,7 @@ def _is_supported(hint: Any) -> bool:
     if origin in (list, tuple):
         return all(argument is Ellipsis or _is_supported(argument) for argument in arguments)
     if origin is dict:
-        return arguments[0] in (str, Any) and _is_supported(arguments[1])
+        return arguments[0] in (str, int, Any) and _is_supported(arguments[1])
     return origin is Literal or is_mapping(hint) or hint in _PLAIN_TYPES
 
 

@@ -9,7 +9,8 @@ from a checkpoint's manifest.
 
 import dataclasses
 import json
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -307,7 +308,11 @@ class _ModelReader:
         values = self._read_given(node, {})
         if len(draft.errors) > count_before:
             return {}
-        return self.module.from_hugging_face(values)
+        keys = self.module.from_hugging_face(values)
+        if keys.get("num_nextn_predict_layers"):
+            with suppress(InputError):  # of files that cannot be read: others report it
+                keys["num_nextn_predict_layers"] = _stored_predictions(keys, folder)
+        return keys
 
     def _report_missing(self, known: Set[str]) -> None:
         """Reports required keys that nothing gives, unless what was to give them is wrong."""
@@ -350,6 +355,17 @@ class _ModelReader:
                 if self.draft.values[source]:
                     return source
         return f"model.{key}"
+
+
+def _stored_predictions(keys: Mapping[str, Any], folder: Path) -> int:
+    """How many of the layers that predict further tokens a folder has: transformers writes their
+    number into each config.json, and leaves them out of its files. `keys`: of config.json."""
+    names: set[str] = set()
+    for entries in weights.stored(folder).values():
+        names |= entries.keys()
+    first = keys["num_hidden_layers"]
+    last = first + keys["num_nextn_predict_layers"]
+    return sum(f"model.layers.{layer}.eh_proj.weight" in names for layer in range(first, last))
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -151,7 +151,8 @@ class DataSection:
     """Height and width, in pixels, to which images are resized. null: as they are; required for
     `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
-    """Worker processes per rank that read data ahead. 0 reads in the training process."""
+    """Worker processes per rank that read data ahead. 0 reads in the training process, as macOS
+    always does."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
     cache_gib: float = key(100.0, above=0, also="cache_size cache_limit")
@@ -239,6 +240,14 @@ class ParallelSection:
     under an even load, so that the host waits for the device only at the end of a step. No row is
     dropped: a step that overflows is computed again. null: the exact sizes, for which the host
     waits once per layer and forward."""
+    offload: Literal["none", "optimizer", "activations", "both"] = key(
+        "none",
+        also="cpu_offload offload_optimizer optimizer_cpu_offload activation_offloading "
+        "cpu_offloading activations_cpu_offload",
+    )
+    """What waits in the host's memory instead of the device's: `optimizer`: the optimizer's states
+    and averages, which an update brings to the device some at a time; `activations`: what blocks
+    save for their backward. Results are the same to the bit. See docs/performance.md."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )
@@ -435,6 +444,12 @@ class TrainSection:
     )
     """The factor of `logsumexp(logits)`² in the loss of each target, such as 1e-4, which keeps the
     logits of the output from growing. Evaluations leave it out."""
+    mtp_loss_scaling_factor: float | tuple[tuple[int, float], ...] = key(
+        0.1, minimum=0, also="mtp_loss_weight mtp_loss_coef mtp_loss_lambda mtp_lambda"
+    )
+    """Of a model that predicts further tokens: what the mean of these losses counts beside the
+    loss. A list of changes, such as `[[0, 0.3], [50000, 0.1]]`, is the weight from these steps
+    on."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )

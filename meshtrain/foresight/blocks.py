@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshtrain.config import Config
 from meshtrain.errors import InputError
+from meshtrain.foresight.fusion import Dataflow
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.model import alike, repeated, untraced_errors
@@ -30,8 +32,8 @@ from meshtrain.foresight.trace import (
 from meshtrain.foresight.work import Parameter, Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.mesh import CommBytes, Mesh
-from meshtrain.parallel.collectives import implementations
-from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.collectives import axis_group, implementations
+from meshtrain.parallel.linear import ProductsLayer, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
 from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.parallel.torch_private import to_local
@@ -39,6 +41,9 @@ from meshtrain.pipeline.stage import blocks_of
 
 # axes over which blocks send; FSDP and DDP are counted apart
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")
+# Begins of the names of operators that a compiler calls as they are, besides products and
+# attention.
+CALLED = ("embedding", "index_put", "scatter", "sort", "topk", "cumsum", "native_batch_norm")
 # operators that launch no kernel
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")
 # Passes through a block, as phases of the step. Zero-bubble schedules defer the last one; see
@@ -145,12 +150,21 @@ def _counted(config: Config, layout: Layout) -> Pairs | InputError:
         with untraced_errors(), fake_world(few, 0, "cuda") as mesh:
             step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
             if splits_backward:
-                use_products(step.model, queue=WeightGradQueue())  # as the pipeline does
+                _put_off_weight_grads(step.model)
             of_one, of_two = step.works(of_samples)
     except InputError as error:
         return error
     pairs = enumerate(zip(of_one, of_two, strict=True))
     return {i: pair for i, pair in pairs if i not in skipped}
+
+
+def _put_off_weight_grads(model: nn.Module) -> None:
+    """Gives linear layers a queue of weight gradients, as the pipeline does."""
+    layers = [module for module in model.modules() if isinstance(module, ProductsLayer)]
+    products = [layer.products for layer in layers]
+    use_products(model, queue=WeightGradQueue())
+    for layer, own in zip(layers, products, strict=True):
+        layer.products = own  # those of float8 stay
 
 
 class _SentBytes(CommBytes):
@@ -229,11 +243,39 @@ class Tally:
     attention_flops: float = 0
     moved: float = 0
     operators: int = 0
-    sends: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    sends: list[Send] = field(default_factory=list)
+    dataflow: Dataflow = field(default_factory=Dataflow)
 
-    def as_pass(self) -> Pass:
-        sends = tuple(Send(axis, kind, sent) for (axis, kind), sent in self.sends.items())
-        return Pass(tuple(self.products), self.attention_flops, self.moved, self.operators, sends)
+    def as_pass(self, compiles: bool) -> Pass:
+        """`compiles`: whether the block can be compiled."""
+        fused = self.dataflow.traffic() if compiles else None
+        return Pass(
+            tuple(self.products),
+            self.attention_flops,
+            self.moved,
+            self.operators,
+            _together(self.sends),
+            fused_moved=None if fused is None else fused.moved,
+            fused_operators=None if fused is None else fused.kernels,
+        )
+
+
+def _together(sends: Iterable[Send]) -> tuple[Send, ...]:
+    """One Send for all of an axis and a kind that travel beside the same products."""
+    alike: dict[tuple[Any, ...], Send] = {}
+    for send in sends:
+        # Beside nothing, or each beside its own layer's.
+        key = send.axis, send.kind, bool(send.beside)
+        if key in alike:
+            known = alike[key]
+            send = replace(
+                known,
+                nbytes=known.nbytes + send.nbytes,
+                times=known.times + send.times,
+                beside=known.beside + send.beside,
+            )
+        alike[key] = send
+    return tuple(alike.values())
 
 
 @dataclass
@@ -263,12 +305,24 @@ class LiveSizes:
         self.backward_peak = max(self.backward_peak, total - self.backward_start)
 
 
+@dataclass
+class _UnderWay:
+    """A message that has been sent and not waited for, and what is multiplied meanwhile."""
+
+    axis: str
+    sends: list[Send]
+    index: int  # among `sends`
+    beside: list[Product] = field(default_factory=list)
+
+
 class CountedStep(TracedStep):
     """A step whose operators are counted by block and by pass."""
 
     last: str  # name of the last block
+    recomputes: bool  # whether blocks are recomputed, in part or whole
     # Of the current microbatch:
     tallies: dict[tuple[str, str], Tally]  # (block, pass) -> its counts
+    under_way: list["_UnderWay"]  # messages that nobody has waited for, the oldest first
     sizes: dict[str, LiveSizes]  # block -> live bytes around it
 
     def works(self, configs: Sequence[Config]) -> list[tuple[Work, ...]]:
@@ -277,10 +331,15 @@ class CountedStep(TracedStep):
         blocks = list(blocks_of(self.model))
         names = {block: name for name, block in self.model.named_modules() if block in set(blocks)}
         self.last = names[blocks[-1]]
+        self.recomputes = configs[0].parallel.recompute != "none"
         for block in blocks:
             block.forward = self._sized(names[block], block.forward)
         assert isinstance(self.mesh.comm_bytes, _SentBytes)
         self.mesh.comm_bytes.listener = self._send
+        for axis in SENT_OVER:
+            if self.mesh.size(axis) > 1:
+                group = axis_group(self.mesh, axis)
+                group.measured_wait = partial(self._waiting, group.axis)
 
         works: list[tuple[Work, ...]] = []
         with watched(self.live), around_weight_grads(self._in_weight_grad):
@@ -296,6 +355,7 @@ class CountedStep(TracedStep):
         batch = prepared_batch(config, self.mesh)
         self.live.rows = routed_rows(config, batch, self.mesh)
         self.tallies = defaultdict(Tally)
+        self.under_way = []
         self.sizes = defaultdict(LiveSizes)
         self.live.watch = self._count
         self.live.block = ""
@@ -305,14 +365,18 @@ class CountedStep(TracedStep):
         sizes = self.sizes[name]
         whole = state_parameters(block)
         named = block.named_parameters(prefix=name)
+        forward, input_grad, weight_grad = (
+            self.tallies[name, one].as_pass(self._compiles(block))
+            for one in (FORWARD, BACKWARD, WEIGHT_GRAD)
+        )
         return Work(
             name,
             parameters=tuple(
                 _before_fsdp(own, parameter, parameter in whole) for own, parameter in named
             ),
-            forward=self.tallies[name, FORWARD].as_pass(),
-            input_grad=self.tallies[name, BACKWARD].as_pass(),
-            weight_grad=self.tallies[name, WEIGHT_GRAD].as_pass(),
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
             saved=sizes.saved,
             peak_forward=sizes.peak - sizes.before,
             peak_backward=sizes.backward_peak,
@@ -342,9 +406,28 @@ class CountedStep(TracedStep):
         finally:
             self.live.phase = before
 
+    def _compiles(self, block: nn.Module) -> bool:
+        """Whether the block can be compiled: experts run between graphs, which cannot be recomputed
+        (parallel/parallelize.py)."""
+        has_experts = any(hasattr(module, "dispatch") for module in block.modules())
+        return not (has_experts and self.recomputes)
+
     def _send(self, axis: str, kind: str, sent: float) -> None:
         if axis in SENT_OVER:
-            self._tally().sends[axis, kind] += sent
+            sends = self._tally().sends
+            sends.append(Send(axis, kind, sent))
+            self.under_way.append(_UnderWay(axis, sends, len(sends) - 1))
+
+    @contextmanager
+    def _waiting(self, axis: str) -> Iterator[None]:
+        """What a rank enters to wait for the oldest of its messages over an axis."""
+        for message in self.under_way:
+            if message.axis == axis:
+                self.under_way.remove(message)
+                beside = tuple(message.beside)
+                message.sends[message.index] = replace(message.sends[message.index], beside=beside)
+                break
+        yield
 
     def _tally(self) -> Tally:
         return self.tallies[self.live.block or self.last, self._pass()]
@@ -358,17 +441,25 @@ class CountedStep(TracedStep):
         if name in implementations and name not in WITHOUT_SHAPES:
             return  # its inner operators were counted
         on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
-        if is_view(func) or not on_device or name.partition("::")[2] in FREE:
+        namespace, _, short = name.partition("::")
+        if not on_device or short in FREE or (is_view(func) and _has_memory_of(out, args)):
             return
-        product = _product(name, args, out)
         tally = self._tally()
+        product = _product(name, args, out)
         tally.operators += 1
+        moved = 0.0
         if product is not None:
             tally.products.append(product)
+            for message in self.under_way:
+                message.beside.append(product)
         elif "attention" in name:
-            tally.attention_flops += _attention_flops(name, args)
-        else:
-            tally.moved += _nbytes(args) + _nbytes(out)
+            tally.attention_flops += _attention_flops(func, args)
+        elif namespace != "c10d":  # a message's bytes are counted as sent
+            moved = _nbytes(args) + _nbytes(out)
+        tally.moved += moved
+        is_called = product is not None or "attention" in name or short.startswith(CALLED)
+        is_fused = namespace == "aten" and not is_called
+        tally.dataflow.add(func, args, out, is_fused, moved)
         if self.live.block:
             sizes = self.sizes[self.live.block]
             sizes.look(self.live.total, in_forward=self._pass() == FORWARD)
@@ -397,14 +488,30 @@ def _nbytes(tree: Any) -> float:
     return sum(x.numel() * x.itemsize for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _attention_flops(name: str, args: Any) -> float:
-    """FLOPs over all pairs of tokens, without causality, by convention."""
+def _has_memory_of(out: Any, args: Any) -> bool:
+    """Whether a result is a part of an argument: `to` and `reshape` copy where they must."""
+    storages = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+    return any(
+        x.untyped_storage()._cdata in storages for x in tree_leaves(out) if isinstance(x, Tensor)
+    )
+
+
+def _attention_flops(func: Any, args: Any) -> float:
+    """FLOPs on the pairs of a query and a key that it sees: causal kernels skip all others."""
+    name = func.name()
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     is_backward = "backward" in name
     if is_backward:
         args = args[1:]  # without the gradient of the output
     q, k, v = args[:3]
     key_dim = 2 if "dot_product" in name else 1
-    keys = k.shape[key_dim]
+    # (h, s, e) or, with sequences laid end to end, (s, h, e): of which a query sees its own.
+    own = k.shape[key_dim] if k.dim() == 4 else given["max_k"]
+    queries_of_row = q.shape[key_dim] if q.dim() == 4 else given["max_q"]
+    keys = own
+    if given.get("is_causal"):
+        # The last query sees all keys, and each one before it one less.
+        keys = own - (queries_of_row - 1) / 2
     queries = q.numel() // q.shape[-1]
     forward = 2 * queries * keys * (q.shape[-1] + v.shape[-1])
     # The backward has five products for the forward's two, as it computes the scores again.
@@ -424,7 +531,8 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
         return None
     a, b = args[0], args[1]
     if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
-        return Product(a.shape[0], b.shape[1], a.shape[1])
+        precision = "float8" if a.dtype.itemsize == 1 else None
+        return Product(a.shape[0], b.shape[1], a.shape[1], precision=precision)
     if name in ("aten::bmm", "aten::baddbmm"):
         return Product(a.shape[1], b.shape[2], a.shape[2], times=a.shape[0])
     if name in ("aten::linear", "aten::matmul"):

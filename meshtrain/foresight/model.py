@@ -20,6 +20,7 @@ from meshtrain.dropout import set_dropout
 from meshtrain.errors import InputError
 from meshtrain.modeling.flops import why_not
 from meshtrain.parallel.options import ParallelOptions
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.tp_plan import plan_splits_sequence
 from meshtrain.parallel.verify import compares
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_input, skip_blocks
@@ -92,7 +93,7 @@ def _batch(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Ba
 def _batch_of_tokens(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Batch:
     tokens, positions, targets = (torch.zeros(size, seq_len, dtype=torch.int64) for _ in range(3))
     documents = torch.zeros_like(tokens) if mask_documents else None
-    batch = Batch.of((tokens, positions, documents), targets)
+    batch = Batch.of((tokens, positions, documents), targets).looking_ahead(depths_of(spec.meta))
     return batch.with_context() if spec.plan("cp_plan") else batch
 
 

@@ -21,9 +21,10 @@ from meshtrain.foresight.memory import RankMemory, schedule_of
 from meshtrain.foresight.model import alike, known_blocks, repeated, without
 from meshtrain.foresight.parameters import compute_size, master_size
 from meshtrain.foresight.steptime import StepPlan, StepTime
+from meshtrain.foresight.torch_patches import META
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.modeling.build import block_costs
+from meshtrain.modeling.build import block_costs, compile_choice
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
@@ -234,7 +235,7 @@ class Prediction:
             microbatches=self.microbatches,
             handed_on=self.handed_on,
             precision=train.precision,
-            product_precision=self.product_precision,
+            compiled=self.compiled,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
             message_size=message_size,
             optimizer=config.optimizer,
@@ -245,10 +246,14 @@ class Prediction:
             flops=3 * samples * self._forward_flops if self.is_text else 0,
         )
 
-    @property
-    def product_precision(self) -> str | None:
-        """Precision of matrix products, if it is not that of the step."""
-        return None if self.config.train.linear_precision is None else "float8"
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled that can be."""
+        device_type = "cuda"
+        if self.hardware is not None and not self.hardware.compute.asynchronous:
+            device_type = "cpu"
+        choice = compile_choice(self.config, self.layout, META, device_type)
+        return choice.compiles
 
     @property
     def tokens_per_sample(self) -> int:
@@ -266,9 +271,14 @@ class Prediction:
     def block_costs(self) -> list[steptime.BlockCost]:
         """Costs of each block, for one microbatch."""
         assert self.hardware is not None
-        precision = self.config.train.precision
+        deferred = self.schedule is not None and self.schedule.splits_backward
         return steptime.block_costs(
-            self.works, self.layout, self.hardware, precision, self.product_precision
+            self.works,
+            self.layout,
+            self.hardware,
+            self.config.train.precision,
+            self.compiled,
+            deferred,
         )
 
     @cached_property

@@ -189,7 +189,8 @@ def _attention(
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]
-    if attn_mask is None and q.dtype.itemsize == 2:
+    # Flash attention takes no values of another width than keys (latent attention).
+    if attn_mask is None and q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1]:
         return aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, False, scale=scale
         )[0]

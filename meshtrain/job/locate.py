@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def bundled(kind: str) -> Path:
-    """The folder of the project's own `models`, `configs`, `hardware` or `tools/slurm`."""
+    """The folder of the project's own `models`, `configs`, `hardware`, `docs` or `tools/slurm`."""
     inside = _PACKAGE / "bundled" / kind
     return inside if inside.is_dir() else _PACKAGE.parent / kind
 

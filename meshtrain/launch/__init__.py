@@ -1,1 +1,1 @@
-"""`meshtrain launch`: a job of one config for SLURM, Kubernetes or SkyPilot, checked before it waits."""
+"""`meshtrain launch`: a job for SLURM, Kubernetes or SkyPilot, checked before it is queued."""

@@ -38,10 +38,12 @@ from meshtrain.layout import DATA_AXES, Layout, LayoutError
 
 SCRIPT = "launch.sbatch"  # in the run's folder
 TEMPLATES = "tools/slurm"
-# elsewhere than in SLURM: the template, and the command that submits a file
-MANIFESTS = {
-    "k8s": ("tools/k8s/jobset.yaml", ("kubectl", "apply", "--filename")),
-    "sky": ("tools/sky/train.yaml", ("sky", "jobs", "launch", "--yes", "--detach-run")),
+MANIFESTS = {"k8s": "tools/k8s/jobset.yaml", "sky": "tools/sky/train.yaml"}
+# scheduler -> the command that submits a file
+SUBMIT = {
+    "slurm": ("sbatch",),
+    "k8s": ("kubectl", "apply", "--filename"),
+    "sky": ("sky", "jobs", "launch", "--yes", "--detach-run"),
 }
 IN_MEMORY = ("tmpfs", "ramfs")  # each host has its own
 
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = _config_and_overrides(arguments)
     request = read_request(arguments)
     is_slurm = request.to == "slurm"
-    submit = ("sbatch",) if is_slurm else MANIFESTS[request.to][1]
+    submit = SUBMIT[request.to]
     if not arguments.dry_run and shutil.which(submit[0]) is None:
         raise InputError(
             f"there is no {submit[0]} on this host: run this where jobs are submitted, or with "
@@ -73,13 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
         words = with_time_limit(words, request)
     plan = fit_on_nodes(words[0], words[1:], request)
     if is_slurm:
-        name = ""
         text = script_of(words, request, plan)
         path = _write_script(Path(plan.config.train.output).expanduser(), text)
     else:
-        name = name_of_job(request, plan.config.name)
-        text = manifest_of(words, request, plan, name)
-        path = _write_manifest(Path(f"launch-{name}.yaml"), text)
+        text = manifest_of(words, request, plan)
+        path = _write_manifest(Path(f"launch-{name_of_job(request, plan.config.name)}.yaml"), text)
     about = "\n".join([*plan.about, *(f"note: {note}" for note in plan.notes)])
     if arguments.dry_run:
         # The job alone goes to standard output, so that it can be piped.
@@ -89,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"written to {path}, not submitted: {command}", file=sys.stderr)
         return 0
     print(about)
-    return _submit(path) if is_slurm else _submit_manifest(request, submit, path, name)
+    if is_slurm:
+        return _submit_script(path)
+    return _submit_manifest(path, request, name_of_job(request, plan.config.name))
 
 
 def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
@@ -138,7 +140,8 @@ def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> Confi
     """Loads a config and fits it to a request's nodes. Raises InputError or LayoutError: wrong, or
     does not fit."""
     nodes, gpus = request.nodes - request.spare_nodes, request.gpus_per_node
-    is_slurm = request.to == "slurm"  # whose nodes see the same files as this host
+    # The nodes of SLURM see the files of this host, so a missing one is an error. Others need not.
+    is_slurm = request.to == "slurm"
     config = Config.load(name, overrides, for_training=is_slurm)
     try:
         layout = resolve(config.layout, nodes * gpus)
@@ -218,13 +221,11 @@ def _notes(config: Config, request: Request) -> list[str]:
 
 
 def _check_kept(config: Config, request: Request) -> None:
-    """Refuses folders that would be gone with their node, or that not all nodes would see."""
-    folders = [folder for _, folder in request.mounts]
-    volume, example = "CLAIM", "/workspace"
-    if request.to == "sky":
-        volume = "VOLUME"
-        # A mounted bucket is no file system on which checkpoints are renamed.
-        folders = [folder for source, folder in request.mounts if "://" not in source]
+    """Refuses a job whose checkpoints would be lost with their node, or be parts that no node sees
+    together."""
+    volume = "CLAIM" if request.to == "k8s" else "VOLUME"
+    # Checkpoints are renamed when they are complete, which a mounted bucket (s3://...) cannot do.
+    folders = [folder for source, folder in request.mounts if "://" not in source]
     path = Path(config.checkpoint.path or config.train.output)
     if any(path.is_relative_to(folder) for folder in folders):
         return
@@ -232,50 +233,53 @@ def _check_kept(config: Config, request: Request) -> None:
         return
     raise InputError(
         f"checkpoints would be written to {path}, which is on no volume, and be lost with its "
-        f"node: --container-mounts {volume}:{example} train.output={example}/{config.name}, or for "
-        "one node checkpoint.upload=s3://BUCKET/PREFIX"
+        f"node: --container-mounts {volume}:/workspace train.output=/workspace/{config.name}, or "
+        "for one node checkpoint.upload=s3://BUCKET/PREFIX"
     )
 
 
 def _notes_elsewhere(config: Config, request: Request) -> list[str]:
-    """Files that the job has to have where it runs."""
-    with_files = {
-        "model.name": config.model.name,
-        "data.source": config.data.source,
-        "data.tokenizer": config.data.tokenizer,
-        "pipeline.schedule": config.pipeline.schedule,
-    }
-    paths = [
-        f"{key} {name}"
-        for key, name in with_files.items()
-        if name.endswith((".py", ".json", ".csv"))
-    ]
-    paths += [f"data.path {own.path}" for own in config.data.each_source() if own.path]
-    if not paths:
+    """A note on the files that a job for Kubernetes or SkyPilot reads, if there are any."""
+    keys = sorted({entry.key for entry in named_paths(config) if not entry.writes})
+    if not keys:
         return []
     where = "the image or a volume" if request.to == "k8s" else "this folder or a volume"
-    return [f"looked up where the job runs, so in {where}: {', '.join(paths)}"]
+    return [f"the job reads files where it runs, so they have to be in {where}: {', '.join(keys)}"]
 
 
-def manifest_of(words: Sequence[str], request: Request, plan: ConfigOnNodes, name: str) -> str:
-    """The text of a job for Kubernetes or SkyPilot. `words`: its config and overrides."""
-    file, _ = MANIFESTS[request.to]
-    template = parse_yaml((locate.bundled(str(Path(file).parent)) / Path(file).name).read_bytes())
+def manifest_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> str:
+    """The text of a job for Kubernetes or SkyPilot. `words`: its config and overrides. Raises
+    InputError: SkyPilot would not bring the config to the nodes."""
+    file = Path(MANIFESTS[request.to])
+    template = parse_yaml((locate.bundled(str(file.parent)) / file.name).read_bytes())
+    name = name_of_job(request, plan.config.name)
+    # A config of meshtrain's own is wherever meshtrain is.
+    config = locate.config_path(words[0]).resolve()
+    is_own = config.parent == locate.bundled("configs").resolve()
     if request.to == "sky":
+        if not is_own and not config.is_relative_to(Path.cwd()):
+            raise InputError(
+                f"{words[0]} is not below {Path.cwd()}, the folder that SkyPilot brings to the "
+                f"nodes: cd {shlex.quote(str(config.parent))} first"
+            )
+        if not is_own:
+            words = [str(config.relative_to(Path.cwd())), *words[1:]]
         manifests = [sky_task(template, request, words, name=name)]
     else:
-        path = locate.config_path(words[0])
-        is_own = path.resolve().parent == locate.bundled("configs").resolve()
+        config_file = None
+        if not is_own:
+            config_file = (config.name, config.read_text(encoding="utf-8-sig"))
         manifests = jobset(
             template,
             request,
             words,
             name=name,
             output=plan.config.train.output,
-            config_file=None if is_own else (path.name, path.read_text(encoding="utf-8-sig")),
+            config_file=config_file,
         )
-    remarks = [f"Written by meshtrain launch, out of {file}. {plan.about[0]}; {plan.about[1]}."]
-    return text_of(manifests, remarks)
+    return text_of(
+        manifests, f"Written by meshtrain launch, out of {file}. {plan.about[0]}; {plan.about[1]}."
+    )
 
 
 def _write_manifest(path: Path, text: str) -> Path:
@@ -288,24 +292,26 @@ def _write_manifest(path: Path, text: str) -> Path:
     return path
 
 
-def _submit_manifest(request: Request, submit: Sequence[str], path: Path, name: str) -> int:
-    """Submits a job and prints how to monitor it; returns 1 if it is refused."""
+def _submit_manifest(path: Path, request: Request, name: str) -> int:
+    """Submits the job of this name and prints how to monitor it; returns 1 if it is refused."""
+    submit = SUBMIT[request.to]
     done = subprocess.run([*submit, str(path)], check=False)
     if done.returncode != 0:
         print(f"{submit[0]} has refused {path}: exit status {done.returncode}", file=sys.stderr)
         return 1
-    pods = f"-l jobset.sigs.k8s.io/jobset-name={name}"
-    hints = {
-        f"kubectl get jobset {name}": "how it goes",
-        f"kubectl get pods {pods}": "is it running, and where",
-        f"kubectl logs -f {pods} --prefix": "what it says",
-        f"kubectl delete jobset {name}": "save, and end",
-    }
     if request.to == "sky":
         hints = {
             "sky jobs queue": "is it running, and where",
             f"sky jobs logs --name {name}": "what it says",
             f"sky jobs cancel --name {name}": "end",
+        }
+    else:
+        pods = f"-l jobset.sigs.k8s.io/jobset-name={name}"
+        hints = {
+            f"kubectl get jobset {name}": "how it goes",
+            f"kubectl get pods {pods}": "is it running, and where",
+            f"kubectl logs -f {pods} --prefix": "what it says",
+            f"kubectl delete jobset {name}": "save, and end",
         }
     _print_hints(hints)
     return 0
@@ -355,7 +361,7 @@ def _write_script(folder: Path, script: str) -> Path:
     return path
 
 
-def _submit(script: Path) -> int:
+def _submit_script(script: Path) -> int:
     """Submits the script with sbatch and prints how to monitor the job; returns 1 if sbatch refuses
     it."""
     done = subprocess.run(

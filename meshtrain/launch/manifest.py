@@ -15,27 +15,28 @@ from meshtrain.launch.script import CPUS_PER_GPU
 
 Manifest = dict[str, Any]
 CONFIGS = "/etc/meshtrain"  # where a pod has the config of a job
-_LONGEST_NAME = 40  # names of pods are longer than their JobSet's, and have an end
+# Kubernetes takes 63 characters for a pod's name, which is the JobSet's with the node's behind it.
+_LONGEST_NAME = 40
 
 
 def name_of_job(request: Request, config_name: str) -> str:
-    """A name that Kubernetes and SkyPilot take. Raises InputError: the one that was asked for is
-    none."""
+    """The job's name: --job-name, or the config's with its other characters replaced. Raises
+    InputError: Kubernetes or SkyPilot would not take it."""
     plain = re.sub(r"[^a-z0-9]+", "-", config_name.lower()).strip("-")
     name = request.job_name or f"{plain:.{_LONGEST_NAME}}".strip("-")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _LONGEST_NAME:
         raise InputError(
-            f"--job-name {name}: expected lower-case letters, digits and -, from a letter on, at "
-            f"most {_LONGEST_NAME} of them"
+            f"--job-name {name}: expected lower-case letters, digits and -, the first one a letter "
+            f"and the last one no -, at most {_LONGEST_NAME} of them"
         )
     return name
 
 
 def with_time_limit(words: Sequence[str], request: Request) -> list[str]:
-    """The words of a job, which saves and stops when the time of --time is over: these schedulers
-    would end it without that."""
-    given = any(word.startswith("train.time_limit=") for word in words)
-    if request.time is None or given:
+    """The words of a job that saves and stops within --time, which neither Kubernetes nor SkyPilot
+    sees to."""
+    is_given = any(word.startswith("train.time_limit=") for word in words)
+    if request.time is None or is_given:
         return list(words)
     return [*words, f"train.time_limit={seconds(request.time)}"]
 
@@ -55,8 +56,8 @@ def jobset(
         template: tools/k8s/jobset.yaml.
         words: the config and its overrides.
         output: the run's folder.
-        config_file: the name and the text of the config, which a pod gets as a file; None: it is
-            one of meshtrain's own, which the image has.
+        config_file: name and text of the config, which pods get as a file; None: it is one of
+            meshtrain's own, which the image has.
     """
     job = deepcopy(template)
     job["metadata"]["name"] = name
@@ -81,20 +82,23 @@ def jobset(
     container["env"] += [{"name": key, "value": value} for key, value in request.variables]
     container["resources"] = _resources(request)
 
-    # Its volumes: those that were asked for, and memory that its processes share.
-    kept = [volume for volume in pod["volumes"] if "persistentVolumeClaim" not in volume]
-    names = {volume["name"] for volume in kept}
+    # The template's claim makes room for those of the request; shared memory stays.
+    volumes = [volume for volume in pod["volumes"] if "persistentVolumeClaim" not in volume]
+    names = {volume["name"] for volume in volumes}
     mounts = [mount for mount in container["volumeMounts"] if mount["name"] in names]
-    pod["volumes"], container["volumeMounts"] = kept, mounts
+    pod["volumes"], container["volumeMounts"] = volumes, mounts
     for number, (claim, folder) in enumerate(request.mounts):
         volume = f"volume-{number}"
-        kept.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
+        volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": volume, "mountPath": folder})
     if config_file is None:
         return [job]
+
     file_name, text = config_file
+    # A key of a ConfigMap has letters, digits, -, _ and . only.
+    file_name = re.sub(r"[^-.\w]+", "-", file_name, flags=re.ASCII)
     container["args"][-len(words)] = f"{CONFIGS}/{file_name}"
-    kept.append({"name": "config", "configMap": {"name": f"{name}-config"}})
+    volumes.append({"name": "config", "configMap": {"name": f"{name}-config"}})
     mounts.append({"name": "config", "mountPath": CONFIGS})
     config_map = {
         "apiVersion": "v1",
@@ -106,8 +110,8 @@ def jobset(
 
 
 def _options_of(arguments: Sequence[str]) -> list[str]:
-    """torchrun's options of a template and the module that it runs, without the folder of logs and
-    what is the module's."""
+    """torchrun's part of a template's arguments, up to the module; not its folder of logs, which is
+    another for each job."""
     end = arguments.index("-m") + 2
     return [word for word in arguments[:end] if not word.startswith("--log-dir=")]
 
@@ -120,9 +124,9 @@ def _resources(request: Request) -> Manifest:
 
 
 def sky_task(template: Manifest, request: Request, words: Sequence[str], *, name: str) -> Manifest:
-    """The task of a job. Arguments as of `jobset`; SkyPilot brings the folder in which the command
-    runs to each node, with the config in it."""
-    assert request.gres is not None  # read_request asks for it
+    """The task of a job. Arguments as of `jobset`: but SkyPilot copies the working folder to each
+    node, and so the config."""
+    assert request.gres is not None  # read_request refuses a job for SkyPilot without
     task = {**deepcopy(template), "name": name, "num_nodes": request.nodes}
     resources: Manifest = {"accelerators": {request.gres: request.gpus_per_node}}
     if request.partition is not None:
@@ -153,15 +157,14 @@ def sky_task(template: Manifest, request: Request, words: Sequence[str], *, name
     return task
 
 
-def text_of(manifests: Sequence[Manifest], remarks: Sequence[str]) -> str:
-    """Manifests as a file, behind remarks for people."""
-    comments = [f"# {' '.join(remark.split())}\n" for remark in remarks]
+def text_of(manifests: Sequence[Manifest], remark: str) -> str:
+    """Manifests as a file, whose first line is a remark for people."""
     documents = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
-    return "".join(comments) + documents
+    return f"# {' '.join(remark.split())}\n{documents}"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a script, and a file in a file, line by line."""
+    """Writes scripts line by line, and a value that occurs twice twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

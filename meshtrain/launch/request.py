@@ -61,7 +61,7 @@ OPTIONS = {
     "--job-name": ("NAME", "default: the name of the config"),
     "--activate": ("PATH", "SLURM: a virtual environment, or a file to source; default: this one"),
 }
-# options that one scheduler alone has
+# options that only SLURM has
 OF_SLURM = ("spare_nodes", "container_runtime", "account", "activate", "srun", "sbatch")
 REPEATED = {
     "--sbatch": ("KEY=VALUE", "an option for sbatch: exclude=gpu07, exclusive"),
@@ -92,8 +92,9 @@ class Request:
     spare_nodes: int = 0  # how many of the nodes are kept to replace lost ones
     # variables of SLURM's scripts: CONTAINER_IMAGE, ...
     container: Mapping[str, str] = field(default_factory=dict)
-    image: str | None = None  # elsewhere than in SLURM
-    mounts: tuple[tuple[str, str], ...] = ()  # (volume or URL, folder inside), the same
+    # Kubernetes and SkyPilot: the image, and what is mounted: (volume or URL, folder)
+    image: str | None = None
+    mounts: tuple[tuple[str, str], ...] = ()
     srun: tuple[tuple[str, str], ...] = ()  # further options (name, value); an empty value: a flag
     sbatch: tuple[tuple[str, str], ...] = ()
 
@@ -171,8 +172,8 @@ def _elsewhere(arguments: argparse.Namespace, common: Request) -> Request:
     for option in OF_SLURM:
         if getattr(arguments, option):
             raise InputError(
-                f"--{option.replace('_', '-')} is of SLURM, and the job is for {common.to}: take "
-                "it away"
+                f"--{option.replace('_', '-')} is an option of SLURM alone, and the job is for "
+                f"{common.to}: leave it out"
             )
     if common.to == "k8s" and not arguments.container_image:
         raise InputError(
@@ -192,11 +193,12 @@ def _elsewhere(arguments: argparse.Namespace, common: Request) -> Request:
 def _volume(text: str) -> tuple[str, str]:
     """`claim:/data` or `s3://bucket/prefix:/data`."""
     source, _, inside = text.rpartition(":")
-    if not NAME.fullmatch(source) or not inside.startswith("/"):
+    folder = inside.rstrip("/")
+    if not NAME.fullmatch(source) or not folder.startswith("/"):
         raise InputError(
             f"--container-mounts {text}: expected VOLUME:/FOLDER, such as checkpoints:/workspace"
         )
-    return source, inside.rstrip("/")
+    return source, folder
 
 
 def _count(option: str, value: str | None) -> int | None:

@@ -150,9 +150,9 @@ class Wandb(_Curves):
 
 
 class MLflow(_Curves):
-    """One run of MLflow, which is kept over restarts of the job: the file `mlflow_id` in the run's
-    folder has its id. Of steps that are repeated after a failure the first values stay, as in
-    W&B."""
+    """One run of MLflow, which goes on over restarts of the job: the file `mlflow_id` in the run's
+    folder has its id. MLflow would keep two values of a step that is repeated after a failure; it
+    gets the first alone, as W&B does."""
 
     package = "mlflow"
     close_s = 30.0
@@ -166,8 +166,8 @@ class MLflow(_Curves):
         experiment: str | None = None,
         name: str | None = None,
     ) -> None:
-        """`tracking_uri`, `experiment`: None: the values of MLFLOW_TRACKING_URI, and of
-        MLFLOW_EXPERIMENT_NAME or `meshtrain`."""
+        """`tracking_uri` None: the value of MLFLOW_TRACKING_URI; `experiment` None: that of
+        MLFLOW_EXPERIMENT_NAME, or `meshtrain`."""
         from mlflow import MlflowClient, entities  # only if it is used
 
         self._entities = entities
@@ -188,7 +188,8 @@ class MLflow(_Curves):
         self._log_config(run.config or {}, known.data.params)
 
     def _known_run(self) -> Any:
-        """The run of an earlier job; None: there is none where metrics are sent."""
+        """The run that an earlier job has begun; None: there is none, or the server does not have
+        it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -218,7 +219,7 @@ class MLflow(_Curves):
             return found.experiment_id
 
     def _log_config(self, config: Mapping[str, Any], there: Mapping[str, str]) -> None:
-        """The config as parameters. MLflow never changes one, so those of the first job stay."""
+        """The config as parameters, without those that are there: MLflow refuses another value."""
         parameters = []
         for key, value in flat_items(config):
             if key not in there:
@@ -238,7 +239,7 @@ class MLflow(_Curves):
             self._client.log_batch(self._id, metrics=metrics)
 
     def _last_step(self, name: str) -> int:
-        """The last step that the run has of a metric."""
+        """The last step of which the run has this metric; -1: of none."""
         if name not in self._last:
             history = self._client.get_metric_history(self._id, name) if self._goes_on else []
             self._last[name] = max((metric.step for metric in history), default=-1)

@@ -17,7 +17,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import bytes_text
+from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -42,6 +42,7 @@ from meshtrain.parallel.parallelize import (
     has_sequence_part,
     prepare,
 )
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.torch_private import apply_to_tensors, has_gradient_hooks, tree_leaves
 from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
@@ -535,6 +536,12 @@ def check_start(
         inputs = data.read([(0, 0)] * size, size).batch().inputs
     check_model(Moment.START, _before_start(config, layout, split, inputs))
     spec = spec_of(config)
+    if spec.loss is not None and depths_of(spec.meta) > 0:
+        raise InputError(
+            f"the model {config.model.name} predicts further tokens, which it learns by the cross "
+            "entropy, and its file has a loss of its own: leave those layers out "
+            "(model.num_nextn_predict_layers: 0)"
+        )
     if config.train.export is not None and hasattr(spec.module, "to_hugging_face"):
         spec.module.to_hugging_face(spec.config)  # raises for what could not be written in the end
 

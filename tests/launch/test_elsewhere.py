@@ -133,9 +133,9 @@ def test_a_task_is_skypilots_and_asks_for_what_was_asked_for(
         (("--to", "sky", *NODES, *ON_VOLUME), "--gres is missing: SkyPilot looks for GPUs"),
         (
             (*K8S, *ON_VOLUME, "--spare-nodes", "1"),
-            "--spare-nodes is of SLURM, and the job is for k8s",
+            "--spare-nodes is an option of SLURM alone, and the job is for k8s",
         ),
-        ((*K8S, *ON_VOLUME, "--srun", "label="), "--srun is of SLURM"),
+        ((*K8S, *ON_VOLUME, "--srun", "label="), "--srun is an option of SLURM alone"),
         (K8S, "checkpoints would be written to runs/mine, which is on no volume"),
         (
             (*K8S, "--container-mounts", "claim:/data"),
@@ -147,6 +147,7 @@ def test_a_task_is_skypilots_and_asks_for_what_was_asked_for(
         ),
         ((*SKY, "checkpoint.upload=s3://a/b"), "or for one node checkpoint.upload"),
         ((*K8S, "--container-mounts", "claim"), "expected VOLUME:/FOLDER"),
+        ((*K8S, "--container-mounts", "claim:/"), "expected VOLUME:/FOLDER"),
         ((*K8S, *ON_VOLUME, "--job-name", "My_Run"), "expected lower-case letters, digits and -"),
         ((*K8S, *ON_VOLUME, "layout.dp_shard=3"), "use {dp_shard: 8}"),
         ((*K8S, *ON_VOLUME, "layout={dp_shard: 1, tp: 8}"), "tp"),
@@ -166,8 +167,10 @@ def test_a_long_name_of_a_config_becomes_one_of_a_job(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "mine.yaml").rename(folder / f"A run_{'x' * 60}.yaml")
-    *_, job = launch(capsys, *K8S, *ON_VOLUME, config=f"A run_{'x' * 60}.yaml")
+    config_map, job = launch(capsys, *K8S, *ON_VOLUME, config=f"A run_{'x' * 60}.yaml")
     assert job["metadata"]["name"] == f"a-run-{'x' * 34}"
+    assert list(config_map["data"]) == [f"A-run_{'x' * 60}.yaml"]
+    assert f"/etc/meshtrain/A-run_{'x' * 60}.yaml" in container_of(job)["args"]
 
 
 def test_files_that_the_job_has_to_have_are_named(
@@ -175,7 +178,18 @@ def test_files_that_the_job_has_to_have_are_named(
 ) -> None:
     keys = ("data.source=jsonl", "data.path=/texts")
     assert cli.main(["launch", "mine.yaml", *K8S, *ON_VOLUME, *keys]) == 0
-    assert "so in the image or a volume: data.path /texts" in capsys.readouterr().err
+    assert "have to be in the image or a volume: data.path" in capsys.readouterr().err
+
+
+def test_skypilot_gets_the_config_from_below_the_working_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task,) = launch(capsys, *SKY, *ON_VOLUME, config=str(folder / "mine.yaml"))
+    assert "-m meshtrain.train mine.yaml " in task["run"]
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert cli.main(["launch", "../mine.yaml", *SKY, *ON_VOLUME]) == 2
+    assert f"cd {folder} first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
