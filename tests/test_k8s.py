@@ -1,5 +1,5 @@
-"""tools/k8s: Kubeflow's own models read the manifests, and torchrun, meshtrain and its doctor their
-commands.
+"""tools/k8s: Kubeflow's own models, which have JobSet's, read the manifests, and torchrun,
+meshtrain and its doctor their commands.
 
 What the operators put into a container's environment is taken from their sources (Trainer 2.3: the
 torch plugin; Training Operator 1.9: envvar.go, elastic.go); so are the rules of their webhooks.
@@ -25,6 +25,7 @@ Json = dict[str, Any]
 MEETS_AT = {
     "trainjob": "meshtrain-node-0-0.meshtrain:29500",
     "pytorchjob": "meshtrain-worker-0:23456",
+    "jobset": "meshtrain-node-0-0.meshtrain:29500",
 }
 each_job = pytest.mark.parametrize("name", MEETS_AT)
 
@@ -40,6 +41,8 @@ def manifest(name: str, options: bool = False) -> Json:
 def container_of(job: Json) -> Json:
     if job["kind"] == "TrainJob":
         return {"env": [], **job["spec"]["trainer"]}
+    if job["kind"] == "JobSet":
+        return pod_of(job)["containers"][0]
     return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
 
 
@@ -48,6 +51,9 @@ def pod_of(job: Json) -> Json:
     if job["kind"] == "TrainJob":
         (patch,) = job["spec"]["runtimePatches"]
         (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        return node["template"]["spec"]["template"]["spec"]
+    if job["kind"] == "JobSet":
+        (node,) = job["spec"]["replicatedJobs"]
         return node["template"]["spec"]["template"]["spec"]
     return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
 
@@ -66,6 +72,13 @@ def nodes_of(job: Json) -> tuple[int, int, int]:
             spec["trainer"]["numNodes"],
             spec["trainer"]["numProcPerNode"],
         )
+    if job["kind"] == "JobSet":
+        (node,) = spec["replicatedJobs"]
+        of_job = node["template"]["spec"]
+        assert of_job["parallelism"] == of_job["completions"], "all of them at once"
+        values = {each["name"]: each.get("value") for each in container_of(job)["env"]}
+        assert values["PET_NNODES"] == str(of_job["completions"])
+        return of_job["completions"], of_job["completions"], int(values["PET_NPROC_PER_NODE"])
     return (
         spec["elasticPolicy"]["minReplicas"],
         spec["elasticPolicy"]["maxReplicas"],
@@ -82,6 +95,10 @@ def read_by_kubeflow(job: Json) -> Json:
         from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
         return TrainerV1alpha1TrainJob.from_dict(job).to_dict()
+    if job["kind"] == "JobSet":
+        from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+
+        return JobsetV1alpha2JobSet.from_dict(job).to_dict()
     from kubeflow.training import ApiClient
 
     client = ApiClient()
@@ -175,7 +192,12 @@ def test_what_the_webhooks_ask_for() -> None:
 def operators_variables(job: Json, node: int) -> dict[str, str]:
     """What the operator puts into the container of one node, besides what the manifest says."""
     name, (fewest, most, processes) = job["metadata"]["name"], nodes_of(job)
-    own = {variable["name"]: variable["value"] for variable in container_of(job).get("env", [])}
+    own = {
+        variable["name"]: variable.get("value", str(node))  # the index of its pod
+        for variable in container_of(job).get("env", [])
+    }
+    if job["kind"] == "JobSet":
+        return own
     if job["kind"] == "TrainJob":
         return own | {
             "PET_NNODES": str(most),
@@ -212,7 +234,10 @@ def test_the_command_is_torchruns_and_the_nodes_fit_the_config(
     assert options.nproc_per_node == str(processes)
     # With `command: [meshtrain, doctor]`, as the manifests say, the nodes are checked instead.
     place = read_place(parse(" ".join(container["args"])), operators_variables(job, node=1))
-    assert (place.endpoint, place.node_rank) == (MEETS_AT[name], 1 if name == "trainjob" else None)
+    assert (place.endpoint, place.node_rank) == (
+        MEETS_AT[name],
+        None if name == "pytorchjob" else 1,
+    )
     assert (place.fewest, place.most, place.processes) == (fewest, most, str(processes))
     path, *overrides = options.training_script_args
     for nodes in range(fewest, most + 1):

@@ -15,7 +15,7 @@ from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 # Words of the config, which stand here so that it is read without what they name. Each has its
 # entry in optim/registry.py, metrics/sinks.py or data/sources.py.
 OptimizerName = Literal["adamw", "muon", "sgd"]
-SINKS = ("prometheus", "tensorboard", "wandb")
+SINKS = ("mlflow", "prometheus", "tensorboard", "wandb")
 
 # data.source -> what data.path names, or None if the source takes no path.
 SOURCES: dict[str, str | None] = {
@@ -562,8 +562,8 @@ class MetricsSection:
     """What is recorded for monitoring, besides the progress line and `metrics.jsonl`."""
 
     sinks: tuple[str, ...] = key((), also="report_to loggers logger log_with trackers")
-    """Where else metrics are sent: `prometheus`, `tensorboard`, `wandb`, or a class of your own, as
-    `sink.py:Mine`."""
+    """Where else metrics are sent: `mlflow`, `prometheus`, `tensorboard`, `wandb`, or a class of
+    your own, as `sink.py:Mine`."""
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
     profile: tuple[int, int] | None = key(None, minimum=1)

@@ -1,1 +1,1 @@
-"""`meshtrain launch`: an sbatch script for one config, checked before the job waits in a queue."""
+"""`meshtrain launch`: a job for SLURM, Kubernetes or SkyPilot, checked before it is queued."""

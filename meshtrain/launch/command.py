@@ -1,9 +1,9 @@
-"""`meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8 [--dry-run]`: submits a checked
-script to sbatch.
+"""`meshtrain launch CONFIG --to slurm|k8s|sky --nodes 4 --gpus-per-node 8 [--dry-run]`: submits a
+checked job to SLURM, Kubernetes or SkyPilot.
 
-The script is one of tools/slurm with this job's values, in the run's folder. With --dry-run it is
-written and printed, not submitted. Exit status 1: sbatch has refused it; 2: config, layout or
-options are wrong. See docs/multi-node.md.
+The job is a script of tools/slurm, or the manifest of tools/k8s or tools/sky, with this job's
+values. With --dry-run it is written and printed, not submitted. Exit status 1: the scheduler has
+refused it; 2: config, layout or options are wrong. See docs/clusters.md.
 """
 
 import argparse
@@ -20,16 +20,31 @@ from pathlib import Path
 
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings, resolve
+from meshtrain.config.yaml_reader import parse_yaml
 from meshtrain.data.order import describe_ramp
 from meshtrain.doctor.files import filesystem, named_paths
 from meshtrain.errors import InputError, plural
 from meshtrain.job import locate
+from meshtrain.launch.manifest import (
+    jobset,
+    name_of_job,
+    sky_task,
+    text_of,
+    with_time_limit,
+)
 from meshtrain.launch.request import Request, add_options, read_request
 from meshtrain.launch.script import block, directives_of, render, variables_of
 from meshtrain.layout import DATA_AXES, Layout, LayoutError
 
 SCRIPT = "launch.sbatch"  # in the run's folder
 TEMPLATES = "tools/slurm"
+MANIFESTS = {"k8s": "tools/k8s/jobset.yaml", "sky": "tools/sky/train.yaml"}
+# scheduler -> the command that submits a file
+SUBMIT = {
+    "slurm": ("sbatch",),
+    "k8s": ("kubectl", "apply", "--filename"),
+    "sky": ("sky", "jobs", "launch", "--yes", "--detach-run"),
+}
 IN_MEMORY = ("tmpfs", "ramfs")  # each host has its own
 
 
@@ -41,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key.path=value", help="override a key: layout.tp=2"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="write and print the script without submitting it"
+        "--dry-run", action="store_true", help="write and print the job without submitting it"
     )
     add_options(parser)
 
@@ -49,24 +64,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     words = _config_and_overrides(arguments)
     request = read_request(arguments)
-    if not arguments.dry_run and shutil.which("sbatch") is None:
+    is_slurm = request.to == "slurm"
+    submit = SUBMIT[request.to]
+    if not arguments.dry_run and shutil.which(submit[0]) is None:
         raise InputError(
-            "there is no sbatch on this host: run this where jobs are submitted, or with --dry-run "
-            "to see the script"
+            f"there is no {submit[0]} on this host: run this where jobs are submitted, or with "
+            "--dry-run to see the job"
         )
+    if not is_slurm:
+        words = with_time_limit(words, request)
     plan = fit_on_nodes(words[0], words[1:], request)
-    script = script_of(words, request, plan)
-    path = _write_script(Path(plan.config.train.output).expanduser(), script)
+    if is_slurm:
+        text = script_of(words, request, plan)
+        path = _write_script(Path(plan.config.train.output).expanduser(), text)
+    else:
+        text = manifest_of(words, request, plan)
+        path = _write_manifest(Path(f"launch-{name_of_job(request, plan.config.name)}.yaml"), text)
     about = "\n".join([*plan.about, *(f"note: {note}" for note in plan.notes)])
     if arguments.dry_run:
-        # The script alone goes to standard output, so that it can be piped.
-        print(script, end="")
+        # The job alone goes to standard output, so that it can be piped.
+        print(text, end="")
         print(about, file=sys.stderr)
-        command = f"sbatch {shlex.quote(str(path))}"
+        command = shlex.join([*submit, str(path)])
         print(f"written to {path}, not submitted: {command}", file=sys.stderr)
         return 0
     print(about)
-    return _submit(path)
+    if is_slurm:
+        return _submit_script(path)
+    return _submit_manifest(path, request, name_of_job(request, plan.config.name))
 
 
 def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
@@ -85,7 +110,7 @@ def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
     words.sort(key=lambda word: "=" in word)  # the config first
     if not words or "=" in words[0]:
         raise InputError(
-            "no config was named: meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8"
+            "no config was named: meshtrain launch CONFIG --to slurm --nodes 4 --gpus-per-node 8"
         )
     return words
 
@@ -115,19 +140,24 @@ def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> Confi
     """Loads a config and fits it to a request's nodes. Raises InputError or LayoutError: wrong, or
     does not fit."""
     nodes, gpus = request.nodes - request.spare_nodes, request.gpus_per_node
-    config = Config.load(name, overrides, for_training=True)
+    # The nodes of SLURM see the files of this host, so a missing one is an error. Others need not.
+    is_slurm = request.to == "slurm"
+    config = Config.load(name, overrides, for_training=is_slurm)
     try:
         layout = resolve(config.layout, nodes * gpus)
     except LayoutError as error:
         raise InputError(f"{error}. {nodes_that_fit(config.layout, nodes, gpus)}") from error
     # Once more with the world's size, which resolves what was left open.
-    config = Config.load(name, overrides, for_training=True, world_size=nodes * gpus)
+    config = Config.load(name, overrides, for_training=is_slurm, world_size=nodes * gpus)
 
     placed = layout.on_hosts([gpus] * nodes, [f"node {i}" for i in range(nodes)])
     # Only warnings for a running job; this one can still be requested differently.
     crossing = host_warnings(placed)
     if crossing:
         raise InputError(" ".join(crossing))
+    if not is_slurm:
+        _check_kept(config, request)
+        return ConfigOnNodes(config, placed, tuple(_notes_elsewhere(config, request)))
     _check_writable(config)
     notes = _notes(config, request) if nodes > 1 else []
     return ConfigOnNodes(config, placed, tuple(notes))
@@ -190,6 +220,109 @@ def _notes(config: Config, request: Request) -> list[str]:
     return notes
 
 
+def _check_kept(config: Config, request: Request) -> None:
+    """Refuses a job whose checkpoints would be lost with their node, or be parts that no node sees
+    together."""
+    volume = "CLAIM" if request.to == "k8s" else "VOLUME"
+    # Checkpoints are renamed when they are complete, which a mounted bucket (s3://...) cannot do.
+    folders = [folder for source, folder in request.mounts if "://" not in source]
+    path = Path(config.checkpoint.path or config.train.output)
+    if any(path.is_relative_to(folder) for folder in folders):
+        return
+    if request.nodes == 1 and config.checkpoint.upload is not None:
+        return
+    raise InputError(
+        f"checkpoints would be written to {path}, which is on no volume, and be lost with its "
+        f"node: --container-mounts {volume}:/workspace train.output=/workspace/{config.name}, or "
+        "for one node checkpoint.upload=s3://BUCKET/PREFIX"
+    )
+
+
+def _notes_elsewhere(config: Config, request: Request) -> list[str]:
+    """A note on the files that a job for Kubernetes or SkyPilot reads, if there are any."""
+    keys = sorted({entry.key for entry in named_paths(config) if not entry.writes})
+    if not keys:
+        return []
+    where = "the image or a volume" if request.to == "k8s" else "this folder or a volume"
+    return [f"the job reads files where it runs, so they have to be in {where}: {', '.join(keys)}"]
+
+
+def manifest_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> str:
+    """The text of a job for Kubernetes or SkyPilot. `words`: its config and overrides. Raises
+    InputError: SkyPilot would not bring the config to the nodes."""
+    file = Path(MANIFESTS[request.to])
+    template = parse_yaml((locate.bundled(str(file.parent)) / file.name).read_bytes())
+    name = name_of_job(request, plan.config.name)
+    # A config of meshtrain's own is wherever meshtrain is.
+    config = locate.config_path(words[0]).resolve()
+    is_own = config.parent == locate.bundled("configs").resolve()
+    if request.to == "sky":
+        if not is_own and not config.is_relative_to(Path.cwd()):
+            raise InputError(
+                f"{words[0]} is not below {Path.cwd()}, the folder that SkyPilot brings to the "
+                f"nodes: cd {shlex.quote(str(config.parent))} first"
+            )
+        if not is_own:
+            words = [str(config.relative_to(Path.cwd())), *words[1:]]
+        manifests = [sky_task(template, request, words, name=name)]
+    else:
+        config_file = None
+        if not is_own:
+            config_file = (config.name, config.read_text(encoding="utf-8-sig"))
+        manifests = jobset(
+            template,
+            request,
+            words,
+            name=name,
+            output=plan.config.train.output,
+            config_file=config_file,
+        )
+    return text_of(
+        manifests, f"Written by meshtrain launch, out of {file}. {plan.about[0]}; {plan.about[1]}."
+    )
+
+
+def _write_manifest(path: Path, text: str) -> Path:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path.absolute()} ({error.strerror}): run this in another folder"
+        ) from error
+    return path
+
+
+def _submit_manifest(path: Path, request: Request, name: str) -> int:
+    """Submits the job of this name and prints how to monitor it; returns 1 if it is refused."""
+    submit = SUBMIT[request.to]
+    done = subprocess.run([*submit, str(path)], check=False)
+    if done.returncode != 0:
+        print(f"{submit[0]} has refused {path}: exit status {done.returncode}", file=sys.stderr)
+        return 1
+    if request.to == "sky":
+        hints = {
+            "sky jobs queue": "is it running, and where",
+            f"sky jobs logs --name {name}": "what it says",
+            f"sky jobs cancel --name {name}": "end",
+        }
+    else:
+        pods = f"-l jobset.sigs.k8s.io/jobset-name={name}"
+        hints = {
+            f"kubectl get jobset {name}": "how it goes",
+            f"kubectl get pods {pods}": "is it running, and where",
+            f"kubectl logs -f {pods} --prefix": "what it says",
+            f"kubectl delete jobset {name}": "save, and end",
+        }
+    _print_hints(hints)
+    return 0
+
+
+def _print_hints(hints: Mapping[str, str]) -> None:
+    width = max(map(len, hints))
+    for command, use in hints.items():
+        print(f"  {command.ljust(width)}  {use}")
+
+
 def script_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> str:
     """The script of a job. `words`: its config and overrides. Raises InputError: sbatch could not
     read a path."""
@@ -228,7 +361,7 @@ def _write_script(folder: Path, script: str) -> Path:
     return path
 
 
-def _submit(script: Path) -> int:
+def _submit_script(script: Path) -> int:
     """Submits the script with sbatch and prints how to monitor the job; returns 1 if sbatch refuses
     it."""
     done = subprocess.run(
@@ -248,7 +381,5 @@ def _submit(script: Path) -> int:
         f"touch {shlex.quote(str(script.parent / 'STOP'))}": "save, and end",
         f"scancel {job}": "end",
     }
-    width = max(map(len, hints))
-    for command, use in hints.items():
-        print(f"  {command.ljust(width)}  {use}")
+    _print_hints(hints)
     return 0

@@ -1,17 +1,17 @@
-"""What a job requests from SLURM: the command's options.
+"""What a job requests from SLURM, Kubernetes or SkyPilot: the command's options.
 
-Each option is checked before SLURM sees it: SLURM reports a wrong value only when the script is
-submitted, or not at all, as a name with a space is two options.
+Each option is checked before the scheduler sees it: SLURM reports a wrong value only when the
+script is submitted, or not at all, as a name with a space is two options.
 """
 
 import argparse
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, any_of
 
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 NAME = re.compile(r"[\w.:=@%+,/-]+", re.ASCII)
@@ -30,27 +30,39 @@ OWN_DIRECTIVES = (
 )
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
+SCHEDULERS = ("slurm", "k8s", "sky")
 OPTIONS = {
     "--nodes": ("N", "number of nodes (required)"),
     "--gpus-per-node": ("M", "GPUs, and so processes, per node (required)"),
-    "--spare-nodes": ("K", "keep K of the nodes idle, to replace lost ones"),
-    "--container-image": ("IMAGE", "run the processes in this image; nodes need no torch"),
-    "--container-mounts": ("A:B,...", "host folders to mount in it"),
+    "--spare-nodes": ("K", "SLURM: keep K of the nodes idle, to replace lost ones"),
+    "--container-image": (
+        "IMAGE",
+        "run the processes in this image; nodes need no torch (k8s: required)",
+    ),
+    "--container-mounts": (
+        "A:B,...",
+        "host folders to mount in it; k8s: volume claims; sky: volumes, or buckets as s3://a:/b",
+    ),
     "--container-runtime": (
         "NAME",
-        "pyxis (default), apptainer, or a program with the same options",
+        "SLURM: pyxis (default), apptainer, or a program with the same options",
     ),
-    "--gres": ("NAME", "request GPUs by this name: gpu, gpu:h100"),
+    "--gres": (
+        "NAME",
+        "request GPUs by this name: gpu:h100; k8s: nvidia.com/gpu (default); sky: H100 (required)",
+    ),
     "--cpus-per-task": (
         "C",
         "cores per task, which is a node, or with --srun a GPU; default: 8 per GPU",
     ),
     "--time": ("T", "time limit: 3:50:00, 2-12:00:00, or 240 (minutes)"),
-    "--partition": ("NAME", None),
+    "--partition": ("NAME", "k8s: the queue of Kueue; sky: where, as aws/us-east-1"),
     "--account": ("NAME", None),
     "--job-name": ("NAME", "default: the name of the config"),
-    "--activate": ("PATH", "a virtual environment, or a file to source; default: this one"),
+    "--activate": ("PATH", "SLURM: a virtual environment, or a file to source; default: this one"),
 }
+# options that only SLURM has
+OF_SLURM = ("spare_nodes", "container_runtime", "account", "activate", "srun", "sbatch")
 REPEATED = {
     "--sbatch": ("KEY=VALUE", "an option for sbatch: exclude=gpu07, exclusive"),
     "--env": ("NAME=VALUE", "a variable for the job; may be repeated"),
@@ -64,9 +76,10 @@ class Request:
 
     nodes: int
     gpus_per_node: int
+    to: str = "slurm"  # the scheduler, one of SCHEDULERS
     # whether SLURM starts a task per GPU (srun) instead of one per node (torchrun)
     per_gpu: bool = False
-    # the GPUs' name here and their number (`gpu:h100:8`); None: requested by --gpus-per-node
+    # the GPUs' name here, in SLURM with their number (`gpu:h100:8`); None: the scheduler's own
     gres: str | None = None
     cpus_per_task: int | None = None
     time: str | None = None
@@ -77,8 +90,11 @@ class Request:
     activate: str | None = None
     variables: tuple[tuple[str, str], ...] = ()  # (name, value), to be exported
     spare_nodes: int = 0  # how many of the nodes are kept to replace lost ones
-    # variables of the scripts: CONTAINER_IMAGE, ...
+    # variables of SLURM's scripts: CONTAINER_IMAGE, ...
     container: Mapping[str, str] = field(default_factory=dict)
+    # Kubernetes and SkyPilot: the image, and what is mounted: (volume or URL, folder)
+    image: str | None = None
+    mounts: tuple[tuple[str, str], ...] = ()
     srun: tuple[tuple[str, str], ...] = ()  # further options (name, value); an empty value: a flag
     sbatch: tuple[tuple[str, str], ...] = ()
 
@@ -86,8 +102,9 @@ class Request:
 def add_options(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("the job")
     job.add_argument(
-        "--slurm", action="store_true", help="submit to SLURM, the only scheduler supported"
+        "--to", metavar="SCHEDULER", help="slurm, k8s (Kubernetes with JobSet) or sky (SkyPilot)"
     )
+    job.add_argument("--slurm", action="store_true", help="the same as --to slurm")
     for name, (metavar, about) in OPTIONS.items():
         job.add_argument(name, metavar=metavar, help=about)
     for name, (metavar, about) in REPEATED.items():
@@ -103,11 +120,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_request(arguments: argparse.Namespace) -> Request:
     """The request of a command line. Raises InputError: a value is missing or invalid."""
-    if not arguments.slurm:
-        raise InputError(
-            "say which scheduler: --slurm is the one that meshtrain launch knows (for Kubernetes "
-            "see tools/k8s, and for nodes without a scheduler run torchrun on each)"
-        )
+    to = _scheduler(arguments)
     gpus = _needed_count("--gpus-per-node", arguments.gpus_per_node, "the GPUs of each node")
     nodes = _needed_count("--nodes", arguments.nodes, "the number of nodes")
     spare = _count("--spare-nodes", arguments.spare_nodes) or 0
@@ -116,23 +129,76 @@ def read_request(arguments: argparse.Namespace) -> Request:
             f"--spare-nodes {spare} of --nodes {nodes} leave none to train: ask for --nodes "
             f"{nodes + spare}"
         )
-    return Request(
+    common = Request(
         nodes=nodes,
         gpus_per_node=gpus,
-        per_gpu="" in arguments.srun,
-        gres=_gres(arguments.gres, gpus),
+        to=to,
         cpus_per_task=_count("--cpus-per-task", arguments.cpus_per_task),
         time=_time(arguments.time),
         partition=_name("--partition", arguments.partition),
-        account=_name("--account", arguments.account),
         job_name=_name("--job-name", arguments.job_name),
+        variables=tuple(map(_variable, arguments.env)),
+    )
+    if to != "slurm":
+        return _elsewhere(arguments, common)
+    return replace(
+        common,
+        per_gpu="" in arguments.srun,
+        gres=_gres(arguments.gres, gpus),
+        account=_name("--account", arguments.account),
         activate=None if arguments.container_image else _activate(arguments.activate),
         spare_nodes=spare,
         container=_container(arguments),
         srun=tuple(_option("--srun", text) for text in arguments.srun if text),
         sbatch=tuple(_option("--sbatch", text) for text in arguments.sbatch),
-        variables=tuple(map(_variable, arguments.env)),
     )
+
+
+def _scheduler(arguments: argparse.Namespace) -> str:
+    """Raises InputError: none is named, or one that is not known."""
+    to = arguments.to
+    if to is None and arguments.slurm:
+        to = "slurm"
+    if to not in SCHEDULERS or (arguments.slurm and to != "slurm"):
+        raise InputError(
+            f"say which scheduler: --to {any_of(SCHEDULERS)} (for nodes without a scheduler run "
+            "torchrun on each)"
+        )
+    return to
+
+
+def _elsewhere(arguments: argparse.Namespace, common: Request) -> Request:
+    """The request of a job for Kubernetes or SkyPilot."""
+    for option in OF_SLURM:
+        if getattr(arguments, option):
+            raise InputError(
+                f"--{option.replace('_', '-')} is an option of SLURM alone, and the job is for "
+                f"{common.to}: leave it out"
+            )
+    if common.to == "k8s" and not arguments.container_image:
+        raise InputError(
+            "--container-image is missing: pods run in an image with meshtrain, such as that of "
+            "tools/docker"
+        )
+    if common.to == "sky" and not arguments.gres:
+        raise InputError("--gres is missing: SkyPilot looks for GPUs by their name, --gres H100")
+    gres = _name("--gres", arguments.gres)
+    mounts: tuple[tuple[str, str], ...] = ()
+    if arguments.container_mounts:
+        mounts = tuple(map(_volume, arguments.container_mounts.split(",")))
+    image = _name("--container-image", arguments.container_image)
+    return replace(common, gres=gres, image=image, mounts=mounts)
+
+
+def _volume(text: str) -> tuple[str, str]:
+    """`claim:/data` or `s3://bucket/prefix:/data`."""
+    source, _, inside = text.rpartition(":")
+    folder = inside.rstrip("/")
+    if not NAME.fullmatch(source) or not folder.startswith("/"):
+        raise InputError(
+            f"--container-mounts {text}: expected VOLUME:/FOLDER, such as checkpoints:/workspace"
+        )
+    return source, folder
 
 
 def _count(option: str, value: str | None) -> int | None:

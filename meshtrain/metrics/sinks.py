@@ -1,8 +1,10 @@
-"""Sinks pass what a run measures on to Prometheus, W&B, TensorBoard, or a class of the user's own.
+"""Sinks pass what a run measures on to Prometheus, W&B, MLflow, TensorBoard, or a class of the
+user's own.
 
 docs/monitoring.md shows how to write one. `sink_threads.py` runs them beside training.
 """
 
+import os
 import re
 import time
 import uuid
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from meshtrain.errors import flat_items
 from meshtrain.job.storage import read_guarded, warn, write_whole
 
 if TYPE_CHECKING:
@@ -146,6 +149,111 @@ class Wandb(_Curves):
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
 
+class MLflow(_Curves):
+    """One run of MLflow, which goes on over restarts of the job: the file `mlflow_id` in the run's
+    folder has its id. MLflow would keep two values of a step that is repeated after a failure; it
+    gets the first alone, as W&B does."""
+
+    package = "mlflow"
+    close_s = 30.0
+    _STATUSES: ClassVar = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+    def __init__(
+        self,
+        run: SinkRun,
+        *,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """`tracking_uri` None: the value of MLFLOW_TRACKING_URI; `experiment` None: that of
+        MLFLOW_EXPERIMENT_NAME, or `meshtrain`."""
+        from mlflow import MlflowClient, entities  # only if it is used
+
+        self._entities = entities
+        self._client = MlflowClient(tracking_uri=tracking_uri)
+        self._id_file = run.folder / "mlflow_id"
+        self._last: dict[str, int] = {}  # name of a metric -> its last step
+        experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "meshtrain"
+        known = self._known_run()
+        self._goes_on = known is not None
+        if known is None:
+            known = self._client.create_run(
+                self._experiment_id(experiment), run_name=name or run.name
+            )
+            write_whole(self._id_file, known.info.run_id)
+        else:
+            self._client.update_run(known.info.run_id, status="RUNNING")
+        self._id = known.info.run_id
+        self._log_config(run.config or {}, known.data.params)
+
+    def _known_run(self) -> Any:
+        """The run that an earlier job has begun; None: there is none, or the server does not have
+        it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            identity = read_guarded(self._id_file).decode().strip()
+        except FileNotFoundError:
+            return None
+        try:
+            return self._client.get_run(identity)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            warn(f"metrics.sinks: mlflow has no run {identity} there: a new one begins")
+            return None
+
+    def _experiment_id(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        try:
+            return self._client.create_experiment(name)
+        except MlflowException:  # another run has just made it
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return found.experiment_id
+
+    def _log_config(self, config: Mapping[str, Any], there: Mapping[str, str]) -> None:
+        """The config as parameters, without those that are there: MLflow refuses another value."""
+        parameters = []
+        for key, value in flat_items(config):
+            if key not in there:
+                parameters.append(self._entities.Param(_mlflow_name(key), str(value)[:500]))
+        for first in range(0, len(parameters), 100):  # as many as a request may have
+            self._client.log_batch(self._id, params=parameters[first : first + 100])
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        now_ms = int(1000 * time.time())
+        metrics = []
+        for tag, value in values.items():
+            name = _mlflow_name(tag)
+            if step > self._last_step(name):
+                metrics.append(self._entities.Metric(name, float(value), now_ms, step))
+                self._last[name] = step
+        if metrics:
+            self._client.log_batch(self._id, metrics=metrics)
+
+    def _last_step(self, name: str) -> int:
+        """The last step of which the run has this metric; -1: of none."""
+        if name not in self._last:
+            history = self._client.get_metric_history(self._id, name) if self._goes_on else []
+            self._last[name] = max((metric.step for metric in history), default=-1)
+        return self._last[name]
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self._id, self._STATUSES[status])
+
+
+def _mlflow_name(name: str) -> str:
+    """A name that every MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)
+
+
 class Prometheus(Sink):
     """The latest values in Prometheus' text format: in a file for node_exporter's textfile
     collector, and with a `port` also over HTTP at `/metrics` as long as the run lasts."""
@@ -240,4 +348,9 @@ def _tag(name: str) -> str:
     return f"train/{name}"
 
 
-OWN: dict[str, type[Sink]] = {"prometheus": Prometheus, "tensorboard": TensorBoard, "wandb": Wandb}
+OWN: dict[str, type[Sink]] = {
+    "mlflow": MLflow,
+    "prometheus": Prometheus,
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+}

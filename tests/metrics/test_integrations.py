@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from meshtrain.metrics.sinks import Wandb
-from tests.metrics.test_sinks import hand_on, prometheus
+from meshtrain.metrics import sink_threads
+from meshtrain.metrics.sink_threads import SinkThreads
+from meshtrain.metrics.sinks import MLflow, Wandb
+from tests.metrics.test_sinks import ROW, hand_on, prometheus, run_of
 
 pytestmark = pytest.mark.integrations
 MONITORING = Path(__file__).resolve().parents[2] / "tools" / "monitoring"
@@ -82,3 +84,53 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         name in written for name in (b"train/loss", b"validation/perplexity", b"time/step_time_s")
     )
     assert wandb.run is None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("store", ["sqlite", "file"])
+def test_mlflow_keeps_one_run(
+    store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Over a job that was stopped, and one that repeats its last step."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MLflow, "close_s", 240.0)
+    monkeypatch.setattr(sink_threads, "START_S", 240.0)  # its imports take long on a busy machine
+    uri = f"sqlite:///{tmp_path}/mlflow.db" if store == "sqlite" else f"file://{tmp_path}/store"
+    makers = {"mlflow": lambda run: MLflow(run, tracking_uri=uri, experiment="tests")}
+    config = {"train": {"steps": 4, "chaos": [{"fault": "kill"}]}, "data": {"path": None}}
+    hand_on(tmp_path, makers, "stopped", config=config)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    identity = (tmp_path / "mlflow_id").read_text()
+    assert client.get_run(identity).info.status == "KILLED"
+
+    threads = SinkThreads(makers, run_of(tmp_path, step=1, config=config))
+    threads.tell("row", ROW | {"step": 2, "loss": 9.0})
+    threads.tell("row", ROW | {"step": 3, "loss": float("nan"), "source_loss/a:b": 1.0})
+    threads.close("done")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "tests"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.status) == (identity, "FINISHED")
+    assert run.data.params["train.steps"] == "4"
+    history = client.get_metric_history(identity, "train/loss")
+    assert [metric.step for metric in history] == [1, 2, 3]
+    assert [metric.value for metric in history[:2]] == [2.5, 2.5]
+    assert run.data.metrics["validation/perplexity"] == 7.4
+    assert run.data.metrics["train/source_loss/a_b"] == 1.0
+    assert "metrics.sinks" not in capfd.readouterr().err
+
+
+def test_mlflow_without_its_server_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(sink_threads, "START_S", 240.0)
+    hand_on(tmp_path, {"mlflow": lambda run: MLflow(run, tracking_uri="http://127.0.0.1:9")})
+    assert "metrics.sinks: mlflow is left out; the run goes on" in capfd.readouterr().err

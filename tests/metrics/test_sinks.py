@@ -286,6 +286,95 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert begun | expected == begun
 
 
+class FakeMLflow:
+    """In place of the package: a server that keeps one run."""
+
+    def __init__(self) -> None:
+        self.status = ""
+        self.logged: list[tuple[str, int, float]] = []
+        self.params: dict[str, str] = {}
+        self.runs = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Missing(Exception):  # noqa: N818
+            error_code = "RESOURCE_DOES_NOT_EXIST"
+
+        mlflow = Mock(MlflowClient=lambda tracking_uri: self)
+        mlflow.entities.Metric = lambda key, value, timestamp, step: (key, step, value)
+        mlflow.entities.Param = lambda key, value: (key, value)
+        monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+        exceptions = Mock(MlflowException=Missing)
+        monkeypatch.setitem(sys.modules, "mlflow.exceptions", exceptions)
+        self.missing = Missing
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        return name
+
+    def create_run(self, experiment: str, run_name: str) -> Any:
+        self.runs += 1
+        self.status = "RUNNING"
+        self.named = (experiment, run_name)
+        self.params = {}
+        return self.get_run(str(self.runs))
+
+    def get_run(self, identity: str) -> Any:
+        if identity != str(self.runs):
+            raise self.missing(identity)
+        return Mock(info=Mock(run_id=identity), data=Mock(params=dict(self.params)))
+
+    def update_run(self, identity: str, status: str) -> None:
+        self.status = status
+
+    set_terminated = update_run
+
+    def get_metric_history(self, identity: str, name: str) -> list[Any]:
+        return [Mock(step=step) for key, step, _ in self.logged if key == name]
+
+    def log_batch(self, identity: str, metrics: Any = (), params: Any = ()) -> None:
+        assert self.status == "RUNNING"
+        assert not {key for key, _ in params} & self.params.keys()
+        self.logged += metrics
+        self.params |= dict(params)
+
+
+def test_mlflow_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A job that resumes repeats a step, of which the first value stays."""
+    server = FakeMLflow()
+    server.install(monkeypatch)
+    config = {"train": {"steps": 4}, "optimizer": {"lr": 0.1}}
+    hand_on(tmp_path, {"mlflow": sinks.MLflow}, "stopped", config=config)
+    assert (server.named, server.status) == (("meshtrain", "quickstart"), "KILLED")
+    assert server.params == {"train.steps": "4", "optimizer.lr": "0.1"}
+    first = list(server.logged)
+    assert ("train/loss", 1, 2.5) in first
+    assert ("validation/perplexity", 2, 7.4) in first
+
+    (tmp_path / "metrics.jsonl").unlink()
+    threads = SinkThreads({"mlflow": sinks.MLflow}, run_of(tmp_path, step=1, config=config))
+    threads.tell("row", ROW | {"step": 2, "loss": 9.0})
+    threads.tell("row", ROW | {"step": 3, "loss": 2.0})
+    threads.tell("evaluation", 2, {"eval_loss": 9.0})
+    threads.close("done")
+    assert (server.runs, server.status) == (1, "FINISHED")
+    steps = [(step, value) for key, step, value in server.logged if key == "train/loss"]
+    assert steps == [(1, 2.5), (2, 2.5), (3, 2.0)]
+    assert server.logged[: len(first)] == first
+    assert [entry for entry in server.logged if entry[0] == "validation/loss"] == [
+        ("validation/loss", 2, 2.0)
+    ]
+
+    (tmp_path / "mlflow_id").write_text("of another server")
+    again = SinkThreads({"mlflow": sinks.MLflow}, run_of(tmp_path, config=config))
+    again.close("failed")
+    assert (server.runs, server.status) == (2, "FAILED")
+    assert "mlflow has no run of another server there: a new one begins" in capfd.readouterr().err
+
+
 def test_a_package_that_is_not_installed_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -335,7 +424,7 @@ def test_sinks_in_a_config() -> None:
     assert metrics.sinks == ("prometheus", "my.py:Sink")
     assert set(schema.SINKS) == set(sinks.OWN)
     for override, problem in (
-        ("metrics.sinks=[promtheus]", "there is no sink 'promtheus': name prometheus"),
+        ("metrics.sinks=[promtheus]", "there is no sink 'promtheus': name mlflow, prometheus"),
         ("metrics.sink_options={wandb: {project: a}}", "wandb, which is not among metrics.sinks"),
     ):
         with pytest.raises(ConfigErrors, match=problem):
