@@ -82,10 +82,13 @@ class Config:
         described = hugging_face_config(model_type, keys)
         if not hasattr(described, "vocab_size"):
             parts = ", ".join(described.sub_configs) or "parts"
-            raise ValueError(
-                f"{model_type} is made of several models ({parts}): take the model_type of its "
-                "text model"
+            of_text = _language_models_in(described)
+            advice = (
+                f"take the model_type of its text model, {of_text[0]}"
+                if of_text
+                else "transformers has none of them as a causal language model: take another family"
             )
+            raise ValueError(f"{model_type} is made of several models ({parts}): {advice}")
         _class_of(type(described))
         longest = getattr(described, "max_position_embeddings", None)
         if longest is not None and longest < 1:  # how a class says that it has no limit
@@ -110,6 +113,18 @@ def hugging_face_config(model_type: str, keys: Mapping[str, Any]) -> PreTrainedC
         raise ValueError(f"transformers' {model_type} refuses them: {error}") from error
     config.use_cache = False
     return config
+
+
+def _language_models_in(described: PreTrainedConfig) -> list[str]:
+    """The families of a config's parts that are causal language models."""
+    found = []
+    for name in described.sub_configs:
+        part = getattr(described, name, None)
+        if isinstance(part, PreTrainedConfig):
+            with suppress(ValueError):
+                _class_of(type(part))
+                found.append(part.model_type)
+    return found
 
 
 def _refuse_unknown(model_type: str, keys: Mapping[str, Any]) -> None:
@@ -221,12 +236,18 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
 def _class_of(kind: type[PreTrainedConfig]) -> Any:
     """The class of a causal language model, from that of its config. Raises ValueError: the family
     has none."""
-    try:
-        return AutoModelForCausalLM._model_mapping[kind]
-    except KeyError as error:
-        raise ValueError(
-            f"transformers has no causal language model of the type {kind.model_type}"
-        ) from error
+    classes: Any = AutoModelForCausalLM._model_mapping
+    if kind in classes:
+        return classes[kind]
+    # The text model of several that are one family (Emu3, Llama 3.2 Vision): transformers has its
+    # class under the config of all, beside which its own is declared.
+    for whole in vars(sys.modules[kind.__module__]).values():
+        if not (isinstance(whole, type) and issubclass(whole, PreTrainedConfig)):
+            continue
+        has_it = whole.sub_configs.get("text_config") is kind and whole in classes
+        if has_it and classes[whole].config_class is kind:
+            return classes[whole]
+    raise ValueError(f"transformers has no causal language model of the type {kind.model_type}")
 
 
 # The model ----------------------------------------------------------------------------------------

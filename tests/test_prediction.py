@@ -14,12 +14,18 @@ from torch import Tensor, nn
 from meshtrain.attention import AttentionContext
 from meshtrain.config import Config
 from meshtrain.data import IGNORE, OpenData, open_data, prepare_data
+from meshtrain.data.batch import Batch
 from meshtrain.data.order import batch_samples
+from meshtrain.errors import InputError
 from meshtrain.experts import Experts
+from meshtrain.job.locate import model_file
 from meshtrain.modeling import build
+from meshtrain.modeling.flops import block_flops, sample_flops
 from meshtrain.optim.lr_schedule import learning_rate
+from meshtrain.parallel.options import ParallelOptions
 from meshtrain.rotary import Rotary, cos_sin
 from meshtrain.run.setup import readers
+from meshtrain.script.spread import spread
 from tests.comparing import ALONE, trainer_of
 
 STEPS, BATCH, SEQ, D = 3, 5, 24, 2
@@ -206,8 +212,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(("model", "masked"), [("deepseek_v3", True), ("glm4_moe", False)])
 def test_steps_agree_with_the_formula(model: str, masked: bool, tmp_path: Path) -> None:
     write_documents(tmp_path / "pairs.jsonl")
-    keys = [key.replace("MODEL", model) for key in SIZES] + [
-        *RUN,
+    keys = [
+        *(key.replace("MODEL", model) for key in SIZES),
         f"data={{source: jsonl, path: {tmp_path / 'pairs.jsonl'}, cache: {tmp_path / 'cache'}}}",
         *RUN,
         f"data.mask_documents={masked}",
@@ -228,3 +234,106 @@ def test_steps_agree_with_the_formula(model: str, masked: bool, tmp_path: Path) 
         for name, parameter in reference.model.named_parameters():
             torch.testing.assert_close(trained[name], parameter, rtol=1e-9, atol=1e-12)
     assert result.terms["mtp_1"] > 0
+
+
+# Tokens ahead ------------------------------------------------------------------------------------
+
+
+def ahead_of(batch: Batch, depths: int) -> list[list[list[int]]]:
+    """Of each row and depth the pairs (token, target), as they stand at the places."""
+    ahead = batch.looking_ahead(depths).ahead
+    return ahead.permute(0, 2, 1, 3).tolist()
+
+
+def test_what_is_predicted_ends_with_the_sequence_and_with_a_document() -> None:
+    """Targets without a loss stay so; another document's tokens are not seen."""
+    none = [IGNORE, IGNORE]
+    tokens, targets = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, IGNORE, 4, 5, 6]])
+    batch = Batch.of((tokens, torch.arange(5)[None], None), targets)
+    first = [[2, IGNORE], [3, 4], [4, 5], [5, 6], none]
+    second = [[3, 4], [4, 5], [5, 6], none, none]
+    assert ahead_of(batch, 2) == [[first, second]]
+
+    documents = torch.tensor([[0, 0, 0, 1, 1]])
+    for packed in (documents, AttentionContext(documents)):
+        batch = Batch.of((tokens, torch.arange(5)[None], packed), targets)
+        first = [[2, IGNORE], [3, 4], none, [5, 6], none]
+        assert ahead_of(batch, 2) == [[first, [[3, 4], none, none, none, none]]]
+    # A document that goes on behind another one is left where it is interrupted.
+    batch = Batch.of((tokens, torch.arange(5)[None], torch.tensor([[0, 1, 0, 0, 0]])), targets)
+    assert ahead_of(batch, 2)[0][1] == [none, none, [5, 6], none, none]
+    assert ahead_of(batch, 9)[0][8] == [none] * 5
+    assert batch.looking_ahead(0) is batch
+
+
+def test_data_without_a_target_for_each_token_are_refused() -> None:
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    for inputs, targets in (
+        (tokens, torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(2, 5, 3), tokens),
+    ):
+        with pytest.raises(InputError, match="num_nextn_predict_layers: 0"):
+            Batch.of((inputs, None, None), targets).looking_ahead(1)
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+def glm(**keys: int) -> nn.Module:
+    module = model_file("glm4_moe")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
+    torch.manual_seed(0)
+    return module.Model(module.Config(**sizes, num_attention_heads=4, **keys))
+
+
+def test_nobody_asks_for_predictions_in_a_plain_forward() -> None:
+    """Logits, gradients and all other first values are those of the model without."""
+    model, other = glm(num_nextn_predict_layers=2), glm()
+    other.load_state_dict({name: model.state_dict()[name] for name in other.state_dict()})
+    tokens = torch.randint(40, (2, 9))
+    for one in (model, other):
+        cross_entropy(one(tokens).flatten(0, 1), tokens.flatten()).backward()
+    assert torch.equal(model(tokens), other(tokens))
+    for name, parameter in model.named_parameters():
+        expected = None if name.startswith("mtp.") else other.get_parameter(name).grad
+        if expected is None:  # also of the router's bias, which is not trained by gradients
+            assert parameter.grad is None, name
+        else:
+            assert torch.equal(parameter.grad, expected), name
+
+
+def test_flops_count_what_is_predicted() -> None:
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    costs = {}
+    for depths in (0, 1, 2):
+        model = glm(num_nextn_predict_layers=depths, first_k_dense_replace=0)
+        flops, _ = sample_flops(model, (tokens, tokens, None))
+        of_blocks, _ = block_flops(model, model.blocks(), (tokens, tokens, None))
+        assert len(of_blocks) == 5 + 3 * depths
+        costs[depths] = flops
+    assert costs[2] - costs[1] == costs[1] - costs[0] > 0.25 * costs[0]
+
+
+def test_a_loss_of_its_own_and_a_script_are_refused(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from meshtrain.job.locate import model_file\n"
+        "glm = model_file('glm4_moe')\n"
+        "Config, Model, cp_plan, init_plan = glm.Config, glm.Model, glm.cp_plan, glm.init_plan\n"
+        "def loss(outputs, targets):\n    return outputs.sum((1, 2))\n"
+    )
+    keys = [f"model={{name: {own}, hidden_size: 32, num_nextn_predict_layers: 1}}"]
+    with pytest.raises(InputError, match="has a loss of its own: leave those layers out"):
+        build.check_start(Config.load("configs/quickstart.yaml", keys, world_size=1))
+    options = ParallelOptions()
+    with pytest.raises(InputError, match="they would learn nothing"):
+        spread(
+            glm(num_nextn_predict_layers=1),
+            ALONE,
+            torch.device("cpu"),
+            options,
+            schedule="1f1b",
+            microbatches=1,
+            global_size=1,
+            micro_size=1,
+        )

@@ -25,6 +25,9 @@ CHUNK = 4 * 2**20
 MOST_NAMES = 1000  # of files in a folder, for its digest
 TOKEN = ".meshtrain-doctor-"
 
+# Keys whose value may be a name on the Hugging Face hub.
+MAY_BE_ON_HUB = ("data.tokenizer", "model.weights", "train.reference.weights")
+
 
 def named_paths(config: Config) -> list[PathFacts]:
     """The paths that a job of this config reads and writes, absolute, with their config keys."""
@@ -32,6 +35,8 @@ def named_paths(config: Config) -> list[PathFacts]:
     paths: list[tuple[str, str | None, bool]] = []  # key, path, whether it is written to
     keys = [f"data.sources, {source.name}" for source in data.sources] or ["data.path"]
     for key, source in zip(keys, data.each_source(), strict=True):
+        if source.source == "hub":
+            continue
         for name, path in ((key, source.path), ("data.validation", source.validation)):
             if path and isinstance(path, str):
                 files = locate.data_files(source.source, path)
@@ -53,7 +58,8 @@ def named_paths(config: Config) -> list[PathFacts]:
     ]
     facts = []
     for key, path, writes in paths:
-        if path and hub_name(path) is None:
+        is_on_hub = key in MAY_BE_ON_HUB and path is not None and hub_name(path) is not None
+        if path and not is_on_hub:
             facts.append(PathFacts(key, str(Path(path).expanduser().absolute()), writes))
     return facts
 

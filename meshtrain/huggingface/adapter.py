@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from meshtrain.errors import InputError
+from meshtrain.huggingface.keys import PREDICTIONS
 from meshtrain.huggingface.load import WeightSource
 from meshtrain.job.hub import hub_name
 from meshtrain.parallel.linear.lora import is_adapter, merged
@@ -47,11 +48,12 @@ def merged_source(source: WeightSource, lora: Any) -> WeightSource:
 
 
 def adapter_source(source: WeightSource) -> WeightSource:
-    """The adapters alone, by their names in peft's files. Raises InputError: the source has no
+    """The adapters alone, by their names in peft's files, without those of layers that predict
+    further tokens, which transformers' classes do not have. Raises InputError: the source has no
     adapters."""
     entries = {}
     for name, entry in source.entries.items():
-        if is_adapter(name):
+        if is_adapter(name) and not name.startswith(f"{PREDICTIONS}."):
             entries[PREFIX + name] = replace(entry, name=PREFIX + name)
     if not entries:
         raise InputError(

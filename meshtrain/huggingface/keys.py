@@ -242,7 +242,7 @@ def router_problems(config: Any, experts: str) -> Problems:
 
 # The layers of a decoder in a table of names, and those of predictions (`meshtrain.prediction`).
 _LAYERS = "model.layers.*"
-_PREDICTIONS = "mtp"
+PREDICTIONS = "mtp"
 Names = Mapping[str, tuple[str, ...]]
 
 
@@ -262,8 +262,8 @@ def prediction_tp_plan(config: Any, plan: dict[str, str]) -> dict[str, str]:
         return plan
     return {
         **plan,
-        f"{_PREDICTIONS}.*.ahead.embed_tokens": "embedding_rowwise_sequence",
-        f"{_PREDICTIONS}.*.head.lm_head": "colwise_logits",
+        f"{PREDICTIONS}.*.ahead.embed_tokens": "embedding_rowwise_sequence",
+        f"{PREDICTIONS}.*.head.lm_head": "colwise_logits",
     }
 
 
@@ -273,7 +273,7 @@ def prediction_names(config: Any, stored_as: Names) -> Names:
     names = dict(stored_as)
     for index in range(config.num_nextn_predict_layers):
         layer = _file_layer(config, index)
-        own = f"{_PREDICTIONS}.{index}.layer"
+        own = f"{PREDICTIONS}.{index}.layer"
         # In its decoder, files divide tensors as in other layers.
         for pattern, stored in stored_as.items():
             if pattern.startswith(_LAYERS):

@@ -27,7 +27,7 @@ from meshtrain.data import (
 from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp, microbatches
-from meshtrain.errors import AgreedError, InputError, join_some
+from meshtrain.errors import AgreedError, InputError, join_some, plural, yaml_text
 from meshtrain.evaluate import (
     evaluation_set,
     require_sum_over_tokens,
@@ -385,6 +385,13 @@ def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> 
         yield OFFLOADED[config.parallel.offload]
     if experts is not None:
         yield experts.line
+    depths = depths_of(plain)
+    if depths > 0:
+        weight = yaml_text(config.train.mtp_loss_scaling_factor)
+        yield (
+            f"multi-token prediction: {plural(depths, 'further token')}, whose mean loss counts "
+            f"{weight} beside the loss (train.mtp_loss_scaling_factor)"
+        )
 
     if config.train.linear_precision is not None:
         dtype = compute_dtype(config.train.precision)

@@ -18,7 +18,7 @@ from meshtrain.checkpoint.staging import Snapshot, snapshot_bytes
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
 from meshtrain.config.schema import OptimizerSection
-from meshtrain.job import host_memory
+from meshtrain.job import host_limits
 from meshtrain.job.host_limits import find_short_hosts
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
@@ -85,7 +85,7 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     job: Any = Gathering()
     for spare, short in ((2 * nbytes, 0), (2 * nbytes - 4096, 1), (nbytes - 4096, 2)):
         monkeypatch.setattr(
-            host_memory, "memory_gib", lambda spare=spare: (40.0, 4.0 + spare / gib)
+            host_limits, "memory_gib", lambda spare=spare: (40.0, 4.0 + spare / gib)
         )
         found = find_short_hosts(job, nbytes, "looking")
         assert len(found) == short, (spare, found)
@@ -96,7 +96,7 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     def unknown() -> Any:
         raise FileNotFoundError("/proc/meminfo")
 
-    monkeypatch.setattr(host_memory, "memory_gib", unknown)
+    monkeypatch.setattr(host_limits, "memory_gib", unknown)
     job.reduce = lambda _, report, combine: combine([report])
     assert find_short_hosts(job, nbytes, "looking") == []
 
@@ -111,7 +111,7 @@ def test_a_run_goes_on_in_little_memory(run: Run, monkeypatch: pytest.MonkeyPatc
         init(self, *arguments, streams=streams)
         assert self._memory.nbytes == 0
 
-    monkeypatch.setattr(host_memory, "memory_gib", lambda: (64.0, 6.4))
+    monkeypatch.setattr(host_limits, "memory_gib", lambda: (64.0, 6.4))
     monkeypatch.setattr(Snapshot, "__init__", noted)
     problem = (
         "checkpoints are written while training waits, because the memory for copies of the state "

@@ -14,9 +14,10 @@ from meshtrain.cli import main as cli
 from meshtrain.config import Config
 from meshtrain.data.batch import Batch
 from meshtrain.errors import InputError
-from meshtrain.huggingface.load import named_tensors
-from meshtrain.huggingface.safetensors import SINGLE
-from meshtrain.modeling.build import build_model, check_start
+from meshtrain.huggingface.adapter import adapter_source
+from meshtrain.huggingface.load import WeightSource, named_tensors
+from meshtrain.huggingface.safetensors import SINGLE, Entry
+from meshtrain.modeling.build import build_model, check_first_values
 from meshtrain.parallel.predictions import Predictions
 from meshtrain.parallel.step_context import StepContext, use_context
 from meshtrain.run.results import write_export
@@ -153,11 +154,24 @@ def test_what_the_files_have_of_them_is_built(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     assert run_config(folder).model.keys["num_nextn_predict_layers"] == DEPTHS
     with pytest.raises(InputError, match=r"num_nextn_predict_layers \(there 2, here 0\)"):
-        check_start(run_config(folder, "model.num_nextn_predict_layers=0"))
+        check_first_values(run_config(folder, "model.num_nextn_predict_layers=0"))
     with pytest.raises(InputError, match=r"missing model\.layers\.5\.enorm\.weight"):
-        check_start(run_config(folder, "model.num_nextn_predict_layers=3"))
+        check_first_values(run_config(folder, "model.num_nextn_predict_layers=3"))
     changed(folder, num_nextn_predict_layers=1)
     assert run_config(folder).model.keys["num_nextn_predict_layers"] == 1
+
+
+def test_adapters_of_these_layers_are_in_no_file_for_peft(tmp_path: Path) -> None:
+    """transformers' classes, to which peft adds adapters, have no such layers."""
+    shape = (2, 4)
+    tensors = {
+        f"{layer}.lora_A.weight": Entry(f"{layer}.lora_A.weight", "F32", shape)
+        for layer in ("model.layers.0.mlp.up_proj", "mtp.0.layer.eh_proj")
+    }
+    source = WeightSource(tmp_path, tensors, keys=dict, read=lambda name, part: torch.ones(shape))
+    assert list(adapter_source(source).entries) == [
+        "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    ]
 
 
 def test_a_checkpoint_becomes_the_same_files(tmp_path: Path) -> None:

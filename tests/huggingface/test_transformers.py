@@ -124,7 +124,13 @@ def assert_loads(export: Path, weights: Path) -> None:
             {"model_type": "llama", "config": {"hiden_size": 64}},
             "LlamaConfig has no key hiden_size: did you mean hidden_size?",
         ),
-        ({"model_type": "gemma3"}, "gemma3 is made of several models (text_config, vision_config)"),
+        (
+            {"model_type": "gemma3"},
+            "gemma3 is made of several models (text_config, vision_config): take the model_type of "
+            "its text model, gemma3_text",
+        ),
+        ({"model_type": "emu3"}, "take the model_type of its text model, emu3_text_model"),
+        ({"model_type": "musicgen"}, "has none of them as a causal language model: take another"),
         ({"model_type": "t5"}, "transformers has no causal language model of the type t5"),
         ({"path": "nowhere"}, "nowhere/config.json cannot be read: "),
         (

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshtrain.config import Config
 from meshtrain.errors import AgreedError
-from meshtrain.job import host_memory
+from meshtrain.job import host_limits
 from meshtrain.job.process import Job
 from meshtrain.modeling.build import build_model
 from meshtrain.optim import host_states
@@ -148,9 +148,9 @@ def test_a_host_without_room_for_its_ranks_is_refused(monkeypatch: pytest.Monkey
     weights = sum(p.numel() for p in model.parameters())
     needed = state_bytes(model, loaded.optimizer, ALONE)
     assert needed == weights * (2 + 2 + 4)
-    monkeypatch.setattr(host_memory, "memory_gib", lambda: (0.0, 2 * needed / 2**30))
+    monkeypatch.setattr(host_limits, "memory_gib", lambda: (0.0, 2 * needed / 2**30))
     require_host_memory(loaded, model, ALONE, _TwoRanks())
-    monkeypatch.setattr(host_memory, "memory_gib", lambda: (0.0, (2 * needed - 1024) / 2**30))
+    monkeypatch.setattr(host_limits, "memory_gib", lambda: (0.0, (2 * needed - 1024) / 2**30))
     with pytest.raises(AgreedError, match="both keeps optimizer states in the"):
         require_host_memory(loaded, model, ALONE, _TwoRanks())
     activations = replace(loaded, parallel=replace(loaded.parallel, offload="activations"))
