@@ -1,5 +1,8 @@
-"""Errors that the user can fix, and how messages format lists, ranges and sizes. Pure."""
+"""Errors that the user can fix, how messages format lists, ranges and sizes, and which name was
+meant by a misspelt one. Pure."""
 
+import difflib
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -236,3 +239,31 @@ def bytes_text(*sizes: float) -> str:
         decimals = 0 if power == 0 or number >= 100 else 1
         texts.append(f"{number:.{decimals}f}")
     return f"{' + '.join(texts)} {units[power]}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt name most likely means, or None."""
+    plain = {candidate.lower().replace("-", "_"): candidate for candidate in known}
+    match = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
+    return plain[match[0]] if match else None
+
+
+def names_near(pattern: str, names: Iterable[str]) -> str:
+    """The names of layers or parameters with a word spelt like the longest word of the pattern,
+    phrased as the end of a sentence. Layers that differ in a number only count as one:
+    `layers.*.q_proj`."""
+    words_of = {without_numbers(name): re.split(r"[._]", name) for name in names if name}
+    if not words_of:
+        return "it has none"
+    longest = max(re.split(r"[^A-Za-z0-9]+", pattern), key=len)
+    all_words = [word for words in words_of.values() for word in words]
+    close = nearest(longest, all_words)
+    near = [name for name, words in words_of.items() if close in words]
+    if not near:
+        return f"the first is {next(iter(words_of))}"
+    return f"near it are {', '.join(near[:3])}"
+
+
+def without_numbers(name: str) -> str:
+    """`layers.*.q_proj` for `layers.3.q_proj`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

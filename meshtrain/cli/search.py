@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshtrain.cli.plan import network_lines, processes, read_hardware, read_hosts
 from meshtrain.config import Config
-from meshtrain.config.errors import nearest
-from meshtrain.errors import InputError, any_of, bytes_text, writing
+from meshtrain.errors import InputError, any_of, bytes_text, nearest, writing
 from meshtrain.run.rank_table import columns, describe_hosts
 
 if TYPE_CHECKING:

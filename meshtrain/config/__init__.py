@@ -20,7 +20,7 @@ from typing import Any
 from meshtrain.config.checks import check_chaos, check_rules
 from meshtrain.config.convert import convert, read_section
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.errors import ConfigError, ConfigErrors, nearest
+from meshtrain.config.errors import ConfigError, ConfigErrors
 from meshtrain.config.file_checks import check_files
 from meshtrain.config.hub_names import ask_hub, set_commits
 from meshtrain.config.keys import Key, keys_of
@@ -49,7 +49,7 @@ from meshtrain.config.schema import (
     TrainSection,
 )
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
-from meshtrain.errors import InputError, yaml_text
+from meshtrain.errors import InputError, nearest, yaml_text
 from meshtrain.job import locate
 from meshtrain.job.hub import HubAnswer
 from meshtrain.layout import AXES, Layout

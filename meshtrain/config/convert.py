@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
-from meshtrain.config.errors import ConfigError, nearest
+from meshtrain.config.errors import ConfigError
 from meshtrain.config.keys import (
     NO_LIMITS,
     Key,
@@ -29,7 +29,7 @@ from meshtrain.config.keys import (
 )
 from meshtrain.config.removed import REMOVED_VALUES, what_replaces
 from meshtrain.config.yaml_reader import Node, describe, read_scalar
-from meshtrain.errors import yaml_text
+from meshtrain.errors import nearest, yaml_text
 
 
 class _Invalid(Enum):

@@ -3,7 +3,6 @@
 Errors are collected in a list that is passed along; only `Config.load` raises them.
 """
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,10 +53,3 @@ class ConfigErrors(InputError):  # noqa: N818 plural: it holds several errors
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickled when a worker process raises it
         return type(self), (self.file, self.errors)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt name most likely means, or None."""
-    plain = {candidate.lower().replace("-", "_"): candidate for candidate in known}
-    match = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
-    return plain[match[0]] if match else None

@@ -8,10 +8,9 @@ from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.config.checks import OF_TOKENS
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.errors import nearest
 from meshtrain.config.hub_names import files_of
 from meshtrain.config.schema import SOURCES, ReferenceSection
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, nearest
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.job import locate
 

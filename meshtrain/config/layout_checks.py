@@ -5,7 +5,6 @@ Each check is skipped where a value that it looks at is wrong, which was reporte
 without a world size, a size may be -1.
 """
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -14,7 +13,6 @@ from typing import Any
 from meshtrain.config.checks import OF_TOKENS
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.errors import nearest
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.own_loss import (
     OVER_WHOLE_SAMPLES,
@@ -24,7 +22,7 @@ from meshtrain.config.own_loss import (
 )
 from meshtrain.config.schema import SOURCES, ParamGroupSection
 from meshtrain.data.order import BatchSizes, microbatches
-from meshtrain.errors import InputError, any_of, yaml_text
+from meshtrain.errors import InputError, any_of, names_near, yaml_text
 from meshtrain.job import locate
 from meshtrain.layout import DATA_AXES, NOT_WITH_FSDP, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
@@ -121,23 +119,7 @@ def _check_patterns(
     """Reports patterns that match none of the names. `kind`: what the names are of."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            draft.refuse(key, f"{pattern!r} matches no {kind}: {_names_near(pattern, names)}")
-
-
-def _names_near(pattern: str, names: list[str]) -> str:
-    """The names with a word spelt like the longest word of the pattern, phrased as the end of a
-    sentence."""
-    if not names:
-        return "it has none"
-    # Layers differ in a number only: `layers.*.q_proj` stands for all of them.
-    words_of = {re.sub(r"\.\d+(?=\.)", ".*", name): re.split(r"[._]", name) for name in names}
-    longest = max(re.split(r"[^A-Za-z0-9]+", pattern), key=len)
-    all_words = [word for words in words_of.values() for word in words]
-    close = nearest(longest, all_words)
-    near = [name for name, words in words_of.items() if close in words]
-    if not near:
-        return f"the first is {names[0]}"
-    return f"near it are {', '.join(near[:3])}"
+            draft.refuse(key, f"{pattern!r} matches no {kind}: {names_near(pattern, names)}")
 
 
 def check_reference(draft: ConfigDraft) -> None:
@@ -222,7 +204,7 @@ def _why_empty(groups: Sequence[ParamGroupSection], empty: int, names: list[str]
         if number is not None and fnmatchcase(name, pattern):
             earlier.add(number)
     if not earlier:
-        return _names_near(pattern, names)
+        return names_near(pattern, names)
     before = any_of([f"group {number}" for number in sorted(earlier)], "and")
     return f"what it matches is in {before}: put it before"
 

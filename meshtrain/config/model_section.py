@@ -19,12 +19,12 @@ from typing import Any
 from meshtrain.checkpoint.directory import MANIFEST, find_checkpoint, open_manifest
 from meshtrain.config.convert import INVALID, convert, describe_unknown_key, meant_key
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.errors import Place, nearest
+from meshtrain.config.errors import Place
 from meshtrain.config.hub_names import with_commit
 from meshtrain.config.keys import Key, describe_type, keys_of
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.config.yaml_reader import Node, describe, read_text
-from meshtrain.errors import InputError, yaml_text
+from meshtrain.errors import InputError, nearest, yaml_text
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.former_models import FORMER_MODELS, of_today
 from meshtrain.huggingface.rope_keys import (

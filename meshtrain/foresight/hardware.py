@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshtrain.config.convert import INVALID, convert
-from meshtrain.config.errors import ConfigError, ConfigErrors, nearest
+from meshtrain.config.errors import ConfigError, ConfigErrors
 from meshtrain.config.keys import key
 from meshtrain.config.yaml_reader import read_file
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, nearest
 from meshtrain.job import locate
 
 Record = TypeVar("Record")

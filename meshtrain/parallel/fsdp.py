@@ -38,6 +38,7 @@ from meshtrain.parallel.torch_private import (
     end_fsdp_backward,
     fsdp_collectives,
     send_unused_as_zeros,
+    tree_map_only,
 )
 
 SHARD = "fsdp"  # the axis over which parameters are sharded; REPLICATE has copies of the shards
@@ -100,6 +101,8 @@ def apply_fsdp(
     dims = mesh.submesh(REPLICATE, SHARD)
     shard = partial(fully_shard, mesh=dims, mp_policy=types, ignored_params=ignored)
     for unit in units:
+        for block in unit:
+            block.register_forward_hook(_copy_views)  # ahead of the hook that `shard` registers
         shard(unit, reshard_after_forward=reshard_after_forward and unit is not last_unit)
     shard(model, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
@@ -118,6 +121,18 @@ def apply_fsdp(
                 measured_wait=measured_wait,
             )
     _set_prefetch(model, units, forward=mesh.device_type in PREFETCHED_ON)
+
+
+def _copy_views(block: nn.Module, inputs: Any, output: Any) -> Any:
+    """The output of a unit, with copies in the place of views. A model may write into what a block
+    returns; if that is a view, the write takes away the hook by which FSDP gathers the block's
+    parameters for its backward."""
+
+    def own(tensor: Tensor) -> Tensor:
+        is_hooked = tensor.requires_grad and torch.is_grad_enabled()
+        return tensor.clone() if is_hooked and tensor._base is not None else tensor
+
+    return tree_map_only(Tensor, own, output)
 
 
 def _set_communication(

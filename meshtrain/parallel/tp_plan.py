@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from meshtrain.errors import InputError, any_of
+from meshtrain.errors import InputError, any_of, names_near, without_numbers
 from meshtrain.parallel.sharding import chunk_range
 
 if TYPE_CHECKING:
@@ -758,11 +758,18 @@ def _undivided_heads(queries: int, tp: int) -> list[str]:
 
 
 def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: str) -> list[str]:
-    return [
-        f"the {key}'s {pattern!r} matches no {kind}: mend the pattern"
-        for pattern in plan
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
+    """A problem for each pattern that matches no name. Patterns that differ in a number only, as
+    those of a plan written layer by layer do, share theirs."""
+    alike: dict[str, list[str]] = {}
+    for pattern in plan:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            alike.setdefault(without_numbers(pattern), []).append(pattern)
+    problems = []
+    for first, *others in alike.values():
+        more = f" (and {len(others)} more like it)" if others else ""
+        near = names_near(first, names)
+        problems.append(f"the {key}'s {first!r}{more} matches no {kind}: {near}: mend the pattern")
+    return problems
 
 
 def _not_of_parts(splits: Sequence[Split]) -> list[str]:

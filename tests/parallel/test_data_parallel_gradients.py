@@ -1,6 +1,7 @@
 """Gradients under DDP, FSDP and HSDP are those of one process with all samples, whatever the loop
 does."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -245,6 +246,28 @@ def test_a_forward_that_runs_again_within_the_backward(mesh: Mesh) -> None:
             squares(run=partial(checkpoint, use_reentrant=False)),
             microbatches=2,
         )
+
+
+class Turned(nn.Linear):
+    """Returns a view of what it computes, as a block of convolutions does that turns dims round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+@pytest.mark.filterwarnings("error:.*returned a view tensor")
+@on(DDP, FSDP, HSDP)
+def test_a_model_may_write_into_a_view_that_a_block_returns(mesh: Mesh) -> None:
+    plain = fresh()
+    plain.b = Turned(7, 7).double()
+    model = split(mesh, copy.deepcopy(plain))
+
+    def losses(model: nn.Module, rank: int, microbatch: int) -> Tensor:
+        y: Tensor = model.b(model.a(inputs(rank, microbatch)))
+        y += 1
+        return model.c(y.square(), True).square()
+
+    compare_step(model, plain, mesh, losses, microbatches=2)
 
 
 @on(DDP)

@@ -111,6 +111,13 @@ COMPUTED = nn.ModuleDict(
 REFUSED: list[tuple[nn.Module, dict[str, str], int, list[str]]] = [
     (attention_model(), PLAN, 3, ["8 query heads do not divide over tp 3: use a tp of 1, 2, 4, 8"]),
     (attention_model(), PLAN | {"mlp.*": "rowwise"}, 2, ["'mlp.*' matches no layer"]),
+    (
+        attention_model(),
+        PLAN | {f"layers.{n}.attention_q": "colwise" for n in range(3)},
+        2,
+        ["'layers.0.attention_q' (and 2 more like it) matches no layer: near it are attention"],
+    ),
+    (attention_model(), PLAN | {"attentoin.oo": "rowwise"}, 2, ["near it are attention"]),
     (attention_model(), PLAN | {"norm.scale": REPLICATED}, 2, ["'norm.scale' matches no layer"]),
     (
         attention_model(),
