@@ -130,21 +130,27 @@ def published_row(case: Mapping[str, Any], row: Row, sources: Mapping[str, Any])
     mark = " *" if row.kernel else ""
     return (
         f"| [{row.name}]({source['url']}) | `{flow(case['layout'])}` | "
-        f"{row.published:.4g} {row.unit} | {row.predicted:.4g} | {percent(row)} %{mark} |"
+        f"{digits(row.published)} {row.unit} | {digits(row.predicted)} | "
+        f"{percent(row.ratio)} %{mark} |"
     )
 
 
-def percent(row: Row) -> str:
+def digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def percent(ratio: float) -> str:
     """By how much the predicted run is faster."""
-    return f"{100 * (row.ratio - 1):+.0f}"
+    return f"{100 * (ratio - 1):+.0f}"
 
 
 def flow(layout: Mapping[str, int]) -> str:
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in layout.items()) + "}"
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """How many are how close, and what is known of those that are not."""
+def summary(cases: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[str]:
+    """How many are how close, what is known of those that are not, and how far off the others are,
+    by kind."""
     counts = [
         f"{sum(abs(row.ratio - 1) <= most / 100 for row in rows)} within {most} %"
         for most in (5, 10, 20, 30)
@@ -156,7 +162,23 @@ def summary(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"Of {len(rows)}: {', '.join(counts)}. `*`: meshtrain does not have what was measured:"
     ]
-    return [*lines, "", *(f"- {'; '.join(who)}: {kernel}." for kernel, who in names.items())]
+    lines += ["", *(f"- {'; '.join(who)}: {kernel}." for kernel, who in names.items())]
+    ratios: dict[str, list[float]] = {}
+    for case, row in zip(cases, rows, strict=True):
+        if not row.kernel:
+            ratios.setdefault(kind(case), []).append(row.ratio)
+    ranges = [
+        f"{percent(min(found))} to {percent(max(found))} % {name}" for name, found in ratios.items()
+    ]
+    return [*lines, "", f"The others by kind: {'; '.join(ranges)}."]
+
+
+def kind(case: Mapping[str, Any]) -> str:
+    if case.get("set", {}).get("train.linear_precision") == "float8":
+        return "in float8"
+    return (
+        f"in 16 bits on {'more than' if sum(read_hosts(case['hosts'])) > 100 else 'up to'} 100 GPUs"
+    )
 
 
 def walked(stage: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:
@@ -197,7 +219,7 @@ def page(text: str, table: Mapping[str, Any]) -> str:
     ]
     for case, row in zip(table["cases"], rows, strict=True):
         lines.append(published_row(case, row, table["sources"]))
-    return between(text, "published", wrapped([*lines, "", *summary(rows)]))
+    return between(text, "published", wrapped([*lines, "", *summary(table["cases"], rows)]))
 
 
 def main() -> None:
