@@ -298,7 +298,7 @@ def test_the_first_page_shows_the_losses_of_its_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory"]
+    "name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory", "plan"]
 )
 def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was

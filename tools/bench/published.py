@@ -1,6 +1,7 @@
 """Predicted speeds beside those that others have published.
 
-    python tools/bench/published.py [WORDS ...] [--json]
+    python tools/bench/published.py [WORDS ...] [--parts] [--json]
+    python tools/bench/published.py --write      writes the tables of docs/which-layout.md anew
 
 Each case of published.yaml is a run of another framework, written as a config of meshtrain's on the
 hardware that was measured. Nothing is fitted to them. WORDS: only cases with them in their names.
@@ -9,7 +10,7 @@ hardware that was measured. Nothing is fitted to them. WORDS: only cases with th
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,13 +18,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from gpu_docs import between, wrapped
 from meshtrain.cli.plan import read_hosts
 from meshtrain.config import Config
-from meshtrain.foresight.hardware import Hardware, load
+from meshtrain.errors import bytes_text
+from meshtrain.foresight.hardware import Hardware, load, with_fabric
 from meshtrain.foresight.prediction import Prediction
 
 TABLE = Path(__file__).with_suffix(".yaml")
+PAGE = TABLE.parents[2] / "docs" / "which-layout.md"
 UNITS = {"mfu": "% MFU", "tokens_per_s": "tokens/s", "seconds": "s"}
+NETWORKS = {"infiniband": "InfiniBand", "efa": "EFA", "ethernet": "100 Gb/s Ethernet"}
 
 
 class Row(NamedTuple):
@@ -116,13 +121,118 @@ def changed(record: Any, path: list[str], value: Any) -> Any:
     return replace(record, **{name: changed(getattr(record, name), rest, value)})  # type: ignore[type-var]
 
 
+# The tables of the page ---------------------------------------------------------------------------
+
+
+def published_row(case: Mapping[str, Any], row: Row, sources: Mapping[str, Any]) -> str:
+    """A run with its published and predicted speed."""
+    source = sources[case["source"]]
+    mark = " *" if row.kernel else ""
+    return (
+        f"| [{row.name}]({source['url']}) | `{flow(case['layout'])}` | "
+        f"{digits(row.published)} {row.unit} | {digits(row.predicted)} | "
+        f"{percent(row.ratio)} %{mark} |"
+    )
+
+
+def digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def percent(ratio: float) -> str:
+    """By how much the predicted run is faster."""
+    return f"{100 * (ratio - 1):+.0f}"
+
+
+def flow(layout: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f"{axis}: {size}" for axis, size in layout.items()) + "}"
+
+
+def summary(cases: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[str]:
+    """How many are how close, what is known of those that are not, and how far off the others are,
+    by kind."""
+    counts = [
+        f"{sum(abs(row.ratio - 1) <= most / 100 for row in rows)} within {most} %"
+        for most in (5, 10, 20, 30)
+    ]
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.kernel:
+            names.setdefault(row.kernel, []).append(row.name)
+    lines = [
+        f"Of {len(rows)}: {', '.join(counts)}. `*`: meshtrain does not have what was measured:"
+    ]
+    lines += ["", *(f"- {'; '.join(who)}: {kernel}." for kernel, who in names.items())]
+    ratios: dict[str, list[float]] = {}
+    for case, row in zip(cases, rows, strict=True):
+        if not row.kernel:
+            ratios.setdefault(kind(case), []).append(row.ratio)
+    ranges = [
+        f"{percent(min(found))} to {percent(max(found))} % {name}" for name, found in ratios.items()
+    ]
+    return [*lines, "", f"The others by kind: {'; '.join(ranges)}."]
+
+
+def kind(case: Mapping[str, Any]) -> str:
+    if case.get("set", {}).get("train.linear_precision") == "float8":
+        return "in float8"
+    return (
+        f"in 16 bits on {'more than' if sum(read_hosts(case['hosts'])) > 100 else 'up to'} 100 GPUs"
+    )
+
+
+def walked(stage: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:
+    """The table of a step of the page: layouts of a model on its hosts, in each network."""
+    hosts = read_hosts(stage["hosts"])
+    columns = NETWORKS if len(hosts) > 1 else {"": "a step"}
+    yield "| " + " | ".join(("layout", "with", "memory", *columns.values())) + " |"
+    yield "| --- " * (3 + len(columns)) + "|"
+    for choice in stage["layouts"]:
+        settings = choice.get("set", {})
+        config = config_of({**stage, **choice}, models, settings)
+        cells = [f"`{flow(choice['layout'])}`", ", ".join(map(short, settings.items()))]
+        hardware = load("h100")
+        memory = Prediction(config, hardware).memory
+        verdict = memory.verdict(hardware.device.room)
+        cells.append(f"{bytes_text(memory.total)}, {verdict}")
+        for network in columns:
+            there = with_fabric(hardware, network) if network else hardware
+            took = Prediction(config, there).step.seconds
+            cells.append("" if verdict == "does not fit" else f"{took:.3g} s")
+        yield "| " + " | ".join(cells) + " |"
+
+
+def short(setting: tuple[str, Any]) -> str:
+    key, value = setting
+    text = str(value).lower() if isinstance(value, bool) else value
+    return f"`{key.split('.')[-1]}: {text}`"
+
+
+def page(text: str, table: Mapping[str, Any]) -> str:
+    """The page with its tables computed anew."""
+    for name, stage in table["walk"].items():
+        text = between(text, name, "\n".join(walked(stage, table["models"])))
+    rows = [predicted(case, table) for case in table["cases"]]
+    lines = [
+        "| run | layout | published | predicted | faster by |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for case, row in zip(table["cases"], rows, strict=True):
+        lines.append(published_row(case, row, table["sources"]))
+    return between(text, "published", wrapped([*lines, "", *summary(table["cases"], rows)]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--parts", action="store_true", help="the parts of each step, in seconds")
+    parser.add_argument("--write", action="store_true", help="the tables of the page")
     options = parser.parse_args()
     table = yaml.safe_load(TABLE.read_text())
+    if options.write:
+        PAGE.write_text(page(PAGE.read_text(), table))
+        return
     rows = []
     for case in table["cases"]:
         if not all(word in case["name"] for word in options.words):
