@@ -200,7 +200,7 @@ def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HOME", str(home))
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(
@@ -212,6 +212,7 @@ def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     datasets = sys.modules.get("datasets.config")  # it has read the variables, if it is there
     if datasets is not None:
+        monkeypatch.setattr(datasets, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets, "HF_ENDPOINT", hub.url)
         monkeypatch.setattr(datasets, "HF_DATASETS_CACHE", home / "datasets")
 
