@@ -126,9 +126,9 @@ class Looks:
         }
 
 
-def functions_of(stats: pstats.Stats) -> list[dict[str, Any]]:
-    """Every function that ran: file, line, name, calls, and own time. A function written in C is
-    told once for each caller, whose file it has."""
+def functions_of(stats: Any) -> list[dict[str, Any]]:
+    """Every function that ran, from a `pstats.Stats`: file, line, name, calls, and own time. A
+    function written in C is told once for each caller, whose file it has."""
     found = []
     for (file, line, name), (_, calls, own_s, _, callers) in stats.stats.items():
         if file != BUILT_IN:
