@@ -160,6 +160,13 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workload", type=Path, default=WORKLOAD, metavar="YAML", help="what they train"
     )
+    parser.add_argument(
+        "--experts",
+        type=Path,
+        default=experts.WORKLOAD,
+        metavar="YAML",
+        help="what those with experts train",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with every function")
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="for meshtrain's sides"
@@ -175,7 +182,7 @@ def main() -> int:
     if dense_asked or not options.only:
         found += look_at(SIDES, dense_asked, options)
     if experts_asked or not options.only:
-        options.workload = experts.WORKLOAD
+        options.workload = options.experts
         found += look_at(WITH_EXPERTS, experts_asked, options)
     if options.json:
         print(json.dumps([vars(one) for one in found], indent=1))
