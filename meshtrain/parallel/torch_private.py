@@ -267,7 +267,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def fused_adamw(
     values: list[Tensor],
-    gradients: Sequence[Tensor | None],
+    gradients: list[Any],  # tensors, though a parameter's may be None elsewhere
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     updates: Tensor,
@@ -285,7 +285,7 @@ def fused_adamw(
     looks at each parameter again in each step."""
     torch._fused_adamw_(
         values,
-        gradients,  # type: ignore[arg-type]  # the kernel refuses None
+        gradients,
         exp_avgs,
         exp_avg_sqs,
         [],  # AMSGrad's
