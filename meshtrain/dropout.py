@@ -177,8 +177,9 @@ def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> No
         bind_dropout(model)
         masks = model.dropout_masks
     assert isinstance(masks, _DropoutKeys)
-    first = next(model.parameters(), None)
-    masks.set(seed, step, samples, torch.device("cpu") if first is None else first.device)
+    if masks.needed():
+        first = next(model.parameters(), None)
+        masks.set(seed, step, samples, torch.device("cpu") if first is None else first.device)
 
 
 class _DropoutKeys:
@@ -190,10 +191,12 @@ class _DropoutKeys:
         self._hashes = [[hash64(f"meshtrain dropout {name}")] for name in dropouts]
         self._names = torch.empty(0)  # (n, 1) on the device
 
+    def needed(self) -> bool:
+        """Whether any of them drops something."""
+        return any(dropout.p > 0 for dropout in self._dropouts)
+
     def set(self, seed: int, step: int, samples: range, device: torch.device) -> None:
         """key = hash(name) xor hash(seed, step, sample), of each dropout and sample."""
-        if all(dropout.p == 0 for dropout in self._dropouts):
-            return
         if self._names.numel() == 0 or self._names.device != device:
             self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
         hashes = [hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]

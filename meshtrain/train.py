@@ -9,6 +9,7 @@ create.
 """
 
 import argparse
+import gc
 import os
 import sys
 import warnings
@@ -25,6 +26,8 @@ if __name__ == "__main__":
     end_with_launcher(os.environ)
     # importing torch takes seconds, and an unhandled signal ends the process
     signals = Signals.install(importing=True)
+    # What is imported is no garbage, and each collection would walk through all of torch.
+    gc.disable()
 
 from torch import nn  # only after the signal handlers are installed
 
@@ -108,6 +111,8 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     show_any_text()
     signals = signals or Signals.install()
     signals.modules_imported()
+    gc.freeze()
+    gc.enable()
     try:
         environment = read_environment(os.environ)
         job = join(environment, start_timeout(arguments, environment.world_size))

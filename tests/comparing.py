@@ -26,6 +26,7 @@ from meshtrain.metrics.logger import read
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling.build import build_model
 from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import gloo_collectives
 from meshtrain.parallel.grad_sync import (
     defer_waits,
     finish_reduce,
@@ -219,20 +220,26 @@ class Sent:
     def __init__(self) -> None:
         self.bytes = 0
         self.groups: dict[int, set[Any]] = defaultdict(set)
-        self._send = dist.isend
+        self._between_stages = dist.isend
+        self._of_collectives = gloo_collectives.start_send
 
     def __enter__(self) -> "Sent":
-        dist.isend = self._count
+        dist.isend = self._count_between_stages
+        gloo_collectives.start_send = self._count
         return self
 
     def __exit__(self, *error: object) -> None:
-        dist.isend = self._send
+        dist.isend = self._between_stages
+        gloo_collectives.start_send = self._of_collectives
 
-    def _count(self, tensor: Tensor, *to: Any, **named: Any) -> Any:
+    def _count_between_stages(self, tensor: Tensor, target: int, group: Any) -> Any:
         self.bytes += tensor.nbytes
-        if to:  # between stages: (rank of the job, group)
-            self.groups[to[0]].add(to[1])
-        return self._send(tensor, *to, **named)
+        self.groups[target].add(group)
+        return self._between_stages(tensor, target, group)
+
+    def _count(self, tensor: Tensor, group: Any, target: int) -> Any:
+        self.bytes += tensor.nbytes
+        return self._of_collectives(tensor, group, target)
 
 
 class Created(TorchDispatchMode):

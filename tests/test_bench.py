@@ -20,6 +20,8 @@ import data_parallel
 import expert_balance
 import experts
 import harness
+import host_time
+import host_time_side
 import optimizers
 import own_script
 import pipeline
@@ -190,6 +192,61 @@ def test_balances_of_experts_are_compared(tmp_path: Path) -> None:
     picture = tmp_path / "balance.png"
     expert_balance.draw(runs).savefig(picture)
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_host_s_time_is_told_by_room_and_function(workloads: Path) -> None:
+    small = [f"--workload={workloads / 'workload.yaml'}", "--only=tp 2", "--json"]
+    plain, tp = json.loads(printed("host_time", *small))
+    assert (plain["side"], tp["side"]) == ("plain loop", "tp 2")
+    # A forward and a backward of a block have some dozen operators; there are 4 blocks, and 8
+    # microbatches in a step.
+    for one in (plain, tp):
+        assert one["operators"] > one["nodes"] > 4 * 8 * 24
+        assert 0 < one["thread_s"] <= one["process_s"]
+    assert 0 < plain["products_s"] < plain["thread_s"]
+    frames = {function["name"]: function["calls"] for function in tp["functions"]}
+    assert frames["forward_backward"] == 1, "per step"
+    rooms = host_time.Seen(**tp).rooms()
+    assert {"meshtrain/parallel", "models/llama.py", "torch/nn"} <= rooms.keys()
+
+
+def test_functions_in_c_belong_to_the_room_of_their_caller() -> None:
+    packages = "/venv/lib/python3/site-packages"
+    files = {
+        str(ROOT / "meshtrain/optim/muon.py"): "meshtrain/optim",
+        str(ROOT / "meshtrain/trainer.py"): "meshtrain/trainer.py",
+        f"{packages}/torch/nn/modules/module.py": "torch/nn",
+        f"{packages}/einops/einops.py": "einops",
+        "/usr/lib/python3/contextlib.py": "Python's library",
+    }
+    assert [host_time.room_of(file) for file in files] == list(files.values())
+
+    muon, module, *_ = files
+    callers = {(muon, 7, "update"): (4, 4, 0.5, 0.5), (module, 9, "call"): (1, 1, 0.25, 0.25)}
+    stats = {(muon, 7, "update"): (2, 3, 1.5, 2.0, {}), ("~", 0, "<mm>"): (5, 5, 0.75, 0, callers)}
+    assert [
+        (one["file"], one["name"], one["calls"], one["own_s"], one["is_c"])
+        for one in host_time_side.functions_of(SimpleNamespace(stats=stats))
+    ] == [
+        (muon, "update", 3, 1.5, False),
+        (muon, "<mm>", 4, 0.5, True),
+        (module, "<mm>", 1, 0.25, True),
+    ]
+
+
+def test_an_operator_within_an_operator_is_not_launched() -> None:
+    linear = SimpleNamespace(name="aten::linear", cpu_parent=None)
+    matmul = SimpleNamespace(name="aten::matmul", cpu_parent=linear)
+    node = SimpleNamespace(name=f"{host_time_side.NODE}AddmmBackward0", cpu_parent=None)
+    product = SimpleNamespace(name="meshtrain::row", cpu_parent=node)
+    inner = SimpleNamespace(name="aten::mm", cpu_parent=product)
+    memory = SimpleNamespace(name="[memory]", self_cpu_memory_usage=64)
+    freed = SimpleNamespace(name="[memory]", self_cpu_memory_usage=-64)
+    events = [linear, matmul, node, product, inner, memory, freed]
+    counts = host_time_side.counts_of(SimpleNamespace(events=lambda: events))
+    assert counts == {"operators": 2, "nodes": 1, "allocations": 1}
 
 
 def test_cpu_time_is_summed_over_ranks_and_wall_time_is_that_of_the_slowest(tmp_path: Path) -> None:

@@ -98,8 +98,25 @@ def test_importing_what_decides_does_not_import_torch(tmp_path: Path) -> None:
         "    heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "    assert not heavy, f'importing {name} imports {sorted(heavy)}'\n"
     )
+    require_success(code, tmp_path)
+
+
+def test_a_run_starts_without_what_it_may_never_need(tmp_path: Path) -> None:
+    """The compiler, pictures, other projects' models: each takes half a second or more. torch loads
+    the compiler by itself where it is used."""
+    code = (
+        "import sys\n"
+        "import meshtrain.train, meshtrain.script\n"
+        "late = {'torch._dynamo', 'torch._inductor', 'matplotlib', 'transformers', 'tokenizers',\n"
+        "    'PIL', 'tensorboard', 'torch.distributed.checkpoint'} & set(sys.modules)\n"
+        "assert not late, f'importing meshtrain.train imports {sorted(late)}'\n"
+    )
+    require_success(code, tmp_path)
+
+
+def require_success(code: str, folder: Path) -> None:
     finished = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
 

@@ -47,8 +47,8 @@ def sees_chunk(first: Sequence[int], chunk: int, reader: int, x: int) -> bool:
     `chunk`: chunk length.
     """
     end = (x + 1) * chunk
-    own_chunks = (reader, len(first) - 1 - reader)
-    return any(x <= own and first[own] < end for own in own_chunks)
+    early, late = reader, len(first) - 1 - reader
+    return (x <= early and first[early] < end) or (x <= late and first[late] < end)
 
 
 def head_ranges(heads: int, kv_heads: int, parts: int, index: int) -> tuple[range, range]:

@@ -11,8 +11,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -91,6 +91,22 @@ class _Step(NamedTuple):
     queued: float
 
 
+class _Phase:
+    """A context manager around the code that belongs to a phase; it may be entered again inside."""
+
+    def __init__(self, timer: "StepTimer", name: str) -> None:
+        self._timer, self._name = timer, name
+
+    def __enter__(self) -> None:
+        self._timer.running.append(self._name)
+        self._timer.enter(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        running = self._timer.running
+        running.pop()
+        self._timer.enter(running[-1] if running else None)
+
+
 class StepTimer:
     """Measures how many seconds of each step went into each of `PHASES`.
 
@@ -109,26 +125,19 @@ class StepTimer:
         rank's own time."""
         self._marks = marks or (CudaTimeSource() if device.type == "cuda" else TimeSource())
         self._not_own = {"communication", *hiding}
-        self._running: list[str] = []
+        # Every wait for other ranks is in a phase: some hundred in a step.
+        self._phases = {name: _Phase(self, name) for name in PHASES}
+        self.running: list[str] = []  # phases that were entered, the innermost last
         # marks, each with the phase to which time belongs from there on
         self._log: list[tuple[Any, str | None]] = []
         # Bounded: ranks that never pop their measurements must not accumulate them.
         self._finished: deque[_Step] = deque(maxlen=4)
         self._begin()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """The time of the body belongs to phase `name`. Raises KeyError for a name not in
         `PHASES`."""
-        if name not in PHASES:
-            raise KeyError(name)
-        self._running.append(name)
-        self._enter(name)
-        try:
-            yield
-        finally:
-            self._running.pop()
-            self._enter(self._running[-1] if self._running else None)
+        return self._phases[name]
 
     def _begin(self) -> None:
         self._ended = time.perf_counter()
@@ -137,7 +146,8 @@ class StepTimer:
         self._queued = 0.0
         self._queued_before = self._marks.queued()
 
-    def _enter(self, name: str | None) -> None:
+    def enter(self, name: str | None) -> None:
+        """From now on time belongs to this phase; None: to none."""
         self._log.append((self._marks.now(), name))
         own = name not in self._not_own
         # The wait for a core is read only where the rank's own time begins or ends.
@@ -192,9 +202,9 @@ class StepTimer:
         return {"step_time_s": step.seconds, **named}
 
     def _outside_phases(self) -> None:
-        if self._running:
+        if self.running:
             raise RuntimeError(
-                f"a step ends or starts inside of the phase {self._running[-1]!r}; close the phase "
+                f"a step ends or starts inside of the phase {self.running[-1]!r}; close the phase "
                 "first"
             )
 

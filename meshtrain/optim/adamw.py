@@ -2,10 +2,9 @@
 all local parts."""
 
 import math
-from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from meshtrain.optim.grad_norm import LocalParameter, scale_gradients
 from meshtrain.optim.optimizer import ParamGroup, UpdateRule
 from meshtrain.optim.rounding import blocks, random_bits, round_stochastically
 from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.parallel.torch_private import fused_adamw
 
 if TYPE_CHECKING:
     from meshtrain.config.schema import OptimizerSection
@@ -28,23 +28,12 @@ class AdamW(UpdateRule):
         self, groups: Sequence[ParamGroup], config: "OptimizerSection", mesh: Mesh
     ) -> None:
         super().__init__(groups, config, mesh)
+        self._betas = config.betas
+        self._eps = config.eps
         # A shard of a small parameter may be empty.
         self._parameters = [p for p in self.group_of if p.local.numel() > 0]
-        torch_groups: list[dict[str, Any]] = [
-            {"params": [], "weight_decay": group.options.weight_decay} for group in groups
-        ]
-        if not torch_groups:  # a stage of a pipeline may have nothing to train
-            torch_groups = [{"params": []}]
-        self._adamw = torch.optim.AdamW(
-            torch_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
-        self._torch_groups: dict[LocalParameter, dict[str, Any]] = {}
-        for group, torch_group in zip(groups, self._adamw.param_groups, strict=False):
-            self._torch_groups |= dict.fromkeys(group.parameters, torch_group)
-        for p in self._parameters:
-            step = torch.zeros((), dtype=torch.float32, device=p.local.device)
-            # torch finds the averages where they are at the time.
-            self._adamw.state[p.local] = ChainMap({"step": step}, p.state)
+        device = self._parameters[0].local.device if self._parameters else None
+        self._updates = torch.zeros((), dtype=torch.float32, device=device)  # made so far
         # The kernel takes its factor in float32, which is not precise enough for other gradients.
         self._kernel_scales = all(p.local.dtype == torch.float32 for p in self._parameters)
 
@@ -57,6 +46,7 @@ class AdamW(UpdateRule):
             tensors += 1 if size == 4 else 2
         return tensors * size * math.prod(parameter.shape)
 
+    @torch.no_grad()
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         # The kernel itself divides gradients and skips, as for torch's GradScaler: clipping needs
         # no separate pass.
@@ -65,22 +55,42 @@ class AdamW(UpdateRule):
             grad_scale = (1 / factor).float()
         else:
             scale_gradients(self._parameters, factor)
-        self._adamw.grad_scale = grad_scale  # type: ignore[attr-defined]
-        self._adamw.found_inf = skip  # type: ignore[attr-defined]
-        # Without groups torch has an empty one.
-        for group, torch_group in zip(self.groups, self._adamw.param_groups, strict=False):
-            torch_group["lr"] = group.lr
+        self._updates += 1
         for parameters in self.home.visit():
-            for torch_group in self._adamw.param_groups:
-                torch_group["params"] = []
-            for p in parameters:
-                if p.local.numel() > 0:
-                    self._torch_groups[p]["params"].append(p.local)
-            self._adamw.step()
+            for group in self.groups:
+                own = [p for p in parameters if self.group_of[p] is group]
+                self._update_group(group, own, skip, grad_scale)
+        self._updates -= skip
+
+    def _update_group(
+        self,
+        group: ParamGroup,
+        parameters: Sequence[LocalParameter],
+        skip: Tensor,
+        grad_scale: Tensor | None,
+    ) -> None:
+        """One kernel for all parameters of a dtype."""
+        by_type: dict[torch.dtype, list[LocalParameter]] = {}
+        for p in parameters:
+            if p.local.numel() > 0:
+                by_type.setdefault(p.local.dtype, []).append(p)
+        for alike in by_type.values():
+            fused_adamw(
+                [p.local for p in alike],
+                [p.local.grad for p in alike],  # `squared_norm` has set it
+                [p.state["exp_avg"] for p in alike],
+                [p.state["exp_avg_sq"] for p in alike],
+                self._updates,
+                lr=group.lr,
+                betas=self._betas,
+                weight_decay=group.options.weight_decay,
+                eps=self._eps,
+                grad_scale=grad_scale,
+                skip=skip,
+            )
 
     def set_updates(self, updates: Tensor) -> None:
-        for state in self._adamw.state.values():
-            state["step"].copy_(updates)
+        self._updates.copy_(updates)
 
 
 class RoundedAdamW(UpdateRule):

@@ -266,11 +266,12 @@ def _name(group: dist.ProcessGroup, axis: str) -> str:
 
 def axis_group_by_name(name: str) -> AxisGroup:
     """Looks up an `AxisGroup` for an operator. Raises RuntimeError: its owner no longer exists."""
-    if name not in _axis_groups:
+    found = _axis_groups.get(name)
+    if found is None:
         raise RuntimeError(
             "the ContextParallel that sharded this batch is gone: keep it as long as its batches"
         )
-    return _axis_groups[name]
+    return found
 
 
 def _started(work: dist.Work | None) -> list[dist.Work]:

@@ -119,7 +119,10 @@ def message_rows(rows: int, experts_of_rank: int, experts: int, factor: float) -
 @contextmanager
 def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
     """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: no
-    limit."""
+    limit, as outside."""
+    if limit is None:
+        yield
+        return
     dispatches: list[ExpertDispatch] = [
         vars(module)["dispatch"] for module in dispatched_modules(model)
     ]

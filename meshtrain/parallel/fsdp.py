@@ -384,6 +384,7 @@ class FSDPGradSync(GradientSync):
         self._keeps = not reshard_after_forward
         self._in_backward = False
         self._last = True  # whether the next backward is the last of its step
+        self._told: tuple[bool, bool] | None = None  # what FSDP was told of it
         self._sent = False  # whether the last backward of this step has ended
         assert isinstance(model, nn.Module)
         when_backward_begins(model, self._begin)
@@ -413,6 +414,11 @@ class FSDPGradSync(GradientSync):
     def set_is_last_backward(self, last: bool) -> None:
         self._last = last
         self._sent = False
+        # Each of these walks through all modules of the model, which few microbatches need.
+        told = last, self.waits
+        if told == self._told:
+            return
+        self._told = told
         if self._keeps:
             self._model.set_requires_gradient_sync(last)
             self._model.set_reshard_after_backward(last)
@@ -432,6 +438,7 @@ class FSDPGradSync(GradientSync):
 
     def finish_reduce(self) -> None:
         """Repeats the end of the last backward, with nothing to send."""
+        self._told = None
         self._model.set_requires_gradient_sync(False)
         self._model.set_is_last_backward(True)
         end_fsdp_backward(self._model)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain.job.pending import waiting
+from meshtrain.parallel.torch_private import start_receive, start_send
 
 
 def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
@@ -71,10 +72,10 @@ def start_exchange(
         source = (rank - distance) % size
         target = (rank + distance) % size
         if incoming[source].numel() > 0:
-            works.append(dist.irecv(incoming[source], group=group, group_src=source))
+            works.append(start_receive(incoming[source], group, source))
         if outgoing[target].numel() > 0:
-            works.append(dist.isend(outgoing[target], group=group, group_dst=target))
-    return [work for work in works if work is not None]  # never None: this rank is in the group
+            works.append(start_send(outgoing[target], group, target))
+    return works
 
 
 def wait(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:

@@ -123,7 +123,10 @@ def reseed(seed: int, step: int, index: int) -> None:
     different samples."""
     digest = hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest)
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)
+    # `torch.manual_seed` seeds every kind of device, and for absent ones notes where it was called.
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
     np.random.seed(number % 2**32)
     random.seed(number)
 

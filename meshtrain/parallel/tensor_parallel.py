@@ -43,7 +43,7 @@ from meshtrain.parallel.linear.lora import move_adapter
 from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
 from meshtrain.parallel.row_exchange import RowExchange
 from meshtrain.parallel.sharding import chunk_range, contiguous_strides
-from meshtrain.parallel.torch_private import to_local
+from meshtrain.parallel.torch_private import for_product, plain_part, to_local
 from meshtrain.parallel.tp_linear import (
     ColumnParallelMatmul,
     RowParallelMatmul,
@@ -328,7 +328,7 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         they are merged."""
         first = layers[0]
         sequence = first.sequence_parallel
-        weights = [layer.rows_of(layer.weight) for layer in layers]
+        weights = [layer.weight_for_product() for layer in layers]
         products = ColumnParallelMatmul.apply(
             flatten_tokens(x, sequence),
             first.axis_group,
@@ -339,7 +339,7 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
             *(weights if weight is None else [weight]),
         )
         if weight is not None:
-            products = split_outputs(products[0], [len(rows) for rows in weights])
+            products = split_outputs(products[0], [len(plain_part(rows)) for rows in weights])
 
         shape = list(x.shape)
         if sequence:
@@ -348,6 +348,10 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         for layer, product in zip(layers, products, strict=True):
             outputs.append(layer.output_of(unflatten_tokens(product, shape, sequence)))
         return outputs
+
+    def weight_for_product(self) -> Tensor:
+        """The rows of the weight that this rank uses, as `ColumnParallelMatmul` takes them."""
+        return for_product(self.weight) if self.uses_own_rows else self.rows_of(self.weight)
 
     def rows_of(self, parameter: Tensor) -> Tensor:
         """The rows of the weight or bias that this rank uses."""
@@ -431,7 +435,7 @@ class RowParallelLinear(ProductsLayer, TensorParallelLayer):
             input = own_features(input, self.axis_group)
         product = RowParallelMatmul.apply(
             input,
-            to_local(self.weight),
+            for_product(self.weight),
             self.axis_group,
             sequence,
             self.products,

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch._compile import _disable_dynamo
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import Variable
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.distributed.fsdp import FSDPModule
@@ -87,11 +89,29 @@ def from_local(local: Tensor, like: Tensor) -> Tensor:
 
 def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
     """A gradient of `parameter` whose part on this rank is `local`: a faster `from_local`."""
-    return (
-        DTensor(local, parameter._spec, requires_grad=False)
-        if isinstance(parameter, DTensor)
-        else local
-    )
+    return with_spec(local, spec_of(parameter))
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """How a tensor is sharded; None: it is a plain one."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def with_spec(local: Tensor, spec: Any) -> Tensor:
+    """A gradient that is sharded by `spec`, with `local` as this rank's part."""
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+def for_product(parameter: Tensor) -> Tensor:
+    """What an autograd function takes that computes with a parameter's local part: the parameter
+    itself, without a node of autograd between them. Its forward takes the `plain_part`, and its
+    backward returns a gradient `with_spec`. Compiled code takes the part."""
+    return to_local(parameter) if torch.compiler.is_compiling() else parameter
+
+
+def plain_part(tensor: Tensor) -> Tensor:
+    """This rank's local part, not differentiable."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_plain_gradient(grad: Tensor, parameter: Tensor) -> bool:
@@ -99,7 +119,9 @@ def is_plain_gradient(grad: Tensor, parameter: Tensor) -> bool:
     dense = (
         grad.layout == torch.strided and grad.dtype == parameter.dtype and not grad.requires_grad
     )
-    return dense and getattr(grad, "_spec", None) == getattr(parameter, "_spec", None)
+    spec, expected = getattr(grad, "_spec", None), getattr(parameter, "_spec", None)
+    # Most often the same object; to compare two of them takes long.
+    return dense and (spec is expected or spec == expected)
 
 
 # Parameters and buffers of modules ----------------------------------------------------------------
@@ -241,6 +263,43 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies tensors of one device into others, possibly of another dtype, in few kernels. Read in
     torch 2.13."""
     torch._foreach_copy_(targets, sources)
+
+
+def fused_adamw(
+    values: list[Tensor],
+    gradients: list[Any],  # tensors, though a parameter's may be None elsewhere
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    updates: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+    grad_scale: Tensor | None,
+    skip: Tensor,
+) -> None:
+    """One update by the kernel of `torch.optim.AdamW(fused=True)`, of tensors of one dtype and
+    device. `updates`: their number, with this one. `grad_scale`: what gradients are divided by.
+    `skip`: if it is 1, nothing changes. Read in torch 2.13, where the class around the kernel
+    looks at each parameter again in each step."""
+    torch._fused_adamw_(
+        values,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],  # AMSGrad's
+        [updates] * len(values),
+        amsgrad=False,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=skip,
+    )
 
 
 def raise_unless(condition: Tensor, message: str) -> None:
@@ -421,7 +480,14 @@ _nothing_hidden: list[None] = []  # one entry for each open `nothing_hidden`
 def hidden_from_dispatch_modes() -> AbstractContextManager[object]:
     """Hides the operators inside from dispatch modes, such as selective checkpointing, but not from
     one that counts everything."""
-    return nullcontext() if _nothing_hidden else without_dispatch_modes()
+    if _nothing_hidden or not dispatch_modes_active():
+        return nullcontext()
+    return without_dispatch_modes()
+
+
+def dispatch_modes_active() -> bool:
+    """Whether any dispatch mode sees the operators that this thread calls. Read in torch 2.13."""
+    return _len_torch_dispatch_stack() > 0 or _len_torch_dispatch_stack_pre_dispatch() > 0
 
 
 @contextmanager
@@ -508,9 +574,9 @@ def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: 
     if not gathered:
         return  # its forward has not run
     for p in gathered:
-        # not increased by FSDP's own writes
-        if any(tensor._version for tensor in p.all_gather_outputs):
-            raise InputError(writes_to_parameter(p._param_fqn))
+        for tensor in p.all_gather_outputs:
+            if tensor._version > 0:  # not increased by FSDP's own writes
+                raise InputError(writes_to_parameter(p._param_fqn))
     trained = [p for p in gathered if unit.reduce_grads and p._unsharded_param.requires_grad]
     widened = any(p.unsharded_accumulated_grad is not None for p in trained)
     for p in trained:
@@ -669,6 +735,26 @@ def unpin_in_place(memory: Tensor) -> None:
     from torch.cuda._pin_memory_utils import unpin_memory
 
     unpin_memory(memory.data_ptr())
+
+
+# Messages -----------------------------------------------------------------------------------------
+#
+# Read in torch 2.13: `dist.isend` and `dist.irecv` call these methods of the group, after they have
+# looked up and checked what is known here, which takes longer than the call.
+
+
+def start_send(tensor: Tensor, group: dist.ProcessGroup, target: int) -> dist.Work:
+    """`dist.isend` to a rank, by its index in the group."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return group.send([tensor], target, 0)
+
+
+def start_receive(tensor: Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
+    """`dist.irecv` from a rank, by its index in the group."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return group.recv([tensor], source, 0)
 
 
 # Operators by name --------------------------------------------------------------------------------

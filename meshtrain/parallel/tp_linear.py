@@ -23,7 +23,7 @@ from torch import Tensor
 from meshtrain.parallel.collectives import AsyncResult, AxisGroup, axis_group_by_name, operator
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS, linear_weight_grad
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, product_weight_grad
-from meshtrain.parallel.torch_private import hidden_from_dispatch_modes
+from meshtrain.parallel.torch_private import hidden_from_dispatch_modes, plain_part, spec_of
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
@@ -211,11 +211,13 @@ class ColumnParallelMatmul(torch.autograd.Function):
         parameter, because without gradients the compiler omits `ctx` if the number of arguments
         equals the number of parameters."""
         x, axis, sequence, keep, products, queue, *weights = inputs
-        ys = ops.columns(x, weights, axis.name, sequence, keep, products)
+        parts = [plain_part(weight) for weight in weights]
+        ys = ops.columns(x, parts, axis.name, sequence, keep, products)
         saved = x
         if sequence and keep:
             saved, *ys = ys
-        ctx.save_for_backward(saved, *weights)
+        ctx.save_for_backward(saved, *parts)
+        ctx.specs = [spec_of(weight) for weight in weights]
         ctx.group = axis.name
         ctx.sequence = sequence
         ctx.keep = keep
@@ -253,8 +255,8 @@ class ColumnParallelMatmul(torch.autograd.Function):
             inputs = x if whole is None else whole.wait()
             inputs = inputs.detach()  # a queue must not keep the graph of x alive
         dws = [
-            product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None
-            for i, grad in enumerate(grads)
+            product_weight_grad(ctx, i, grad, inputs, spec) if needs_dw[i] else None
+            for i, (grad, spec) in enumerate(zip(grads, ctx.specs, strict=True))
         ]
         with hidden_from_dispatch_modes():
             return dx.wait(), *nothing, *dws
@@ -276,12 +278,14 @@ class RowParallelMatmul(torch.autograd.Function):
         products: str,
         queue: WeightGradQueue | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        part = plain_part(weight)
+        ctx.save_for_backward(x, part)
+        ctx.spec = spec_of(weight)
         ctx.settings = axis.name, sequence, products
         ctx.sequence = sequence
         ctx.queue = queue
         ctx.weights = () if queue is None else (weight,)
-        return ops.row(flatten_tokens(x, sequence), weight, axis.name, sequence, products)
+        return ops.row(flatten_tokens(x, sequence), part, axis.name, sequence, products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -291,5 +295,5 @@ class RowParallelMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             whole = gathered[0] if gathered else grad  # dY of all tokens, for both products
             inputs = flatten_tokens(x.detach(), ctx.sequence)
-            dw = product_weight_grad(ctx, 0, whole, inputs)
+            dw = product_weight_grad(ctx, 0, whole, inputs, ctx.spec)
         return unflatten_tokens(dx, x.shape, ctx.sequence), dw, None, None, None, None

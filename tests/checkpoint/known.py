@@ -127,9 +127,9 @@ def wrong(state: State) -> list[str]:
         for held in state.shards
         if not torch.equal(held.local.detach(), whole(held.name, held.placement)[held.part])
     ]
-    counted = {one["step"].item() for one in state._optimizer.rules["adamw"]._adamw.state.values()}
+    counted = state._optimizer.rules["adamw"]._updates.item()
     return (
         names
-        if counted == {whole(UPDATES, state.placements[UPDATES]).item()}
+        if counted == whole(UPDATES, state.placements[UPDATES]).item()
         else [*names, f"AdamW is at {counted}"]
     )

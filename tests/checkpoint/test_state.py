@@ -82,9 +82,10 @@ def test_the_memory_is_that_of_the_training() -> None:
     assert local["optimizer.step"].item() == 2, "a skipped update does not count"
     assert local["loss_scale.value"].item() == LossScale.FIRST / 2
     assert local["loss_scale.good"].item() == 1
-    (adamw,) = [s for p, s in optimizer.rules["adamw"]._adamw.state.items() if p.shape == (3, 3)]
-    assert adamw["step"].item() == 2
-    assert local["optimizer.a.weight.exp_avg"].data_ptr() == adamw["exp_avg"].data_ptr()
+    adamw = optimizer.rules["adamw"]
+    assert adamw._updates.item() == 2
+    (weight,) = [p for p in adamw.group_of if p.local.shape == (3, 3)]
+    assert local["optimizer.a.weight.exp_avg"].data_ptr() == weight.state["exp_avg"].data_ptr()
     assert local["optimizer.a.weight.exp_avg"].abs().sum() > 0
 
 

@@ -405,7 +405,7 @@ def test_the_same_bits_as_at_once_over_tp(
         pending += deferred
     early = [name for name, parameter in models[1].named_parameters() if parameter.grad is not None]
     assert not any("proj" in name or "lm_head" in name for name in early)
-    values = [value for layer in pending for value in layer.compute()]
+    values = [layer.compute() for layer in pending]
     assert not any(value.requires_grad for value in values), "it leads back into the forward"
     run_weight_grads(pending)
     for model in models:

@@ -276,24 +276,48 @@ def running(
 def start(
     number: int, side: Side, folder: Path, steps: int, options: argparse.Namespace
 ) -> Running:
-    """Starts one side: with `python` for a world of one, otherwise under torchrun."""
+    """Starts one side."""
     turns = {
         "address": str(folder / "socket"),
         "side": number,
         "warm_up": options.warm_up,
         "steps": options.steps,
     }
+    script = [HERE / "side.py", json.dumps(turns)]
+    command = command_of(side, script, folder, str(number), steps, options)
+    log = folder / f"{number}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | options.environment,
+        )
+    return Running(side, process, log)
+
+
+def command_of(
+    side: Side,
+    script: Sequence[object],
+    folder: Path,
+    name: str,
+    steps: int,
+    options: argparse.Namespace,
+) -> list[str]:
+    """The command of one side: `script` with its first arguments, for which `python` makes a world
+    of one and torchrun a larger one. `name`: of its output within `folder`."""
     overrides = [f"train.steps={steps}", *side.overrides]
     if side.layout:
         overrides.append(f"layout={json.dumps(side.layout)}")
     if side.kind == "meshtrain":
-        ours = [f"data.path={folder / 'tokens'}", f"train.output={folder / str(number)}"]
+        ours = [f"data.path={folder / 'tokens'}", f"train.output={folder / name}"]
         arguments = [options.workload, *options.overrides, *overrides, *ours]
     else:
         paths = [
             folder / "tokens" / "tokens.bin",
             folder / "weights.safetensors",
-            folder / f"{number}.jsonl",
+            folder / f"{name}.jsonl",
         ]
         arguments = [options.workload, *paths, *overrides]
     launcher = [sys.executable]
@@ -304,17 +328,7 @@ def start(
             "--standalone",
             f"--nproc-per-node={side.ranks}",
         ]
-    command = [*launcher, HERE / "side.py", json.dumps(turns), side.kind, *arguments]
-    log = folder / f"{number}.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | options.environment,
-        )
-    return Running(side, process, log)
+    return [str(word) for word in (*launcher, *script, side.kind, *arguments)]
 
 
 def meet(server: socket.socket, sides: Sequence[Running]) -> None:

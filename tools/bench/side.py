@@ -117,20 +117,25 @@ def overridden(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     return values
 
 
+def run_side(kind: str, arguments: list[str], before_step: Callable[[int], None]) -> int:
+    """Runs meshtrain's command, or the script next to this one that `kind` names, and calls
+    `before_step` before each step."""
+    if kind == "meshtrain":
+        return run_meshtrain(arguments, before_step)
+    config, tokens, weights, log, *overrides = arguments
+    values = overridden(yaml.safe_load(Path(config).read_text()), overrides)
+    # this folder is on sys.path, since the file that was started lies in it
+    script = importlib.import_module(kind)
+    script.train(Task(values, Path(tokens), Path(weights), Path(log), before_step))
+    return 0
+
+
 def main() -> int:
     """Called by harness.py with the arguments of `Turns` as a JSON object, the kind of side, and
     its arguments."""
     turns = Turns(**json.loads(sys.argv[1]))
     kind, *arguments = sys.argv[2:]
-    if kind == "meshtrain":
-        return run_meshtrain(arguments, turns.before_step)
-    config, tokens, weights, log, *overrides = arguments
-    values = overridden(yaml.safe_load(Path(config).read_text()), overrides)
-    # this folder is on sys.path, since this file is run by its path
-    script = importlib.import_module(kind)
-    task = Task(values, Path(tokens), Path(weights), Path(log), turns.before_step)
-    script.train(task)
-    return 0
+    return run_side(kind, arguments, turns.before_step)
 
 
 if __name__ == "__main__":

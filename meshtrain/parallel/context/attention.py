@@ -147,6 +147,7 @@ class Visibility:
         self.index = 0 if axis is None else axis.index
         self.own = self.chunks_of(self.index)
         self.chunk = q.shape[2] // 2
+        self._needed: dict[tuple[int, int], slice] = {}  # by reader and source; see `needed`
         self.batch = q.shape[0]
         length = 2 * self.size * self.chunk
 
@@ -186,12 +187,14 @@ class Visibility:
 
     def needed(self, reader: int, source: int) -> slice:
         """Which of the two chunks of rank `source` the queries of rank `reader` see."""
-        seen = [
-            place
-            for place, x in enumerate(self.chunks_of(source))
-            if sees_chunk(self.first, self.chunk, reader, x)
-        ]
-        return slice(seen[0], seen[-1] + 1) if seen else slice(0, 0)
+        if (reader, source) not in self._needed:
+            seen = [
+                place
+                for place, x in enumerate(self.chunks_of(source))
+                if sees_chunk(self.first, self.chunk, reader, x)
+            ]
+            self._needed[reader, source] = slice(seen[0], seen[-1] + 1) if seen else slice(0, 0)
+        return self._needed[reader, source]
 
     def needed_from(self, source: int) -> Sequence[int]:
         """The chunks of rank `source` that this rank's queries see."""

@@ -37,10 +37,10 @@ class SharedInput:
         self._input: Tensor | None = None  # the input of `_outputs`, while there are any
         self._outputs: dict[Any, Tensor] = {}  # outputs of layers that have not been called yet
 
-    def begin(self, arguments: Sequence[Any]) -> None:
-        """Called with the arguments of the module's forward, before it runs."""
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Called with the tensors that the module's forward gets, before it runs."""
         width = self.layers[0].in_features
-        inputs = [x for x in arguments if isinstance(x, Tensor) and x.shape[-1:] == (width,)]
+        inputs = [x for x in tensors if x.shape[-1:] == (width,)]
         self._shares = all(x is inputs[0] for x in inputs)
 
     def end(self) -> None:
@@ -84,13 +84,24 @@ def share_input(layers: Sequence[Any], module: nn.Module) -> None:
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inputs: tuple[SharedInput, ...] = module.shared_inputs  # type: ignore[assignment]
+    tensors = tensors_among((*args, *kwargs.values()))
     for shared in inputs:
-        shared.begin(tree_leaves((args, kwargs)))
+        shared.begin(tensors)
     try:
         return type(module).forward(module, *args, **kwargs)
     finally:
         for shared in inputs:
             shared.end()
+
+
+def tensors_among(arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, also those within lists and the like."""
+    tensors = []
+    for argument in arguments:
+        # Most arguments are tensors themselves, and looking into the others takes long.
+        leaves = [argument] if isinstance(argument, Tensor) else tree_leaves(argument)
+        tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def split_outputs(product: Tensor, widths: Sequence[int]) -> list[Tensor]:

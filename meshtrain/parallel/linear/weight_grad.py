@@ -43,8 +43,9 @@ from meshtrain.parallel.torch_private import (
     as_gradient,
     has_gradient_hooks,
     is_plain_gradient,
+    plain_part,
     runs_in_backward,
-    to_local,
+    with_spec,
 )
 
 # Computes a gradient into a tensor: added to its values, or replacing them.
@@ -158,12 +159,15 @@ def around_weight_grads(enter: Callable[[], AbstractContextManager[object]]) -> 
         _around.pop()
 
 
-def product_weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
-    """`weight_grad` of a linear layer from the output's gradient (n, f) and the input (n, d)."""
+def product_weight_grad(
+    ctx: Any, index: int, grad: Tensor, x: Tensor, spec: Any = None
+) -> Tensor | None:
+    """`weight_grad` of a linear layer from the output's gradient (n, f) and the input (n, d).
+    `spec`: how the weight is sharded, if the layer got it whole (`for_product`)."""
     return weight_grad(
         ctx,
         index,
-        compute=partial(linear_weight_grad, grad, x),
+        compute=lambda: with_spec(linear_weight_grad(grad, x), spec),
         write=partial(linear_weight_grad_into, grad, x),
     )
 
@@ -222,12 +226,12 @@ def write_grad(grad: Tensor, place: Tensor, add: bool) -> None:
 
 def add_product(parameter: Any, write: Write) -> None:
     if parameter.grad is not None:
-        write(to_local(parameter.grad), True)
+        write(plain_part(parameter.grad), True)
         return
     place = parameter.gradient_place
     if place is None:
-        part = torch.empty_like(to_local(parameter.detach()))
+        part = torch.empty_like(plain_part(parameter.detach()))
         place = as_gradient(part, parameter)
     # Its former values are those of an earlier step.
-    write(to_local(place), False)
+    write(plain_part(place), False)
     parameter.grad = place
