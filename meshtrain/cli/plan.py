@@ -463,15 +463,15 @@ def _predicted(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[st
     traced."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
     from meshtrain.foresight.hardware import load
-    from meshtrain.foresight.model import UntracedError, without_sequence_parts
+    from meshtrain.foresight.model import without_sequence_parts
     from meshtrain.foresight.prediction import Prediction
+    from meshtrain.modeling.kinds import UntracedError
 
     hardware = None if gpu is None else load(gpu)
 
     def predicted(config: Config) -> "tuple[Prediction, list[str]]":
-        with processes() as pool:
-            prediction = Prediction(config, hardware, traced=True, pool=pool)
-            return prediction, memory_of_ranks(prediction)
+        prediction = Prediction(config, hardware, exact=True)
+        return prediction, memory_of_ranks(prediction)
 
     try:
         prediction, lines = predicted(plan.config)
@@ -572,7 +572,7 @@ def _measured(arguments: argparse.Namespace) -> None:
         print(text, end="")
         return
     run = calibrate.MeasuredRun.load(Path(arguments.against))
-    prediction = Prediction(run.config, start, traced=True)
+    prediction = Prediction(run.config, start, exact=True)
     gib = prediction.memory.total / 2**30
     print(f"{arguments.against} beside what is foreseen of it")
     for line in calibrate.against(run, start, gib, prediction.sent):

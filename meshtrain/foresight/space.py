@@ -20,9 +20,9 @@ from meshtrain.config.layout_checks import (
 )
 from meshtrain.config.schema import SECTIONS
 from meshtrain.errors import InputError, yaml_text
-from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.prediction import SAVINGS, usable_savings
 from meshtrain.foresight.rules import RememberedRules, Rule
+from meshtrain.foresight.schedules import short_schedule
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
 from meshtrain.pipeline.partition import blocks_of
 from meshtrain.pipeline.schedule import NAMES

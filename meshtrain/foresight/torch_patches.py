@@ -54,6 +54,7 @@ def meta_stands_for(device_type: str) -> Iterator[None]:
         for module in (_fsdp_collectives, _fsdp_state, _fsdp_param_group):
             replace(module, "_get_device_handle", lambda _: torch.cpu)
         replace(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True)
+        replace(torch.accelerator, "current_stream", lambda *_: torch.cpu.current_stream())
         replace(_fully_shard, "_get_device_from_mesh", lambda _: META)
         replace(_fsdp_param, "_chunk_with_empty", Chunks)
         replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
@@ -189,7 +190,8 @@ def _attention(
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]
-    if attn_mask is None and q.dtype.itemsize == 2:
+    # Flash attention takes no values of another width than keys (latent attention).
+    if attn_mask is None and q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1]:
         return aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, False, scale=scale
         )[0]

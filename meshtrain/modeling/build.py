@@ -26,6 +26,7 @@ from meshtrain.loss import seen_terms
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import fill, initialise, materialise
+from meshtrain.modeling.kinds import known_blocks, repeated, without
 from meshtrain.objective import CrossEntropy, Objective, OwnLoss
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.compile import CompileChoice, choose_compile
@@ -280,11 +281,16 @@ def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
 
 @lru_cache(maxsize=8)
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
-    """The forward FLOPs of each block of a model for one sample."""
+    """The forward FLOPs of each block of a model for one sample. Of blocks that are alike one is
+    counted."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
     inputs = (tokens, torch.zeros_like(tokens), None)
+    first: Sequence[int] = range(len(blocks_of(spec.meta)))
+    if "vocab_size" in spec.keys:
+        first = known_blocks(spec, seq_len, mask_documents=False).first
+        spec = without(spec, repeated(first))
     costs, _ = block_flops(spec.meta, blocks_of(spec.meta), inputs)
-    return tuple(costs)
+    return tuple(costs[i] for i in first)
 
 
 def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = None) -> Outline:
